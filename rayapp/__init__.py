@@ -1,0 +1,28 @@
+"""Fine-tune models with PyTorch FSDP on Ray: one config, a laptop CPU or a GPU cluster.
+
+    import rayapp
+    from rayapp.finetune import finetune
+    result = finetune(rayapp.load("configs/tiny_cpu.yaml", {"run.name": "demo"}))
+
+The names are resolved when they are asked for, so that `import rayapp` costs nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayapp.config import Config, ConfigError, load
+
+_HOMES = {
+    "Config": "rayapp.config",
+    "ConfigError": "rayapp.config",
+    "load": "rayapp.config",
+}
+__all__ = ["Config", "ConfigError", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,422 @@
+"""Read, tokenise and pack a source once, and keep the rows beside the runs.
+
+    prepared = prepare(recipe, storage / ".prepared", progress=print)
+    rows = prepared.rows("train")
+
+Ray Data runs one task per unit of the source. A task writes the rows of its unit as one shard per
+split and last its own small JSON: a unit is done if and only if that exists. All writes are atomic
+and depend on nothing but the recipe, so a torn preparation is finished by the next run, and two
+runs that prepare at once write the same bytes. The manifest, last of all, names every shard.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from rayapp.data import sources, tokens
+from rayapp.data.rows import Rows
+from rayapp.order import fingerprint
+from rayapp.packing import Document, pack, row_dtype
+from rayapp.storage import Storage, open_storage
+
+SPLITS = ("train", "eval")
+VERSION = 1  # of the rows that a recipe gives; part of the fingerprint
+MAX_EXAMPLES = 5
+BATCH_RECORDS = 256  # tokenised in one call
+SAMPLE_BYTES = 64 * 2**10  # least that is sampled from a unit
+READERS = 16  # summaries of units read at once
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the rows of a data set."""
+
+    source: sources.Source
+    eval_source: sources.Source | None
+    kind: str
+    tokenizer_url: str
+    tokenizer_digest: str
+    pad_id: int
+    seq_len: int
+    pack: bool
+    truncate: bool
+    eval_fraction: float
+
+    def parts(self) -> dict[str, object]:
+        """Return the named parts of the fingerprint: a change of any is another data set."""
+        return {
+            "files": self.source.digest(),
+            "eval_files": self.eval_source.digest() if self.eval_source else None,
+            "format": self.source.format,
+            "kind": self.kind,
+            "tokenizer": self.tokenizer_digest,
+            "pad_id": self.pad_id,
+            "seq_len": self.seq_len,
+            "pack": self.pack,
+            "truncate": self.truncate,
+            "eval_fraction": self.eval_fraction,
+            "version": VERSION,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of `parts()`."""
+        return fingerprint(self.parts())
+
+
+@dataclass
+class Counts:
+    """What was seen and made; counts of units add up."""
+
+    documents: int = 0
+    empty: int = 0
+    split: int = 0
+    truncated: int = 0
+    cut_tokens: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    target_bytes: int = 0
+    rows: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Documents by length: `2^k` counts those of [2^k, 2^(k+1)) tokens."""
+
+    def add(self, other: dict[str, Any]) -> None:
+        """Add the counts of another unit."""
+        for name, value in other.items():
+            if name == "lengths":
+                self.lengths = dict(Counter(self.lengths) + Counter(value))
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A finished data set: where its rows lie and what they are."""
+
+    url: str
+    fingerprint: str
+    parts: dict[str, object]
+    seq_len: int
+    shards: dict[str, list[tuple[str, int]]]
+    counts: dict[str, dict[str, Any]]
+    bad: dict[str, int]
+    """Unusable records by reason."""
+    examples: list[tuple[str, str]]
+    """(place, reason) of the first few of them."""
+    records: int
+
+    def rows(self, split: str) -> Rows:
+        """Open the rows of `train` or `eval`."""
+        return Rows(open_storage(self.url), self.shards[split], self.seq_len)
+
+    def num_rows(self, split: str) -> int:
+        """Number of rows of a split."""
+        return int(self.counts[split]["rows"])
+
+    @property
+    def bad_share(self) -> float:
+        """Share of records that are unusable, 0-1."""
+        return sum(self.bad.values()) / self.records if self.records else 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures that a person checks before training."""
+        train = self.counts["train"]
+        capacity = train["rows"] * self.seq_len
+        return {
+            "train": train,
+            "eval": self.counts["eval"],
+            "fill": train["tokens"] / capacity if capacity else 0.0,
+            "loss_share": train["target_tokens"] / train["tokens"] if train["tokens"] else 0.0,
+            "records": self.records,
+            "bad": self.bad,
+            "examples": self.examples,
+        }
+
+
+def prepare(
+    recipe: Recipe,
+    root: Storage,
+    concurrency: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Prepared:
+    """Return the data set of a recipe, making what is not there yet; needs a running Ray.
+
+    `progress` is called with (bytes done, bytes in all).
+    """
+    storage = root / recipe.fingerprint
+    found = _load_manifest(storage)
+    if found is not None:
+        return found
+    jobs = [("train", unit) for unit in sources.units(recipe.source, _fraction(recipe))]
+    if recipe.eval_source is not None:
+        jobs += [("eval", unit) for unit in sources.units(recipe.eval_source, 1.0)]
+    total = sum(unit.num_bytes for _, unit in jobs)
+    whole = _whole_units(storage, len(jobs), recipe.seq_len)
+    missing = [index for index in range(len(jobs)) if index not in whole]
+    finished = total - sum(jobs[i][1].num_bytes for i in missing)
+    for index in _run_units(recipe, storage.url, jobs, missing, concurrency):
+        finished += jobs[index][1].num_bytes
+        if progress:
+            progress(finished, total)
+    whole = _whole_units(storage, len(jobs), recipe.seq_len)
+    assert len(whole) == len(jobs), f"shards in {storage.url} changed while they were being made"
+    manifest = _merge(recipe, storage.url, [whole[index] for index in range(len(jobs))])
+    storage.write("manifest.json", json.dumps(manifest, indent=1).encode())
+    loaded = _load_manifest(storage)
+    assert loaded is not None, f"{storage.url}/manifest.json does not match the shards just written"
+    return loaded
+
+
+def prepare_unit(recipe: Recipe, url: str, origin: str, index: int, unit: sources.Unit) -> None:
+    """Read, tokenise and pack one unit: write `<split>-<index>.bin`, then `unit-<index>.json`.
+
+    Memory: the unit's bytes and tokens, and no other unit's.
+    """
+    storage = open_storage(url)
+    source = recipe.source if origin == "train" else recipe.eval_source
+    assert source is not None
+    fraction = _fraction(recipe) if origin == "train" else 1.0
+    documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
+    bad: Counter[str] = Counter()
+    examples: list[tuple[str, str]] = []
+    records = 0
+    for piece, record, document, problem in _documents(recipe, source, unit):
+        records += 1
+        if document is not None:
+            split = "eval" if sources.is_eval(piece, record, fraction) else "train"
+            documents[split].append(document)
+            continue
+        assert problem is not None
+        bad[problem] += 1
+        if len(examples) < MAX_EXAMPLES:
+            examples.append((sources.place_of(source, record.file, record.place), problem))
+    counts, shards = {}, {}
+    for split in SPLITS:
+        counts[split], data = _pack(documents[split], recipe)
+        if data:
+            shards[split] = f"{split}-{index:05d}.bin"
+            storage.write(shards[split], data)
+    summary = {
+        "counts": counts,
+        "shards": shards,
+        "bad": dict(bad),
+        "examples": examples,
+        "records": records,
+    }
+    storage.write(_unit_name(index), json.dumps(summary).encode())
+
+
+def _documents(
+    recipe: Recipe, source: sources.Source, unit: sources.Unit
+) -> Iterator[tuple[sources.Piece, sources.Record, Document | None, str | None]]:
+    """Yield every record of a unit in order, with its document or its problem."""
+    renderer = _renderer(recipe.tokenizer_url, recipe.kind)
+    records = ((p, record) for p in unit.pieces for record in sources.read_piece(source, p))
+    while batch := list(islice(records, BATCH_RECORDS)):
+        values = [record.value for _, record in batch if record.problem is None]
+        made = iter(renderer.documents(values))
+        for piece, record in batch:
+            document, problem = (None, record.problem) if record.problem else next(made)
+            yield piece, record, document, problem
+
+
+def problems(source: sources.Source, kind: str, limit: float) -> tuple[str, list[str]]:
+    """Read the head of a few files; return the kind (resolved from `auto`) and what is wrong.
+
+    A head is the first 64 records of the first piece of up to 16 files, so that a wrong column or a
+    broken file is named before anything starts.
+    """
+    heads = []
+    for file in source.files[:16]:
+        end = 1 if source.format == "parquet" else min(file.size, 2**20)
+        head = sources.Piece(file.name, 0, end, "train", file.size)
+        heads += list(islice(sources.read_piece(source, head), 64))
+    if source.format == "hub":
+        shard = sources.Piece(source.root, 0, 1, "train")
+        heads = list(islice(sources.read_piece(source, shard), 64))
+    if kind == "auto":
+        kinds = Counter(
+            "text" if isinstance(r.value, str) else tokens.kind_of(r.value)
+            for r in heads
+            if r.problem is None
+        )
+        kind = next((k for k, _ in kinds.most_common(1) if k), "text")
+    bad = [(r, r.problem or tokens.problem_of(r.value, kind)) for r in heads]
+    wrong = [(record, why) for record, why in bad if why]
+    if not heads:
+        return kind, [f"data.path={source.root} is empty: there is no record in its files"]
+    if len(wrong) <= limit * len(heads):
+        return kind, []
+    shown = [
+        f"{sources.place_of(source, r.file, r.place)} {why}" for r, why in wrong[:MAX_EXAMPLES]
+    ]
+    more = f" (and {len(wrong) - len(shown)} more)" if len(wrong) > len(shown) else ""
+    return kind, [
+        f"data.path={source.root} is unusable in {len(wrong)} of the first {len(heads)} records: "
+        f"{'; '.join(shown)}{more}. Mend them, set data.kind, or allow more with data.bad_rows"
+    ]
+
+
+def sample_texts(source: sources.Source, kind: str, max_bytes: int) -> Iterator[str]:
+    """Yield about `max_bytes` of the training data, from the heads of units evenly spread over it.
+
+    Reads about as much as it yields, so that a large corpus is not read to train a tokenizer.
+    """
+    found = sources.units(source, 0.0)
+    count = min(len(found), max(max_bytes // SAMPLE_BYTES, 1))
+    for place in range(count):
+        left = max(max_bytes // count, SAMPLE_BYTES)
+        for piece in found[place * len(found) // count].pieces:
+            if source.format in ("text", "jsonl"):
+                piece = replace(piece, end=min(piece.end, piece.start + left))
+            for record in sources.read_piece(source, piece):
+                if record.problem is None and tokens.problem_of(record.value, kind) is None:
+                    for text in _texts(record.value, kind):
+                        yield text[:left]
+                        left -= len(text[:left])
+                if left <= 0:
+                    break
+            if left <= 0:
+                break
+
+
+def _texts(value: Any, kind: str) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if kind == "chat":
+        return [str(message["content"]) for message in value["messages"]]
+    return [value[name] for name in tokens.COLUMNS[kind]]
+
+
+def _fraction(recipe: Recipe) -> float:
+    return 0.0 if recipe.eval_source is not None else recipe.eval_fraction
+
+
+def _unit_name(index: int) -> str:
+    return f"unit-{index:05d}.json"
+
+
+@lru_cache(maxsize=2)
+def _renderer(tokenizer_url: str, kind: str) -> tokens.Renderer:
+    return tokens.Renderer(tokens.load_tokenizer(tokenizer_url), kind)
+
+
+def _pack(documents: list[Document], recipe: Recipe) -> tuple[dict[str, Any], bytes]:
+    packed = pack(
+        documents,
+        recipe.seq_len,
+        pad_id=recipe.pad_id,
+        best_fit=recipe.pack,
+        truncate=recipe.truncate,
+    )
+    lengths = Counter(f"2^{len(d.tokens).bit_length() - 1}" for d in documents if len(d.tokens))
+    counts = Counts(
+        documents=packed.num_documents,
+        empty=packed.num_empty,
+        split=packed.num_split,
+        truncated=packed.num_truncated,
+        cut_tokens=packed.cut_tokens,
+        tokens=packed.num_tokens,
+        target_tokens=packed.num_target_tokens,
+        target_bytes=int(packed.rows["target_bytes"].sum(dtype=np.int64)),
+        rows=len(packed.rows),
+        lengths=dict(lengths),
+    )
+    return asdict(counts), packed.rows.tobytes()
+
+
+def _run_units(
+    recipe: Recipe,
+    url: str,
+    jobs: list[tuple[str, sources.Unit]],
+    missing: list[int],
+    concurrency: int | None,
+) -> Iterator[int]:
+    """Run the missing units as Ray Data tasks and yield their numbers as they end."""
+    if not missing:
+        return
+    import ray.data
+
+    def bare(source: sources.Source | None) -> sources.Source | None:
+        """Leave out the list of files, which may be long: a task knows its own."""
+        return source and replace(source, files=())
+
+    light = replace(recipe, source=bare(recipe.source), eval_source=bare(recipe.eval_source))
+
+    def work(row: dict[str, Any]) -> dict[str, Any]:
+        origin, unit = pickle.loads(row["job"])
+        prepare_unit(light, url, origin, row["index"], unit)
+        return {"index": row["index"]}
+
+    items = [{"index": index, "job": pickle.dumps(jobs[index])} for index in missing]
+    dataset = ray.data.from_items(items, override_num_blocks=len(items))
+    for row in dataset.map(work, concurrency=concurrency).iter_rows():
+        yield int(row["index"])
+
+
+def _merge(recipe: Recipe, url: str, units: list[dict[str, Any]]) -> dict[str, Any]:
+    counts = {split: Counts() for split in SPLITS}
+    shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
+    bad: Counter[str] = Counter()
+    examples: list[tuple[str, str]] = []
+    for unit in units:
+        for split in SPLITS:
+            counts[split].add(unit["counts"][split])
+            if split in unit["shards"]:
+                shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
+        bad.update(unit["bad"])
+        examples += unit["examples"][: MAX_EXAMPLES - len(examples)]
+    return {
+        "url": url,
+        "fingerprint": recipe.fingerprint,
+        "parts": recipe.parts(),
+        "seq_len": recipe.seq_len,
+        "shards": shards,
+        "counts": {split: asdict(count) for split, count in counts.items()},
+        "bad": dict(bad),
+        "examples": examples,
+        "records": sum(unit["records"] for unit in units),
+    }
+
+
+def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, dict[str, Any]]:
+    """Return the summaries of the units whose shards all have the size that follows from them."""
+    sizes = {entry.name: entry.size for entry in storage.list()}
+    present = [index for index in range(count) if _unit_name(index) in sizes]
+    with ThreadPoolExecutor(READERS) as pool:
+        texts = pool.map(lambda index: storage.read(_unit_name(index)), present)
+        summaries = dict(zip(present, map(json.loads, texts), strict=True))
+    row_bytes = row_dtype(seq_len).itemsize
+    return {
+        index: summary
+        for index, summary in summaries.items()
+        if all(
+            sizes.get(name) == summary["counts"][split]["rows"] * row_bytes
+            for split, name in summary["shards"].items()
+        )
+    }
+
+
+def _load_manifest(storage: Storage) -> Prepared | None:
+    """Return a finished data set whose shards all have the size that its manifest gives."""
+    if not storage.exists("manifest.json"):
+        return None
+    loaded = {**json.loads(storage.read("manifest.json")), "url": storage.url}
+    for split, shards in loaded["shards"].items():
+        loaded["shards"][split] = [(name, count) for name, count in shards]
+    loaded["examples"] = [(place, why) for place, why in loaded["examples"]]
+    prepared = Prepared(**loaded)
+    sizes = {entry.name: entry.size for entry in storage.list()}
+    row_bytes = row_dtype(prepared.seq_len).itemsize
+    shards = [shard for split in SPLITS for shard in prepared.shards[split]]
+    return prepared if all(sizes.get(name) == n * row_bytes for name, n in shards) else None

@@ -1,0 +1,132 @@
+"""Read prepared rows by number, and cut them into the steps of one rank.
+
+    rows = Rows(storage, manifest.shards("train"), seq_len)
+    for batch in local_steps(rows, order, rank=0, world=2, first_step=0): ...
+
+A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`), numbered
+through: row n of the data set is record n - first of the shard that holds it. One row is one
+contiguous read, from a memory map or by a ranged GET, so any order costs the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rayapp.order import EMPTY, Order
+from rayapp.packing import IGNORE, row_dtype
+from rayapp.storage import Storage
+
+READERS = 16  # ranged GETs at once
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What one rank takes of one step: m micro-batches of b rows of S tokens."""
+
+    step: int
+    input_ids: np.ndarray[Any, Any]
+    """int32 [m, b, S]"""
+    labels: np.ndarray[Any, Any]
+    """int32 [m, b, S], IGNORE where no loss is borne"""
+    segments: np.ndarray[Any, Any]
+    """uint16 [m, b, S], 1, 2, ... per document of a row, 0 on padding"""
+    target_bytes: np.ndarray[Any, Any]
+    """int64 [m, b], UTF-8 bytes of the loss-bearing labels"""
+    positions: np.ndarray[Any, Any]
+    """int64 [m, b], place in the step, EMPTY where there is no row"""
+    rows: np.ndarray[Any, Any]
+    """int64 [m, b], number of the row in the data set, EMPTY where there is none"""
+
+
+class Rows:
+    """The rows of one split, by number."""
+
+    def __init__(self, storage: Storage, shards: Sequence[tuple[str, int]], seq_len: int) -> None:
+        self.storage, self.shards, self.dtype = storage, list(shards), row_dtype(seq_len)
+        self._ends = np.cumsum([count for _, count in self.shards], dtype=np.int64)
+        self._maps: dict[str, np.ndarray[Any, Any]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}, "_pool": None}
+
+    def read(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return records [n] of `row_dtype` for row numbers int64 [n]; EMPTY gives an empty row."""
+        records = np.zeros(len(ids), self.dtype)
+        records["labels"] = IGNORE
+        present = np.flatnonzero(ids != EMPTY)
+        shard_of = np.searchsorted(self._ends, ids[present], side="right")
+        places = []  # (slot of the answer, shard, number within it)
+        for slot, shard in zip(present.tolist(), shard_of.tolist(), strict=True):
+            name, count = self.shards[shard]
+            places.append((slot, name, int(ids[slot] - self._ends[shard]) + count))
+        if self.storage.local_path() is not None:
+            for slot, name, index in places:
+                records[slot] = self._map(name)[index]
+            return records
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(READERS)
+        size = self.dtype.itemsize
+        chunks = self._pool.map(lambda p: self.storage.read(p[1], p[2] * size, size), places)
+        for (slot, _, _), chunk in zip(places, chunks, strict=True):
+            records[slot] = np.frombuffer(chunk, self.dtype)[0]
+        return records
+
+    def _map(self, name: str) -> np.ndarray[Any, Any]:
+        if name not in self._maps:
+            path = self.storage.local_path(name)
+            assert path is not None
+            self._maps[name] = np.memmap(path, self.dtype, mode="r")
+        return self._maps[name]
+
+
+def step_rows(rows: Rows, order: Order, step: int, rank: int, world: int) -> StepRows:
+    """Read what `rank` of `world` takes of a step."""
+    ids = order.micro_batches(step, rank, world)  # [m, b]
+    numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
+    positions = numbers * order.micro_batch + np.arange(order.micro_batch)  # [m, b]
+    records = rows.read(ids.ravel())
+    shape = ids.shape
+    return StepRows(
+        step,
+        records["input_ids"].reshape(*shape, -1),
+        records["labels"].reshape(*shape, -1),
+        records["segments"].reshape(*shape, -1),
+        records["target_bytes"].astype(np.int64).reshape(shape),
+        np.where(ids == EMPTY, EMPTY, positions),
+        ids,
+    )
+
+
+def local_steps(
+    rows: Rows, order: Order, rank: int, world: int, first_step: int
+) -> Iterator[StepRows]:
+    """Yield the rest of a run's steps for one rank, read in this process, without Ray."""
+    for step in range(first_step, order.num_steps):
+        yield step_rows(rows, order, step, rank, world)
+
+
+def sequential_batches(rows: Rows, micro_batch: int, rank: int, world: int) -> Iterator[StepRows]:
+    """Yield every row once, in order, one micro-batch at a time; all ranks yield equally often."""
+    count = -(-len(rows) // micro_batch)
+    for first in range(0, count, world):
+        ids = (first + rank) * micro_batch + np.arange(micro_batch)
+        ids = np.where(ids < len(rows), ids, EMPTY)
+        records = rows.read(ids)
+        yield StepRows(
+            first // world,
+            records["input_ids"][None],
+            records["labels"][None],
+            records["segments"][None],
+            records["target_bytes"].astype(np.int64)[None],
+            ids[None],
+            ids[None],
+        )

@@ -1,0 +1,20 @@
+"""Fine-tune a causal language model: `python -m rayapp.finetune [CONFIG.yaml] [--section.field=value]`.
+
+The names are resolved when they are asked for: a mistake in a config is told before torch and Ray
+have been imported.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayapp.finetune.driver import RunFailed, finetune
+
+__all__ = ["RunFailed", "finetune"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from rayapp.finetune import driver
+
+        return getattr(driver, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,197 @@
+"""Everything that can be known to be wrong before Ray starts, in one message.
+
+    ready = check(config)          # raises ConfigError with every problem; else what was found
+
+Nothing here starts an actor or holds a resource; files are looked at by their names, sizes,
+headers and first records only.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from rayapp import config as configs
+from rayapp import model
+from rayapp.config import Config, ConfigError
+from rayapp.data import prepare, sources, tokens
+from rayapp.storage import Storage, StorageError, open_storage
+
+MAX_WORKERS_PER_CORE = 4  # of training on CPUs, where more only trade time
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the checks found on the way."""
+
+    config: Config
+    """With absolute paths and no `auto` left in data."""
+    run: Storage
+    source: sources.Source
+    eval_source: sources.Source | None
+    model: model.Source
+    tokenizer: Any
+    """None: one is to be trained on the data."""
+
+
+def absolute(config: Config) -> Config:
+    """Return the config with local paths made absolute: workers have another working folder."""
+
+    def local(path: str | None) -> str | None:
+        if path is None or "://" in path:
+            return path
+        expanded = os.path.expanduser(path)
+        marked = any(mark in path for mark in "*?[")
+        return os.path.abspath(expanded) if marked or os.path.exists(expanded) else path
+
+    run = config.run.model_copy(
+        update={"storage": local(config.run.storage) or config.run.storage}
+        if "://" in config.run.storage or os.path.exists(config.run.storage)
+        else {"storage": os.path.abspath(os.path.expanduser(config.run.storage))}
+    )
+    data = config.data.model_copy(
+        update={"path": local(config.data.path), "eval_path": local(config.data.eval_path)}
+    )
+    model_section = config.model.model_copy(
+        update={"path": local(config.model.path), "tokenizer": local(config.model.tokenizer)}
+    )
+    return config.model_copy(update={"run": run, "data": data, "model": model_section})
+
+
+def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
+    """Look at storage, data, model and cluster size; `local_cores` None means a running cluster.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    config = absolute(config)
+    problems: list[str] = []
+    run = open_storage(config.run.storage) / config.run.name
+    try:
+        open_storage(config.run.storage).check_writable()
+    except StorageError as error:
+        problems.append(f"run.storage={config.run.storage} is not writable: {error}")
+    source, kind = _data(config, config.data.path, "data.path", problems)
+    eval_source = None
+    if config.data.eval_path is not None:
+        eval_source, _ = _data(config, config.data.eval_path, "data.eval_path", problems)
+    base, tokenizer = _model(config, kind, problems)
+    if local_cores is not None:
+        problems += _placement(config, local_cores, local_gpus)
+    if problems:
+        raise ConfigError(problems)
+    assert source is not None and base is not None
+    data = config.data.model_copy(update={"kind": kind, "format": source.format})
+    return Ready(
+        config.model_copy(update={"data": data}), run, source, eval_source, base, tokenizer
+    )
+
+
+def same_run(run: Storage, config: Config) -> str | None:
+    """Compare with what the run's folder was started with; return its status (None: new).
+
+    Raises:
+        ConfigError: the folder belongs to a run with another config.
+    """
+    import json
+
+    import yaml
+
+    if not run.exists("config.yaml"):
+        return None
+    before = configs.from_dict(yaml.safe_load(run.read("config.yaml")))
+    changed = configs.differences(before, config)
+    if changed:
+        raise ConfigError(
+            [
+                f"run.name={config.run.name} is taken: {run.url} holds a run with another config "
+                f"({'; '.join(changed)}). Set another run.name, or use the same config to resume"
+            ]
+        )
+    if not run.exists("result.json"):
+        return "interrupted"
+    return str(json.loads(run.read("result.json"))["status"])
+
+
+def vocabulary_problem(config: Config, shape: Any, tokenizer: Any) -> str | None:
+    """Say whether the tokenizer gives ids that the model has no embedding for."""
+    if len(tokenizer) <= shape.vocab_size:
+        return None
+    return (
+        f"model.tokenizer={config.model.tokenizer or config.model.path} is too large for the model: "
+        f"it has {len(tokenizer)} tokens and {config.model.path} has embeddings for "
+        f"{shape.vocab_size}. Set model.tokenizer to the one the model was trained with"
+    )
+
+
+def _data(
+    config: Config, path: str, field: str, problems: list[str]
+) -> tuple[sources.Source | None, str]:
+    kind = config.data.kind
+    try:
+        source = sources.find(path, config.data.format)
+        kind, wrong = prepare.problems(source, kind, config.data.bad_rows)
+        problems += [line.replace("data.path=", f"{field}=", 1) for line in wrong]
+        return source, kind
+    except (sources.SourceError, StorageError) as error:
+        text = str(error)
+        problems.append(text if text.startswith("data.path=") else f"data.path={path} is not readable: {text}")
+        problems[-1] = problems[-1].replace("data.path=", f"{field}=", 1)
+        return None, kind
+
+
+def _model(config: Config, kind: str, problems: list[str]) -> tuple[model.Source | None, Any]:
+    try:
+        base = model.resolve(config.model.path)
+    except (ValueError, StorageError) as error:
+        problems.append(str(error))
+        return None, None
+    scratch = config.model.from_scratch or base.preset
+    wrong = model.problems(base, from_scratch=scratch)
+    problems += wrong
+    if wrong:
+        return base, None
+    limit = getattr(base.config, "max_position_embeddings", None)
+    limit = config.model.overrides.get("max_position_embeddings", limit)
+    if limit and config.data.seq_len > limit:
+        problems.append(
+            f"data.seq_len={config.data.seq_len} is above the model's limit: {config.model.path} has "
+            f"positions for {limit} tokens. Set data.seq_len={limit} or less"
+        )
+    named = config.model.tokenizer
+    if named == "bytes" or (named or "").startswith("bpe:") or (named is None and base.preset):
+        return base, None
+    try:
+        tokenizer = tokens.load_tokenizer(named or config.model.path)
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        problems.append(
+            f"model.tokenizer={named or config.model.path} is not a tokenizer: {first}. "
+            "Give a folder with tokenizer.json, or bpe:4096 to train one"
+        )
+        return base, None
+    problem = vocabulary_problem(config, base.config, tokenizer)
+    if problem:
+        problems.append(problem)
+    if kind == "chat" and not tokenizer.chat_template:
+        problems.append(
+            f"data.kind=chat is without a template: the tokenizer of {named or config.model.path} has "
+            "no chat_template. Set model.tokenizer to one that has, or use prompt and completion"
+        )
+    return base, tokenizer
+
+
+def _placement(config: Config, cores: int, gpus: int) -> list[str]:
+    """Say whether this machine can hold the workers; a running cluster is asked by the driver."""
+    workers = config.cluster.min_workers
+    if config.cluster.gpu == "true" or (config.cluster.gpu == "auto" and gpus):
+        limit, what = gpus, f"{gpus} GPUs"
+    else:
+        limit, what = MAX_WORKERS_PER_CORE * cores, f"{cores} cores (at most {MAX_WORKERS_PER_CORE} workers each)"
+    if workers <= limit:
+        return []
+    return [
+        f"cluster.workers={config.cluster.workers} is more than this machine can place: it has {what}. "
+        f"Set cluster.workers={max(limit, 1)} or less, or cluster.address to a larger cluster"
+    ]

@@ -1,0 +1,47 @@
+"""Build, shard, fill and export a Hugging Face causal language model, never whole on one rank.
+
+    source = resolve("meta-llama/Llama-3.1-8B")
+    assert not problems(source, from_scratch=False)
+    mesh = device_mesh("cuda", strategy="full_shard")
+    model = shard(build(source.config, loss=chunked_loss), mesh, param_dtype=torch.bfloat16)
+    stats = load_weights(model, source, "cuda")           # or init_weights(model, seed, "cuda")
+    optimizer = torch.optim.AdamW(model.parameters())     # only now are there parameters
+    (model(input_ids, labels) / global_valid_tokens).backward()
+    export(model, open_storage("s3://bucket/model"))
+
+The order is the point. `build` gives shapes on the meta device, `shard` decides who owns which
+rows, and only then is memory taken and filled, each rank reading or drawing its own rows. One
+`LanguageModel` wraps the HF model and is the FSDP root. Gradients are summed over ranks, never
+averaged: the caller divides the loss by the valid tokens of the global batch. Names on disk are
+the original ones in both directions, through transformers' own conversion tables.
+"""
+
+from rayapp.model.build import (
+    LanguageModel,
+    Loss,
+    build,
+    device_mesh,
+    num_parameters,
+    shard,
+)
+from rayapp.model.export import export
+from rayapp.model.init import init_weights
+from rayapp.model.source import Source, load_tokenizer, resolve
+from rayapp.model.weights import LoadStats, load_weights, problems
+
+__all__ = [
+    "LanguageModel",
+    "LoadStats",
+    "Loss",
+    "Source",
+    "build",
+    "device_mesh",
+    "export",
+    "init_weights",
+    "load_tokenizer",
+    "load_weights",
+    "num_parameters",
+    "problems",
+    "resolve",
+    "shard",
+]

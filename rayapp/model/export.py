@@ -1,0 +1,308 @@
+"""Write a sharded model as an ordinary Hugging Face folder, no rank ever holding all of it.
+
+    export(model, open_storage("s3://bucket/run/model"), tokenizer=tokenizer)
+    AutoModelForCausalLM.from_pretrained("run/model")
+
+Every rank derives the same plan from shapes: which parameters make which tensors on disk (the
+reverse of transformers' loading conversions), in which file, at which offset, owned by which rank.
+Then all ranks gather one parameter at a time, and the owner streams it into its file. Files of
+different ranks are written in turns, so that their uploads overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+)
+
+from rayapp.model.build import LanguageModel
+from rayapp.model.files import INDEX, SINGLE, layout
+from rayapp.storage import Storage
+
+MAX_FILE_BYTES = 4 * 2**30
+
+
+@dataclass
+class Group:
+    """Name the parameters that are written together, and the tensors on disk that they make."""
+
+    converter: WeightConverter | None
+    members: list[tuple[str, str]] = field(default_factory=list)
+    """(parameter, source pattern of the converter)"""
+    tensors: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk."""
+        return sum(shape.numel() * dtype.itemsize for dtype, shape in self.tensors.values())
+
+
+class _Reverse:
+    """Undo transformers' loading conversions, one group of parameters at a time.
+
+    Follows transformers' revert_weight_conversion (5.23), which wants the whole state dict. Like
+    it, leaves out prefix changes: whether the original had the prefix is not known, and both load.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self.hf = hf
+        forward = get_model_conversion_mapping(hf, add_legacy=False)
+        kept = [t for t in forward if not isinstance(t, PrefixChange)]
+        reverse = [t.reverse_transform() for t in reversed(kept)]
+        self.renamings = [t for t in reverse if isinstance(t, WeightRenaming)]
+        self.converters = [t for t in reverse if isinstance(t, WeightConverter)]
+
+    def groups(self, dtype: torch.dtype) -> list[Group]:
+        """Group the state dict, tied tensors once, and find names and shapes on meta tensors."""
+        by_pattern = {p: c for c in self.converters for p in c.source_patterns}
+        state = _untied(self.hf)
+        groups: dict[str, Group] = {}
+        for name in sorted(state, key=dot_natural_key):
+            renamed, pattern = apply_converters(name, self.converters)
+            key = name if pattern is None else renamed
+            group = groups.setdefault(key, Group(by_pattern[pattern] if pattern else None))
+            group.members.append((name, pattern or name))
+        for group in groups.values():
+            meta = {}
+            for name, _ in group.members:
+                stored = _stored_as(state[name], dtype)
+                meta[name] = torch.empty(state[name].shape, dtype=stored, device="meta")
+            made = self.run(group, meta)
+            group.tensors = {name: (t.dtype, t.shape) for name, t in made.items()}
+        return list(groups.values())
+
+    def run(self, group: Group, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Turn the parameters of a group into tensors by their names on disk."""
+        first, _ = group.members[0]
+        if group.converter is None:
+            return {apply_renamings(first, self.renamings): values[first]}
+        converter = deepcopy(group.converter)
+        renamed, _ = apply_converters(first, [converter])
+        for name, pattern in group.members:
+            converter.add_tensor(renamed, name, pattern, cast(Any, values[name]))  # or a Future
+        made = converter.convert(renamed, model=self.hf, config=self.hf.config)
+        return {
+            apply_renamings(name, self.renamings): t[0] if isinstance(t, list) else t
+            for name, t in made.items()
+        }
+
+
+@torch.no_grad()
+def export(
+    model: LanguageModel,
+    storage: Storage,
+    *,
+    tokenizer: Any = None,
+    generation_config: GenerationConfig | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[str]:
+    """Write the model to `storage`, called by all ranks; return the names of all files.
+
+    The dtype defaults to that of the model's original config.json, or fp32 if it names none.
+    Weights come first and config.json last, so that a folder with one is complete.
+    Raises: RuntimeError on every rank if any of them could not write.
+    """
+    dtype = dtype or model.source_dtype or torch.float32
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    reverse = _Reverse(model.hf)
+    files = _split(reverse.groups(dtype), max_file_bytes)
+    names = _file_names(len(files))
+    state = _untied(model.hf)
+    error: Exception | None = None
+    for start in range(0, len(files), world):  # a wave: one file for each rank
+        wave = files[start : start + world]
+        turns = _gather_in_turns(wave, state, dtype)
+        try:
+            if rank < len(wave) and error is None:
+                with storage.open_write(names[start + rank]) as out:
+                    out.write(_header(wave[rank]))
+                    for owner, group, values in turns:
+                        if owner == rank:
+                            _write(out, group, reverse.run(group, values))
+        except Exception as caught:  # told to all ranks below: they wait for this one's gathers
+            error = caught
+        for _ in turns:  # a rank that has nothing to write, or failed, still gives its shards
+            pass
+    _raise_together(error, storage)
+    small: list[str] = []
+    try:
+        if rank == 0:
+            small = _write_small_files(
+                model.hf, storage, files, names, tokenizer, generation_config, dtype
+            )
+    except Exception as caught:
+        error = caught
+    return sorted({*names, *_raise_together(error, storage, small)})
+
+
+def _split(groups: list[Group], max_file_bytes: int) -> list[list[Group]]:
+    """Divide groups over files in order; a larger group gets a file of its own."""
+    files: list[list[Group]] = [[]]
+    size = 0
+    for group in groups:
+        if files[-1] and size + group.num_bytes > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(group)
+        size += group.num_bytes
+    return files
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _gather_in_turns(
+    wave: list[list[Group]], state: dict[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[int, Group, dict[str, Tensor]]]:
+    """Gather group after group, from each file of a wave in turn; collective."""
+    for turn in zip_longest(*wave):
+        for owner, group in enumerate(turn):
+            if group is not None:
+                yield owner, group, {name: _gather(state[name], dtype) for name, _ in group.members}
+
+
+def _gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the whole of a tensor on every rank, cast before it travels; collective."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.to(_stored_as(tensor, dtype))
+    on = tensor.device_mesh.device_type  # offloaded shards are not where their mesh communicates
+    moved = tensor.to(device=on, dtype=_stored_as(tensor, dtype))
+    return cast(DTensor, moved).full_tensor()
+
+
+def _stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _untied(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the state dict with shared tensors once, under their first name."""
+    seen: set[int] = set()
+    state: dict[str, Tensor] = {}
+    for name, tensor in hf.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen and name not in (hf._keys_to_ignore_on_save or ()):
+            seen.add(id(tensor))
+            state[name] = tensor
+    return state
+
+
+def _header(groups: list[Group]) -> bytes:
+    return layout({name: spec for group in groups for name, spec in group.tensors.items()})
+
+
+def _write(out: BinaryIO, group: Group, tensors: dict[str, Tensor]) -> None:
+    """Write the tensors of a group in the order in which the header lists them."""
+    for name, (dtype, shape) in group.tensors.items():
+        tensor = tensors[name].cpu().contiguous()
+        assert (tensor.dtype, tensor.shape) == (dtype, shape), name
+        out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _raise_together(
+    error: Exception | None, storage: Storage, found: list[str] | None = None
+) -> list[str]:
+    """Wait for all ranks; return what rank 0 found, or raise on every rank what failed on any.
+
+    Raises: RuntimeError naming the ranks and their errors.
+    """
+    mine = (found or [], None if error is None else f"{type(error).__name__}: {error}")
+    every = [mine]
+    if dist.is_initialized():
+        every = [mine] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+    if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(every) if why]:
+        raise RuntimeError(f"cannot export to {storage.url}: {'; '.join(failed)}") from error
+    return every[0][0]
+
+
+def _write_small_files(
+    hf: PreTrainedModel,
+    storage: Storage,
+    files: list[list[Group]],
+    names: list[str],
+    tokenizer: Any,
+    generation_config: GenerationConfig | None,
+    dtype: torch.dtype,
+) -> list[str]:
+    """Write everything but weights, drop weights of an earlier export; return the names."""
+    small: dict[str, bytes] = {}
+    if len(files) > 1:
+        small[INDEX] = _index(files, names)
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    small[path.relative_to(folder).as_posix()] = path.read_bytes()
+    generation_config = generation_config or getattr(hf, "generation_config", None)
+    if generation_config is not None:
+        # Not save_pretrained: it refuses settings that many published models have.
+        text = generation_config.to_json_string(use_diff=True)
+        small["generation_config.json"] = text.encode()
+    small["config.json"] = _config_json(hf, dtype)
+    for entry in storage.list():
+        ours = entry.name == INDEX or entry.name == SINGLE or entry.name.startswith("model-0")
+        if ours and entry.name not in names and entry.name not in small:
+            storage.delete(entry.name)  # transformers would prefer a stale single file
+    for name, data in small.items():
+        storage.write(name, data)
+    return list(small)
+
+
+def _index(files: list[list[Group]], names: list[str]) -> bytes:
+    weight_map = {
+        tensor: name
+        for name, groups in zip(names, files, strict=True)
+        for group in groups
+        for tensor in group.tensors
+    }
+    total = sum(group.num_bytes for groups in files for group in groups)
+    values = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _config_json(hf: PreTrainedModel, dtype: torch.dtype) -> bytes:
+    """Write config.json so that transformers 4 reads it too.
+
+    Version 5 renamed torch_dtype to dtype and moved the rotary settings into rope_parameters;
+    version 4 ignores what it does not know and would use its default rope_theta in silence.
+    """
+    config = deepcopy(hf.config)
+    config.architectures = [type(hf).__name__.removeprefix("FSDP")]
+    config.dtype = dtype
+    values = json.loads(config.to_json_string(use_diff=True))
+    values["torch_dtype"] = values["dtype"]
+    rope = values.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        neox = config.model_type.startswith("gpt_neox")
+        values["rotary_emb_base" if neox else "rope_theta"] = rope["rope_theta"]
+        if "partial_rotary_factor" in rope:
+            name = "rotary_pct" if neox else "partial_rotary_factor"
+            values[name] = rope["partial_rotary_factor"]
+        if rope.get("rope_type", "default") != "default":
+            values["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,140 @@
+"""Read and lay out the headers of safetensors files.
+
+    read_headers(storage)["lm_head.weight"]        # Stored(file, dtype, shape, offset)
+    out.write(layout({"w": (torch.float32, torch.Size([2, 3]))}))        # then 24 bytes of data
+
+A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
+then the data. A model folder has one file, or several and an index {weight_map: {name: file}}.
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayapp.storage import Storage
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Locate one tensor on disk; `offset` is in bytes from the start of the file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_headers(storage: Storage) -> dict[str, Stored]:
+    """Locate every tensor of a model folder.
+
+    Raises: ValueError if there are no safetensors, or one is missing or damaged.
+    """
+    return {
+        name: where
+        for file in weight_files(storage)
+        for name, where in read_header(storage, file).items()
+    }
+
+
+def weight_files(storage: Storage) -> list[str]:
+    """List the safetensors of a model folder: those in the index, else the single file.
+
+    Raises: ValueError if there are none, or the index is unreadable.
+    """
+    if storage.exists(INDEX):
+        try:
+            return sorted(set(json.loads(storage.read(INDEX))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{storage.url}/{INDEX} is no index: {error!r}. Copy it anew"
+            ) from error
+    if storage.exists(SINGLE):
+        return [SINGLE]
+    names = [entry.name for entry in storage.list() if "/" not in entry.name]
+    if shards := [name for name in names if name.endswith(".safetensors")]:
+        return shards
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+        raise ValueError(
+            f"{storage.url} has only pickled weights (.bin, .pt), which can run code when opened "
+            "and cannot be read in part. Convert it once: AutoModelForCausalLM"
+            ".from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise ValueError(
+        f"{storage.url} has no *.safetensors: there are no weights to start from. "
+        "Copy them there, or set model.from_scratch=true"
+    )
+
+
+def read_header(storage: Storage, file: str) -> dict[str, Stored]:
+    """Locate the tensors of one safetensors file.
+
+    Raises: ValueError if the file is missing, truncated, or its header is broken.
+    """
+    where = f"{storage.url}/{file}"
+    size = storage.size(file)
+    if size is None:
+        raise ValueError(f"{where} is named in {INDEX} but missing. Copy the file there")
+    if size < 8:
+        raise ValueError(f"{where} has {size} bytes: no safetensors header. Copy it anew")
+    (length,) = struct.unpack("<Q", storage.read(file, 0, 8))
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(
+            f"{where} has a broken header: it claims {length} bytes in a file of {size}. "
+            "Copy it anew"
+        )
+    try:
+        header = json.loads(storage.read(file, 8, length))
+        header.pop("__metadata__", None)
+        stored, end = {}, 0
+        for name, values in header.items():
+            begin, stop = values["data_offsets"]
+            dtype, shape = DTYPES[values["dtype"]], tuple(map(int, values["shape"]))
+            if stop - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+                raise ValueError(f"{name} has {stop - begin} bytes for {list(shape)} of {dtype}")
+            stored[name] = Stored(file, dtype, shape, 8 + length + begin)
+            end = max(end, 8 + length + stop)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where} has a broken header: {error!r}. Copy it anew") from error
+    if end > size:
+        raise ValueError(f"{where} is truncated: {size} of {end} bytes. Copy it anew")
+    return stored
+
+
+def layout(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:
+    """Return the start of a file up to its data, which follows in this order without gaps."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + shape.numel() * dtype.itemsize
+        where = {"shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], **where}
+    data = json.dumps(header, separators=(",", ":")).encode()
+    data += b" " * (-len(data) % 8)  # so that the data is aligned
+    return struct.pack("<Q", len(data)) + data

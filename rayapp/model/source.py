@@ -1,0 +1,141 @@
+"""Find the folder that a model path means, and read its configuration and tokenizer.
+
+    source = resolve("tiny")                 # a preset: architecture only
+    source = resolve("s3://bucket/llama")    # a Hugging Face folder anywhere
+
+Tried in this order: s3:// or file:// URL, existing local folder, preset, hub id. Code that a model
+folder brings along is never run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rayapp.storage import Storage, open_storage
+
+PRESETS = Path(__file__).parent.parent / "presets"
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+TOKENIZER_FILE = re.compile(
+    r"(token|vocab|merges|special|added|chat_template|spiece|sentencepiece)"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Name one model: its folder, whether that folder has weights, and whose tokenizer it uses."""
+
+    name: str
+    folder: Storage
+    preset: bool = False
+    tokenizer: str | None = None
+
+    @property
+    def storage(self) -> Storage | None:
+        """The folder with the weights, None for a preset."""
+        return None if self.preset else self.folder
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """Read config.json.
+
+        Raises: ValueError if it is absent, unreadable, or of an architecture not in transformers.
+        """
+        values = _read_json(self.folder, "config.json")
+        if values is None:
+            raise ValueError(
+                f"model.path={self.name} has no config.json in {self.folder.url}: "
+                "without it the architecture is unknown. Give a Hugging Face model folder"
+            )
+        kind = str(values.get("model_type"))
+        if kind not in CONFIG_MAPPING:
+            raise ValueError(
+                f"model.path={self.name} is of model_type {kind!r}, which transformers "
+                f"{transformers.__version__} does not know, and code from a model folder is never "
+                "run. Choose a supported architecture or upgrade transformers"
+            )
+        return CONFIG_MAPPING[kind].from_dict(PretrainedConfig._decode_special_floats(values))
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig | None:
+        """The folder's generation_config.json, None if it has none."""
+        values = _read_json(self.folder, "generation_config.json")
+        return None if values is None else GenerationConfig.from_dict(values)
+
+
+def resolve(path: str, tokenizer: str | None = None) -> Source:
+    """Find the model that `path` means; a hub id is downloaded to the Hugging Face cache.
+
+    Raises: ValueError if it is none of URL, folder, preset and hub id, or cannot be fetched.
+    """
+    if "://" in path:
+        return Source(path, open_storage(path), tokenizer=tokenizer)
+    if os.path.isdir(os.path.expanduser(path)):
+        return Source(path, open_storage(path), tokenizer=tokenizer)
+    if re.fullmatch(r"[\w.-]+", path) and (PRESETS / path / "config.json").is_file():
+        return Source(path, open_storage(str(PRESETS / path)), preset=True, tokenizer=tokenizer)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return Source(path, open_storage(_download(path)), tokenizer=tokenizer)
+    names = ", ".join(sorted(entry.parent.name for entry in PRESETS.glob("*/config.json")))
+    raise ValueError(
+        f"model.path={path} is no folder, s3:// URL or hub id, and no preset. "
+        f"Set an existing folder, org/name, or one of: {names}"
+    )
+
+
+def load_tokenizer(source: Source) -> Any:
+    """Load the tokenizer that belongs to a source: `source.tokenizer` if set, else its folder's.
+
+    Raises: ValueError if there is none (a preset brings no tokenizer).
+    """
+    folder = source.folder if source.tokenizer is None else resolve(source.tokenizer).folder
+    names = [entry.name for entry in folder.list() if "/" not in entry.name]
+    if not any(TOKENIZER_FILE.match(name) for name in names):
+        raise ValueError(
+            f"model.path={source.name} has no tokenizer files in {folder.url}. "
+            "Set model.tokenizer to a folder or hub id that has them"
+        )
+    if (local := folder.local_path("")) is not None:
+        return AutoTokenizer.from_pretrained(local, trust_remote_code=False)
+    with tempfile.TemporaryDirectory() as copied:
+        for name in names:
+            if TOKENIZER_FILE.match(name) or name == "config.json":
+                Path(copied, name).write_bytes(folder.read(name))
+        return AutoTokenizer.from_pretrained(copied, trust_remote_code=False)
+
+
+def _download(name: str) -> str:
+    """Fetch configuration, safetensors and tokenizer of a hub model; return the local folder."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=HUB_PATTERNS)
+    except (OSError, ValueError) as error:  # network, 401, 404, offline: all derive from these
+        raise ValueError(
+            f"model.path={name} is no local folder, and as a hub id it cannot be fetched: "
+            f"{type(error).__name__}: {error}. Check the name, the network and HF_TOKEN"
+        ) from error
+
+
+def _read_json(folder: Storage, name: str) -> dict[str, Any] | None:
+    try:
+        values = json.loads(folder.read(name))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(
+            f"{name} in {folder.url} is not valid JSON: {error}. Copy it anew"
+        ) from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} in {folder.url} is not a JSON object. Copy it anew")
+    return values

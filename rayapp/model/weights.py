@@ -1,0 +1,328 @@
+"""Check and read a folder of safetensors, every rank only the bytes of its own shards.
+
+    for problem in problems(source, from_scratch=False): print(problem)   # headers only, cheap
+    stats = load_weights(model, source, device)      # stats.bytes_read is about size / world
+
+Tensors on disk are row-major, so the rows that a rank holds of one are a single byte range. Names
+on disk become parameter names through transformers' conversion tables: mostly a renaming, sometimes
+a conversion (Mixtral's experts are stored one by one and trained as one 3-D parameter). `_plan`
+runs every conversion on meta tensors first, so that what is missing or of the wrong shape is known
+before a byte of data is read.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from rayapp.model.build import LanguageModel, build
+from rayapp.model.files import Stored, read_header, read_headers, weight_files
+from rayapp.model.init import allocate, fill, local_part, local_slice
+from rayapp.model.source import Source
+from rayapp.storage import Storage
+
+READS_AT_ONCE = 8  # bounds memory to that many slices, and hides the latency of S3
+MAX_NAMED = 5  # of many alike problems, so many are spelled out
+
+
+@dataclass
+class Conversion:
+    """Describe how tensors on disk become one or more parameters.
+
+    Without a converter one tensor is one parameter. `sources` maps the converter's patterns to
+    names on disk, in the order that the converter expects.
+    """
+
+    converter: WeightConverter | None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    targets: dict[str, torch.Size] = field(default_factory=dict)
+
+    def run(self, hf: PreTrainedModel, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Convert tensors, given by source pattern, to parameters by name."""
+        first = next(iter(self.targets))
+        if self.converter is None:
+            return {first: next(iter(tensors.values()))[0]}
+        converter = deepcopy(self.converter)
+        for pattern, collected in tensors.items():
+            for tensor in collected:
+                converter.add_tensor(first, first, pattern, cast(Any, tensor))  # or a Future
+        made = converter.convert(first, model=hf, config=hf.config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+    def is_stack(self) -> bool:
+        """Tell whether row i of the result comes from the i-th tensor of each source alone."""
+        if self.converter is None or len(self.targets) != 1:
+            return False
+        merge, *rest = self.converter.operations
+        return (
+            isinstance(merge, MergeModulelist)
+            and merge.dim == 0
+            and all(isinstance(op, Concatenate) and op.dim > 0 for op in rest)
+        )
+
+
+@dataclass(frozen=True)
+class LoadStats:
+    """Report what this rank read."""
+
+    bytes_read: int
+    seconds: float
+    largest_tensor_bytes: int
+    """The most that was read for one conversion: the memory used beside the shards themselves."""
+    extra: tuple[str, ...]
+    """Tensors on disk that the model has no place for."""
+
+
+def load_weights(model: LanguageModel, source: Source, device: torch.device | str) -> LoadStats:
+    """Allocate this rank's shards and fill them from the source's safetensors.
+
+    Values are cast to the parameters' dtype. Works the same for a model that is not sharded.
+    Raises: ValueError if a parameter is missing on disk or of another shape, or a file is damaged.
+    """
+    assert source.storage is not None, f"{source.name} has no weights"
+    start_s = time.monotonic()
+    stored = read_headers(source.storage)
+    plan, extra = _plan(model.hf, stored)
+    if wrong := _misfits(model.hf, plan, source.name, source.storage.url):
+        raise ValueError("\n".join(wrong))
+    allocate(model, device)
+    reader = _Reader(source.storage, stored)
+    tensors = model.hf.state_dict()
+
+    def load(conversion: Conversion) -> int:
+        return _load_one(model.hf, conversion, tensors, reader)
+
+    plan, twice = _split_ties(model.hf, plan)
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        largest = max(pool.map(load, plan), default=0)
+    _check_ties(twice, tensors, reader, source.name)
+    seconds = time.monotonic() - start_s
+    return LoadStats(reader.bytes_read, seconds, largest, tuple(extra))
+
+
+def problems(source: Source, from_scratch: bool) -> list[str]:
+    """Say everything that would keep this model from being built and filled, from headers alone."""
+    try:
+        config = source.config
+    except ValueError as error:
+        return [str(error)]
+    if from_scratch:
+        return _build_problems(source, config)
+    if source.storage is None:
+        return [
+            f"model.path={source.name} is a preset, which has no weights: nothing to fine-tune. "
+            "Set model.from_scratch=true, or give a model folder"
+        ]
+    if getattr(config, "quantization_config", None) is not None:
+        return [
+            f"model.path={source.name} is quantized ({source.storage.url}/config.json has "
+            "quantization_config): its weights cannot be trained. Give the unquantized model"
+        ]
+    try:
+        files = weight_files(source.storage)
+    except ValueError as error:
+        return [str(error)]
+    stored: dict[str, Stored] = {}
+    found = []
+    for file in files:
+        try:
+            stored |= read_header(source.storage, file)
+        except ValueError as error:
+            found.append(str(error))
+    if found := found or _build_problems(source, config):
+        return found
+    hf = build(config, loss=_no_loss, attention="eager").hf
+    plan, _ = _plan(hf, stored)
+    return _misfits(hf, plan, source.name, source.storage.url)
+
+
+def _no_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+    raise AssertionError("this model was built for its shapes")
+
+
+def _build_problems(source: Source, config: PretrainedConfig) -> list[str]:
+    """Say why transformers cannot build this configuration; [] if it can."""
+    try:
+        build(config, loss=_no_loss, attention="eager")
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+        return [
+            f"model.path={source.name} cannot be built from {source.folder.url}/config.json: "
+            f"{error!r}. Correct the file, or choose a causal language model"
+        ]
+    return []
+
+
+def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conversion], list[str]]:
+    """Assign the tensors on disk to parameters; return the conversions and the names left over.
+
+    Follows transformers' convert_and_load_state_dict_in_model (5.23), without its reading.
+    """
+    transforms = get_model_conversion_mapping(hf)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    wanted = hf.state_dict()
+    prefix = hf.base_model_prefix
+    plan: dict[str, Conversion] = {}
+    extra = []
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:  # already named as in memory
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            extra.append(key)
+            continue
+        converter = None if pattern is None else by_pattern[pattern]
+        conversion = plan.setdefault(name, Conversion(converter))
+        conversion.sources.setdefault(pattern or key, []).append(key)
+    for name, conversion in plan.items():
+        conversion.targets[name] = wanted[name].shape  # `run` wants to know the first name
+        meta = {
+            pattern: [torch.empty(stored[k].shape, device="meta") for k in keys]
+            for pattern, keys in conversion.sources.items()
+        }
+        made = conversion.run(hf, meta)
+        conversion.targets = {target: tensor.shape for target, tensor in made.items()}
+    return list(plan.values()), extra
+
+
+def _misfits(hf: PreTrainedModel, plan: list[Conversion], name: str, url: str) -> list[str]:
+    """Say which parameters no tensor fills, and which are filled with another shape."""
+    wanted = hf.state_dict()
+    shapes = {target: shape for conversion in plan for target, shape in conversion.targets.items()}
+    missing = [names[0] for names in _tied_names(hf) if not shapes.keys() & set(names)]
+    found = []
+    if missing:
+        listed = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
+        found.append(
+            f"model.path={name} lacks {len(missing)} of the model's tensors in {url}: {listed}. "
+            "config.json and weights do not belong together, or a file was not copied. "
+            "Copy the whole folder"
+        )
+    wrong = [key for key in shapes if key in wanted and shapes[key] != wanted[key].shape]
+    for key in wrong[:MAX_NAMED]:
+        found.append(
+            f"model.path={name} has {key} as {list(shapes[key])} in {url}, but config.json makes "
+            f"it {list(wanted[key].shape)}. Correct config.json or copy the folder anew"
+        )
+    if len(wrong) > MAX_NAMED:
+        found.append(f"model.path={name} has {len(wrong) - MAX_NAMED} more shapes wrong in {url}")
+    return found
+
+
+def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
+    """Return the names of the state dict, those of one shared tensor together."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in hf.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return list(groups.values())
+
+
+class _Reader:
+    """Read rows of stored tensors, and count the bytes; used by several threads at once."""
+
+    def __init__(self, storage: Storage, stored: Mapping[str, Stored]) -> None:
+        self.storage = storage
+        self.stored = stored
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+
+    def rows(self, name: str, start: int = 0, count: int | None = None) -> Tensor:
+        """Read `count` rows of the first dimension from `start` on, or all of the tensor."""
+        where = self.stored[name]
+        shape = where.shape if count is None else (count, *where.shape[1:])
+        nbytes = math.prod(shape) * where.dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=where.dtype)
+        offset = where.offset + start * math.prod(where.shape[1:]) * where.dtype.itemsize
+        data = bytearray(self.storage.read(where.file, offset, nbytes))  # torch wants it writable
+        with self._lock:
+            self.bytes_read += nbytes
+        return torch.frombuffer(data, dtype=where.dtype).reshape(shape)
+
+
+@torch.no_grad()  # per thread, so here and not around the pool
+def _load_one(
+    hf: PreTrainedModel, conversion: Conversion, tensors: dict[str, Tensor], reader: _Reader
+) -> int:
+    """Fill the local part of one conversion's parameters; return the bytes read for it."""
+    if conversion.converter is not None and not conversion.is_stack():
+        whole = {p: [reader.rows(k) for k in keys] for p, keys in conversion.sources.items()}
+        num_bytes = _num_bytes(whole)
+        for name, tensor in conversion.run(hf, whole).items():
+            fill(tensors[name], tensor)
+        return num_bytes
+    (target,) = (tensors[name] for name in conversion.targets)
+    offsets, sizes = local_slice(target)
+    if math.prod(sizes) == 0:
+        return 0
+    if conversion.converter is None:
+        ((pattern, (key,)),) = conversion.sources.items()
+        part = reader.rows(key, offsets[0], sizes[0]) if sizes else reader.rows(key)
+        read = {pattern: [part]}
+    else:
+        mine = slice(offsets[0], offsets[0] + sizes[0])  # the experts held by this rank
+        read = {p: [reader.rows(k) for k in keys[mine]] for p, keys in conversion.sources.items()}
+    num_bytes = _num_bytes(read)
+    (value,) = conversion.run(hf, read).values()
+    for dim in range(1, value.ndim):
+        value = value.narrow(dim, offsets[dim], sizes[dim])
+    local_part(target).copy_(value)
+    return num_bytes
+
+
+def _num_bytes(tensors: Mapping[str, list[Tensor]]) -> int:
+    return sum(tensor.nbytes for listed in tensors.values() for tensor in listed)
+
+
+def _split_ties(
+    hf: PreTrainedModel, plan: list[Conversion]
+) -> tuple[list[Conversion], list[tuple[str, str, Conversion]]]:
+    """Part the plan into what to load and (name, alias, conversion) of tensors stored twice."""
+    by_target = {target: conversion for conversion in plan for target in conversion.targets}
+    twice = []
+    for names in _tied_names(hf):
+        present = [name for name in names if name in by_target]
+        twice += [(present[0], alias, by_target[alias]) for alias in present[1:]]
+    aliases = {id(conversion) for _, _, conversion in twice}
+    return [conversion for conversion in plan if id(conversion) not in aliases], twice
+
+
+def _check_ties(
+    twice: list[tuple[str, str, Conversion]],
+    tensors: dict[str, Tensor],
+    reader: _Reader,
+    name: str,
+) -> None:
+    """Refuse a folder that stores two different tensors for what config.json says is one.
+
+    Raises: ValueError naming both.
+    """
+    for first, alias, conversion in twice:
+        ((key,),) = conversion.sources.values()
+        offsets, sizes = local_slice(tensors[alias])
+        held = local_part(tensors[alias]).detach().cpu()
+        if not torch.equal(held, reader.rows(key, offsets[0], sizes[0]).to(held.dtype)):
+            raise ValueError(
+                f"model.path={name} ties {first} and {alias} by tie_word_embeddings, but stores "
+                "different values for them. Set tie_word_embeddings to false in its config.json"
+            )

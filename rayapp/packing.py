@@ -1,0 +1,243 @@
+"""Pack documents into rows of one fixed length, several to a row, each target exactly once.
+
+>>> def words(*tokens):
+...     return Document(np.array(tokens), np.ones(len(tokens), bool), np.ones(len(tokens), int))
+>>> packed = pack([words(1, 5, 6, 7, 2), words(1, 8, 2)], seq_len=8)
+>>> for name in ("input_ids", "labels", "segments"):
+...     packed.rows[name].tolist()
+[[1, 5, 6, 7, 1, 8, 0, 0]]
+[[5, 6, 7, 2, 8, 2, -100, -100]]
+[[1, 1, 1, 1, 2, 2, 0, 0]]
+>>> packed.fill, int(packed.rows["target_bytes"][0])
+(0.75, 6)
+
+The model: a document of n tokens is n - 1 (input, label) pairs, the label being the next token. A
+document longer than a row is cut into pieces that share out its pairs, so a cut loses no target.
+Pieces are laid into rows by best-fit decreasing: the longest first, each into the open row that it
+leaves fullest. No label is ever the first token of the next document, because pairs are made before
+rows are. `segments` tells the documents of a row apart; attention and positions follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+IGNORE = (
+    -100
+)  # the label that bears no loss. Source: torch.nn.functional.cross_entropy, ignore_index
+MAX_SEGMENTS = 2**16 - 1  # segment numbers are uint16, and 0 is padding
+
+# document  what a user wrote: tokens, with BOS and EOS where the tokenizer wants them
+# position  one (input, label) pair of a document, or one place of a row
+# piece     at most seq_len positions of one document, laid into a row in one stretch
+# segment   the number of a piece within its row: 1, 2, ...; 0 is padding
+# row       seq_len positions: pieces, then padding
+#
+# Letters in shapes: S = seq_len, T tokens of all documents, D documents, P pieces, N rows.
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """Hold one tokenised document; all three arrays are [n]."""
+
+    tokens: npt.NDArray[Any]
+    """Token ids, int32."""
+    loss: npt.NDArray[np.bool_]
+    """Whether the token bears loss when it is the target."""
+    num_bytes: npt.NDArray[Any]
+    """UTF-8 bytes that the token stands for; 0 for special tokens."""
+
+    def __post_init__(self) -> None:
+        shapes = self.tokens.shape, self.loss.shape, self.num_bytes.shape
+        if len(set(shapes)) > 1 or self.tokens.ndim != 1:
+            raise ValueError(
+                f"tokens, loss, num_bytes of shapes {shapes} are not a document: each token has "
+                f"one of each. Set three arrays of one length"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Hold rows, and the account of what went into them."""
+
+    rows: npt.NDArray[np.void]
+    """Structured array [N] of `row_dtype(seq_len)`."""
+    num_documents: int
+    """Documents given, empty ones too."""
+    num_empty: int
+    """Documents of fewer than 2 tokens, which have no target and give nothing."""
+    num_split: int
+    """Documents that were cut into several pieces."""
+    num_truncated: int
+    """Documents that lost their end to `truncate`."""
+    cut_tokens: int
+    """Tokens so lost."""
+    num_tokens: int
+    """Positions used, that is input tokens."""
+    num_target_tokens: int
+    """Positions that bear loss."""
+
+    @property
+    def fill(self) -> float:
+        """Return the fraction of positions used, 0-1; 0 if there is no row."""
+        size = self.rows["input_ids"].size
+        return self.num_tokens / size if size else 0.0
+
+
+def row_dtype(seq_len: int) -> np.dtype[np.void]:
+    """Return the layout of a row: packed, little-endian, 10 * seq_len + 4 bytes.
+
+    `target_bytes` is the sum of `num_bytes` over the labels that bear loss.
+
+    >>> row_dtype(4096).itemsize
+    40964
+    """
+    if seq_len < 1:
+        raise ValueError(
+            f"seq_len={seq_len} is out of range: a row needs a position. Set seq_len >= 1"
+        )
+    return np.dtype(
+        [
+            ("input_ids", "<i4", (seq_len,)),
+            ("labels", "<i4", (seq_len,)),
+            ("segments", "<u2", (seq_len,)),
+            ("target_bytes", "<u4"),
+        ]
+    )
+
+
+def pack(
+    documents: Iterable[Document],
+    seq_len: int,
+    *,
+    pad_id: int = 0,
+    best_fit: bool = True,
+    truncate: bool = False,
+) -> Packed:
+    """Lay documents into rows of `seq_len` positions.
+
+    `best_fit=False` gives each piece a row of its own. `truncate=True` keeps the first piece of a
+    long document and drops the rest. Rows are ordered by the first document in them, and documents
+    ascend within a row; the result depends on nothing but the arguments.
+    """
+    dtype = row_dtype(seq_len)
+    docs = list(documents)
+    num_tokens = np.array([len(doc.tokens) for doc in docs], dtype=np.int64)  # [D]
+    num_positions = np.maximum(num_tokens - 1, 0)  # [D]
+    kept = np.minimum(num_positions, seq_len) if truncate else num_positions  # [D]
+    starts, lengths = _cut(np.cumsum(num_tokens) - num_tokens, kept, seq_len)  # [P], [P]
+    row_of = _best_fit(lengths, seq_len) if best_fit else np.arange(len(lengths))  # [P]
+    rows = np.zeros(int(row_of.max(initial=-1)) + 1, dtype)
+    rows["input_ids"] = pad_id
+    rows["labels"] = IGNORE
+    _fill(rows, docs, starts, lengths, row_of)
+    return Packed(
+        rows=rows,
+        num_documents=len(docs),
+        num_empty=int(np.count_nonzero(num_positions == 0)),
+        num_split=int(np.count_nonzero(kept > seq_len)),
+        num_truncated=int(np.count_nonzero(kept < num_positions)),
+        cut_tokens=int((num_positions - kept).sum()),
+        num_tokens=int(kept.sum()),
+        num_target_tokens=int(np.count_nonzero(rows["labels"] != IGNORE)),
+    )
+
+
+def position_ids(segments: npt.NDArray[Any]) -> Ints:
+    """Return the position within its segment of each place, int64[..., S]; padding counts as one.
+
+    >>> position_ids(np.array([1, 1, 1, 2, 3, 3, 0, 0])).tolist()
+    [0, 1, 2, 0, 0, 1, 0, 1]
+    """
+    index = np.arange(segments.shape[-1])  # [S]
+    first = np.zeros(segments.shape, dtype=bool)  # [..., S]
+    first[..., 1:] = segments[..., 1:] != segments[..., :-1]
+    return index - np.maximum.accumulate(np.where(first, index, 0), axis=-1)
+
+
+def _cut(offsets: Ints, num_positions: Ints, seq_len: int) -> tuple[Ints, Ints]:
+    """Cut documents into pieces: [D], [D] -> first token and positions of each piece, [P], [P]."""
+    num_pieces = -(-num_positions // seq_len)  # [D]
+    document = np.repeat(np.arange(len(offsets)), num_pieces)  # [P]
+    first_piece = np.cumsum(num_pieces) - num_pieces  # [D]
+    done = (np.arange(len(document)) - first_piece[document]) * seq_len  # [P]
+    return offsets[document] + done, np.minimum(num_positions[document] - done, seq_len)
+
+
+def _best_fit(lengths: Ints, seq_len: int) -> Ints:
+    """Choose a row for each piece by best-fit decreasing: [P] -> [P].
+
+    Pieces go from the longest down, equal ones in their own order, each into the open row with the
+    least free space that holds it; of several the one opened first. One int is the set of free
+    sizes that exist (bit i: some row has i free), so that the least that fits is a shift away.
+    """
+    longest_first = np.argsort(-lengths, kind="stable")
+    rows_with: dict[int, list[int]] = {}  # free positions -> heap of rows
+    sizes = 0
+    chosen: list[int] = []
+    held: list[int] = []  # pieces in each row
+    for length in lengths[longest_first].tolist():
+        fits = sizes >> length
+        if fits:
+            free = length + (fits & -fits).bit_length() - 1
+            row = heappop(rows_with[free])
+            if not rows_with[free]:
+                sizes ^= 1 << free
+            held[row] += 1
+        else:
+            free, row = seq_len, len(held)
+            held.append(1)
+        chosen.append(row)
+        free -= length
+        if free and held[row] < MAX_SEGMENTS:
+            heappush(rows_with.setdefault(free, []), row)
+            sizes |= 1 << free
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    row_of[longest_first] = chosen
+    _, first_piece = np.unique(row_of, return_index=True)  # [N]
+    rank = np.empty_like(first_piece)
+    rank[np.argsort(first_piece)] = np.arange(len(first_piece))
+    return rank[row_of].astype(np.int64)
+
+
+def _fill(
+    rows: npt.NDArray[np.void], docs: list[Document], starts: Ints, lengths: Ints, row_of: Ints
+) -> None:
+    """Copy every piece to its row; three slices a piece, whatever its length."""
+    if not len(lengths):
+        return
+    tokens = np.concatenate([doc.tokens for doc in docs], dtype=np.int32)  # [T]
+    bears_loss = np.concatenate([doc.loss for doc in docs], dtype=np.bool_)  # [T]
+    targets = np.where(bears_loss, tokens, np.int32(IGNORE))  # [T]
+
+    no_bytes = np.zeros(1, dtype=np.uint8)  # so that the end of the last piece is an index too
+    num_bytes = np.concatenate([*(doc.num_bytes for doc in docs), no_bytes])  # [T + 1]
+    num_bytes[:-1] *= bears_loss
+    bounds = np.stack([starts + 1, starts + 1 + lengths], axis=1).ravel()  # [P, 2] -> [2 P]
+    piece_bytes = np.add.reduceat(num_bytes, bounds, dtype=np.int64)[::2]  # [P]
+    target_bytes = np.zeros(len(rows), dtype=np.int64)  # [N]
+    np.add.at(target_bytes, row_of, piece_bytes)
+    rows["target_bytes"] = target_bytes
+
+    by_row = np.argsort(row_of, kind="stable")  # [P], ascending pieces within a row
+    row_of, starts, lengths = row_of[by_row], starts[by_row], lengths[by_row]
+    first = np.searchsorted(row_of, row_of)  # [P], the first piece of the same row
+    ends = np.cumsum(lengths)
+    places = ends - lengths - (ends - lengths)[first]  # [P]
+    segment = np.arange(len(row_of)) - first + 1  # [P]
+    input_ids, labels, segments = rows["input_ids"], rows["labels"], rows["segments"]  # [N, S]
+    for row, place, start, length, number in zip(
+        *(column.tolist() for column in (row_of, places, starts, lengths, segment)), strict=True
+    ):
+        here = slice(place, place + length)
+        input_ids[row, here] = tokens[start : start + length]
+        labels[row, here] = targets[start + 1 : start + 1 + length]
+        segments[row, here] = number

@@ -1,0 +1,57 @@
+"""Read and write one folder of bytes, on a local disk or under s3://, with the same behaviour.
+
+    storage = open_storage("s3://bucket/runs") / "demo"
+    with storage.open_write("model/weights.bin") as out:  # streamed, in bounded memory
+        out.write(chunk)
+    [(entry.name, entry.size) for entry in storage.list("model")]
+
+A storage holds named bytes; names are relative and '/'-separated, and folders exist only because
+names do. Whatever is written appears whole or not at all, also after a crash: locally by fsync
+and rename, on S3 because an object appears when its upload completes. `create` and `replace_if`
+are the two atomic decisions that leases are built from. Prefixes are folders, never parts of a
+word. A storage is a URL and nothing more, so it pickles; S3 clients belong to the process and
+read the standard AWS variables. Absent is FileNotFoundError, every other failure is StorageError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.parse
+
+from rayapp.storage.base import READ_BLOCK, Entry, Storage, StorageError
+from rayapp.storage.local import LocalStorage
+from rayapp.storage.s3 import MIN_PART_BYTES, S3Storage, part_bytes
+
+__all__ = [
+    "MIN_PART_BYTES",
+    "READ_BLOCK",
+    "Entry",
+    "Storage",
+    "StorageError",
+    "open_storage",
+    "part_bytes",
+]
+
+
+def open_storage(url: str) -> Storage:
+    """Open s3://bucket/prefix, file:///folder or a local path, without touching it yet.
+
+    Raises: StorageError if the URL is of another kind or malformed.
+    """
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", url)
+    if scheme is None:
+        if not url:
+            raise StorageError("open", "''", "the path is empty", "Give a folder or s3://bucket")
+        return LocalStorage(os.path.abspath(os.path.expanduser(url)))
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return LocalStorage(os.path.abspath(urllib.parse.unquote(parts.path)))
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    if not url.startswith("s3://") or not bucket:
+        why = "only local folders and s3://bucket/prefix are supported"
+        raise StorageError("open", url, why, "Write it as s3://bucket/prefix or as a local path")
+    try:
+        return S3Storage(f"s3://{bucket}").child(prefix.strip("/"))
+    except ValueError as error:
+        raise StorageError("open", url, str(error), "Correct the prefix") from None

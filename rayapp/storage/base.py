@@ -1,0 +1,190 @@
+"""What every storage is: its methods, its entries, its error and its seekable reader."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeAlias
+
+READ_BLOCK = 2**20  # bytes fetched at once by open_read
+HIDDEN = ".rayapp-"  # names of temporary, lock and probe files start so; they are never listed
+
+
+class StorageError(OSError):
+    """Say what could not be done to which URL, why, and what to do about it."""
+
+    def __init__(self, what: str, url: str, why: str, fix: str = "") -> None:
+        super().__init__(f"cannot {what} {url}: {why}." + (f" {fix}." if fix else ""))
+        self.what, self.url, self.why, self.fix = what, url, why, fix
+
+    def __reduce__(self) -> tuple[type[StorageError], tuple[str, str, str, str]]:
+        return type(self), (self.what, self.url, self.why, self.fix)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Describe one file. The etag changes whenever the content does; only its equality counts."""
+
+    name: str
+    size: int
+    etag: str
+    modified_s: float
+
+
+Entries: TypeAlias = list[Entry]  # the method named `list` hides the builtin inside the classes
+Names: TypeAlias = list[str]
+
+
+@dataclass(frozen=True)
+class Storage(ABC):
+    """One folder of named bytes; see the module's docstring for the rules."""
+
+    url: str
+
+    def child(self, name: str) -> Storage:
+        """Return the storage of a sub-folder (which need not exist)."""
+        return type(self)(self._folder_url(name))
+
+    __truediv__ = child
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, replacing it in one instant."""
+        with self.open_write(name) as out:
+            out.write(data)
+
+    def open_read(self, name: str) -> BinaryIO:
+        """Open a seekable reader that fetches what is read, in blocks of READ_BLOCK bytes.
+
+        Raises: FileNotFoundError.
+        """
+        size = self.size(name)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url(name))
+        return io.BufferedReader(_Reader(self, name, size), READ_BLOCK)
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes, None if it is absent."""
+        entry = self.stat(name)
+        return None if entry is None else entry.size
+
+    def exists(self, name: str) -> bool:
+        """Tell whether a file (not a folder) of this name exists."""
+        return self.stat(name) is not None
+
+    def _url(self, name: str) -> str:
+        return f"{self.url.rstrip('/')}/{checked(name)}"
+
+    def _folder_url(self, prefix: str) -> str:
+        return self._url(prefix.rstrip("/")) if prefix else self.url
+
+    @abstractmethod
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Return `length` bytes from `offset` on, or all of the rest.
+
+        Raises: FileNotFoundError; StorageError if a given length goes beyond the end.
+        """
+
+    @abstractmethod
+    def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a writer; the file appears when the block ends, and not if it raises."""
+
+    @abstractmethod
+    def stat(self, name: str) -> Entry | None:
+        """Return size, etag and time of one file, None if it is absent.
+
+        For a compare-and-swap call stat, then read, then replace_if with stat's etag.
+        """
+
+    @abstractmethod
+    def dirs(self, prefix: str = "") -> Names:
+        """Return the sorted names of the immediate sub-folders that hold any file."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file only if it is absent; True for the one caller who did."""
+
+    @abstractmethod
+    def replace_if(self, name: str, data: bytes, etag: str) -> bool:
+        """Write a file only if it still has this etag; True if that was done."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Delete a file; absent is fine."""
+
+    @abstractmethod
+    def delete_tree(self, prefix: str) -> None:
+        """Delete everything below a folder; absent is fine, a whole bucket or disk is refused."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Write, read back and delete a small probe within seconds.
+
+        Raises: StorageError with the reason in the user's words.
+        """
+
+    @abstractmethod
+    def local_path(self, name: str = "") -> str | None:
+        """Return the path on this machine's disk, None on S3."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Entries:
+        """Return all files below a folder, sorted by name; [] if there are none."""
+
+
+class _Reader(io.RawIOBase):
+    """A seekable file over ranged reads."""
+
+    def __init__(self, storage: Storage, name: str, size: int) -> None:
+        self._storage, self._name, self._size, self._position = storage, name, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        length = min(len(buffer), self._size - self._position)
+        if length <= 0:
+            return 0
+        buffer[:length] = self._storage.read(self._name, self._position, length)
+        self._position += length
+        return length
+
+
+def checked(name: str) -> str:
+    """Refuse names that would mean different things on a disk and on S3."""
+    parts = name.split("/")
+    if any(p in ("", ".", "..") or p.startswith(HIDDEN) or "\0" in p for p in parts):
+        why = f"it has an empty part, '.', '..', or a part that starts with '{HIDDEN}'"
+        raise ValueError(f"storage name {name!r} is not valid: {why}")
+    return name
+
+
+def hidden(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(HIDDEN)
+
+
+def cut(url: str, data: bytes, length: int | None) -> bytes:
+    """Return data, having checked that a read of known length got it all."""
+    if length is not None and len(data) != length:
+        why = f"expected {length} bytes, the file had {len(data)}"
+        raise StorageError("read", url, why, "It is truncated: restore it or use an older copy")
+    return data
+
+
+def check_range(offset: int, length: int | None) -> None:
+    if offset < 0 or (length is not None and length < 0):
+        raise ValueError(f"offset={offset} and length={length} must not be negative")

@@ -1,0 +1,267 @@
+"""Keep a storage in a folder of the local disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, BinaryIO
+
+from rayapp.storage.base import (
+    HIDDEN,
+    Entries,
+    Entry,
+    Names,
+    Storage,
+    StorageError,
+    check_range,
+    cut,
+    hidden,
+)
+
+
+class LocalStorage(Storage):
+    """A folder of a file system that has rename, hard links and flock."""
+
+    def local_path(self, name: str = "") -> str:
+        return self._folder_url(name)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        check_range(offset, length)
+        path = self._url(name)
+        try:
+            with open(path, "rb") as file:
+                file.seek(offset)
+                return cut(path, file.read(-1 if length is None else length), length)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise FileNotFoundError(errno.ENOENT, "no such file", path) from None
+        except StorageError:
+            raise
+        except OSError as error:
+            raise _local_error("read", path, error) from error
+
+    def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
+        def publish(temporary: str, path: str) -> None:
+            with _locked(path, make=False):
+                os.replace(temporary, path)
+
+        return self._staged(name, publish)
+
+    def create(self, name: str, data: bytes) -> bool:
+        created = True
+
+        def publish(temporary: str, path: str) -> None:
+            nonlocal created
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                created = False
+
+        with self._staged(name, publish) as out:
+            out.write(data)
+        return created
+
+    def replace_if(self, name: str, data: bytes, etag: str) -> bool:
+        replaced = False
+
+        def publish(temporary: str, path: str) -> None:
+            nonlocal replaced
+            with _locked(path, make=True):
+                entry = self.stat(name)
+                replaced = entry is not None and entry.etag == etag
+                if replaced:
+                    os.replace(temporary, path)
+
+        if not self.exists(name):
+            return False
+        with self._staged(name, publish) as out:
+            out.write(data)
+        return replaced
+
+    @contextmanager
+    def _staged(self, name: str, publish: Callable[[str, str], None]) -> Iterator[BinaryIO]:
+        """Yield a writer to a temporary file; on success make it durable and publish it."""
+        path = self._url(name)
+        folder = os.path.dirname(path)
+        temporary = f"{folder}/{HIDDEN}{uuid.uuid4().hex}.tmp"
+        with _explained("write", path):
+            _make_folder(folder)
+            out = _LocalWriter(temporary, path)
+        try:
+            with out:
+                yield out
+                with _explained("write", path):
+                    os.fsync(out.fileno())
+            with _explained("write", path):
+                publish(temporary, path)
+                _sync_folder(folder)
+        finally:
+            with _explained("write", path), suppress(FileNotFoundError):  # renamed: published
+                os.unlink(temporary)
+
+    def stat(self, name: str) -> Entry | None:
+        path = self._url(name)
+        with _explained("read", path):
+            try:
+                return None if os.path.isdir(path) else _entry(name, os.stat(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def dirs(self, prefix: str = "") -> Names:
+        path = self._folder_url(prefix)
+        with _explained("list", path):
+            folders = [e for e in _scan(path) if e.is_dir(follow_symlinks=False)]
+            return sorted(e.name for e in folders if any(_files(e.path)))
+
+    def delete(self, name: str) -> None:
+        path = self._url(name)
+        absent = suppress(FileNotFoundError, NotADirectoryError)
+        with _explained("delete", path), _locked(path, make=False), absent:
+            os.unlink(path)
+
+    def delete_tree(self, prefix: str) -> None:
+        def failed(_: object, path: str, info: Any) -> None:
+            if not isinstance(info[1], FileNotFoundError):  # someone else deleted it: fine
+                raise info[1]
+
+        path = self._folder_url(prefix)
+        if path == "/":
+            raise StorageError("delete", path, "that is the whole disk", "Name a folder")
+        with _explained("delete", path):
+            if os.path.isdir(path):
+                shutil.rmtree(path, onerror=failed)
+
+    def check_writable(self) -> None:
+        data = os.urandom(64)
+        with _explained("write", self.url):
+            _make_folder(self.url)
+            probe = f"{self.url}/{HIDDEN}{uuid.uuid4().hex}.probe"
+            out = _LocalWriter(probe, self.url)
+            try:
+                with out:
+                    out.write(data)
+                    os.fsync(out.fileno())
+                with open(probe, "rb") as file:
+                    cut(probe, file.read(), len(data))
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(probe)
+
+    def list(self, prefix: str = "") -> Entries:
+        path = self._folder_url(prefix)
+        found = []
+        with _explained("list", path):
+            for file in _files(path):
+                with suppress(FileNotFoundError):  # deleted since the folder was read
+                    found.append(_entry(os.path.relpath(file.path, self.url), file.stat()))
+        return sorted(found, key=lambda entry: entry.name)
+
+
+class _LocalWriter(io.FileIO):
+    """Write all that is given; unbuffered, so that closing after an error cannot fail again."""
+
+    def __init__(self, temporary: str, path: str) -> None:
+        super().__init__(temporary, "xb")
+        self._path = path
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        with _explained("write", self._path):
+            while done < len(view):
+                done += super().write(view[done:]) or 0
+        return done
+
+
+def _entry(name: str, info: os.stat_result) -> Entry:
+    etag = f"{info.st_mtime_ns:x}-{info.st_ino:x}-{info.st_size:x}"  # each write is a new inode
+    return Entry(name, info.st_size, etag, info.st_mtime)
+
+
+def _scan(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _files(path: str) -> Iterator[os.DirEntry[str]]:
+    for entry in _scan(path):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(entry.path)
+        elif entry.is_file() and not hidden(entry.name):
+            yield entry
+
+
+def _make_folder(path: str) -> None:
+    """Create a folder and its parents so that they too survive a power cut."""
+    if not os.path.isdir(path):
+        _make_folder(os.path.dirname(path))
+        try:
+            os.mkdir(path)
+        except FileExistsError:  # made by someone else meanwhile, or a file in the way
+            if not os.path.isdir(path):
+                raise
+        _sync_folder(os.path.dirname(path))
+
+
+def _sync_folder(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _locked(path: str, make: bool) -> Iterator[None]:
+    """Hold the lock file that replace_if makes beside a file; without `make`, only if it exists.
+
+    The lock file stays, since deleting one lets two holders in; flock also works over NFS.
+    """
+    folder, _, name = path.rpartition("/")
+    lock = None
+    with suppress(FileNotFoundError, NotADirectoryError):
+        flags = os.O_RDWR | (os.O_CREAT if make else 0)
+        lock = os.open(f"{folder}/{HIDDEN}{name}.lock", flags, 0o666)
+    try:
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+LOCAL_REASONS = {  # errno -> (why, what to do)
+    errno.ENOSPC: ("the disk is full", "Free some space or choose a folder on another disk"),
+    errno.EDQUOT: ("your disk quota is used up", "Free some space or choose another folder"),
+    errno.EACCES: ("permission denied", "Choose a folder you may write to or fix its mode"),
+    errno.EPERM: ("the system does not permit it", "Choose a folder you may write to"),
+    errno.EROFS: ("the file system is read-only", "Choose a folder on a writable disk"),
+    errno.ENOENT: ("its parent folder does not exist and cannot be created", "Correct the path"),
+    errno.ENOTDIR: ("a parent of it is a file, not a folder", "Correct the path"),
+    errno.EEXIST: ("a file stands where a folder is needed", "Correct the path"),
+    errno.EISDIR: ("it is a folder, not a file", "Correct the path"),
+}
+
+
+def _local_error(what: str, path: str, error: OSError) -> StorageError:
+    default = (str(error.strerror or error), "Check the disk or choose another folder")
+    return StorageError(what, path, *LOCAL_REASONS.get(error.errno or 0, default))
+
+
+@contextmanager
+def _explained(what: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise _local_error(what, path, error) from error

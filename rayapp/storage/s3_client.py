@@ -1,0 +1,175 @@
+"""Send requests to S3 until they succeed, or say in the user's words why they cannot."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rayapp.storage.base import StorageError
+
+log = logging.getLogger("rayapp.storage")
+T = TypeVar("T")
+
+retry_s = 120.0  # how long an S3 request is repeated, counted from its first failure
+first_pause_s = 0.2  # before the second try; doubled before each further one, up to 20 s
+s3_attempts = 10  # tries that botocore makes within one of ours
+probe_timeout_s = 3.0  # to connect, and to get an answer, when check_writable asks
+
+
+def send(
+    what: str,
+    url: str,
+    request: Callable[[Any], T],
+    answers: dict[str, T] | None = None,
+    patient: bool = True,
+) -> T:
+    """Send a request, which must be safe to repeat, until it succeeds.
+
+    `answers` maps S3 error codes that mean something here to what they mean.
+    Raises: FileNotFoundError; StorageError at once, or after retry_s of transient failures.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket = url.split("/")[2]
+    try:
+        client = _client(patient)
+    except (BotoCoreError, ValueError) as error:  # ValueError: a malformed endpoint
+        raise StorageError(what, url, *_s3_reason(error, bucket)) from error
+    failed_at = None
+    for attempt in itertools.count(1):
+        try:
+            return request(client)
+        except (BotoCoreError, ClientError, ConnectionError) as error:
+            code = _code(error)
+            if answers is not None and code in answers:
+                return answers[code]
+            if code == "NoSuchKey":
+                raise FileNotFoundError(errno.ENOENT, "no such file", url) from None
+            why, fix = _s3_reason(error, bucket)
+            if not patient or not _is_transient(error):
+                raise StorageError(what, url, why, fix) from error
+            failed_at = failed_at or time.monotonic()
+            spent_s = time.monotonic() - failed_at
+            pause_s = min(20.0, first_pause_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+            if spent_s + pause_s > retry_s:
+                why = f"{why} (gave up after {attempt} tries in {spent_s:.0f} s)"
+                raise StorageError(what, url, why, fix) from error
+            log.warning("%s %s: %s; try %d in %.1f s", what, url, why, attempt + 1, pause_s)
+            time.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+_clients: dict[object, Any] = {}
+_clients_lock = threading.Lock()
+
+
+def _client(patient: bool) -> Any:
+    """Return this process's client for the AWS_ variables as they stand; an impatient one probes.
+
+    A client must not cross a fork, hence the process id in the key.
+    """
+    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
+    key = (os.getpid(), patient, s3_attempts, probe_timeout_s, settings)
+    with _clients_lock:
+        if key not in _clients:
+            import boto3
+            from botocore.config import Config
+
+            attempts = {"mode": "adaptive", "total_max_attempts": s3_attempts}
+            quick = {"mode": "standard", "total_max_attempts": 2}
+            config = Config(
+                retries=attempts if patient else quick,
+                connect_timeout=10 if patient else probe_timeout_s,
+                read_timeout=60 if patient else probe_timeout_s,
+                max_pool_connections=32,
+                tcp_keepalive=True,
+            )
+            client = boto3.Session().client("s3", config=config)
+            client.meta.events.register_first("needs-retry.s3", _log_failure)
+            _clients[key] = client
+        return _clients[key]
+
+
+def _log_failure(
+    response: Any = None,
+    caught_exception: Exception | None = None,
+    operation: Any = None,
+    attempts: int = 0,
+    **_: Any,
+) -> None:
+    """Log what botocore is about to repeat by itself (it asks after every attempt)."""
+    why: object = caught_exception
+    if response is not None and (response[0].status_code >= 500 or response[0].status_code == 429):
+        why = f"{response[0].status_code} {response[1].get('Error', {}).get('Code', '')}"
+    if why is not None:
+        log.warning("%s attempt %d failed: %s", operation.name, attempts, why)
+
+
+def _code(error: Exception) -> str:
+    """Return the S3 error code, '' if S3 did not answer. HEAD has no body, only a status."""
+    from botocore.exceptions import ClientError
+
+    code = str(error.response["Error"].get("Code")) if isinstance(error, ClientError) else ""
+    return {"404": "NoSuchKey", "403": "AccessDenied", "412": "PreconditionFailed"}.get(code, code)
+
+
+THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+UNSTEADY = {"InternalError", "ServiceUnavailable", "RequestTimeout"}
+CONTENDED = {"OperationAborted", "ConditionalRequestConflict"}
+
+
+def _is_transient(error: Exception) -> bool:
+    from botocore import exceptions as boto
+
+    if isinstance(error, boto.ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return _code(error) in THROTTLED | UNSTEADY | CONTENDED or status in (
+            429,
+            500,
+            502,
+            503,
+            504,
+        )
+    lost = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, ConnectionError)
+    return isinstance(error, (*lost, boto.FlexibleChecksumError, boto.CredentialRetrievalError))
+
+
+S3_REASONS = {  # code -> (why, what to do)
+    "NoSuchBucket": (
+        "the bucket {bucket} does not exist",
+        "Create it with `aws s3 mb s3://{bucket}` or correct the name",
+    ),
+    "AccessDenied": (
+        "access denied",
+        "Allow s3:ListBucket on {bucket} and s3:Get-, Put- and DeleteObject on {bucket}/*",
+    ),
+    "InvalidAccessKeyId": ("the access key is not known", "Check AWS_ACCESS_KEY_ID"),
+    "SignatureDoesNotMatch": ("the secret key is wrong", "Check AWS_SECRET_ACCESS_KEY"),
+    "ExpiredToken": ("the credentials have expired", "Log in again"),
+    "RequestTimeTooSkewed": ("this machine's clock is wrong", "Set the clock"),
+    "PermanentRedirect": ("the bucket is in another region", "Set AWS_REGION to its region"),
+    "AuthorizationHeaderMalformed": ("the region is wrong", "Set AWS_REGION to the bucket's"),
+}
+
+
+def _s3_reason(error: Exception, bucket: str) -> tuple[str, str]:
+    """Explain an S3 failure in the user's words: why, and what to do."""
+    from botocore import exceptions as boto
+
+    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
+        return "no AWS credentials were found", "Set AWS_PROFILE, run `aws login`, or use a role"
+    if isinstance(error, (boto.HTTPClientError, boto.ConnectionError)):
+        why = f"the S3 endpoint cannot be reached: {str(error).rstrip('.')}"
+        return why, "Check the network, AWS_ENDPOINT_URL_S3 and AWS_REGION"
+    code = _code(error)
+    if code in S3_REASONS:
+        why, fix = S3_REASONS[code]
+        return why.format(bucket=bucket), fix.format(bucket=bucket)
+    return str(error).rstrip("."), ""

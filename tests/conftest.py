@@ -1,0 +1,46 @@
+"""Fixtures that several test files share: a real S3 server on loopback, and fresh buckets on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Run moto's S3 server on a free port, point the AWS_ variables at it, yield its URL."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    before = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    for name in before:
+        del os.environ[name]
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+    }
+    yield f"http://{host}:{port}"
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    os.environ |= before
+    server.stop()
+
+
+@pytest.fixture
+def s3_bucket(s3_server: str) -> str:
+    """Create an empty bucket and return its name."""
+    import boto3
+
+    name = f"test-{uuid.uuid4().hex}"
+    boto3.client("s3", endpoint_url=s3_server).create_bucket(Bucket=name)
+    return name

@@ -1,0 +1,311 @@
+"""The loop against an oracle: one plain PyTorch process with neither FSDP nor Ray nor our loss.
+
+The oracle opens the same model folder with transformers, reads the same text by itself, and steps
+torch's own AdamW; only the order of rows is taken from `rayapp.order`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from rayapp import loop
+from rayapp.config import Config, from_dict
+from rayapp.data import prepare, sources, tokens
+from rayapp.data.rows import local_steps
+from rayapp.finetune.training import Job, run
+from rayapp.order import Order
+from rayapp.storage import open_storage
+
+STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
+TEXT = "".join(f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text file, a model folder of about 50,000 fp32 weights, and its byte tokenizer."""
+    folder = tmp_path_factory.mktemp("loop")
+    (folder / "text.txt").write_text(TEXT)
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder / "model")
+    tokens.byte_tokenizer().save_pretrained(folder / "model")
+    return folder
+
+
+def config_of(folder: Path, name: str, **train: Any) -> Config:
+    """The run under test; fp32 and no chunk size that divides anything."""
+    return from_dict(
+        {
+            "run": {"name": name, "storage": str(folder / "runs"), "seed": 3},
+            "model": {"path": str(folder / "model")},
+            "data": {"path": str(folder / "text.txt"), "seq_len": SEQ_LEN, "eval_fraction": 0.1},
+            "train": {
+                "tokens_per_step": ROWS * SEQ_LEN,
+                "micro_batch": MICRO_BATCH,
+                "max_steps": STEPS,
+                "lr": 3e-3,
+                "warmup_steps": 5,
+                "precision": "fp32",
+                "loss_chunk": 50,
+                **train,
+            },
+        }
+    )
+
+
+def prepared_of(config: Config, folder: Path) -> prepare.Prepared:
+    """Prepare in this process: Ray Data has its own tests."""
+    source = sources.find(config.data.path)
+    recipe = prepare.Recipe(
+        source=source,
+        eval_source=None,
+        kind="text",
+        tokenizer_url=str(folder / "model"),
+        tokenizer_digest="bytes",
+        pad_id=0,
+        seq_len=SEQ_LEN,
+        pack=True,
+        truncate=False,
+        eval_fraction=config.data.eval_fraction,
+    )
+    root = open_storage(str(folder / "prepared"))
+    for index, unit in enumerate(sources.units(source, config.data.eval_fraction)):
+        prepare.prepare_unit(recipe, (root / recipe.fingerprint).url, "train", index, unit)
+    return prepare.prepare(recipe, root)
+
+
+def worker(rank: int, world: int, job: Job, rendezvous: str, summaries: str) -> None:
+    """One training process, as under torchrun."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    rows = job.prepared.rows("train")
+    summary = run(
+        job, torch.device("cpu"), lambda step: local_steps(rows, job.order, rank, world, step)
+    )
+    if rank == 0:
+        Path(summaries).write_text(json.dumps(summary))
+    dist.destroy_process_group()
+
+
+def train(config: Config, folder: Path, world: int, num_steps: int = STEPS) -> tuple[list[Any], Any]:
+    """Run `world` processes; return the lines of metrics.jsonl and the summary."""
+    prepared = prepared_of(config, folder)
+    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, num_steps)
+    url = str(folder / "runs" / config.run.name)
+    job = Job(config, prepared, str(folder / "model"), order, url)
+    summaries = str(folder / f"{config.run.name}.json")
+    rendezvous = str(folder / f"{config.run.name}-{os.urandom(4).hex()}")
+    mp.spawn(worker, (world, job, rendezvous, summaries), nprocs=world)
+    lines = [json.loads(line) for line in Path(url, "metrics.jsonl").read_text().splitlines()]
+    return lines, json.loads(Path(summaries).read_text())
+
+
+@pytest.fixture(scope="module")
+def two_workers(inputs: Path) -> tuple[list[Any], Any]:
+    return train(config_of(inputs, "two"), inputs, world=2)
+
+
+def oracle(folder: Path) -> tuple[list[float], float, float]:
+    """Train in plain PyTorch; return the losses, the held-out nats per token, and per byte."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    data = TEXT.encode()
+    boundary = data.index(b"\n", int(len(data) * 0.9) - 1) + 1
+    end = tokens.load_tokenizer(str(folder / "model")).eos_token_id
+    # Byte tokens are numbered after the 3 special ones by the byte-level alphabet's code points.
+    vocabulary = tokens.load_tokenizer(str(folder / "model")).get_vocab()
+    letter = {byte: vocabulary[chr(byte)] for byte in range(33, 127)}
+    letter[ord(" ")], letter[ord("\n")] = vocabulary["\u0120"], vocabulary["\u010a"]
+    pieces = {}
+    for split, text in (("train", data[:boundary]), ("eval", data[boundary:])):
+        ids = [letter[byte] for byte in text] + [end]
+        pieces[split] = [ids[i : i + SEQ_LEN + 1] for i in range(0, len(ids) - 1, SEQ_LEN)]
+    decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed_tokens" in n]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=False, foreach=False)
+
+    def loss_of(piece: list[int]) -> torch.Tensor:
+        logits = model(input_ids=torch.tensor([piece[:-1]])).logits[0]
+        return F.cross_entropy(logits, torch.tensor(piece[1:]), reduction="sum")
+
+    # A packed row holds one full piece here, or the short last one; which row is which is known
+    # from `pack`: rows are ordered by their first piece.
+    order = Order.for_steps(len(pieces["train"]), ROWS, MICRO_BATCH, 3, STEPS)
+    losses = []
+    for step in range(STEPS):
+        batch = [pieces["train"][row] for row in order.rows(step)]
+        targets = sum(len(piece) - 1 for piece in batch)
+        total = sum((loss_of(piece) for piece in batch), start=torch.zeros(()))
+        (total / targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        done = (step - 5) / (STEPS - 5)
+        rate = 3e-3 * ((step + 1) / 5 if step < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total) / targets)
+    with torch.no_grad():
+        held_out = sum(float(loss_of(piece)) for piece in pieces["eval"])
+    targets = sum(len(piece) - 1 for piece in pieces["eval"])
+    return losses, held_out / targets, held_out / (len(data) - boundary - 1)
+
+
+def test_two_workers_equal_a_plain_loop_at_every_step(
+    inputs: Path, two_workers: tuple[list[Any], Any]
+) -> None:
+    lines, summary = two_workers
+    losses, held_out, per_byte = oracle(inputs)
+    np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-4)
+    assert abs(summary["eval_loss"] - held_out) < 1e-4
+    assert abs(summary["eval_loss_per_byte"] - per_byte) < 1e-4
+    assert losses[-1] < losses[0] - 1  # it has learned something, so the comparison means something
+
+
+def test_one_and_three_workers_train_alike(
+    inputs: Path, two_workers: tuple[list[Any], Any]
+) -> None:
+    expected, _ = two_workers
+    for world in (1, 3):
+        lines, _ = train(config_of(inputs, f"world-{world}"), inputs, world)
+        assert [line["batch_digest"] for line in lines] == [l["batch_digest"] for l in expected]
+        np.testing.assert_allclose(
+            [line["loss"] for line in lines], [l["loss"] for l in expected], rtol=0, atol=1e-4
+        )
+
+
+def test_metrics_count_what_was_trained(two_workers: tuple[list[Any], Any]) -> None:
+    lines, summary = two_workers
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(line["workers"] == 2 and line["attempt"] == 1 for line in lines)
+    assert all(0 < line["tokens"] <= ROWS * SEQ_LEN for line in lines)
+    assert len({line["batch_digest"] for line in lines}) == STEPS
+    assert summary["status"] == "done" and summary["steps"] == STEPS
+
+
+def test_the_export_has_the_same_held_out_loss(
+    inputs: Path, two_workers: tuple[list[Any], Any]
+) -> None:
+    """Evaluated by transformers alone, on held-out rows read back from the prepared data."""
+    _, summary = two_workers
+    model = AutoModelForCausalLM.from_pretrained(summary["model_path"], dtype=torch.float32)
+    rows = prepared_of(config_of(inputs, "two"), inputs).rows("eval")
+    total, targets = 0.0, 0
+    for row in rows.read(np.arange(len(rows))):
+        length = int((row["segments"] != 0).sum())
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(row["input_ids"][None, :length].astype(int))).logits[0]
+        labels = torch.from_numpy(row["labels"][:length].astype(int))
+        total += float(F.cross_entropy(logits, labels, reduction="sum"))
+        targets += int((labels != -100).sum())
+    assert abs(total / targets - summary["eval_loss"]) < 1e-3
+
+
+def test_a_run_resumes_bitwise_where_it_was(
+    inputs: Path, two_workers: tuple[list[Any], Any]
+) -> None:
+    """Stop after 12 steps by the stop file's path (a shorter order), then go on to the end."""
+    expected, _ = two_workers
+    config = config_of(inputs, "resumed")
+    prepared = prepared_of(config, inputs)
+    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, STEPS)
+    url = str(inputs / "runs" / "resumed")
+    job = Job(config, prepared, str(inputs / "model"), order, url)
+    mp.spawn(stopped_worker, (2, job, str(inputs / "resumed-a"), 12), nprocs=2)
+    half = [json.loads(line) for line in Path(url, "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in half] == list(range(1, 13))
+    lines, summary = train(config, inputs, world=2)
+    assert summary["first_step"] == 12
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["attempt"] for line in lines] == [1] * 12 + [2] * (STEPS - 12)
+    for name in ("loss", "grad_norm", "batch_digest", "lr"):
+        assert [line[name] for line in lines] == [line[name] for line in expected], name
+
+
+def stopped_worker(rank: int, world: int, job: Job, rendezvous: str, stop_after: int) -> None:
+    """Train until someone asks rank 0 to stop, at a step boundary that all ranks agree on."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    rows = job.prepared.rows("train")
+
+    def steps(first: int) -> Any:
+        for batch in local_steps(rows, job.order, rank, world, first):
+            if batch.step + 1 == stop_after:
+                loop_engine_stop.append(True)
+            yield batch
+
+    loop_engine_stop: list[bool] = []
+    original = loop.agree
+
+    def agree(engine: loop.Engine, batch: Any) -> loop.Totals:
+        engine.stop_due = lambda: rank == 0 and bool(loop_engine_stop)
+        return original(engine, batch)
+
+    loop.agree = agree
+    summary = run(job, torch.device("cpu"), steps)
+    assert summary["status"] == "stopped" and summary["steps"] == stop_after, summary
+    dist.destroy_process_group()
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_the_rows(inputs: Path) -> None:
+    config = config_of(inputs, "not-finite")
+    prepared = prepared_of(config, inputs)
+    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, 5)
+    job = Job(config, prepared, str(inputs / "model"), order, str(inputs / "runs" / "not-finite"))
+    mp.spawn(poisoned_worker, (2, job, str(inputs / "not-finite-a"), int(order.rows(2)[3])), nprocs=2)
+
+
+def poisoned_worker(rank: int, world: int, job: Job, rendezvous: str, bad_row: int) -> None:
+    """Train on rows of which one, in step 3, makes the model's output not a number."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    rows = job.prepared.rows("train")
+    marker = 258  # a token of the vocabulary that the text never holds
+
+    def steps(first: int) -> Any:
+        for batch in local_steps(rows, job.order, rank, world, first):
+            batch.input_ids[batch.rows == bad_row] = marker
+            yield batch
+
+    from rayapp.finetune import training
+
+    original = training.make_parts
+
+    def make_parts(job: Job, device: torch.device) -> training.Parts:
+        parts = original(job, device)
+        embedding = parts.lm.hf.get_input_embeddings()
+        embedding.register_forward_hook(
+            lambda module, args, output: torch.where(
+                (args[0] == marker).unsqueeze(-1), torch.full_like(output, float("nan")), output
+            )
+        )
+        return parts
+
+    training.make_parts = make_parts
+    with pytest.raises(loop.NonFiniteLoss, match="step 3: ") as caught:
+        run(job, torch.device("cpu"), steps)
+    assert caught.value.step == 3 and caught.value.rows == [bad_row]
+    dist.destroy_process_group()

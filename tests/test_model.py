@@ -1,0 +1,603 @@
+"""Check rayapp.model against transformers' own loading, saving and autograd, on 1 to 3 real ranks.
+
+One spawn per world size does everything on small models and leaves its results in a folder; each
+test then compares one kind of result with a reference computed here in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rayapp.model import (
+    LanguageModel,
+    build,
+    device_mesh,
+    export,
+    init_weights,
+    load_tokenizer,
+    load_weights,
+    num_parameters,
+    problems,
+    resolve,
+    shard,
+)
+from rayapp.model.build import find_blocks
+from rayapp.storage import open_storage
+
+SIZES = {
+    "vocab_size": 250,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_tied": {"kind": "Llama", "tie_word_embeddings": True, "num_key_value_heads": 2},
+    "llama_untied": {"kind": "Llama", "tie_word_embeddings": False, "dtype": torch.bfloat16},
+    "gpt_neox": {"kind": "GPTNeoX"},
+    "mistral": {"kind": "Mistral", "num_key_value_heads": 2, "sliding_window": 5},
+    "mixtral": {"kind": "Mixtral", "num_key_value_heads": 2, "num_local_experts": 3},
+    "gemma_capped": {"kind": "Gemma2", "final_logit_softcapping": 3.0, "attention": "eager"},
+}
+STRATEGIES = {
+    "full_shard": {},
+    "shard_grad_op": {},
+    "no_shard": {},
+    "hybrid_shard": {"replicas": 1},
+    "offload": {},
+}
+WORLDS = (1, 2, 3)
+SEED = 7
+
+
+def summed_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Compute the loss that rayapp.model expects, in the plainest way."""
+    logits = nn.functional.linear(hidden, weight, bias).float().flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
+
+
+def attention_of(name: str) -> str:
+    return MODELS[name].get("attention", "sdpa")
+
+
+def make_config(name: str) -> Any:
+    values = {k: v for k, v in MODELS[name].items() if k not in ("kind", "dtype", "attention")}
+    return getattr(transformers, MODELS[name]["kind"] + "Config")(**SIZES | values)
+
+
+def make_folder(name: str, folder: Path) -> None:
+    """Save a model with random weights, including norms, in shards of at most 100 KB."""
+    torch.manual_seed(1)
+    hf = AutoModelForCausalLM.from_config(make_config(name), attn_implementation=attention_of(name))
+    for parameter in hf.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    hf.to(MODELS[name].get("dtype", torch.float32)).save_pretrained(folder, max_shard_size="100KB")
+
+
+def make_batch() -> dict[str, Tensor]:
+    """Draw 5 rows of 12 tokens (a number that 2 and 3 ranks do not divide), some without loss."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(250, (5, 12), generator=generator)
+    labels = torch.randint(250, (5, 12), generator=generator)
+    labels[torch.rand(5, 12, generator=generator) < 0.3] = -100
+    lengths = (3, 1, 8)
+    position_ids = torch.cat([torch.arange(n) for n in lengths]).repeat(5, 1)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model: LanguageModel, rank: int, world: int) -> dict[str, Tensor]:
+    """Run one micro-batch per rank at a time, short ranks with an all-masked one; then gather."""
+    batch = make_batch()
+    valid = (batch["labels"] != -100).sum()
+    turns = -(-len(batch["labels"]) // world)
+    total = torch.zeros(())
+    for turn in range(turns):
+        row = turn * world + rank
+        mine = {k: v[row % 5 : row % 5 + 1].clone() for k, v in batch.items()}
+        if row >= 5:
+            mine["labels"].fill_(-100)
+        loss = model(**mine) / valid
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    return {"loss": total} | {
+        name.removeprefix("hf."): whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def work(rank: int, world: int, root: str) -> None:
+    """Do on real ranks everything that the tests look at, and save it under out/<world>."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/rendezvous-{world}", rank=rank, world_size=world
+    )
+    out = Path(root, "out", str(world))
+    results: dict[str, Any] = {"stats": {}, "gradients": {}, "init": {}, "files": {}}
+    mesh = device_mesh("cpu", strategy="full_shard")
+    for name in MODELS:
+        source = resolve(f"{root}/{name}")
+        model = build(source.config, loss=summed_loss, attention=attention_of(name))
+        stats = load_weights(shard(model, mesh), source, "cpu")
+        results["stats"][name] = stats
+        storage = open_storage(str(out / name))
+        results["files"][name] = export(model, storage, max_file_bytes=60_000)
+        results["gradients"][name] = gradients(model, rank, world)
+        fresh = shard(build(source.config, loss=summed_loss, attention=attention_of(name)), mesh)
+        init_weights(fresh, SEED, "cpu")
+        results["init"][name] = {n: whole(t).clone() for n, t in fresh.hf.state_dict().items()}
+        if name == "llama_tied":
+            assert model.hf.lm_head.weight is model.hf.model.embed_tokens.weight
+            assert fresh.hf.lm_head.weight is fresh.hf.model.embed_tokens.weight
+            results["rotary"] = fresh.hf.model.rotary_emb.inv_freq.clone()
+            results["sizes"] = (
+                num_parameters(model),
+                sum(p.to_local().numel() for p in model.parameters()),
+            )
+    results["strategies"] = {}
+    for strategy, options in STRATEGIES.items():
+        kind = "full_shard" if strategy == "offload" else strategy
+        source = resolve(f"{root}/llama_tied")
+        model = shard(
+            build(source.config, loss=summed_loss),
+            device_mesh("cpu", strategy=kind, **options),
+            strategy=kind,
+            cpu_offload=strategy == "offload",
+        )
+        load_weights(model, source, "cpu")
+        results["strategies"][strategy] = gradients(model, rank, world)
+    model = build(source.config, loss=summed_loss)
+    model.hf.gradient_checkpointing_enable()
+    shard(model, mesh, param_dtype=torch.bfloat16)
+    load_weights(model, source, "cpu")
+    results["bf16"] = gradients(model, rank, world)
+    results["failure"] = failing_export(model, rank, root)
+    torch.save(results, f"{root}/results-{world}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def failing_export(model: LanguageModel, rank: int, root: str) -> str:
+    """Export to a place where the last rank alone cannot write; return what this rank is told."""
+    last = rank == dist.get_world_size() - 1
+    Path(root, "blocked").write_text("a file, not a folder")
+    storage = open_storage(f"{root}/blocked/x" if last else f"{root}/half")
+    try:
+        export(model, storage, max_file_bytes=60_000)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@dataclass
+class Ranks:
+    """Hold the folder of input models, and what each rank of each world size left."""
+
+    root: Path
+    results: dict[int, list[dict[str, Any]]]
+
+    def reference(self, name: str) -> Any:
+        """Load an input model with transformers, in fp32."""
+        return AutoModelForCausalLM.from_pretrained(
+            self.root / name, dtype=torch.float32, attn_implementation=attention_of(name)
+        )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    root = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        make_folder(name, root / name)
+    results = {}
+    for world in WORLDS:
+        mp.spawn(work, (world, str(root)), nprocs=world)
+        results[world] = [
+            torch.load(root / f"results-{world}-{rank}.pt", weights_only=False)
+            for rank in range(world)
+        ]
+    return Ranks(root, results)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make one small model in several shards, for tests that need no ranks."""
+    path = tmp_path_factory.mktemp("model") / "llama"
+    make_folder("llama_untied", path)
+    return path
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_export_of_what_was_loaded_is_the_same_model(ranks: Ranks, name: str, world: int) -> None:
+    written = ranks.root / "out" / str(world) / name
+    ours, info = AutoModelForCausalLM.from_pretrained(
+        written, output_loading_info=True, attn_implementation=attention_of(name)
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    theirs = AutoModelForCausalLM.from_pretrained(
+        ranks.root / name, attn_implementation=attention_of(name)
+    )
+    assert ours.dtype == theirs.dtype
+    input_ids = make_batch()["input_ids"]
+    assert torch.equal(ours(input_ids).logits, theirs(input_ids).logits)
+    names = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
+    original = json.loads((ranks.root / name / "model.safetensors.index.json").read_text())
+    assert names.keys() == original["weight_map"].keys()
+    count = len(set(names.values()))
+    files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    expected = ["config.json", "generation_config.json", *files, "model.safetensors.index.json"]
+    assert all(rank["files"][name] == expected for rank in ranks.results[world])
+    assert sorted(path.name for path in written.iterdir()) == expected
+
+
+def test_each_rank_reads_its_own_part_only(ranks: Ranks) -> None:
+    for name in MODELS:
+        index = json.loads((ranks.root / name / "model.safetensors.index.json").read_text())
+        total = index["metadata"]["total_size"]
+        for world in WORLDS:
+            stats = [rank["stats"][name] for rank in ranks.results[world]]
+            assert sum(rank.bytes_read for rank in stats) == total
+            assert all(0.7 < rank.bytes_read * world / total < 1.3 for rank in stats), stats
+            assert all(rank.extra == () for rank in stats)
+        largest = max(rank.largest_tensor_bytes for rank in stats)
+        assert 0 < largest < total / 3
+
+
+def test_first_weights_do_not_depend_on_the_world(ranks: Ranks) -> None:
+    for name in MODELS:
+        expected = ranks.results[1][0]["init"][name]
+        for world in WORLDS:
+            for rank in ranks.results[world]:
+                got = rank["init"][name]
+                assert got.keys() == expected.keys()
+                assert all(torch.equal(got[key], expected[key]) for key in expected)
+        matrices = [t for key, t in expected.items() if key.endswith("q_proj.weight")]
+        for matrix in matrices:
+            assert matrix.std() == pytest.approx(0.02, rel=0.1)  # initializer_range
+        assert len({float(matrix[0, 0]) for matrix in matrices}) == len(matrices)
+
+
+def test_buffers_are_right_after_leaving_meta(ranks: Ranks) -> None:
+    expected = ranks.reference("llama_tied").model.rotary_emb.inv_freq
+    for world in WORLDS:
+        assert all(torch.equal(rank["rotary"], expected) for rank in ranks.results[world])
+
+
+def test_parameters_are_counted_once_and_held_once(ranks: Ranks) -> None:
+    expected = sum(p.numel() for p in ranks.reference("llama_tied").parameters())
+    for world in WORLDS:
+        sizes = [rank["sizes"] for rank in ranks.results[world]]
+        assert {size for size, _ in sizes} == {expected}
+        assert sum(held for _, held in sizes) == expected
+
+
+def reference_gradients(hf: Any) -> dict[str, Tensor]:
+    """Compute loss and gradients in one process, each document of each row by itself."""
+    batch = make_batch()
+    valid = (batch["labels"] != -100).sum()
+    total = torch.zeros(())
+    for row in range(5):
+        for start, stop in ((0, 3), (3, 4), (4, 12)):
+            logits = hf(batch["input_ids"][row : row + 1, start:stop]).logits.float()
+            labels = batch["labels"][row, start:stop]
+            total = total + nn.functional.cross_entropy(logits[0], labels, reduction="sum") / valid
+    total.backward()
+    return {"loss": total.detach()} | {name: p.grad for name, p in hf.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_plain_autograd_on_unpacked_documents(ranks: Ranks, name: str) -> None:
+    expected = reference_gradients(ranks.reference(name))
+    for world in WORLDS:
+        for rank in ranks.results[world]:
+            got = rank["gradients"][name]
+            assert got.keys() == expected.keys()
+            for key in expected:
+                torch.testing.assert_close(got[key], expected[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_every_strategy_gives_the_same_gradients(ranks: Ranks) -> None:
+    expected = reference_gradients(ranks.reference("llama_tied"))
+    for world in WORLDS:
+        for strategy in STRATEGIES:
+            got = ranks.results[world][0]["strategies"][strategy]
+            for key in expected:
+                torch.testing.assert_close(got[key], expected[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_bf16_with_activation_checkpointing_is_close_to_fp32(ranks: Ranks) -> None:
+    expected = reference_gradients(ranks.reference("llama_tied"))
+    for world in WORLDS:
+        got = ranks.results[world][0]["bf16"]
+        for key in expected:
+            assert got[key].dtype == torch.float32
+            error = (got[key] - expected[key]).norm() / expected[key].norm()
+            assert error < 0.03, (key, error)
+
+
+def test_a_failed_write_is_told_to_every_rank(ranks: Ranks) -> None:
+    for world in WORLDS:
+        for rank in ranks.results[world]:
+            assert f"rank {world - 1}: " in rank["failure"] and "blocked" in rank["failure"]
+
+
+def unsharded(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    source = resolve(str(folder))
+    model = build(source.config, loss=summed_loss, attention=attention_of(name), dtype=dtype)
+    load_weights(model, source, "cpu")
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "gpt_neox", "mistral", "mixtral"])
+def test_packed_loss_equals_each_document_alone(tmp_path: Path, name: str) -> None:
+    make_folder(name, tmp_path)
+    model = unsharded(tmp_path, name)
+    batch = {key: value[:1] for key, value in make_batch().items()}
+    batch["labels"][:, ::2] = 5
+    alone = [
+        model(batch["input_ids"][:, a:b], batch["labels"][:, a:b])
+        for a, b in ((0, 3), (3, 4), (4, 12))
+    ]
+    packed = model(**batch)
+    torch.testing.assert_close(packed, sum(alone), rtol=1e-5, atol=1e-5)
+    crossing = model(batch["input_ids"], batch["labels"])
+    assert abs(crossing - packed) > 1e-3
+
+
+def test_no_positions_means_no_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = unsharded(folder, "llama_untied")
+    seen = []
+    plain = nn.functional.scaled_dot_product_attention
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((kwargs.get("attn_mask") is not None, kwargs.get("is_causal")))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", record)
+    batch = make_batch()
+    model(batch["input_ids"], batch["labels"])
+    assert set(seen) == {(False, True)}
+    seen.clear()
+    model(**batch)
+    assert set(seen) == {(True, False)}
+
+
+def test_head_with_processed_logits_goes_through_the_model_itself() -> None:
+    tiny = {"num_key_value_heads": 2}
+    for kind, extra, plain in [
+        ("Llama", {}, True),
+        ("Granite", {"logits_scaling": 1.0}, True),
+        ("Granite", {"logits_scaling": 8.0}, False),
+        ("Cohere", {"logit_scale": 0.5}, False),
+        ("Gemma3Text", {"final_logit_softcapping": None}, True),
+        ("Gemma3Text", {"final_logit_softcapping": 30.0}, False),
+    ]:
+        config = getattr(transformers, kind + "Config")(**SIZES, **tiny, **extra)
+        assert build(config, loss=summed_loss).plain_head is plain, (kind, extra)
+
+
+def test_build_takes_no_memory_and_leaves_the_config_alone() -> None:
+    config = make_config("llama_tied")
+    before = config.to_dict()
+    model = build(config, loss=summed_loss, dtype=torch.bfloat16)
+    assert config.to_dict() == before
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert [type(block).__name__ for block in find_blocks(model.hf)] == ["LlamaDecoderLayer"] * 2
+
+
+def test_preset_and_unknown_path(tmp_path: Path) -> None:
+    tiny = resolve("tiny")
+    assert tiny.storage is None
+    assert problems(tiny, from_scratch=True) == []
+    assert ["from_scratch" in p for p in problems(tiny, from_scratch=False)] == [True]
+    model = build(tiny.config, loss=summed_loss)
+    assert num_parameters(model) == 4096 * 256 + 4 * (4 * 256**2 + 3 * 256 * 704 + 512) + 256
+    with pytest.raises(ValueError, match=r"model.path=nope is no folder.*tiny"):
+        resolve("nope")
+    with pytest.raises(ValueError, match="no tokenizer files"):
+        load_tokenizer(tiny)
+
+
+def test_good_folder_has_no_problems(folder: Path) -> None:
+    assert problems(resolve(str(folder)), from_scratch=False) == []
+    assert problems(resolve(f"file://{folder}"), from_scratch=False) == []
+
+
+def break_config_missing(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def break_config_unknown(path: Path) -> None:
+    edit_config(path, model_type="my_own", auto_map={"AutoModelForCausalLM": "evil.Model"})
+
+
+def break_weights_missing(path: Path) -> None:
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+
+
+def break_only_bin(path: Path) -> None:
+    break_weights_missing(path)
+    (path / "pytorch_model.bin").write_bytes(b"pickle")
+
+
+def break_shard_missing(path: Path) -> None:
+    (path / shards(path)[1]).unlink()
+
+
+def break_shard_truncated(path: Path) -> None:
+    shard = path / shards(path)[1]
+    shard.write_bytes(shard.read_bytes()[:-10])
+
+
+def break_header(path: Path) -> None:
+    shard = path / shards(path)[0]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:8] + b"x" + data[9:])
+
+
+def break_header_length(path: Path) -> None:
+    shard = path / shards(path)[0]
+    shard.write_bytes(struct.pack("<Q", 2**60) + shard.read_bytes()[8:])
+
+
+def break_tensor_missing(path: Path) -> None:
+    edit_config(path, num_hidden_layers=3)
+
+
+def break_shape(path: Path) -> None:
+    edit_config(path, intermediate_size=128)
+
+
+def break_quantized(path: Path) -> None:
+    edit_config(path, quantization_config={"quant_method": "fp8"})
+
+
+def edit_config(path: Path, **values: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
+
+
+def shards(path: Path) -> list[str]:
+    return sorted(file.name for file in path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (break_config_missing, ["no config.json", "Give a Hugging Face model folder"]),
+        (break_config_unknown, ["model_type 'my_own'", "never run"]),
+        (break_weights_missing, ["no *.safetensors", "model.safetensors.index.json"]),
+        (break_only_bin, ["only pickled weights", "save_pretrained"]),
+        (break_shard_missing, ["model-00002-of-", "missing", "Copy the file"]),
+        (break_shard_truncated, ["model-00002-of-", "truncated", "Copy it anew"]),
+        (break_header, ["model-00001-of-", "broken header", "Copy it anew"]),
+        (break_header_length, ["model-00001-of-", "broken header", "Copy it anew"]),
+        (break_tensor_missing, ["lacks 9", "model.layers.2.", "Copy the whole folder"]),
+        (break_shape, ["mlp.gate_proj.weight", "[96, 48]", "[128, 48]", "Correct config.json"]),
+        (break_quantized, ["quantized", "unquantized"]),
+    ],
+)
+def test_problems_say_what_where_and_what_to_do(
+    tmp_path: Path, damage: Any, expected: list[str]
+) -> None:
+    make_folder("llama_untied", tmp_path / "m")
+    damage(tmp_path / "m")
+    source = resolve(str(tmp_path / "m"))
+    found = problems(source, from_scratch=False)
+    assert found and all(str(tmp_path) in line for line in found)
+    if damage is break_weights_missing:
+        expected = ["no *.safetensors", "from_scratch=true"]
+        assert problems(source, from_scratch=True) == []
+    for words in expected:
+        assert any(words in line for line in found), (words, found)
+
+
+def test_load_refuses_what_problems_refuses(tmp_path: Path) -> None:
+    make_folder("llama_untied", tmp_path)
+    edit_config(tmp_path, num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"lacks 9 .*model\.layers\.2\."):
+        unsharded(tmp_path, "llama_untied")
+
+
+def test_tied_config_over_two_different_tensors_is_refused(tmp_path: Path) -> None:
+    make_folder("llama_untied", tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="Set tie_word_embeddings to false"):
+        unsharded(tmp_path, "llama_untied")
+
+
+def test_load_and_export_on_s3(folder: Path, s3_bucket: str) -> None:
+    storage = open_storage(f"s3://{s3_bucket}/in")
+    for path in folder.iterdir():
+        storage.write(path.name, path.read_bytes())
+    source = resolve(f"s3://{s3_bucket}/in")
+    assert problems(source, from_scratch=False) == []
+    model = build(source.config, loss=summed_loss)
+    stats = load_weights(model, source, "cpu")
+    assert stats.bytes_read == sum(p.numel() * 2 for p in model.parameters())  # stored in bf16
+    export(model, open_storage(f"s3://{s3_bucket}/out"), max_file_bytes=60_000)
+    again = build(source.config, loss=summed_loss)
+    load_weights(again, resolve(f"s3://{s3_bucket}/out"), "cpu")
+    for name, value in again.hf.state_dict().items():
+        assert torch.equal(value, model.hf.state_dict()[name])
+
+
+def test_extra_tensors_are_ignored_and_returned(tmp_path: Path) -> None:
+    make_folder("gpt_neox", tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    from safetensors.torch import save_file
+
+    old = {"gpt_neox.layers.0.attention.masked_bias": torch.zeros(1)}
+    save_file(old, tmp_path / "old.safetensors")
+    index["weight_map"] |= dict.fromkeys(old, "old.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    source = resolve(str(tmp_path))
+    model = build(source.config, loss=summed_loss)
+    assert load_weights(model, source, "cpu").extra == tuple(old)
+
+
+def test_export_writes_one_file_tokenizer_and_settings_of_version_4(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    config = make_config("llama_tied")
+    config.rope_parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model = build(config, loss=summed_loss)
+    init_weights(model, SEED, "cpu")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    )
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier export")
+    names = export(
+        model,
+        open_storage(str(tmp_path)),
+        tokenizer=tokenizer,
+        generation_config=GenerationConfig(temperature=0.5, eos_token_id=7),
+        dtype=torch.bfloat16,
+    )
+    assert names == sorted(os.listdir(tmp_path))
+    assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(names)
+    assert load_tokenizer(resolve(str(tmp_path)))("b")["input_ids"] == [1]
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert written["torch_dtype"] == written["dtype"] == "bfloat16"
+    assert written["rope_theta"] == 500_000.0
+    assert written["rope_scaling"]["rope_type"] == "llama3"
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
+    again = resolve(str(tmp_path))
+    assert again.generation_config is not None and again.generation_config.eos_token_id == 7
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert opened.dtype == torch.bfloat16
+    for name, value in opened.state_dict().items():
+        assert torch.equal(value, model.hf.state_dict()[name].to(torch.bfloat16))
