@@ -12,12 +12,22 @@ Whatever needs a look at the outside (files, buckets, clusters) is checked by th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
@@ -36,47 +46,95 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A frozen part of the config that knows no other field than its own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
+        numbers = (int, float, int | None, float | None)
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in numbers:
+            raise ValueError("it must be a number")
+        return value
 
 
 def _none_or(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "null", "") else value
 
 
+def _yaml_or(value: Any, opening: str) -> Any:
+    """Parse text that opens like a YAML list or mapping; what does not parse stays text."""
+    if isinstance(value, str) and value.startswith(opening):
+        try:
+            return parse_yaml(value)
+        except yaml.YAMLError:
+            return value
+    return value
+
+
+def _mapping(value: Any) -> Any:
+    return _none_or(_yaml_or(value, "{"))
+
+
 def _comma_list(value: Any) -> Any:
+    value = _yaml_or(value, "[")
     if isinstance(value, str):
         return [part.strip() for part in value.strip("[]()").split(",") if part.strip()]
     return value
 
 
+def _one_or_list(value: Any) -> Any:
+    value = _yaml_or(value, "[")
+    return [value] if isinstance(value, str) else value
+
+
+def _number_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _truth_as_text(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, (bool, str)) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
 OptionalStr = Annotated[str | None, BeforeValidator(_none_or)]
 OptionalInt = Annotated[int | None, BeforeValidator(_none_or)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_none_or)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_list)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+# YAML has `workers: 4` as a number and `gpu: true` as a truth value; the schema allows both.
+Workers = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | int)]
+Gpu = Annotated[
+    Literal["auto", "true", "false"],
+    BeforeValidator(_truth_as_text, json_schema_input_type=Literal["auto", "true", "false"] | bool),
+]
 
 
 class Run(Section):
-    name: str = Field("tiny", pattern=NAME_PATTERN)
+    name: str = Field(default="tiny", pattern=NAME_PATTERN)
     """Name of the run and of its folder; the same name and storage is the same run."""
-    storage: str = "runs"
+    storage: Text = "runs"
     """Folder or s3://bucket/prefix that holds the run's folder; every node must reach it."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of the weights (from scratch), of the order of rows and of dropout."""
 
 
 class Lora(Section):
-    rank: int = Field(16, ge=1)
+    rank: int = Field(default=16, ge=1)
     """Rank of the two low-rank factors."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
     """Scale; the update is multiplied by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the first factor, 0-1."""
     targets: Strings = ()
     """Names of linear layers that get adapters; empty means all linear layers of the blocks."""
 
 
 class Model(Section):
-    path: str = "tiny"
+    path: Text = "tiny"
     """Hugging Face folder, s3:// folder, hub id, or a preset such as `tiny`."""
     from_scratch: bool = False
     """Start from random weights with this model's shape (always so for a preset)."""
@@ -85,20 +143,20 @@ class Model(Section):
     data; `bytes` is one token a byte; none takes the model's own (presets: `bpe` of their size)."""
     attention: Literal["auto", "sdpa", "flash", "flex", "varlen", "eager"] = "auto"
     """Attention kernel; auto takes the best that is there."""
-    lora: Annotated[Lora | None, BeforeValidator(_none_or)] = None
+    lora: Annotated[Lora | None, BeforeValidator(_mapping)] = None
     """Train low-rank adapters on a frozen base; none trains all weights."""
-    overrides: dict[str, Any] = {}
-    """Fields of the model's config.json to replace, e.g. `{num_hidden_layers: 4}` (from scratch)."""
+    overrides: Annotated[dict[str, JsonValue], BeforeValidator(_mapping)] = {}
+    """Fields of the model's config.json to replace, e.g. `{num_hidden_layers: 4}`."""
 
 
 class Data(Section):
-    path: str = "stdlib"
+    path: Text = "stdlib"
     """File, glob, folder, s3:// path, hub id, or `stdlib` (Python's own standard library)."""
     format: Literal["auto", "text", "jsonl", "parquet", "hub"] = "auto"
     """How the files are read; auto goes by their names."""
     kind: Literal["auto", "text", "prompt", "chat"] = "auto"
     """text: `text` column; prompt: `prompt` and `completion`; chat: `messages`."""
-    seq_len: int = Field(512, ge=8, le=1_048_576)
+    seq_len: int = Field(default=512, ge=8, le=1_048_576)
     """Tokens in a row."""
     pack: bool = True
     """Put several documents in a row (attention never crosses them); false: one piece a row."""
@@ -106,50 +164,50 @@ class Data(Section):
     """Cut documents longer than seq_len; false splits them, so that no token is lost."""
     eval_path: OptionalStr = None
     """Held-out data in the same format; none holds out eval_fraction of path."""
-    eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share held out, 0-1: the last bytes of a single text file, otherwise documents drawn by hash."""
-    bad_rows: float = Field(0.01, ge=0, le=1)
+    eval_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Share held out, 0-1: the last bytes of a single text file, otherwise documents by hash."""
+    bad_rows: float = Field(default=0.01, ge=0, le=1)
     """Share of rows, 0-1, that may be unusable; more stops the run, fewer are counted and named."""
-    workers: OptionalInt = Field(None, ge=1)
+    workers: OptionalInt = Field(default=None, ge=1)
     """Ray Data tasks at once for reading and packing; none takes the CPUs that training leaves."""
 
 
 class Train(Section):
-    tokens_per_step: int = Field(16_384, ge=8)
+    tokens_per_step: int = Field(default=16_384, ge=8)
     """Global batch in tokens (padding included): rows per optimizer step times seq_len."""
-    micro_batch: int = Field(8, ge=1)
+    micro_batch: int = Field(default=8, ge=1)
     """Rows in one forward and backward on one worker."""
-    max_steps: OptionalInt = Field(None, ge=0)
+    max_steps: OptionalInt = Field(default=None, ge=0)
     """Optimizer steps; none is derived from epochs."""
-    epochs: OptionalInt = Field(None, ge=1)
+    epochs: OptionalInt = Field(default=None, ge=1)
     """Passes over the data, when max_steps is none (then 1 if this is none too)."""
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
-    min_lr: float = Field(0.1, ge=0, le=1)
+    min_lr: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end of cosine and linear, as a share of lr, 0-1."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
-    betas: Annotated[tuple[float, float], BeforeValidator(_comma_list)] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_comma_list)] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
-    grad_clip: OptionalFloat = Field(1.0, gt=0)
+    grad_clip: OptionalFloat = Field(default=1.0, gt=0)
     """Largest global norm of the gradient; none does not clip."""
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     """Precision of compute; weights, gradients' sums and optimizer stay fp32. auto: bf16 where
     a short measurement finds it faster, else fp32."""
     compile: bool = False
     """torch.compile each transformer block."""
-    loss_chunk: int = Field(4096, ge=0)
+    loss_chunk: int = Field(default=4096, ge=0)
     """Tokens whose logits exist at once; 0 holds all logits of a micro-batch."""
 
 
 class Parallel(Section):
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
     """What FSDP shards, with PyTorch's names."""
-    replicas: OptionalInt = Field(None, ge=1)
+    replicas: OptionalInt = Field(default=None, ge=1)
     """hybrid_shard: how many copies of the model; none is one per node."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass instead of keeping them."""
@@ -158,11 +216,11 @@ class Parallel(Section):
 
 
 class Checkpoint(Section):
-    every_steps: OptionalInt = Field(None, ge=1)
+    every_steps: OptionalInt = Field(default=None, ge=1)
     """Steps between checkpoints; none saves by every_s alone."""
-    every_s: OptionalFloat = Field(600.0, gt=0)
+    every_s: OptionalFloat = Field(default=600.0, gt=0)
     """Seconds between checkpoints; none saves by every_steps alone."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Committed checkpoints to keep; an older one goes after the next commit."""
     asynchronous: bool = True
     """Upload beside the next steps; only the copy off the device stalls."""
@@ -171,22 +229,22 @@ class Checkpoint(Section):
 
 
 class Eval(Section):
-    every_steps: OptionalInt = Field(None, ge=1)
+    every_steps: OptionalInt = Field(default=None, ge=1)
     """Steps between held-out evaluations; none evaluates only at the end."""
-    prompts: Strings = ()
-    """Texts to continue at the end, as a sample of what the model does."""
+    prompts: Texts = ()
+    """Text, or list `[a, b]` of texts, to continue at the end: a sample of what the model does."""
 
 
 class Cluster(Section):
-    workers: str = Field("2", pattern=r"^\d+(:\d+)?$")
+    workers: Workers = Field(default="2", pattern=r"^[0-9]{1,6}(:[0-9]{1,6})?$")
     """Training workers: `4`, or `2:8` for elastic."""
-    gpu: Literal["auto", "true", "false"] = "auto"
+    gpu: Gpu = "auto"
     """One GPU per worker; auto: if the cluster has any."""
     instance: OptionalStr = None
     """EC2 instance type, e.g. p5.48xlarge, for plans and rendered clusters."""
-    resources: dict[str, float] = {}
+    resources: Annotated[dict[str, float], BeforeValidator(_mapping)] = {}
     """More Ray resources per worker, e.g. `{accelerator_type:H100: 0.001}`."""
-    max_failures: int = Field(3, ge=0)
+    max_failures: int = Field(default=3, ge=0)
     """Worker failures to recover from before giving up."""
     address: OptionalStr = None
     """Ray cluster: none takes RAY_ADDRESS or starts Ray here; `local` always starts Ray here."""
@@ -214,6 +272,11 @@ class Config(Section):
     eval: Eval = Eval()
     cluster: Cluster = Cluster()
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _parse_section(cls, value: Any) -> Any:
+        return {} if value is None else _yaml_or(value, "{")  # all below it is commented out
+
     @property
     def rows_per_step(self) -> int:
         """Rows of seq_len tokens in one optimizer step, over all workers."""
@@ -226,7 +289,7 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """Return the whole config, defaults included, as YAML."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def load(path: str | None = None, overrides: Mapping[str, str] | None = None) -> Config:
@@ -248,60 +311,77 @@ def from_dict(tree: Mapping[str, Any], problems: Iterable[str] = ()) -> Config:
         ConfigError: with every problem.
     """
     problems = list(problems)
-    config = None
+    config, wrong = None, []
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         problems += [_explain(item) for item in error.errors()]
+        wrong = [tuple(map(str, item["loc"])) for item in error.errors()]
+    if wrong:  # what is right is still checked for what is wrong between its fields
+        try:
+            config = Config.model_validate(_without(tree, wrong))
+        except ValidationError:
+            config = None
     if config is not None:
-        problems += combined_problems(config)
+        problems += [
+            problem
+            for names, problem in _combined(config)
+            if not any(_overlap(tuple(name.split(".")), at) for name in names for at in wrong)
+        ]
     if problems or config is None:
         raise ConfigError(problems)
     return config
 
 
+def _overlap(a: Sequence[str], b: Sequence[str]) -> bool:
+    return all(x == y for x, y in zip(a, b, strict=False))
+
+
 def combined_problems(config: Config) -> list[str]:
     """Return what is wrong between fields that are each legal alone."""
-    problems = []
-    train, data, cluster = config.train, config.data, config.cluster
+    return [problem for _, problem in _combined(config)]
+
+
+def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (the fields it is between, the problem)."""
+    train, data, cluster, parallel = config.train, config.data, config.cluster, config.parallel
     unit = train.micro_batch * data.seq_len
     if train.tokens_per_step % unit:
         below = train.tokens_per_step // unit * unit
-        legal = " or ".join(
-            f"{value:,}".replace(",", "_") for value in (below, below + unit) if value
-        )
-        problems.append(
+        legal = [f"train.tokens_per_step={value}" for value in (below, below + unit) if value]
+        yield (
+            ("train.tokens_per_step", "train.micro_batch", "data.seq_len"),
             f"train.tokens_per_step={train.tokens_per_step} is not divisible: a step is a whole "
-            f"number of micro-batches of {train.micro_batch} rows x {data.seq_len} tokens = {unit}. "
-            f"Set train.tokens_per_step={legal}"
+            f"number of micro-batches of {train.micro_batch} rows x {data.seq_len} tokens = "
+            f"{unit}. Set {' or '.join(legal)}",
         )
     if train.max_steps is not None and train.epochs is not None:
-        problems.append(
+        yield (
+            ("train.max_steps", "train.epochs"),
             f"train.epochs={train.epochs} is in conflict with train.max_steps={train.max_steps}: "
-            "both fix the length of the run. Set one of them to none"
+            "both fix the length of the run. Set one of them to none",
         )
     if cluster.min_workers < 1 or cluster.min_workers > cluster.max_workers:
-        problems.append(
+        yield (
+            ("cluster.workers",),
             f"cluster.workers={cluster.workers} is not a range: it must be N or MIN:MAX with "
-            "1 <= MIN <= MAX. Set e.g. cluster.workers=2 or cluster.workers=2:8"
+            "1 <= MIN <= MAX. Set e.g. cluster.workers=2 or cluster.workers=2:8",
         )
-    if (
-        data.eval_path is not None
-        and "eval_fraction" in data.model_fields_set
-        and data.eval_fraction
-    ):
-        problems.append(
+    held_out = "eval_fraction" in data.model_fields_set and data.eval_fraction
+    if data.eval_path is not None and held_out:
+        yield (
+            ("data.eval_path", "data.eval_fraction"),
             f"data.eval_fraction={data.eval_fraction} is in conflict with data.eval_path="
-            f"{data.eval_path}: both choose the held-out data. Set data.eval_fraction=0"
+            f"{data.eval_path}: both choose the held-out data. Set data.eval_fraction=0",
         )
-    if config.parallel.replicas is not None and config.parallel.strategy != "hybrid_shard":
-        problems.append(
-            f"parallel.replicas={config.parallel.replicas} is without effect: only hybrid_shard "
-            "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none"
+    if parallel.replicas is not None and parallel.strategy != "hybrid_shard":
+        yield (
+            ("parallel.replicas", "parallel.strategy"),
+            f"parallel.replicas={parallel.replicas} is without effect: only hybrid_shard "
+            "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
         )
-    for name, why in _not_yet(config):
-        problems.append(f"{name} is not available: {why}")
-    return problems
+    for name, value, why in _not_yet(config):
+        yield (name,), f"{name}={value} is not available: {why}"
 
 
 def differences(old: Config, new: Config) -> list[str]:
@@ -332,86 +412,189 @@ def fields() -> dict[str, str]:
     }
 
 
-def _not_yet(config: Config) -> Iterable[tuple[str, str]]:
-    """Name what the config can say and the step engine cannot do."""
+def _not_yet(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Name what the config can say and the step engine cannot do: field, value, reason."""
     if config.train.precision == "fp8":
-        yield "train.precision=fp8", "no fp8 path is built in. Set train.precision=bf16"
+        yield "train.precision", "fp8", "no fp8 path is built in. Set train.precision=bf16"
     if config.model.lora is not None:
-        yield "model.lora", "adapters are not built in. Remove model.lora to train all weights"
+        rank = f"{{rank: {config.model.lora.rank}}}"
+        yield "model.lora", rank, "adapters are not built in. Set model.lora=none"
     if config.parallel.activation_checkpointing == "selective":
         yield (
-            "parallel.activation_checkpointing=selective",
+            "parallel.activation_checkpointing",
+            "selective",
             "only whole blocks are recomputed. Set parallel.activation_checkpointing=full",
         )
     if config.model.attention in ("flash", "flex", "varlen"):
         yield (
-            f"model.attention={config.model.attention}",
+            "model.attention",
+            config.model.attention,
             "documents are kept apart by sdpa's mask. Set model.attention=auto",
         )
 
 
-def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's idea of plain values, and no key twice in a mapping.
+
+    PyYAML reads YAML 1.1, where `2:8` is the number 128, `1e-3` is text and `no` is false.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                why = f"{key.value} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, why, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what YAML 1.1 or 1.2 would read as something else than text."""
+
+
+_PLAIN = (  # tag, what it looks like, how it may begin
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9_]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", "<<", ["<"]),
+)
+for _tag, _pattern, _first in _PLAIN:
+    for _class in (_Loader, _Dumper):
+        _regexp = re.compile(f"^(?:{_pattern})$")
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _regexp, _first)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text, read as YAML 1.2 and without duplicate keys.
+
+    Raises:
+        yaml.YAMLError: it is not YAML.
+    """
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        return {}, [
-            f"config file {path} is not readable: {error.strerror}. Give the path of a YAML file"
-        ]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return {}, [f"config file {path} is not YAML: {' '.join(str(error).split())}"]
+        return yaml.load(text, _Loader)
+    except (ValueError, RecursionError) as error:  # e.g. an integer of 5000 digits
+        raise yaml.YAMLError(str(error)) from error
+
+
+def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+    give = "Give the path of a YAML file of sections and fields"
+    try:
+        tree = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        return {}, [f"config file {path} is not YAML: {' '.join(str(error).split())}. {give}"]
+    except UnicodeDecodeError as error:
+        return {}, [f"config file {path} is not text: {error}. {give}"]
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        return {}, [f"config file {path} is not readable: {why}. {give}"]
     if tree is None:
         return {}, []
     if not isinstance(tree, dict):
-        return {}, [
-            f"config file {path} is not a mapping of sections: it holds a {type(tree).__name__}"
-        ]
+        kind = type(tree).__name__
+        return {}, [f"config file {path} is not a mapping: it holds a {kind}. {give}"]
     return tree, []
 
 
-def _set(tree: dict[str, Any], field: str, value: str, problems: list[str]) -> None:
-    """Put an override into the tree; mappings and lists are given as YAML, e.g. `{a: 1}`."""
+def _set(tree: dict[str, Any], field: str, value: Any, problems: list[str]) -> None:
+    """Put an override into the tree."""
     *sections, name = field.split(".")
     node = tree
     for section in sections:
         child = node.get(section)
-        if child is None:
+        if _none_or(child) is None:
             child = node[section] = {}
         if not isinstance(child, dict):
             problems.append(
-                f"--{field}={value} is misplaced: {section} holds {child!r}, not fields"
+                f"{field}={_shown(value)} is misplaced: {section} holds {_shown(child)}, not "
+                f"fields. Remove one of the two"
             )
             return
         node = child
-    node[name] = yaml.safe_load(value) if value.startswith("{") else value
+    node[name] = value
+
+
+def _without(tree: Any, locations: Iterable[Sequence[str]]) -> Any:
+    """Return a copy of a nested mapping that lacks what stands at, or holds, the locations."""
+    if not isinstance(tree, Mapping):
+        return {}
+    copy: dict[Any, Any] = {}
+    for name, value in tree.items():
+        below = [location[1:] for location in locations if location[0] == str(name)]
+        if not below:
+            copy[name] = value
+        elif all(below) and isinstance(value, Mapping):
+            copy[name] = _without(value, below)
+    return copy
+
+
+_WHY = {  # what pydantic calls the error -> why
+    "int_parsing": "it must be a whole number",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "float_type": "it must be a number",
+    "bool_parsing": "it must be true or false",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be text, in quotes where YAML would read something else",
+    "model_type": "it must be a mapping of fields",
+    "model_attributes_type": "it must be a mapping of fields",
+    "dict_type": "it must be a mapping such as {name: value}",
+    "run.name": "it must be letters, digits, '.', '_' or '-', 63 at most, a letter or digit first",
+    "cluster.workers": "it must be N or MIN:MAX",
+}
 
 
 def _explain(error: Any) -> str:
     """Turn one pydantic error into a line of the house form."""
-    location = [str(part) for part in error["loc"]]
-    field, value, kind = ".".join(location), error.get("input"), error["type"]
+    location, kind = [str(part) for part in error["loc"]], error["type"]
     if kind == "extra_forbidden":
-        known = list(fields()) + list(Config.model_fields)
-        near = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
-        if not near:
-            by_name = {name.rsplit(".", 1)[-1]: name for name in known}
-            close = difflib.get_close_matches(location[-1], list(by_name), n=1, cutoff=0.6)
-            near = [by_name[close[0]]] if close else []
-        hint = f" Did you mean {near[0]}?" if near else ""
-        return f"{field}={value} is unknown: there is no such field.{hint}"
-    why = {
-        "int_parsing": "it must be a whole number",
-        "int_type": "it must be a whole number",
-        "int_from_float": "it must be a whole number",
-        "float_parsing": "it must be a number",
-        "float_type": "it must be a number",
-        "bool_parsing": "it must be true or false",
-        "model_type": "it must be a mapping of fields",
-        "model_attributes_type": "it must be a mapping of fields",
-    }.get(kind, error["msg"][0].lower() + error["msg"][1:])
-    shown = "" if value is None else f"={value}"
-    documentation = fields().get(field)
-    about = f". {documentation}" if documentation else ""
-    return f"{field}{shown} is not valid: {why}{about}"
+        return _explain_unknown(location, error["input"])
+    known = fields()
+    home = next((".".join(location[:n]) for n in (3, 2) if ".".join(location[:n]) in known), "")
+    why = _WHY.get(home if kind == "string_pattern_mismatch" else kind)
+    if why is None:
+        message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+        why = message[0].lower() + message[1:].rstrip(".")
+    if home:
+        what = f"Set {home}: {known[home].rstrip('.')}"
+    else:
+        beside = [name for name in known if name.startswith(f"{location[0]}.")] if location else []
+        what = f"Set {' or '.join(beside[:2]) or 'sections, e.g. run'}"
+    field = ".".join(location) or "config"
+    return f"{field}={_shown(error['input'])} is not valid: {why}. {what}"
+
+
+def _explain_unknown(location: list[str], value: Any) -> str:
+    field, section = ".".join(location), ".".join(location[:-1])
+    known = [*Config.model_fields, *fields()]
+    beside = [name for name in known if name.rpartition(".")[0] == section]
+    for candidates in (beside, known):
+        by_name = {name.rpartition(".")[2]: name for name in candidates}
+        near = difflib.get_close_matches(location[-1], list(by_name), n=1, cutoff=0.6)
+        if near:
+            what = f"Did you mean {by_name[near[0]]}?"
+            break
+    else:
+        what = f"Set one of {', '.join(name.rpartition('.')[2] for name in beside)}"
+    return f"{field}={_shown(value)} is unknown: there is no such field. {what}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as one would write it, on one line and not longer than 80 characters."""
+    if value is None or isinstance(value, bool):
+        value = "none" if value is None else str(value).lower()
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

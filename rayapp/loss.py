@@ -5,8 +5,9 @@
 
 The gradient of a chunk is computed with its loss, while its logits exist, and only the gradients
 of the hidden states and of the weight are kept: each logit is computed once, and at most
-`chunk * vocabulary` of them exist. (The idea is Liger's fused linear cross-entropy, Hsu et al. 2024,
-arXiv 2410.10989.) Softmax and sums are fp32 whatever the compute dtype.
+`chunk * vocabulary` of them exist (once in the compute dtype, once as fp32 log-probabilities).
+The idea is Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Softmax and
+sums are at least fp32 whatever the compute dtype.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 IGNORE = -100
 
@@ -29,12 +31,16 @@ def chunked_cross_entropy(
     """Return the sum of cross-entropies in nats over labels that are not IGNORE: fp32 scalar.
 
     Shapes: hidden [..., H], weight [V, H], labels [...] (aligned: labels are the next tokens),
-    bias [V]. `chunk` is in tokens; 0 takes all at once.
+    bias [V]. `chunk` is in tokens; 0 takes all at once. fp64 inputs give an fp64 scalar.
     """
     tokens = labels.numel()
-    size = tokens if chunk == 0 else chunk
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(
-        hidden.reshape(tokens, -1), weight, labels.reshape(tokens), bias, size
+        hidden.reshape(tokens, weight.shape[1]),
+        weight,
+        labels.reshape(tokens),
+        bias,
+        chunk or max(tokens, 1),
+        torch.is_grad_enabled(),  # forward() runs without it and could not tell
     )
     return loss
 
@@ -48,41 +54,57 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         bias: torch.Tensor | None,
         chunk: int,
+        grad_enabled: bool,
     ) -> torch.Tensor:
-        wanted = any(ctx.needs_input_grad[:2])
-        grad_hidden = torch.empty_like(hidden) if wanted else None
         # Sums over chunks are fp32: bf16 would lose what each further chunk adds.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
-        grad_bias = None
-        if wanted and bias is not None:
-            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for start in range(0, hidden.shape[0], max(chunk, 1)):
+        sums = torch.promote_types(hidden.dtype, torch.float32)
+        of_hidden, of_weight, _, of_bias = (grad_enabled and n for n in ctx.needs_input_grad[:4])
+        grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sums) if of_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=sums) if of_bias and bias is not None else None
+        total = hidden.new_zeros((), dtype=sums)
+        for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias).float()  # [c, V]
-            target = labels[part].clamp(min=0).unsqueeze(1)  # [c, 1]
-            valid = (labels[part] != IGNORE).unsqueeze(1)
-            log_sum = logits.logsumexp(1, keepdim=True)
-            losses = log_sum - logits.gather(1, target)
-            total += torch.where(valid, losses, 0.0).sum()
-            if grad_hidden is None or grad_weight is None:
+            valid = (labels[part] != IGNORE).unsqueeze(1)  # [c, 1]
+            target = torch.where(valid, labels[part].unsqueeze(1), 0)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)  # [c, V]
+            log_p = torch.log_softmax(logits, 1, dtype=sums)  # [c, V]
+            log_p_target = log_p.gather(1, target)
+            total -= torch.where(valid, log_p_target, 0).sum()
+            if not (of_hidden or of_weight or of_bias):
                 continue
-            # d loss / d logits = softmax - one-hot of the target
-            gradient = logits.sub_(log_sum).exp_()
-            gradient.scatter_add_(1, target, torch.full_like(losses, -1.0))
-            gradient = torch.where(valid, gradient, 0.0).to(hidden.dtype)
-            torch.mm(gradient, weight, out=grad_hidden[part])
-            grad_weight += gradient.T @ hidden[part]
+            # d loss / d logits = softmax - one-hot of the target, written over the logits. At the
+            # target it is e^log_p - 1, rounded once: near 0 a difference of bf16 would vanish.
+            # Rows that are ignored are cleared in what is [c, H], not in what is [c, V].
+            gradient = torch.exp(log_p, out=logits)
+            del log_p
+            gradient.scatter_(1, target, log_p_target.expm1().to(gradient.dtype))
+            if grad_hidden is not None:
+                torch.mm(gradient, weight, out=grad_hidden[part])
+                grad_hidden[part].mul_(valid)
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient.T, hidden[part] * valid)
             if grad_bias is not None:
-                grad_bias += gradient.sum(0, dtype=torch.float32)
+                grad_bias += gradient.mul_(valid).sum(0, dtype=sums)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        grad_bias = None if grad_bias is None else (grad_bias * gradient).to(bias_dtype)
-        return grad_hidden * gradient, (grad_weight * gradient).to(weight_dtype), None, grad_bias, None
+        # fp32 sums are scaled in place (a second backward is then refused by autograd's own
+        # check); what is bf16 is scaled in fp32, as 1 / valid_tokens would lose 8 bits in bf16.
+        hidden, weight, bias = (
+            None if saved is None else saved.to(gradient.dtype).mul_(gradient).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return hidden, weight, None, bias, None, None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

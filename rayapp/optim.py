@@ -52,7 +52,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
         if isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
-    decay, plain = [], []
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             matrix = parameter.ndim >= 2 and id(parameter) not in embeddings

@@ -165,8 +165,9 @@ class Order:
             "micro_batch": MAX_STEPS,
             "num_steps": MAX_STEPS,
         }.items():
-            if not 1 <= getattr(self, name) <= high:
-                raise ValueError(_outside(name, getattr(self, name), 1, high))
+            low = 0 if name == "num_steps" else 1  # a run of no steps only exports
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(_outside(name, getattr(self, name), low, high))
         if self.rows_per_step % self.micro_batch:
             raise ValueError(_not_a_divisor(self.micro_batch, self.rows_per_step))
         if self.total_rows is not None:

@@ -337,7 +337,7 @@ def test_step_of_refuses(cursor: Cursor, words: str) -> None:
         ((0, 4, 2, 0, 1), r"num_rows=0 is out of range: .*Set num_rows in \[1, "),
         ((10, 0, 2, 0, 1), r"rows_per_step=0 is out of range"),
         ((10, 4, 0, 0, 1), r"micro_batch=0 is out of range"),
-        ((10, 4, 2, 0, 0), r"num_steps=0 is out of range"),
+        ((10, 4, 2, 0, -1), r"num_steps=-1 is out of range"),
         ((10, 8, 3, 0, 1), r"micro_batch=3 is .* micro_batch=2 or 4, or rows_per_step=6 or 9$"),
         ((10, 4, 6, 0, 1), r"micro_batch=6 is .* micro_batch=4, or rows_per_step=6$"),
         ((10, 4, 2, 0, 1, 0), r"total_rows=0 is out of range"),

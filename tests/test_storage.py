@@ -595,7 +595,7 @@ def test_giving_up_says_how_long(
     started = time.monotonic()
     with pytest.raises(StorageError, match=r"write s3://.*/p/a: .*gave up after \d tries"):
         storage.write("a", b"1")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 5
     with pytest.raises(StorageError, match=r"endpoint cannot be reached.*gave up"):
         storage.write("big", LARGE)
     assert storage.list() == [] and uploads_of(storage) == []

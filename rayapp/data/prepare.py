@@ -32,7 +32,7 @@ from rayapp.storage import Storage, open_storage
 SPLITS = ("train", "eval")
 VERSION = 1  # of the rows that a recipe gives; part of the fingerprint
 MAX_EXAMPLES = 5
-BATCH_RECORDS = 256  # tokenised in one call
+BATCH_RECORDS = 32  # tokenised in one call
 SAMPLE_BYTES = 64 * 2**10  # least that is sampled from a unit
 READERS = 16  # summaries of units read at once
 
@@ -347,11 +347,12 @@ def _run_units(
         return
     import ray.data
 
-    def bare(source: sources.Source | None) -> sources.Source | None:
+    def bare(source: sources.Source) -> sources.Source:
         """Leave out the list of files, which may be long: a task knows its own."""
-        return source and replace(source, files=())
+        return replace(source, files=())
 
-    light = replace(recipe, source=bare(recipe.source), eval_source=bare(recipe.eval_source))
+    held_out = bare(recipe.eval_source) if recipe.eval_source else None
+    light = replace(recipe, source=bare(recipe.source), eval_source=held_out)
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         origin, unit = pickle.loads(row["job"])

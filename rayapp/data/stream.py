@@ -68,6 +68,7 @@ def stream(prepared: Prepared, order: Order, first_step: int, world: int) -> ray
         read, batch_size=None
     )
     dataset.context.execution_options.preserve_order = True
+    dataset.context.target_max_block_size = None  # a block that is cut is dealt to two ranks
     dataset.context.enable_progress_bars = False
     return dataset
 

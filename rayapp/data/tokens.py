@@ -280,16 +280,16 @@ class Renderer:
         count = len(tokens)
         while count and loss[count - 1] and tokens[count - 1] == self.end:  # it was in the text
             count -= 1
-        opening, closing = self.opening, np.asarray([self.end][: self.end is not None], np.int32)
+        opening = self.opening
         if np.array_equal(tokens[: len(opening)], opening):  # it was in the text
             opening = opening[:0]
-        return Document(
-            np.concatenate([opening, tokens[:count], closing], dtype=np.int32),
-            np.concatenate(
-                [np.full(len(opening), self.kind == "text"), loss[:count], closing == self.end]
-            ),
-            np.concatenate([0 * opening, num_bytes[:count], 0 * closing], dtype=np.uint16),
-        )
+        whole = np.append(opening, tokens[:count])
+        loss = np.append(np.zeros(len(opening), bool), loss[:count])
+        num_bytes = np.append(self.bytes_of[opening], num_bytes[:count])
+        if self.end is not None:
+            whole, loss = np.append(whole, self.end), np.append(loss, True)
+            num_bytes = np.append(num_bytes, 0)
+        return Document(whole.astype(np.int32), loss, num_bytes.astype(np.uint16))
 
     def _chats(self, chats: list[list[Any]]) -> list[Made]:
         rendered = [self._spans(messages) for messages in chats]

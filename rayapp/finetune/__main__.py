@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import fire
 from rich.console import Console
 
 from rayapp.config import Config, ConfigError, fields, load
 
+STARTED = time.time()
 DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 3
 
 
@@ -31,7 +33,7 @@ def read_arguments(argv: list[str]) -> Config:
     return load(paths[0] if paths else None, overrides)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], started: float | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 failed, 2 bad config, 3 stopped."""
     if "--help" in argv or "-h" in argv:
         print(__doc__, *(f"  --{name}: {text}" for name, text in fields().items()), sep="\n")
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
     from rayapp.finetune.driver import RunFailed, finetune  # seconds of imports, only now needed
 
     try:
-        result = finetune(config, Console())
+        result = finetune(config, Console(), started)
     except ConfigError as error:
         return _refuse(error)
     except RunFailed as error:
@@ -59,4 +61,4 @@ def _refuse(error: ConfigError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], STARTED))

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from rayapp.config import Config
 from rayapp.data.prepare import Prepared
@@ -30,33 +29,27 @@ def plan(console: Console, config: Config, prepared: Prepared, order: Order, par
     per_worker = -(-micro_batches // workers)
     tokens = order.num_steps * train.tokens_per_step
     epochs = order.num_steps * rows / order.num_rows
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_row(
-        "model", f"{config.model.path}: {parameters:,} parameters, {config.parallel.strategy}, {train.precision}"
-    )
-    table.add_row(
-        "data",
-        f"{counts['documents']:,} documents, {counts['tokens']:,} tokens -> {counts['rows']:,} rows of "
-        f"{seq_len} ({report['fill']:.1%} full, {report['loss_share']:.1%} bear loss); "
-        f"held out {report['eval']['documents']:,} documents, {report['eval']['rows']:,} rows",
-    )
+    lines = {
+        "model": f"{config.model.path}: {parameters:,} parameters, {config.parallel.strategy}, "
+        f"{train.precision}",
+        "data": f"{counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
+        f"{counts['rows']:,} rows of {seq_len} ({report['fill']:.1%} full, "
+        f"{report['loss_share']:.1%} bear loss); held out {report['eval']['documents']:,} "
+        f"documents, {report['eval']['rows']:,} rows",
+        "rows per step": f"{train.tokens_per_step:,} tokens / {seq_len} = {rows}",
+        "accumulation": f"{rows} rows / {train.micro_batch} per micro-batch = {micro_batches} "
+        f"micro-batches / {workers} workers = {per_worker} each",
+        "steps": f"{order.num_steps:,} x {train.tokens_per_step:,} = {tokens:,} tokens = "
+        f"{epochs:.2f} epochs",
+    }
     if report["bad"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report["bad"].items())
-        where = report["examples"][0][0]
-        table.add_row("bad rows", f"{sum(report['bad'].values()):,} of {report['records']:,}: {reasons}; e.g. {where}")
-    table.add_row("rows per step", f"{train.tokens_per_step:,} tokens / {seq_len} = {rows}")
-    table.add_row(
-        "accumulation",
-        f"{rows} rows / {train.micro_batch} per micro-batch = {micro_batches} micro-batches"
-        f" / {workers} workers = {per_worker} each",
-    )
-    table.add_row(
-        "steps",
-        f"{order.num_steps:,} x {train.tokens_per_step:,} = {tokens:,} tokens = {epochs:.2f} epochs",
-    )
-    console.print(table)
+        lines["bad rows"] = (
+            f"{sum(report['bad'].values()):,} of {report['records']:,}: {reasons}; "
+            f"e.g. {report['examples'][0][0]}"
+        )
+    for label, text in lines.items():
+        console.print(f"[bold]{label:14}[/bold] {_plain(text)}", highlight=False, soft_wrap=True)
 
 
 class Bar:

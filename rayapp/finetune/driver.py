@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_DATA_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::DeprecationWarning",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -48,23 +50,28 @@ class RunFailed(RuntimeError):
     """Training ended without a result; the message says why."""
 
 
-def finetune(config: Config, console: Console | None = None) -> dict[str, Any]:
+def finetune(
+    config: Config, console: Console | None = None, started: float | None = None
+) -> dict[str, Any]:
     """Run a config to its end, or to a stop, and return what result.json holds.
+
+    `started` is when the command began, in Unix seconds, if that was before this call.
 
     Raises:
         ConfigError: it cannot run as described; nothing has been started.
         RunFailed: it failed on the way; running the same again resumes.
     """
-    started = time.time()
+    entered = time.time()
+    started = started or entered
     console = console or Console()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = _address(config)
     local = address == "local"
     ready = checks.check(config, (os.cpu_count() or 1) if local else None, _gpus_here() if local else 0)
-    phases = {"check": time.time() - started}
+    phases = {"import": entered - started, "check": time.time() - entered}
     config = ready.config
-    with _ray(config, address, console):
+    with _ray(config, address):
         phases["ray"] = time.time() - started - sum(phases.values())
         config = _resolve_precision(config, _gpus(config))
         status = checks.same_run(ready.run, config)
@@ -83,7 +90,9 @@ def finetune(config: Config, console: Console | None = None) -> dict[str, Any]:
         ready.run.write("plan.json", json.dumps(_plan(config, prepared, order, parameters), indent=1).encode())
         ready.run.delete(STOP_FILE)
         display.plan(console, config, prepared, order, parameters)
+        phases["plan"] = time.time() - started - sum(phases.values())
         summary = _fit(job, ready.run, console)
+        phases["workers"] = summary.pop("entered") - started - sum(phases.values())
     result = _result(config, ready.run, summary, started, phases)
     ready.run.write("result.json", json.dumps(result, indent=1).encode())
     display.result(console, result)
@@ -93,12 +102,22 @@ def finetune(config: Config, console: Console | None = None) -> dict[str, Any]:
 # ---- Before training -------------------------------------------------------------------------
 
 
+def _address(config: Config) -> str:
+    """Return `local` to start Ray here, else the cluster that is or will be connected to."""
+    import ray
+
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address
+    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
 @contextmanager
-def _ray(config: Config, address: str, console: Console) -> Iterator[None]:
+def _ray(config: Config, address: str) -> Iterator[None]:
     """Connect to the cluster, or start Ray here and end it after."""
     import ray
 
     if ray.is_initialized():
+        _check_cluster(config)
         yield
         return
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
@@ -123,7 +142,7 @@ def _check_cluster(config: Config) -> None:
         ConfigError: naming what is there.
     """
     import ray
-    from ray._private.state import state
+    from ray._private.state import state  # what an autoscaler may add is in no public call
 
     resources = ray.cluster_resources()
     limits = state.get_max_resources_from_cluster_config() or {}
@@ -270,6 +289,7 @@ def _count_parameters(ready: checks.Ready, config: Config, vocabulary: int) -> i
 def _plan(config: Config, prepared: prepare.Prepared, order: Order, parameters: int) -> dict[str, Any]:
     return {
         "parameters": parameters,
+        "fingerprint": prepared.fingerprint,
         "steps": order.num_steps,
         "rows_per_step": order.rows_per_step,
         "micro_batches_per_step": order.rows_per_step // config.train.micro_batch,
@@ -319,7 +339,7 @@ def _fit(job: Job, run: Storage, console: Console) -> dict[str, Any]:
 
 
 def _trainer(job: Job, scaling: Any) -> Any:
-    from ray.train import FailureConfig, RunConfig
+    from ray.train import FailureConfig, LoggingConfig, RunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from rayapp.data.stream import ExactOrder
@@ -333,6 +353,7 @@ def _trainer(job: Job, scaling: Any) -> Any:
             name=job.config.run.name,
             storage_path=f"{job.config.run.storage}/.ray",
             failure_config=FailureConfig(max_failures=job.config.cluster.max_failures),
+            logging_config=LoggingConfig(log_level="WARNING"),
             worker_runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}},
         ),
         datasets={"train": lambda: first_step(job)},

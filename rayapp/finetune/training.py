@@ -88,7 +88,7 @@ def run(
     job: Job, device: torch.device, open_steps: Callable[[int], Iterator[StepRows]]
 ) -> dict[str, Any]:
     """Train, evaluate and export; return a summary of plain values (rank 0's is the run's)."""
-    clock = Clock()
+    clock, entered = Clock(), time.time()
     config, storage = job.config, open_storage(job.run_url)
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(config.run.seed * 1_000_003 + rank)
@@ -149,6 +149,7 @@ def run(
             stop.close()
     steps = last.step if last else first_step
     summary: dict[str, Any] = {
+        "entered": entered,
         "status": "done" if steps >= job.order.num_steps else "stopped",
         "steps": steps,
         "first_step": first_step,
@@ -295,12 +296,17 @@ def finish(
     if engine.evaluate is not None:
         found["eval_loss"], found["eval_loss_per_byte"] = engine.evaluate()
     clock.lap("evaluation")
-    for prompt in job.config.eval.prompts:
+    for prompt in job.config.eval.prompts if parts.lm.plain_head else ():
         found["samples"].append((prompt, sample(parts, prompt, engine.device, job.config.run.seed)))
     clock.lap("sample")
     found["model_path"] = None
     if job.config.checkpoint.export:
-        model.export(parts.lm, storage / "model", tokenizer=parts.tokenizer)
+        model.export(
+            parts.lm,
+            storage / "model",
+            tokenizer=parts.tokenizer,
+            generation_config=parts.source.generation_config,
+        )
         found["model_path"] = f"{storage.url}/model"
     dist.barrier(group=engine.control)
     clock.lap("export")
@@ -319,7 +325,6 @@ def sample(parts: Parts, prompt: str, device: torch.device, seed: int) -> str:
         start = ids.shape[1]
         while ids.shape[1] < min(start + SAMPLE_TOKENS, limit):
             logits = parts.lm(ids, ids)
-            assert logits.ndim == 2, "this model computes its logits itself"
             drawn = torch.multinomial(torch.softmax(logits.cpu() / 0.8, -1), 1, generator=generator)
             ids = torch.cat([ids, drawn.to(device)], 1)
             if int(drawn) == parts.tokenizer.eos_token_id:

@@ -155,6 +155,12 @@ class _Reader(io.RawIOBase):
         self._position = base + offset
         return self._position
 
+    def readall(self) -> bytes:
+        """Fetch the rest in one request; the base class would ask for 8 KiB at a time."""
+        data = self._storage.read(self._name, self._position, max(0, self._size - self._position))
+        self._position += len(data)
+        return data
+
     def readinto(self, buffer: Any) -> int:
         length = min(len(buffer), self._size - self._position)
         if length <= 0:

@@ -1,0 +1,235 @@
+"""Check that of a chat exactly what the assistant says bears loss, whatever the template."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rayapp.data.tokens import CHAT_TEMPLATE, Renderer, train_bpe
+from rayapp.packing import Document
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (  # as Llama 3.2: a default system turn with a date, contents trimmed, BOS first
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{% set system = messages[0]['content'] %}{% set messages = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% endif %}"
+    "{%- if not date_string is defined %}{%- if strftime_now is defined %}"
+    "{%- set date_string = strftime_now('%d %b %Y') %}{%- else %}"
+    "{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + '\n\n' }}"
+    "{{ system | trim }}<|eot_id|>"
+    "{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}"
+)
+MISTRAL = (  # no generation prompt, strict about turns
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+HEADERS = (  # writes the header of the assistant's turn only with the turn
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
+LAST_ONLY = (  # like Qwen3: what the last turn holds goes away when the chat grows
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4.\n\nAnything else?"},
+    {"role": "user", "content": "No. 日本"},
+    {"role": "assistant", "content": "Bye é \U0001f600"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+SAID = [turn["content"] for turn in TURNS if turn["role"] == "assistant"]
+
+
+def tokenizer_with(template: str, trim_offsets: bool | None = None) -> Any:
+    """Return a BPE tokenizer with the template; `trim_offsets` gives it Llama 3's own offsets."""
+    texts = ["user\nWhat is it? assistant\nIt is that. Bye  4.\n\n"] * 3
+    rules = Tokenizer.from_str(train_bpe(iter(texts), 330).backend_tokenizer.to_str())
+    rules.add_special_tokens(["<s>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"])
+    if trim_offsets is not None:
+        rules.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=rules,
+        bos_token="<s>",
+        eos_token="<|endoftext|>",
+        chat_template=template,
+    )
+
+
+def masked(tokenizer: Any, document: Document) -> str:
+    return str(tokenizer.decode(document.tokens[document.loss], skip_special_tokens=False))
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str]:
+    """Return (all text, text that bears loss)."""
+    document, problem = Renderer(tokenizer, "chat").document({"messages": messages})
+    assert problem is None and document is not None, problem
+    return str(tokenizer.decode(document.tokens)), masked(tokenizer, document)
+
+
+@pytest.mark.parametrize("trim", [None, True, False])
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHAT_TEMPLATE, "<|im_end|>"),
+        (CHATML, "<|im_end|>"),
+        (LLAMA, "<|eot_id|>"),
+        (MISTRAL, "<|endoftext|>"),
+        (HEADERS, "<|im_end|>"),
+    ],
+    ids=["marked", "chatml", "llama", "mistral", "headers"],
+)
+def test_loss_is_on_what_the_assistant_says_and_its_end(
+    template: str, end: str, trim: bool | None
+) -> None:
+    tokenizer = tokenizer_with(template, trim)
+    chats = [TURNS, TURNS[:2]] if template is MISTRAL else [TURNS, TURNS[:2], [SYSTEM, *TURNS]]
+    for messages in chats:
+        text, said = rendered(tokenizer, messages)
+        wanted = "".join(m["content"] + end for m in messages if m["role"] == "assistant")
+        if template is MISTRAL:  # it writes a space before an answer, in the answer's first token
+            said = "".join(part.strip() + end for part in said.split(end)[:-1])
+        assert said == wanted
+        if "strftime" not in template:
+            assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+# The first letter is none that could be one token with the line break of the header.
+SPACED = st.from_regex(r"[abé4日.][ \nabé4日.]{0,12}", fullmatch=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(contents=st.lists(SPACED, min_size=2, max_size=6), trim=st.booleans(), marked=st.booleans())
+def test_contents_with_blanks_at_their_ends(contents: list[str], trim: bool, marked: bool) -> None:
+    roles = ["user", "assistant"] * 3
+    messages = [
+        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+    ]
+    tokenizer = TRIMMED[trim, marked]
+    _, said = rendered(tokenizer, messages)
+    assert said == "".join(content + "<|im_end|>" for content in contents[1::2])
+
+
+TRIMMED = {
+    (trim, marked): tokenizer_with(CHAT_TEMPLATE if marked else CHATML, trim)
+    for trim in (True, False)
+    for marked in (True, False)
+}
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        ("{% generation %}", "{% endgeneration %}"),
+        ("{%- generation -%}", "{%- endgeneration -%}"),
+        ("{%generation%}", "{%endgeneration%}"),
+        ("{%+ generation +%}", "{%+ endgeneration +%}"),
+        ("{%-  generation\t%}", "{%- endgeneration %}"),
+    ],
+)
+def test_marks_are_recognised_however_they_are_written(tags: tuple[str, str]) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}:{% if m['role'] == 'assistant' %}"
+        + tags[0]
+        + "{{ m['content'] }}<|im_end|>"
+        + tags[1]
+        + "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    tokenizer = tokenizer_with(template)
+    assert Renderer(tokenizer, "chat").marked
+    assert rendered(tokenizer, TURNS)[1] == "".join(text + "<|im_end|>" for text in SAID)
+
+
+def test_marks_agree_with_transformers_own_mask() -> None:
+    """transformers names it `assistant_masks` (5.23); there is one mask a token."""
+    tokenizer = tokenizer_with(CHAT_TEMPLATE)
+    theirs = tokenizer.apply_chat_template(
+        TURNS, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert set(theirs) >= {"input_ids", "assistant_masks"}
+    ours, _ = Renderer(tokenizer, "chat").document({"messages": TURNS})
+    assert ours is not None and ours.tokens.tolist() == theirs["input_ids"]
+    assert ours.loss.tolist() == [bool(bit) for bit in theirs["assistant_masks"]]
+
+
+def test_a_mark_that_ends_in_a_blank_does_not_spill_over() -> None:
+    """Where offsets are trimmed, no token holds that blank; transformers 5.23 then masks all."""
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}"
+        "{% generation %} {{ m['content'] }} {% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    _, said = rendered(tokenizer_with(template, trim_offsets=True), TURNS)
+    assert re.sub(r"\s+", " ", said).strip() == re.sub(r"\s+", " ", " ".join(SAID))
+
+
+def test_a_template_that_is_not_prefix_stable_is_named() -> None:
+    tokenizer = tokenizer_with(LAST_ONLY)
+    document, problem = Renderer(tokenizer, "chat").document({"messages": TURNS})
+    assert document is None
+    assert problem == "renders differently when it grows: the template is not prefix-stable"
+    assert rendered(tokenizer, TURNS[:2])[1] == f"<think>\n\n</think>\n\n{SAID[0]}<|im_end|>"
+
+
+def test_a_refusal_of_the_template_is_a_problem_of_the_record_and_not_a_crash() -> None:
+    renderer = Renderer(tokenizer_with(MISTRAL), "chat")
+    bad = {"messages": [TURNS[1], TURNS[0]]}
+    (first, none), (second, problem) = renderer.documents([{"messages": TURNS}, bad])
+    assert first is not None and none is None and second is None
+    words = "is refused by the chat template (TemplateError: Conversation roles must alternate)"
+    assert problem == words
+
+
+def test_rows_do_not_depend_on_the_day() -> None:
+    text, _ = rendered(tokenizer_with(LLAMA), TURNS)
+    assert text.startswith(
+        "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024"
+    )
+    direct = LLAMA.replace("%d %b %Y", "%Y-%m-%d %H:%M:%S %A")
+    assert "Date: 2024-07-26 00:00:00 Friday\n" in rendered(tokenizer_with(direct), TURNS)[0]
+
+
+def test_columns_that_parquet_fills_with_nothing_are_left_out() -> None:
+    template = CHATML.replace(
+        "{{ m['content'] }}", "{% if 'tool_calls' in m %}CALLS{% endif %}{{ m['content'] }}"
+    )
+    filled: list[Any] = [{**turn, "tool_calls": None} for turn in TURNS]
+    tokenizer = tokenizer_with(template)
+    assert rendered(tokenizer, filled) == rendered(tokenizer, TURNS)
+
+
+def test_a_token_that_straddles_the_start_is_the_answers() -> None:
+    """A sentencepiece-like token holds the blank of the prompt and the answer's first word."""
+    letters = sorted({*"".join(turn["content"] for turn in TURNS), *"USERAIT:▁\n"})
+    vocabulary = {name: n for n, name in enumerate(["<unk>", *letters, "It", "▁It"])}
+    merges = [("I", "t"), ("▁", "It")]
+    rules = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    rules.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}USER: {{ m['content'] }} ASSISTANT: "
+        "{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=rules, eos_token="</s>", unk_token="<unk>", chat_template=template
+    )
+    document, problem = Renderer(tokenizer, "chat").document({"messages": TURNS[:2]})
+    assert document is not None and problem is None
+    said = tokenizer.convert_ids_to_tokens(document.tokens[document.loss].tolist())
+    assert said[:2] == ["▁It", "▁"] and said[-2:] == ["?", "</s>"]

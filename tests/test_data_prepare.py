@@ -1,0 +1,449 @@
+"""Check that every document is in the rows exactly once, whoever makes them and however often."""
+
+from __future__ import annotations
+
+import json
+import threading
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_data_stream import ray_cluster  # noqa: F401  a fixture
+
+from rayapp import order
+from rayapp.data import prepare, sources, tokens
+from rayapp.data.prepare import Prepared, Recipe
+from rayapp.packing import IGNORE, Document
+from rayapp.storage import Storage, open_storage
+
+S = 16  # positions of a row
+
+
+def words(number: int) -> str:
+    """Return a text of 1 to 60 letters that no other document has."""
+    return f"{number:03d} " + "abcdefghij"[: number % 7] * (number % 9)
+
+
+VALUES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "text": lambda n: {"text": words(n) if n % 11 else ""},
+    "prompt": lambda n: {"prompt": f"Q{n}?", "completion": words(n)},
+    "chat": lambda n: {
+        "messages": [
+            {"role": "user", "content": f"Q{n}?"},
+            {"role": "assistant", "content": words(n)},
+        ]
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    tokens.save_tokenizer(tokens.byte_tokenizer(), open_storage(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
+
+
+def write_jsonl(path: Path, values: list[Any]) -> sources.Source:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return sources.find(str(path))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tokenizer_url: str) -> Recipe:
+    """Return a recipe of 90 texts in about 5 units, a tenth of them held out."""
+    source = write_jsonl(tmp_path / "data.jsonl", [VALUES["text"](n) for n in range(90)])
+    digest = tokens.tokenizer_digest(tokens.load_tokenizer(tokenizer_url))
+    return Recipe(source, None, "text", tokenizer_url, digest, 0, S, True, False, 0.1)
+
+
+def jobs_of(recipe: Recipe) -> list[tuple[str, sources.Unit]]:
+    fraction = 0.0 if recipe.eval_source else recipe.eval_fraction
+    jobs = [("train", unit) for unit in sources.units(recipe.source, fraction)]
+    if recipe.eval_source:
+        jobs += [("eval", unit) for unit in sources.units(recipe.eval_source, 1.0)]
+    return jobs
+
+
+def make(recipe: Recipe, root: Storage, only: slice = slice(None)) -> Storage:
+    """Prepare units here, one after the other, as the tasks do; return the folder."""
+    storage = root / recipe.fingerprint
+    for index, (origin, unit) in list(enumerate(jobs_of(recipe)))[only]:
+        prepare.prepare_unit(recipe, storage.url, origin, index, unit)
+    return storage
+
+
+def here(recipe: Recipe, path: Path) -> Prepared:
+    """Prepare everything without Ray: `prepare` finds no unit missing."""
+    root = open_storage(str(path))
+    make(recipe, root)
+    return prepare.prepare(recipe, root)
+
+
+def contents(storage: Storage) -> dict[str, bytes]:
+    """Return all files but the manifest, which names its own place."""
+    names = [entry.name for entry in storage.list()]
+    return {name: storage.read(name) for name in names if name != "manifest.json"}
+
+
+# ---- The ledger --------------------------------------------------------------------------------
+
+
+def expected_documents(recipe: Recipe) -> dict[str, list[Document]]:
+    """Return the documents of each split, read and made one by one."""
+    renderer = tokens.Renderer(tokens.load_tokenizer(recipe.tokenizer_url), recipe.kind)
+    found: dict[str, list[Document]] = {"train": [], "eval": []}
+    for origin, unit in jobs_of(recipe):
+        source = recipe.source if origin == "train" else recipe.eval_source
+        assert source is not None
+        for piece in unit.pieces:
+            for record in sources.read_piece(source, piece):
+                document, problem = renderer.document(record.value)
+                assert document is not None, problem
+                fraction = recipe.eval_fraction
+                held_out = origin == "eval" or sources.is_eval(piece, record, fraction)
+                found["eval" if held_out else "train"].append(document)
+    return found
+
+
+def segments_of(rows: np.ndarray[Any, Any]) -> list[tuple[bytes, bytes]]:
+    """Return (inputs, labels) of every segment of every row, in order."""
+    found = []
+    for row in rows:
+        for number in range(1, int(row["segments"].max()) + 1):
+            here = row["segments"] == number
+            found.append((row["input_ids"][here].tobytes(), row["labels"][here].tobytes()))
+        padding = row["segments"] == 0
+        assert (row["labels"][padding] == IGNORE).all() and not row["input_ids"][padding].any()
+    return found
+
+
+def pieces_of(document: Document, truncate: bool) -> list[tuple[bytes, bytes]]:
+    """Cut a document as it must be in the rows: S inputs and the next S tokens as labels."""
+    labels = np.where(document.loss, document.tokens, np.int32(IGNORE))
+    starts = range(0, len(document.tokens) - 1, S)
+    cut = [
+        (document.tokens[a : a + S][: len(labels) - 1 - a], labels[a + 1 : a + 1 + S])
+        for a in starts
+    ]
+    return [(a.tobytes(), b.tobytes()) for a, b in (cut[:1] if truncate else cut)]
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
+@pytest.mark.parametrize(("pack", "truncate"), [(True, False), (False, False), (True, True)])
+def test_every_document_is_in_the_rows_once(
+    recipe: Recipe, tmp_path: Path, kind: str, pack: bool, truncate: bool
+) -> None:
+    source = write_jsonl(tmp_path / "kind.jsonl", [VALUES[kind](n) for n in range(90)])
+    recipe = replace(recipe, source=source, kind=kind, pack=pack, truncate=truncate)
+    assert len(jobs_of(recipe)) >= 3
+    prepared = here(recipe, tmp_path / "out")
+    documents = expected_documents(recipe)
+    assert len(documents["eval"]) > 2 and prepared.records == 90 and not prepared.bad
+    for split in ("train", "eval"):
+        rows = prepared.rows(split)
+        assert len(rows) == prepared.num_rows(split)
+        records = rows.read(np.arange(len(rows)))
+        in_rows = segments_of(records)
+        left = Counter(in_rows)
+        for document in documents[split]:  # reassembled in order, piece by piece
+            for piece in pieces_of(document, truncate):
+                assert left[piece] > 0, document
+                left[piece] -= 1
+        assert not left.total(), "rows hold what no document holds"
+        firsts = [pieces_of(document, truncate)[:1] for document in documents[split]]
+        order_of = {first[0]: number for number, first in enumerate(firsts) if first}
+        begun = [order_of[s] for s in in_rows if s in order_of]
+        if not pack:
+            assert begun == sorted(begun), "rows do not follow the documents"
+        counts = prepared.counts[split]
+        assert counts["documents"] == len(documents[split])
+        assert counts["empty"] == sum(len(d.tokens) == 0 for d in documents[split])
+        assert counts["target_tokens"] == (records["labels"] != IGNORE).sum()
+        assert counts["target_bytes"] == records["target_bytes"].sum()
+        if not truncate:
+            bearing = [d.num_bytes[1:][d.loss[1:]].sum() for d in documents[split] if len(d.tokens)]
+            assert counts["target_bytes"] == sum(bearing)
+        if not pack:
+            assert len(in_rows) == len(rows)
+
+
+def test_the_report_counts_what_a_person_checks(recipe: Recipe, tmp_path: Path) -> None:
+    report = here(recipe, tmp_path / "out").report()
+    train, rows = report["train"], report["train"]["rows"]
+    assert report["fill"] == train["tokens"] / (rows * S) and 0.8 < report["fill"] <= 1
+    assert report["loss_share"] == 1.0 and report["records"] == 90 and report["bad"] == {}
+    assert sum(train["lengths"].values()) == train["documents"] - train["empty"]
+
+
+def test_a_single_text_file_is_trained_on_and_held_out_whole(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    text = "".join(f"line {n} {words(n)}\n" for n in range(99))
+    (tmp_path / "one.txt").write_text(text)
+    recipe = replace(recipe, source=sources.find(str(tmp_path / "one.txt")), eval_fraction=0.2)
+    prepared = here(recipe, tmp_path / "out")
+    size = {s: prepared.counts[s]["target_bytes"] for s in ("train", "eval")}
+    documents = prepared.counts["train"]["documents"] + prepared.counts["eval"]["documents"]
+    assert sum(size.values()) == len(text) - documents  # the first byte of each is no target
+    assert abs(size["eval"] - 0.2 * len(text)) < 30
+
+
+def test_a_file_of_its_own_is_held_out(recipe: Recipe, tmp_path: Path) -> None:
+    held_out = write_jsonl(tmp_path / "eval.jsonl", [VALUES["text"](n) for n in range(200, 240)])
+    recipe = replace(recipe, eval_source=held_out, eval_fraction=0.5)  # which then has no effect
+    prepared = here(recipe, tmp_path / "out")
+    assert prepared.counts["train"]["documents"] == 90
+    assert prepared.counts["eval"]["documents"] == 40
+    documents = expected_documents(replace(recipe, eval_fraction=0.0))
+    for split in ("train", "eval"):
+        rows = prepared.rows(split)
+        expected = Counter(p for d in documents[split] for p in pieces_of(d, False))
+        assert Counter(segments_of(rows.read(np.arange(len(rows))))) == expected
+
+
+# ---- The same bytes, whoever makes them ---------------------------------------------------------
+
+
+def test_ray_makes_the_same_bytes_as_one_process(
+    ray_cluster: None,
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
+    """With 1 task at a time and with 2; the driver itself reads no record."""
+    here(recipe, tmp_path / "here")
+    expected = contents(open_storage(str(tmp_path / "here")) / recipe.fingerprint)
+    assert len(expected) >= 9
+
+    def unread(*args: Any) -> Any:
+        raise AssertionError("the driver read the data")
+
+    monkeypatch.setattr(sources, "read_piece", unread)
+    for concurrency in (1, 2):
+        root = open_storage(str(tmp_path / f"ray-{concurrency}"))
+        seen: list[tuple[int, int]] = []
+        prepared = prepare.prepare(recipe, root, concurrency, lambda *at: seen.append(at))
+        assert contents(root / recipe.fingerprint) == expected
+        size = recipe.source.num_bytes
+        assert (
+            len(seen) == len(jobs_of(recipe)) and seen[-1] == (size, size) and seen == sorted(seen)
+        )
+        assert prepare.prepare(recipe, root) == prepared
+
+
+def test_what_was_cut_off_is_finished(
+    ray_cluster: None,
+    recipe: Recipe,
+    tmp_path: Path,  # noqa: F811
+) -> None:
+    """A preparation that ended after 2 units, and one that lost summaries and its manifest."""
+    whole = here(recipe, tmp_path / "here")
+    expected = contents(open_storage(whole.url))
+    root = open_storage(str(tmp_path / "torn"))
+    storage = make(recipe, root, slice(2))
+    seen: list[tuple[int, int]] = []
+    prepared = prepare.prepare(recipe, root, 2, lambda *at: seen.append(at))
+    assert contents(storage) == expected and len(seen) == len(jobs_of(recipe)) - 2
+    for name in ("unit-00001.json", "unit-00003.json", "manifest.json"):
+        storage.delete(name)
+    assert prepare.prepare(recipe, root) == prepared and contents(storage) == expected
+    assert replace(prepared, url=whole.url) == whole
+
+
+def test_shards_that_were_truncated_or_lost_are_made_again(
+    ray_cluster: None,
+    recipe: Recipe,
+    tmp_path: Path,  # noqa: F811
+) -> None:
+    prepared = here(recipe, tmp_path / "out")
+    storage = open_storage(prepared.url)
+    expected = contents(storage)
+    for name in ("train-00000.bin", "train-00002.bin"):
+        storage.write(name, expected[name][:-7])
+    storage.delete("train-00003.bin")
+    again = prepare.prepare(recipe, open_storage(str(tmp_path / "out")))
+    assert again == prepared and contents(storage) == expected
+
+
+def test_two_preparations_at_once(
+    ray_cluster: None,
+    recipe: Recipe,
+    tmp_path: Path,  # noqa: F811
+) -> None:
+    here(recipe, tmp_path / "here")
+    root, made = open_storage(str(tmp_path / "both")), []
+    threads = [
+        threading.Thread(target=lambda: made.append(prepare.prepare(recipe, root, 1)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 2 and made[0] == made[1]
+    expected = contents(open_storage(str(tmp_path / "here")) / recipe.fingerprint)
+    assert contents(root / recipe.fingerprint) == expected
+
+
+def test_s3_gives_the_same_rows(
+    ray_cluster: None,
+    recipe: Recipe,
+    tmp_path: Path,
+    s3_bucket: str,  # noqa: F811
+) -> None:
+    """Data, tokenizer and rows on S3."""
+    local = here(recipe, tmp_path / "here")
+    bucket = open_storage(f"s3://{s3_bucket}")
+    (bucket / "in").write("data.jsonl", (tmp_path / "data.jsonl").read_bytes())
+    tokens.save_tokenizer(tokens.byte_tokenizer(), bucket / "tokenizer")
+    remote = replace(
+        recipe, source=sources.find(f"{bucket.url}/in"), tokenizer_url=f"{bucket.url}/tokenizer"
+    )
+    prepared = prepare.prepare(remote, bucket / "prepared", 2)
+    assert prepared.counts == local.counts and prepared.shards == local.shards
+    for split in ("train", "eval"):
+        ids = np.arange(local.num_rows(split))
+        assert (prepared.rows(split).read(ids) == local.rows(split).read(ids)).all()
+    changed = order.differences(local.parts, prepared.parts)
+    assert changed == ["files"], "an etag is no digest, nothing else differs"
+
+
+def test_memory_is_that_of_one_unit(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "UNIT_BYTES", 100_000)
+    source = write_jsonl(
+        tmp_path / "big.jsonl", [{"text": words(n % 90) * 20} for n in range(2000)]
+    )
+    recipe = replace(recipe, source=source)
+    jobs = jobs_of(recipe)
+    assert len(jobs) >= 7
+    make(recipe, open_storage(str(tmp_path / "warm")), slice(2))
+
+    def peak(units: slice) -> int:
+        tracemalloc.start()
+        make(recipe, open_storage(str(tmp_path / f"out{units.stop}")), units)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    assert peak(slice(7)) < 1.25 * peak(slice(2))
+
+
+# ---- Fingerprints ------------------------------------------------------------------------------
+
+
+def test_each_part_changes_the_fingerprint_and_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", [VALUES["text"](1)])
+    bpe = tokens.train_bpe(iter(["hello hello"]), 262)
+    changes: dict[str, Recipe] = {
+        "files": replace(recipe, source=other),
+        "eval_files": replace(recipe, eval_source=other),
+        "tokenizer": replace(recipe, tokenizer_digest=tokens.tokenizer_digest(bpe)),
+        "pad_id": replace(recipe, pad_id=1),
+        "seq_len": replace(recipe, seq_len=S + 1),
+        "kind": replace(recipe, kind="prompt"),
+        "pack": replace(recipe, pack=False),
+        "truncate": replace(recipe, truncate=True),
+        "eval_fraction": replace(recipe, eval_fraction=0.2),
+    }
+    for name, changed in changes.items():
+        assert order.differences(recipe.parts(), changed.parts()) == [name]
+    assert len({recipe.fingerprint, *(r.fingerprint for r in changes.values())}) == 10
+    moved = replace(recipe, source=replace(recipe.source, root="/elsewhere"), tokenizer_url="/t")
+    assert moved.fingerprint == recipe.fingerprint
+
+
+def test_a_line_added_to_a_file_is_another_data_set(recipe: Recipe, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
+    changed = replace(recipe, source=sources.find(str(path)))
+    assert order.differences(recipe.parts(), changed.parts()) == ["files"]
+
+
+# ---- Bad records, heads and samples -------------------------------------------------------------
+
+
+def test_bad_records_are_counted_by_reason_with_places(recipe: Recipe, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    good = [json.dumps(VALUES["text"](n)) for n in range(60)]
+    for number in (3, 17, 18, 40, 41, 42, 58):
+        good[number] = {3: "{", 17: "[1]", 58: '{"text": "\\ud83d"}'}.get(number, '{"words": "x"}')
+    path.write_text("\n".join(good))
+    prepared = here(replace(recipe, source=sources.find(str(path))), tmp_path / "out")
+    assert prepared.bad == {
+        "is not JSON (Expecting property name enclosed in double quotes)": 1,
+        "is not a JSON object": 1,
+        "has no column 'text' (it has 'words')": 4,
+        "has text that is not Unicode (half of a surrogate pair)": 1,
+    }
+    assert [place for place, _ in prepared.examples] == [f"{path}:{n}" for n in (4, 18, 19, 41, 42)]
+    assert prepared.examples[1][1] == "is not a JSON object" and prepared.records == 60
+    assert prepared.bad_share == 7 / 60
+    made = prepared.counts["train"]["documents"] + prepared.counts["eval"]["documents"]
+    assert made == 53
+
+
+def test_heads_tell_the_kind_and_what_is_wrong(tmp_path: Path) -> None:
+    for kind in ("text", "prompt", "chat"):
+        source = write_jsonl(tmp_path / f"{kind}.jsonl", [VALUES[kind](n) for n in range(30)])
+        assert prepare.problems(source, "auto", 0.0) == (kind, [])
+        assert prepare.problems(source, kind, 0.0) == (kind, [])
+    kind, (message,) = prepare.problems(source, "prompt", 0.5)
+    assert kind == "prompt"
+    assert message.startswith(
+        f"data.path={source.root} is unusable in 30 of the first 30 records: "
+    )
+    assert f"{tmp_path}/chat.jsonl:1 has no column 'prompt' (it has 'messages')" in message
+    assert "(and 25 more)" in message and message.endswith("or allow more with data.bad_rows")
+
+
+def test_heads_of_parquet_and_of_nothing(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"text": "x"}] * 3), tmp_path / "a.parquet")
+    source = sources.find(str(tmp_path / "a.parquet"))
+    assert prepare.problems(source, "auto", 0.0) == ("text", [])
+    pq.ParquetWriter(tmp_path / "b.parquet", pa.schema([("text", pa.string())])).close()
+    for path, content in (("b.parquet", None), ("c.jsonl", "\n\n")):
+        if content:
+            (tmp_path / path).write_text(content)
+        source = sources.find(str(tmp_path / path))
+        _, (message,) = prepare.problems(source, "auto", 0.0)
+        assert "is empty: there is no record in its files" in message
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_samples_are_spread_over_the_corpus_and_read_little_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(prepare, "SAMPLE_BYTES", 200)
+    lines = [f"line {n:05d} of the corpus" for n in range(4000)]
+    if suffix == "jsonl":
+        lines = [json.dumps({"text": line}) for line in lines]
+    (tmp_path / f"a.{suffix}").write_text("\n".join(lines))
+    source = sources.find(str(tmp_path))
+    read: list[int] = []
+    line_bytes = sources._line_bytes
+    monkeypatch.setattr(
+        sources,
+        "_line_bytes",
+        lambda *a: (found := line_bytes(*a), read.append(len(found[1])))[0],
+    )
+    sample = list(prepare.sample_texts(source, "text", 4000))
+    text = "".join(sample)
+    assert 3000 <= len(text) <= 6000 and sum(read) < 3 * 4000
+    numbers = sorted(int(part[:5]) for part in text.split("line ")[1:] if part[:5].isdigit())
+    assert numbers[0] == 0 and numbers[-1] > 3600 and max(np.diff(numbers)) < 400
+    chat = write_jsonl(tmp_path / "c.jsonl", [VALUES["chat"](n) for n in range(3)])
+    assert list(prepare.sample_texts(chat, "chat", 4000))[:2] == ["Q0?", words(0)]

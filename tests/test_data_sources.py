@@ -1,0 +1,438 @@
+"""Check that sources are found, and cut so that each line and row is read once, in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rayapp.data import sources
+from rayapp.data.sources import Record, Source, SourceError
+from rayapp.storage import open_storage
+
+FILES = {  # of a folder with all that a folder may hold beside the data
+    "b.txt": b"two\n",
+    "a.txt": b"one\n",
+    "sub/c.txt": b"three",
+    "sub/deep/d.txt": b"four\n",
+    "empty.txt": b"",
+    ".hidden.txt": b"no\n",
+    ".cache/x.txt": b"no\n",
+    "_temporary/x.jsonl": b"{}\n",
+    "_SUCCESS": b"",
+}
+
+drawn = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=["local", "s3"])
+def put(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[dict[str, bytes]], str]:
+    """Return a function that writes files to a new folder, on a disk or S3, and gives its URL."""
+    url = str(tmp_path / "corpus")
+    if request.param == "s3":
+        url = f"s3://{request.getfixturevalue('s3_bucket')}/corpus"
+
+    def write(files: dict[str, bytes]) -> str:
+        for name, data in files.items():
+            open_storage(url).write(name, data)
+        return url
+
+    return write
+
+
+def read(source: Source, eval_fraction: float = 0.0) -> list[Record]:
+    """Read all pieces of all units in order."""
+    found = sources.units(source, eval_fraction)
+    return [r for unit in found for piece in unit.pieces for r in sources.read_piece(source, piece)]
+
+
+def refusal(path: str, format: str = "auto") -> str:
+    with pytest.raises(SourceError) as caught:
+        sources.find(path, format)
+    return str(caught.value)
+
+
+# ---- Finding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("", ["a.txt", "b.txt", "empty.txt", "sub/c.txt", "sub/deep/d.txt"]),
+        ("/", ["a.txt", "b.txt", "empty.txt", "sub/c.txt", "sub/deep/d.txt"]),
+        ("/sub", ["c.txt", "deep/d.txt"]),
+        ("/b.txt", ["b.txt"]),
+        ("/.hidden.txt", [".hidden.txt"]),
+        ("/*.txt", ["a.txt", "b.txt", "empty.txt"]),
+        ("/[!b].txt", ["a.txt"]),
+        ("/?.txt", ["a.txt", "b.txt"]),
+        ("/*/*.txt", ["sub/c.txt"]),
+        ("/**/*.txt", ["a.txt", "b.txt", "empty.txt", "sub/c.txt", "sub/deep/d.txt"]),
+        ("/s*/**/d.txt", ["sub/deep/d.txt"]),
+    ],
+)
+def test_file_folder_and_glob(
+    put: Callable[[dict[str, bytes]], str], path: str, names: list[str]
+) -> None:
+    source = sources.find(put(FILES) + path)
+    assert [file.name for file in source.files] == names
+    assert source.format == "text"
+    expected = [FILES[next(n for n in FILES if n.endswith(name))].decode() for name in names]
+    assert [record.value for record in read(source)] == [text for text in expected if text]
+
+
+def test_a_name_with_marks_of_a_pattern_is_a_file_if_it_is_there(tmp_path: Path) -> None:
+    (tmp_path / "data[1].txt").write_text("x")
+    (tmp_path / "data1.txt").write_text("y")
+    found = sources.find(str(tmp_path / "data[1].txt"))
+    assert [file.name for file in found.files] == ["data[1].txt"]
+
+
+def test_a_relative_path_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("a.txt", "*.txt", ".", "~", "~/a.txt", "~/*.txt", f"file://{tmp_path}"):
+        assert [file.name for file in sources.find(path).files] == ["a.txt"], path
+        assert sources.find(path).root == str(tmp_path), path
+
+
+def test_stdlib_is_the_standard_library_without_its_tests() -> None:
+    source = sources.find("stdlib")
+    names = [file.name for file in source.files]
+    assert names == sorted(names) and {"os.py", "json/decoder.py"} <= set(names)
+    assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
+    text = next(r.value for r in read(source) if r.file == "os.py")
+    assert text.encode() == (Path(sysconfig.get_path("stdlib")) / "os.py").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "format", "words"),
+    [
+        ({"a.txt": b"x", "b.jsonl": b"{}"}, "", "auto", "is mixed: it holds jsonl, text. Set data"),
+        ({"a.csv": b"x", "b.csv": b"x"}, "", "auto", "is of no known kind: it holds a.csv"),
+        ({".DS_Store": b"x"}, "", "auto", "is of no known kind: it holds .DS_Store"),
+        ({"a.txt": b"x"}, "/b.txt", "auto", "is missing: there is no such file, folder or match"),
+        ({"a.txt": b"x"}, "/*.md", "auto", "is missing"),
+        ({"a.txt": b"", "b.txt": b""}, "", "auto", "is empty: its 2 files hold 0 bytes"),
+        ({"part-0": b"{}", "part-1": b"{}"}, "", "jsonl", "is without jsonl files: it holds 2"),
+    ],
+)
+def test_refusals(
+    put: Callable[[dict[str, bytes]], str],
+    files: dict[str, bytes],
+    path: str,
+    format: str,
+    words: str,
+) -> None:
+    url = put(files) + path
+    message = refusal(url, format)
+    assert message.startswith(f"data.path={url} is ") and words in message
+
+
+def test_an_empty_folder_and_an_empty_bucket_are_missing(tmp_path: Path, s3_bucket: str) -> None:
+    for path in (str(tmp_path), f"s3://{s3_bucket}", f"s3://{s3_bucket}/nothing"):
+        assert "is missing" in refusal(path)
+
+
+def test_the_format_set_by_the_user_decides(put: Callable[[dict[str, bytes]], str]) -> None:
+    url = put({"README.md": b"words", "a.jsonl": b'{"text": "x"}', "part-0": b'{"text": "y"}'})
+    assert [f.name for f in sources.find(url, "jsonl").files] == ["a.jsonl"]
+    assert [f.name for f in sources.find(f"{url}/part-*", "jsonl").files] == ["part-0"]
+    assert [f.name for f in sources.find(f"{url}/part-0", "jsonl").files] == ["part-0"]
+    assert sources.find(f"{url}/part-0").format == "text"
+
+
+def test_hub_ids_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("teknium/OpenHermes-2.5", "org/name_200k"):
+        assert sources.find(name) == Source(name, "hub", ())
+    (tmp_path / "data").mkdir()
+    for name in ("data/train", "org/train.jsonl", "a/b/c", "missing"):
+        assert "is missing" in refusal(name)
+
+
+def test_digest_follows_content_and_not_the_root(
+    put: Callable[[dict[str, bytes]], str], tmp_path: Path
+) -> None:
+    url = put({"a.txt": b"one", "b.txt": b"two"})
+    first = sources.find(url).digest()
+    put({"a.txt": b"one"})
+    assert sources.find(url).digest() == first
+    put({"a.txt": b"One"})
+    changed = sources.find(url).digest()
+    put({"c.txt": b"three"})
+    assert len({first, changed, sources.find(url).digest()}) == 3
+    for folder in ("x", "y"):
+        open_storage(str(tmp_path / folder)).write("a.txt", b"same")
+    assert len({sources.find(str(tmp_path / folder)).digest() for folder in ("x", "y")}) == 1
+
+
+# ---- Cutting -----------------------------------------------------------------------------------
+
+LINES = st.lists(
+    st.one_of(
+        st.sampled_from(["", " ", "\r", "x", "é", "\U0001f600", "\ufeff", "\u2028", "日本" * 9]),
+        st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]), max_size=30),
+    ),
+    max_size=20,
+)
+ENDS = st.sampled_from(["\n", "\r\n"])
+
+
+@drawn
+@given(lines=LINES, end=ENDS, closed=st.booleans(), unit_bytes=st.integers(1, 60))
+def test_text_pieces_join_to_the_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[str],
+    end: str,
+    closed: bool,
+    unit_bytes: int,
+) -> None:
+    content = end.join(lines) + (end if closed else "")
+    (tmp_path / "a.txt").write_bytes(content.encode() or b"x")
+    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    source = sources.find(str(tmp_path / "a.txt"))
+    records = read(source)
+    assert "".join(record.value for record in records) == (content or "x")
+    assert all(r.problem is None and (r.value.endswith("\n") or r is records[-1]) for r in records)
+    data = content.encode() or b"x"
+    for record in records:
+        assert data[record.place :].startswith(record.value.encode())
+
+
+@drawn
+@given(lines=LINES, fraction=st.floats(0.01, 0.99), unit_bytes=st.integers(1, 60))
+def test_the_last_bytes_of_one_text_file_are_held_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[str],
+    fraction: float,
+    unit_bytes: int,
+) -> None:
+    content = "\n".join([*lines, "end"])
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    source = sources.find(str(tmp_path / "a.txt"))
+    parts = {False: "", True: ""}
+    for unit in sources.units(source, fraction):
+        for piece in unit.pieces:
+            for record in sources.read_piece(source, piece):
+                parts[sources.is_eval(piece, record, fraction)] += record.value
+    assert parts[False] + parts[True] == content
+    size = len(content.encode())
+    longest = max(len(line.encode()) for line in [*lines, "end"]) + 1
+    assert abs(len(parts[True].encode()) - fraction * size) <= longest + 1
+
+
+ROWS = st.lists(
+    st.one_of(
+        st.none(),  # a blank line
+        st.dictionaries(st.sampled_from("ab"), st.text(max_size=40) | st.integers(), max_size=2),
+    ),
+    max_size=15,
+)
+
+
+@drawn
+@given(rows=ROWS, end=ENDS, closed=st.booleans(), ascii=st.booleans(), size=st.integers(1, 60))
+def test_jsonl_gives_each_line_once_in_order(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: list[dict[str, object] | None],
+    end: str,
+    closed: bool,
+    ascii: bool,
+    size: int,
+) -> None:
+    lines = ["  " if row is None else json.dumps(row, ensure_ascii=True) for row in rows]
+    if not ascii:
+        lines = ["" if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
+        lines = [line.encode(errors="replace").decode() for line in lines]
+    data = (end.join(lines) + (end if closed else "")).encode() or b"\n"
+    (tmp_path / "a.jsonl").write_bytes(data)
+    monkeypatch.setattr(sources, "UNIT_BYTES", size)
+    source = sources.find(str(tmp_path / "a.jsonl"))
+    records = read(source)
+    plain = [json.loads(line) for line in data.split(b"\n") if line.strip()]  # the plain reading
+    assert [record.value for record in records] == plain
+    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
+    places = [sources.place_of(source, r.file, r.place) for r in records]
+    assert places == [f"{tmp_path}/a.jsonl:{number}" for number in numbers]
+
+
+def test_pieces_on_s3_and_over_several_files(
+    put: Callable[[dict[str, bytes]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        f"{n}.jsonl": b"".join(b'{"n": %d}\n' % (100 * n + i) for i in range(12)) for n in range(3)
+    }
+    monkeypatch.setattr(sources, "UNIT_BYTES", 50)
+    source = sources.find(put(files))
+    units = sources.units(source, 0.0)
+    assert [unit.index for unit in units] == list(range(len(units))) and len(units) > 6
+    assert sum(unit.num_bytes for unit in units) == source.num_bytes
+    assert [r.value["n"] for r in read(source)] == [
+        100 * n + i for n in range(3) for i in range(12)
+    ]
+
+
+def test_small_files_share_a_unit_and_units_are_never_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(10):
+        (tmp_path / f"{n}.txt").write_text("x" * 30)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 100)
+    source = sources.find(str(tmp_path))
+    assert [len(unit.pieces) for unit in sources.units(source, 0.0)] == [3, 3, 3, 1]
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1)
+    monkeypatch.setattr(sources, "MAX_UNITS", 5)
+    assert len(sources.units(source, 0.0)) == 5
+
+
+def test_jsonl_that_is_broken_says_where(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "ok"}',
+        b'{"text": ',
+        b"[1]",
+        b"",
+        b'"word"',
+        b'{"text": "\xff"}',
+        b"[" * 99_999,
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    source = sources.find(str(tmp_path))
+    found = [(sources.place_of(source, r.file, r.place), r.problem) for r in read(source)]
+    places = [f"{tmp_path}/a.jsonl:{n}" for n in (1, 2, 3, 5, 6, 7)]
+    assert [place for place, _ in found] == places
+    assert [problem for _, problem in found] == [
+        None,
+        "is not JSON (Expecting value)",
+        "is not a JSON object",
+        "is not a JSON object",
+        "is not JSON (not UTF-8)",
+        "is not JSON (too deep)",
+    ]
+
+
+def test_text_that_is_not_utf8_says_where(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
+    source = sources.find(str(tmp_path))
+    (record,) = read(source)
+    assert record.problem == "is not UTF-8" and record.value is None
+    assert sources.place_of(source, record.file, record.place) == f"{tmp_path}/a.txt:3"
+
+
+def test_far_places_are_named_by_byte_so_that_a_file_is_not_read_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n" * 10)
+    monkeypatch.setattr(sources, "MAX_COUNTED_BYTES", 6)
+    source = sources.find(str(tmp_path))
+    assert sources.place_of(source, "a.jsonl", 6) == f"{tmp_path}/a.jsonl:3"
+    assert sources.place_of(source, "a.jsonl", 9) == f"{tmp_path}/a.jsonl byte 9"
+
+
+# ---- Parquet and hub ---------------------------------------------------------------------------
+
+
+def test_parquet_row_groups(
+    put: Callable[[dict[str, bytes]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"q{n}"}], "n": n} for n in range(25)]
+    files = {}
+    for name, part in (("a.parquet", rows[:18]), ("b.parquet", rows[18:])):
+        pq.write_table(pa.Table.from_pylist(part), tmp_path / name, row_group_size=5)
+        files[name] = (tmp_path / name).read_bytes()
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1)
+    source = sources.find(put(files))
+    units = sources.units(source, 0.0)
+    groups = [(p.file, p.start, p.end) for unit in units for p in unit.pieces]
+    expected = [("a.parquet", n, n + 1) for n in range(4)] + [
+        ("b.parquet", n, n + 1) for n in (0, 1)
+    ]
+    assert groups == expected
+    records = read(source)
+    assert [record.value for record in records] == rows
+    assert [(r.file, r.place) for r in records[16:20]] == [
+        ("a.parquet", 16),
+        ("a.parquet", 17),
+        ("b.parquet", 0),
+        ("b.parquet", 1),
+    ]
+    assert sources.place_of(source, "b.parquet", 1) == "b.parquet row 1"
+
+
+def test_a_file_that_is_not_parquet_is_named(put: Callable[[dict[str, bytes]], str]) -> None:
+    source = sources.find(put({"a.parquet": b"not parquet at all"}))
+    with pytest.raises(SourceError, match=r"corpus/a\.parquet is not Parquet: "):
+        sources.units(source, 0.0)
+
+
+def test_hub_shards_through_datasets_streaming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no hub here: `_hub_dataset` gives a real streaming data set of local files."""
+    import datasets
+
+    files = []
+    for shard in range(3):
+        path = tmp_path / f"{shard}.jsonl"
+        path.write_text("".join(f'{{"text": "s{shard} r{row}"}}\n' for row in range(4)))
+        files.append(str(path))
+
+    def local(name: str) -> object:
+        assert name == "org/name"
+        return datasets.load_dataset(
+            "json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "c")
+        )
+
+    monkeypatch.setattr(sources, "_hub_dataset", local)
+    source = sources.find("org/name")
+    assert [len(unit.pieces) for unit in sources.units(source, 0.1)] == [1, 1, 1]
+    records = read(source)
+    expected = [{"text": f"s{shard} r{row}"} for shard in range(3) for row in range(4)]
+    assert [record.value for record in records] == expected
+    places = [sources.place_of(source, record.file, record.place) for record in records]
+    assert places[5] == "org/name[1] row 1" and len(set(places)) == 12
+
+
+def test_a_hub_id_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match=r"data\.path=org/no-such is not to be had from the hub"):
+        sources.units(sources.find("org/no-such"), 0.0)
+
+
+# ---- Holding out -------------------------------------------------------------------------------
+
+
+def test_the_held_out_share_is_drawn_by_place(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4000)))
+    source = sources.find(str(tmp_path))
+
+    def held_out(fraction: float) -> set[int]:
+        (unit,) = sources.units(source, fraction)
+        (piece,) = unit.pieces
+        found = sources.read_piece(source, piece)
+        return {r.place for r in found if sources.is_eval(piece, r, fraction)}
+
+    few, some = held_out(0.05), held_out(0.25)
+    assert few < some and not held_out(0.0) and len(held_out(1.0)) == 4000
+    # 4000 draws: 5 standard deviations of the binomial are 69 and 137.
+    assert abs(len(few) - 200) < 69 and abs(len(some) - 1000) < 137
+    assert os.path.getsize(tmp_path / "a.jsonl") > max(some)

@@ -1,0 +1,202 @@
+"""Check that Ray Data deals every rank exactly the rows that reading in one process gives it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayapp.data import stream
+from rayapp.data.prepare import Prepared
+from rayapp.data.rows import Rows, StepRows, local_steps, sequential_batches
+from rayapp.order import EMPTY, Order
+from rayapp.packing import IGNORE, row_dtype
+from rayapp.storage import open_storage
+
+SHARDS = (5, 1, 8, 3)  # rows
+SEQ_LEN = 6
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start a Ray of 3 CPUs for this module, apart from any other on the machine."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        ray.init(
+            address="local",
+            num_cpus=3,
+            include_dashboard=False,
+            object_store_memory=150 * 2**20,
+            log_to_driver=False,
+            _temp_dir=str(tmp_path_factory.mktemp("ray")),
+        )
+        yield
+        ray.shutdown()
+
+
+def random_rows(url: str) -> Prepared:
+    """Write shards of random rows, each row known by its first token."""
+    rng = np.random.default_rng(0)
+    rows = np.zeros(sum(SHARDS), row_dtype(SEQ_LEN))
+    for name in ("input_ids", "labels", "segments"):
+        rows[name] = rng.integers(0, 50_000, rows[name].shape)
+    rows["input_ids"][:, 0] = np.arange(len(rows))
+    rows["target_bytes"] = rng.integers(0, 2**32, len(rows))
+    shards, first = [], 0
+    for number, count in enumerate(SHARDS):
+        shards.append((f"train-{number:05d}.bin", count))
+        open_storage(url).write(shards[-1][0], rows[first : first + count].tobytes())
+        first += count
+    counts = {"train": {"rows": len(rows)}}
+    return Prepared(url, "f" * 16, {}, SEQ_LEN, {"train": shards}, counts, {}, [], 0)
+
+
+def deal(prepared: Prepared, order: Order, first_step: int, world: int) -> list[list[StepRows]]:
+    """Take the steps of all ranks from the stream, each rank in a thread, as training does."""
+    config = stream.ExactOrder(prepared, order)
+    shards = config.configure({"train": first_step}, world)
+    taken: list[list[StepRows]] = [[] for _ in range(world)]
+
+    def consume(rank: int) -> None:
+        shard, micro_batches = shards[rank]["train"], order.num_micro_batches(world)
+        taken[rank] += stream.steps(shard, order.micro_batch, micro_batches)
+
+    threads = [threading.Thread(target=consume, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return taken
+
+
+def same(one: StepRows, other: StepRows) -> bool:
+    return one.step == other.step and all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        and getattr(one, name).dtype == getattr(other, name).dtype
+        for name in stream.FIELDS
+    )
+
+
+def check(prepared: Prepared, order: Order, first_step: int, world: int) -> None:
+    taken = deal(prepared, order, first_step, world)
+    rows = prepared.rows("train")
+    for rank in range(world):
+        expected = list(local_steps(rows, order, rank, world, first_step))
+        assert [batch.step for batch in taken[rank]] == list(range(first_step, order.num_steps))
+        assert all(same(a, b) for a, b in zip(taken[rank], expected, strict=True))
+
+
+# 17 rows, 3 micro-batches of 2 a step: steps 2 and 5 straddle an epoch's end, the last is short,
+# 2 and more ranks do not divide the 3 micro-batches evenly.
+EPOCHS = Order.for_epochs(num_rows=17, rows_per_step=6, micro_batch=2, seed=3, epochs=3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("first_step", [0, 5])
+def test_the_stream_is_what_one_process_reads(
+    ray_cluster: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    first_step: int,
+) -> None:
+    assert EPOCHS.num_steps == 9
+    monkeypatch.setattr(stream, "MAX_STEPS_PER_CHUNK", 2)  # 9 and 4 steps: a last chunk of 1 and 2
+    check(random_rows(str(tmp_path)), EPOCHS, first_step, world)
+
+
+def test_a_resume_at_the_end_gives_nothing(ray_cluster: None, tmp_path: Path) -> None:
+    assert deal(random_rows(str(tmp_path)), EPOCHS, EPOCHS.num_steps, 2) == [[], []]
+
+
+def test_more_ranks_than_micro_batches_and_rows_on_s3(ray_cluster: None, s3_bucket: str) -> None:
+    order = Order.for_steps(num_rows=17, rows_per_step=2, micro_batch=1, seed=0, num_steps=3)
+    check(random_rows(f"s3://{s3_bucket}/rows"), order, 1, 3)
+
+
+def test_blocks_larger_than_ray_wants_are_not_cut(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    monkeypatch.setattr(context, "target_max_block_size", 256)  # bytes; a chunk has 9 steps of 700
+    check(random_rows(str(tmp_path)), EPOCHS, 0, 2)
+    assert context.target_max_block_size == 256, "the settings of other data sets changed"
+    assert not context.execution_options.preserve_order
+
+
+def test_chunks_are_of_a_few_mib_and_not_too_many(tmp_path: Path) -> None:
+    prepared = random_rows(str(tmp_path))
+    assert stream.steps_per_chunk(prepared, EPOCHS, 0, 1) == stream.MAX_STEPS_PER_CHUNK
+    long = Order.for_steps(num_rows=17, rows_per_step=6, micro_batch=2, seed=0, num_steps=10**6)
+    for world in (1, 8):
+        per_chunk = stream.steps_per_chunk(prepared, long, 0, world)
+        assert -(-(10**6) // per_chunk) * world <= stream.MAX_CHUNKS + world
+    large = Order.for_steps(17, 10**6, 10**6, 0, 10)
+    assert stream.steps_per_chunk(prepared, large, 0, 1) == 1
+
+
+# ---- Rows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_rows_by_number(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    url = str(tmp_path) if where == "local" else f"s3://{request.getfixturevalue('s3_bucket')}/r"
+    rows = random_rows(url).rows("train")
+    assert len(rows) == 17
+    ids = np.array([16, 0, EMPTY, 4, 5, 6, 13, 14, 0])  # the ends of every shard, one twice
+    records = rows.read(ids)
+    present = ids != EMPTY
+    assert records["input_ids"][present, 0].tolist() == ids[present].tolist()
+    (empty,) = records[~present]
+    assert (empty["labels"] == IGNORE).all() and not empty["segments"].any()
+    assert empty["target_bytes"] == 0 and len(rows.read(ids[:0])) == 0
+    whole = rows.read(np.arange(17))
+    data = b"".join(open_storage(url).read(name) for name, _ in rows.shards)
+    assert whole.tobytes() == data
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_all_ranks_together_take_each_position_of_a_step_once(tmp_path: Path, world: int) -> None:
+    rows = random_rows(str(tmp_path)).rows("train")
+    for step in range(EPOCHS.num_steps):
+        taken: list[Any] = []
+        for rank in range(world):
+            (batch,) = (b for b in local_steps(rows, EPOCHS, rank, world, step) if b.step == step)
+            assert batch.input_ids.shape == (EPOCHS.num_micro_batches(world), 2, SEQ_LEN)
+            real = batch.positions != EMPTY
+            assert np.array_equal(real, batch.rows != EMPTY)
+            assert np.array_equal(batch.input_ids[real][:, 0], batch.rows[real])
+            taken += zip(batch.positions[real].tolist(), batch.rows[real].tolist(), strict=True)
+        expected = [(n, row) for n, row in enumerate(EPOCHS.rows(step).tolist()) if row != EMPTY]
+        assert sorted(taken) == expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("micro_batch", [1, 4, 20])
+def test_sequential_batches_take_every_row_once(
+    tmp_path: Path, world: int, micro_batch: int
+) -> None:
+    rows = random_rows(str(tmp_path)).rows("train")
+    ranks = [list(sequential_batches(rows, micro_batch, rank, world)) for rank in range(world)]
+    assert len({len(batches) for batches in ranks}) == 1
+    dealt = [batch for together in zip(*ranks, strict=True) for batch in together]
+    ids = np.concatenate([batch.rows.ravel() for batch in dealt])
+    assert ids[ids != EMPTY].tolist() == list(range(17))
+    first = np.concatenate([batch.input_ids[..., 0].ravel() for batch in dealt])
+    assert first[ids != EMPTY].tolist() == list(range(17))
+    labels = np.concatenate([batch.labels.reshape(-1, SEQ_LEN) for batch in dealt])
+    assert (labels[ids == EMPTY] == IGNORE).all()
+
+
+def test_no_rows_give_no_batches(tmp_path: Path) -> None:
+    rows = Rows(open_storage(str(tmp_path)), [], SEQ_LEN)
+    assert len(rows) == 0 and list(sequential_batches(rows, 2, 0, 1)) == []

@@ -1,0 +1,305 @@
+"""The command line, end to end: what bad input gets, and what a run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+)
+
+from rayapp.data import tokens
+from rayapp.finetune.__main__ import main
+
+TEXT = "".join(f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900))
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320}
+HEADS = {"num_attention_heads": 4, "max_position_embeddings": 128}
+SHAPES = {
+    "gpt_neox": GPTNeoXConfig(**SMALL, **HEADS, dtype="float32"),
+    "llama_tied": LlamaConfig(
+        **SMALL, **HEADS, num_key_value_heads=2, tie_word_embeddings=True, dtype="float32"
+    ),
+    "mixtral": MixtralConfig(
+        **SMALL, **HEADS, num_key_value_heads=2, num_local_experts=4, dtype="float32"
+    ),
+}
+FAST = ["--data.seq_len=64", "--train.tokens_per_step=512", "--train.micro_batch=2", "--train.lr=3e-3"]
+FAST += ["--train.precision=fp32", "--data.eval_fraction=0.1", "--cluster.max_failures=0"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text, JSONL of several kinds, and three small models of several shards each."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "empty.txt").write_text("")
+    lines = [json.dumps({"text": line}) for line in TEXT.splitlines()]
+    (folder / "good.jsonl").write_text("\n".join(lines))
+    (folder / "broken.jsonl").write_text("\n".join([*lines[:2], '{"text": "cut of', *lines[2:8]]))
+    (folder / "columns.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
+    for name, shape in SHAPES.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(shape)
+        model.save_pretrained(folder / name, max_shard_size="150KB")
+        tokens.byte_tokenizer().save_pretrained(folder / name)
+        assert len(list((folder / name).glob("*.safetensors"))) > 1
+    shutil.copytree(folder / "llama_tied", folder / "weightless")
+    for path in (folder / "weightless").glob("model*"):
+        path.unlink()
+    shutil.copytree(folder / "llama_tied", folder / "missing_shard")
+    sorted((folder / "missing_shard").glob("*.safetensors"))[1].unlink()
+    shutil.copytree(folder / "llama_tied", folder / "cut_shard")
+    cut = sorted((folder / "cut_shard").glob("*.safetensors"))[0]
+    cut.write_bytes(cut.read_bytes()[:-100])
+    tokens.train_bpe(iter([TEXT]), 400).save_pretrained(folder / "large_tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray on this machine for all runs in this process."""
+    import ray
+
+    temporary = tempfile.mkdtemp()  # short: Ray makes sockets below it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            log_to_driver=False,
+            _temp_dir=temporary,
+        )
+        yield
+        ray.shutdown()
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def command(files: Path, storage: Path, name: str, *more: str) -> list[str]:
+    """A command line that would run; `more` overrides what comes before."""
+    base = [f"--run.storage={storage}", f"--run.name={name}", f"--data.path={files / 'text.txt'}"]
+    base += [f"--model.path={files / 'llama_tied'}", "--train.max_steps=20", *FAST]
+    replaced = {argument.split("=")[0] for argument in more}
+    return [a for a in base if a.split("=")[0] not in replaced] + list(more)
+
+
+# ---- What bad input gets ---------------------------------------------------------------------
+
+BAD = {
+    "unknown field": (["--train.lrr=1"], ["train.lrr=1 is unknown", "Did you mean train.lr?"]),
+    "wrong type": (["--train.micro_batch=two"], ["train.micro_batch=two", "whole number"]),
+    "missing data": (["--data.path={files}/none.txt"], ["data.path=", "none.txt is missing"]),
+    "empty data": (["--data.path={files}/empty.txt"], ["data.path=", "is empty"]),
+    "not JSON": (["--data.path={files}/broken.jsonl"], ["broken.jsonl:3 is not JSON"]),
+    "no column": (["--data.path={files}/columns.jsonl"], ["columns.jsonl:1 has no column 'text'"]),
+    "no weights": (["--model.path={files}/weightless"], ["weightless", "no weights"]),
+    "shard missing": (["--model.path={files}/missing_shard"], ["model-00002-of-", "missing"]),
+    "shard truncated": (["--model.path={files}/cut_shard"], ["model-00001-of-", "truncated"]),
+    "vocabulary": (
+        ["--model.tokenizer={files}/large_tokenizer"],
+        ["large_tokenizer is too large for the model", "400 tokens", "320"],
+    ),
+    "seq_len": (
+        ["--data.seq_len=256", "--train.tokens_per_step=1024"],
+        ["data.seq_len=256 is above the model's limit", "128"],
+    ),
+    "not divisible": (
+        ["--train.tokens_per_step=1000"],
+        ["train.tokens_per_step=1000 is not divisible", "896 or 1_024"],
+    ),
+    "unwritable": (["--run.storage={files}/text.txt/runs"], ["run.storage=", "is not writable"]),
+    "too many workers": (["--cluster.workers=640"], ["cluster.workers=640 is more than"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_before_anything_starts(
+    case: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    more, expected = BAD[case]
+    code = main(command(files, tmp_path, "bad", *(a.format(files=files) for a in more)))
+    message = capsys.readouterr().err
+    assert code == 2, message
+    for text in expected:
+        assert text in message
+    assert not ray.is_initialized()
+    assert not (tmp_path / "bad").exists()
+
+
+def test_all_problems_come_in_one_message(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [f"--data.path={files}/none.txt", f"--model.path={files}/weightless"]
+    more += ["--cluster.workers=640", f"--run.storage={files}/text.txt/runs"]
+    assert main(command(files, tmp_path, "bad", *more)) == 2
+    message = capsys.readouterr().err
+    for text in ("run.storage=", "none.txt is missing", "no weights", "cluster.workers=640"):
+        assert text in message
+
+
+def test_an_absent_bucket_is_named(
+    files: Path, tmp_path: Path, s3_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(files, tmp_path, "bad", "--run.storage=s3://no-such-bucket-here/runs")) == 2
+    message = capsys.readouterr().err
+    assert "run.storage=s3://no-such-bucket-here/runs is not writable" in message
+    assert "does not exist" in message
+
+
+def test_denied_access_is_named(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Denies(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            body = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_DELETE = do_PUT
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Denies)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    code = main(command(files, tmp_path, "bad", "--run.storage=s3://bucket/runs"))
+    server.shutdown()
+    assert code == 2
+    assert "access denied" in capsys.readouterr().err.lower()
+
+
+def test_the_command_itself_exits_with_2(tmp_path: Path) -> None:
+    """The same through a real process; a typo is told in about a second."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rayapp.finetune", "--data.seqlen=3", "--train.tokens_per_step=x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "Did you mean data.seq_len?" in done.stderr and "train.tokens_per_step=x" in done.stderr
+
+
+# ---- Runs ------------------------------------------------------------------------------------
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_folder_loads_trains_and_exports(
+    name: str, files: Path, tmp_path: Path, ray_here: None
+) -> None:
+    prompts = "--eval.prompts=Line 1" if name == "gpt_neox" else "--eval.prompts="
+    argv = command(files, tmp_path, name, f"--model.path={files / name}", prompts)
+    assert main(argv) == 0
+    lines = lines_of(tmp_path / name)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+    before = AutoModelForCausalLM.from_pretrained(files / name)
+    ids = torch.arange(40)[None] + 10
+    assert not torch.equal(exported(ids).logits, before(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / name / "model")
+    assert tokenizer("Line 1").input_ids == AutoTokenizer.from_pretrained(files / name)("Line 1").input_ids
+    result = json.loads((tmp_path / name / "result.json").read_text())
+    assert result["status"] == "done" and result["eval_loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_after_no_step_the_export_is_the_input(
+    name: str, files: Path, tmp_path: Path, ray_here: None
+) -> None:
+    argv = command(files, tmp_path, name, f"--model.path={files / name}", "--train.max_steps=0")
+    assert main(argv) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+    before = AutoModelForCausalLM.from_pretrained(files / name)
+    ids = torch.arange(40)[None] + 10
+    assert torch.equal(exported(ids).logits, before(ids).logits)
+
+
+def test_worker_counts_give_the_same_run(files: Path, tmp_path: Path, ray_here: None) -> None:
+    """Through Ray Train and Ray Data; 8 rows in 4 micro-batches do not divide among 3."""
+    for workers in (1, 2, 3):
+        argv = command(files, tmp_path, f"w{workers}", f"--cluster.workers={workers}")
+        assert main([*argv, "--checkpoint.export=false"]) == 0
+    runs = [lines_of(tmp_path / f"w{workers}") for workers in (1, 2, 3)]
+    for other in runs[1:]:
+        assert [line["batch_digest"] for line in other] == [l["batch_digest"] for l in runs[0]]
+        np.testing.assert_allclose(
+            [line["loss"] for line in other], [l["loss"] for l in runs[0]], rtol=0, atol=1e-4
+        )
+
+
+def test_few_bad_rows_are_counted_and_many_stop_the_run(
+    files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bad line far from the head of the file is found while preparing."""
+    good = (files / "good.jsonl").read_text()
+    (tmp_path / "data.jsonl").write_text(f"{good}\nnot json\n")
+    argv = command(files, tmp_path, "few", f"--data.path={tmp_path / 'data.jsonl'}")
+    argv = [*[a for a in argv if "max_steps" not in a], "--train.max_steps=1"]
+    assert main([*argv, "--checkpoint.export=false"]) == 0
+    plan = json.loads((tmp_path / "few" / "plan.json").read_text())
+    assert sum(plan["data"]["bad"].values()) == 1
+    assert "data.jsonl:901" in capsys.readouterr().out
+    assert main([*argv, "--run.name=many", "--data.bad_rows=0.0001"]) == 2
+    assert "data.jsonl:901 is not JSON" in capsys.readouterr().err
+
+
+def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_path: Path) -> None:
+    """A real process that starts its own Ray: exit codes, files, a second call, another config."""
+    argv = command(files, tmp_path, "cli", "--train.max_steps=3", "--eval.prompts=Line 1")
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": tempfile.mkdtemp()}
+    environment.pop("RAY_ADDRESS", None)
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        call = [sys.executable, "-m", "rayapp.finetune", *argv, *more]
+        return subprocess.run(call, capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    first = run()
+    assert first.returncode == 0, first.stdout + first.stderr
+    for text in ("rows per step", "512 tokens / 64 = 8", "step 3/3", "held-out loss", "model in"):
+        assert text in first.stdout
+    found = {p.relative_to(tmp_path / "cli").as_posix() for p in (tmp_path / "cli").rglob("*") if p.is_file()}
+    for name in ("config.yaml", "plan.json", "metrics.jsonl", "result.json"):
+        assert name in found
+    folder = "checkpoints/step-00000003"
+    assert {f"{folder}/{n}" for n in ("COMMITTED", "state.json", ".metadata")} <= found
+    assert {"model/config.json", "model/tokenizer.json", "model/model.safetensors"} <= found
+    second = run()
+    assert second.returncode == 0 and "already done" in second.stdout
+    other = run("--train.lr=1e-5")
+    assert other.returncode == 2
+    assert "run.name=cli is taken" in other.stderr and "train.lr: 0.003 -> 1e-05" in other.stderr
+    shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)

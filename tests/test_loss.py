@@ -1,0 +1,220 @@
+"""Check chunked cross-entropy against PyTorch's own, in values, gradients, memory and rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rayapp.loss import IGNORE, chunked_cross_entropy
+
+
+def plain(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the same sum from all logits at once, in the dtype of the inputs."""
+    logits = linear(hidden, weight, bias).flatten(0, -2)
+    return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def leaves(shape: tuple[int, ...], width: int, vocabulary: int, *, bias: bool, seed: int) -> Any:
+    """Draw (hidden, weight, labels, bias) in fp64; a third of the labels is IGNORE."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+
+    labels = torch.randint(0, vocabulary, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 1 / 3] = IGNORE
+    return draw(*shape, width), draw(vocabulary, width), labels, draw(vocabulary) if bias else None
+
+
+def gradients(loss: torch.Tensor, inputs: Any) -> list[torch.Tensor]:
+    """Return the gradients of 2.5 * loss, so that the gradient from above is not 1."""
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    return list(torch.autograd.grad(loss * 2.5, wanted))
+
+
+def cast(inputs: Any, dtype: torch.dtype) -> Any:
+    return tuple(
+        t.detach().to(dtype).requires_grad_() if t is not None and t.is_floating_point() else t
+        for t in inputs
+    )
+
+
+shapes = st.one_of(
+    st.tuples(st.integers(0, 9)), st.tuples(st.integers(1, 3), st.integers(1, 7))
+)  # [tokens] or [b, S]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    shape=shapes,
+    width=st.integers(1, 5),
+    vocabulary=st.integers(2, 11),
+    chunk=st.integers(0, 12) | st.just(10_000),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_equals_torch(
+    dtype: torch.dtype,
+    error: float,
+    shape: tuple[int, ...],
+    width: int,
+    vocabulary: int,
+    chunk: int,
+    bias: bool,
+    seed: int,
+) -> None:
+    reference = leaves(shape, width, vocabulary, bias=bias, seed=seed)
+    inputs = cast(reference, dtype)
+    expected = plain(*reference)
+    loss = chunked_cross_entropy(*inputs, chunk=chunk)
+    assert loss.dtype == dtype and loss.shape == ()
+    assert torch.allclose(loss.double(), expected, rtol=error, atol=error)
+    for ours, exact in zip(gradients(loss, inputs), gradients(expected, reference), strict=True):
+        assert ours.dtype == dtype and ours.shape == exact.shape
+        assert torch.allclose(ours.double(), exact, rtol=error, atol=error)
+
+
+def test_numeric_gradient() -> None:
+    hidden, weight, labels, bias = leaves((7,), 3, 5, bias=True, seed=1)
+    inputs = (hidden, weight, labels, bias)
+    analytic = gradients(chunked_cross_entropy(*inputs, chunk=3), inputs)
+    for tensor, gradient in zip((hidden, weight, bias), analytic, strict=True):
+        flat = tensor.detach().view(-1)
+        for i in range(flat.numel()):
+            value, ends = flat[i].item(), []
+            for moved in (value + 1e-6, value - 1e-6):
+                flat[i] = moved
+                ends.append(chunked_cross_entropy(*inputs, chunk=3).item())
+            flat[i] = value
+            numeric = 2.5 * (ends[0] - ends[1]) / 2e-6
+            assert numeric == pytest.approx(gradient.view(-1)[i].item(), rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 4])
+def test_all_ignored_is_zero(chunk: int) -> None:
+    inputs = leaves((2, 6), 3, 5, bias=True, seed=2)
+    inputs[2].fill_(IGNORE)
+    loss = chunked_cross_entropy(*inputs, chunk=chunk)
+    assert loss.item() == 0.0
+    for gradient in gradients(loss, inputs):
+        assert not gradient.any()
+
+
+def test_ignored_rows_get_exactly_zero() -> None:
+    inputs = leaves((20,), 4, 6, bias=False, seed=3)
+    (of_hidden, _) = gradients(chunked_cross_entropy(*inputs, chunk=6), inputs)
+    assert torch.equal(of_hidden.any(1), inputs[2] != IGNORE)
+
+
+def test_a_label_out_of_range_is_refused() -> None:
+    hidden, weight, _, _ = leaves((3,), 4, 6, bias=False, seed=3)
+    for wrong in (6, -1):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            chunked_cross_entropy(hidden, weight, torch.tensor([0, wrong, 2]))
+
+
+@pytest.mark.parametrize("chunk", [0, 100, 512])
+def test_bf16_rounds_each_value_once_and_sums_in_fp32(chunk: int) -> None:
+    tokens, width, vocabulary = 2048, 32, 300
+    inputs = cast(leaves((tokens,), width, vocabulary, bias=True, seed=4), torch.bfloat16)
+    with torch.no_grad():
+        inputs[1].mul_(0.2)
+    exact = cast(inputs, torch.float64)
+    loss, expected = chunked_cross_entropy(*inputs, chunk=chunk), plain(*exact)
+    assert loss.dtype == torch.float32
+    # A logit is off by 2^-9 of itself; the errors of 2048 of them cancel in an fp32 sum, whereas
+    # a bf16 sum (8 bits) of so many terms would be off by 2^-9 of thousands of nats.
+    assert abs(loss.item() - expected.item()) < 1e-3 * expected.item()
+    for ours, reference in zip(gradients(loss, inputs), gradients(expected, exact), strict=True):
+        assert ours.dtype == torch.bfloat16
+        error = (ours.double() - reference).norm() / reference.norm()
+        assert error < 6e-3, error
+
+
+def test_bf16_keeps_the_small_gradient_of_a_sure_and_right_answer() -> None:
+    # p = 0.9997: in bf16 it would be 1, and p - 1 would be 0.
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+    chunked_cross_entropy(hidden, weight, torch.tensor([0])).backward()
+    probability = torch.tensor([8.0, 0.0], dtype=torch.float64).softmax(0)
+    assert weight.grad is not None
+    expected = torch.stack([probability[0] - 1, probability[1]])
+    assert torch.allclose(weight.grad[:, 0].double(), expected, rtol=2**-8)
+
+
+def test_bf16_is_not_scaled_by_a_rounded_factor() -> None:
+    inputs = cast(leaves((64,), 16, 40, bias=False, seed=5), torch.bfloat16)
+    once = torch.autograd.grad(chunked_cross_entropy(*inputs), inputs[0])[0]
+    third = torch.autograd.grad(chunked_cross_entropy(*inputs) / 3, inputs[0])[0]
+    assert torch.equal(third, (once.float() / 3).bfloat16())
+
+
+class Watch(TorchDispatchMode):
+    """Note the elements and bytes of every tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.operators.append(func.overloadpacket.__name__)
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.sizes.append(tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("chunk", [8, 60])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int) -> None:
+    tokens, width, vocabulary = 600, 4, 50
+    inputs = leaves((tokens,), width, vocabulary, bias=True, seed=6)
+    with Watch() as watch:
+        chunked_cross_entropy(*inputs, chunk=chunk).backward()
+    assert max(watch.sizes) == max(chunk * vocabulary, tokens * width)
+    with Watch() as watch:
+        plain(*inputs).backward()
+    assert max(watch.sizes) == tokens * vocabulary
+
+
+def products(inputs: Any) -> int:
+    with Watch() as watch:
+        loss = chunked_cross_entropy(*inputs, chunk=4)
+        if loss.requires_grad:
+            loss.backward()
+    return sum(name in ("mm", "addmm", "addmm_") for name in watch.operators)
+
+
+def test_only_the_wanted_gradients_are_computed() -> None:
+    inputs = leaves((8,), 3, 5, bias=False, seed=7)
+    assert products(inputs) == 6  # two chunks, three products each
+    with torch.no_grad():
+        assert products(inputs) == 2
+    inputs[1].requires_grad_(False)  # as when adapters train and the head is frozen
+    assert products(inputs) == 4
+    inputs[0].requires_grad_(False)
+    assert products(inputs) == 2
+
+
+def test_inputs_are_left_alone_and_a_second_backward_is_refused() -> None:
+    inputs = leaves((9,), 3, 5, bias=True, seed=8)
+    copies = [t.detach().clone() for t in inputs]
+    loss = chunked_cross_entropy(*inputs, chunk=4)
+    loss.backward(retain_graph=True)
+    for tensor, copy in zip(inputs, copies, strict=True):
+        assert torch.equal(tensor, copy)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
