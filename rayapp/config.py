@@ -358,8 +358,8 @@ def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if train.max_steps is not None and train.epochs is not None:
         yield (
             ("train.max_steps", "train.epochs"),
-            f"train.epochs={train.epochs} is in conflict with train.max_steps={train.max_steps}: "
-            "both fix the length of the run. Set one of them to none",
+            f"train.epochs={train.epochs} is in conflict: train.max_steps={train.max_steps} "
+            "also fixes the length of the run. Set one of them to none",
         )
     if cluster.min_workers < 1 or cluster.min_workers > cluster.max_workers:
         yield (
@@ -367,12 +367,12 @@ def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"cluster.workers={cluster.workers} is not a range: it must be N or MIN:MAX with "
             "1 <= MIN <= MAX. Set e.g. cluster.workers=2 or cluster.workers=2:8",
         )
-    held_out = "eval_fraction" in data.model_fields_set and data.eval_fraction
-    if data.eval_path is not None and held_out:
+    # The default is no wish, also where a file that to_yaml() wrote spells it out.
+    if data.eval_path is not None and data.eval_fraction not in (0, Data().eval_fraction):
         yield (
             ("data.eval_path", "data.eval_fraction"),
-            f"data.eval_fraction={data.eval_fraction} is in conflict with data.eval_path="
-            f"{data.eval_path}: both choose the held-out data. Set data.eval_fraction=0",
+            f"data.eval_fraction={data.eval_fraction} is in conflict: data.eval_path="
+            f"{_shown(data.eval_path)} also chooses the held-out data. Set data.eval_fraction=0",
         )
     if parallel.replicas is not None and parallel.strategy != "hybrid_shard":
         yield (
@@ -444,10 +444,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
-                why = f"{key.value} is there twice"
-                raise yaml.constructor.ConstructorError(None, None, why, key.start_mark)
             if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    why = f"{key.value} is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, why, key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -5,25 +5,28 @@
 
 `metrics.jsonl` is the run's own record and does not go through Ray. A local file is appended to; an
 S3 object cannot be, so it is rewritten by a thread, at most every few seconds and less often as it
-grows. After a resume each step is there once: lines past the resumed step are dropped, and the time
-that they had taken is kept as lost work.
+grows; while S3 fails, training goes on and the lines wait. After a resume each step is there once:
+lines past the resumed step are dropped, and the time that they had taken is kept as lost work.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rayapp.storage import Storage
+from rayapp.storage import Storage, StorageError
 
 FILE = "metrics.jsonl"
 FLUSH_S = 5.0
 BYTES_PER_S = 2 * 2**20  # of rewriting an S3 object, on average
+
+logger = logging.getLogger("rayapp.metrics")
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,25 @@ class StepRecord:
 
 
 def read(storage: Storage) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl; none if there is no such file yet."""
+    """Return the lines of a run's metrics.jsonl; none if there is no such file yet.
+
+    What is not a whole line is left out: a process that was killed leaves a torn last line.
+    """
     try:
         data = storage.read(FILE)
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in data.decode().splitlines() if line.endswith("}")]
+    lines, texts = [], data.split(b"\n")
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict):
+            lines.append(line)
+        elif number < len(texts):  # in the midst: a disk that lost its power, an editor
+            logger.warning("%s/%s: line %d is not readable", storage.url, FILE, number)
+    return lines
 
 
 class MetricsLog:
@@ -79,17 +95,16 @@ class MetricsLog:
         before = read(storage)
         kept = [line for line in before if line["step"] <= first_step]
         dropped = [line for line in before if line["step"] > first_step]
-        self.lost_s = sum(line["step_s"] for line in dropped)
+        self.lost_s = math.fsum(line["step_s"] or 0.0 for line in dropped)
         """Seconds of work that the resume threw away."""
         self.lost_steps = len(dropped)
         self.attempt = 1 + max((line["attempt"] for line in before), default=0)
-        self._buffer = "".join(json.dumps(line) + "\n" for line in kept)
-        self.storage.write(FILE, self._buffer.encode())
+        self._data = bytearray("".join(json.dumps(line) + "\n" for line in kept).encode())
+        storage.write(FILE, bytes(self._data))
         path = storage.local_path(FILE)
-        self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
-        self._changed = threading.Event()
-        self._closed = False
-        self._error: BaseException | None = None
+        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
+        self._changed, self._closed = threading.Event(), threading.Event()
+        self._error: Exception | None = None
         self._thread = None
         if path is None:
             self._thread = threading.Thread(target=self._rewrite, name="metrics", daemon=True)
@@ -99,62 +114,84 @@ class MetricsLog:
         """Append one record.
 
         Raises:
-            StorageError: the storage has refused the lines before this one.
+            StorageError: the local disk has refused it.
         """
-        if self._error is not None:
-            raise self._error
-        line = json.dumps(_finite(asdict(record))) + "\n"
-        if self._file:
-            self._file.write(line)
-            self._file.flush()
-        else:
-            self._buffer += line
+        line = (json.dumps(_finite(asdict(record)), allow_nan=False) + "\n").encode()
+        if self._file is None:
+            self._data += line
             self._changed.set()
+            return
+        try:
+            written = self._file.write(line)  # unbuffered: another process may read it now
+        except OSError as error:
+            raise self._storage_error(error.strerror) from error
+        if written != len(line):
+            raise self._storage_error("the disk took a part of a line")
 
     def close(self) -> None:
-        """Make everything written durable."""
-        if self._file:
-            self._file.close()
-            return
-        self._closed = True
-        self._changed.set()
-        assert self._thread is not None
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        """Make everything written durable.
+
+        Raises:
+            StorageError: the storage has refused it.
+        """
+        if self._file is not None and not self._file.closed:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise self._storage_error(error.strerror) from error
+            finally:
+                self._file.close()
+        if self._thread is not None:
+            self._closed.set()
+            self._changed.set()
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
 
     def _rewrite(self) -> None:
-        try:
-            while not self._closed:
-                self._changed.wait()
-                self._changed.clear()
-                data = self._buffer.encode()
+        """Store what is there whenever it has changed, and once more when closed."""
+        last = False
+        while not last:
+            self._changed.wait()
+            self._changed.clear()  # before the look at `closed`, or its wake-up could be lost
+            last = self._closed.is_set()
+            data = bytes(self._data)
+            try:
                 self.storage.write(FILE, data)
-                deadline = time.monotonic() + max(FLUSH_S, len(data) / BYTES_PER_S)
-                while not self._closed and time.monotonic() < deadline:
-                    time.sleep(0.1)
-            self.storage.write(FILE, self._buffer.encode())
-        except OSError as error:  # raised again by the next write or close
-            self._error = error
+                self._error = None
+            except Exception as error:  # storage has retried: close() raises the last one
+                self._error = error
+                self._changed.set()
+                logger.warning("metrics are not stored yet: %s", error)
+            self._closed.wait(max(FLUSH_S, len(data) / BYTES_PER_S))
+
+    def _storage_error(self, why: str | None) -> StorageError:
+        return StorageError("write", f"{self.storage.url}/{FILE}", str(why), "Free some space")
 
 
-def goodput(lines: Iterable[dict[str, Any]], wall_s: float, known_s: dict[str, float]) -> dict[str, float]:
-    """Return fractions of wall time by cause; they sum to 1.
+def goodput(
+    lines: Iterable[dict[str, Any]], wall_s: float, known_s: dict[str, float]
+) -> dict[str, float]:
+    """Return fractions of wall time by cause; they sum to 1 and none is negative.
 
     `known_s` are seconds measured elsewhere (start, export, lost_work, recovery ...); what nothing
     accounts for is `other`.
     """
     lines = list(lines)
-    seconds = {
-        "data_wait": math.fsum(line["data_wait_s"] for line in lines),
-        "checkpoint_stall": math.fsum(line["checkpoint_stall_s"] for line in lines),
-        "evaluation": math.fsum(line["eval_s"] for line in lines),
+    names = {
+        "data_wait": "data_wait_s",
+        "checkpoint_stall": "checkpoint_stall_s",
+        "evaluation": "eval_s",
     }
-    total_step_s = math.fsum(line["step_s"] for line in lines)
-    seconds["step"] = total_step_s - sum(seconds.values())
-    seconds |= known_s
-    wall_s = max(wall_s, math.fsum(seconds.values()), 1e-9)
-    seconds["other"] = wall_s - math.fsum(seconds.values())
+    seconds = {
+        cause: math.fsum(line[name] or 0.0 for line in lines) for cause, name in names.items()
+    }
+    step_s = math.fsum(line["step_s"] or 0.0 for line in lines)
+    seconds["step"] = step_s - math.fsum(seconds.values())
+    seconds = {cause: max(0.0, value) for cause, value in (seconds | known_s).items()}
+    accounted_s = math.fsum(seconds.values())
+    wall_s = max(wall_s, accounted_s, 1e-9)
+    seconds["other"] = wall_s - accounted_s
     return {cause: value / wall_s for cause, value in seconds.items()}
 
 

@@ -197,6 +197,13 @@ def test_a_refusal_of_the_template_is_a_problem_of_the_record_and_not_a_crash() 
     assert problem == words
 
 
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"data\.kind=chat is without a template"):
+        Renderer(tokenizer, "chat")
+
+
 def test_rows_do_not_depend_on_the_day() -> None:
     text, _ = rendered(tokenizer_with(LLAMA), TURNS)
     assert text.startswith(

@@ -52,7 +52,7 @@ def tokenizer_url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 500)
 
 
 def write_jsonl(path: Path, values: list[Any]) -> sources.Source:
@@ -62,7 +62,7 @@ def write_jsonl(path: Path, values: list[Any]) -> sources.Source:
 
 @pytest.fixture
 def recipe(tmp_path: Path, tokenizer_url: str) -> Recipe:
-    """Return a recipe of 90 texts in about 5 units, a tenth of them held out."""
+    """Return a recipe of 90 texts in about 6 units, a tenth of them held out."""
     source = write_jsonl(tmp_path / "data.jsonl", [VALUES["text"](n) for n in range(90)])
     digest = tokens.tokenizer_digest(tokens.load_tokenizer(tokenizer_url))
     return Recipe(source, None, "text", tokenizer_url, digest, 0, S, True, False, 0.1)
@@ -216,11 +216,11 @@ def test_a_file_of_its_own_is_held_out(recipe: Recipe, tmp_path: Path) -> None:
 # ---- The same bytes, whoever makes them ---------------------------------------------------------
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_ray_makes_the_same_bytes_as_one_process(
-    ray_cluster: None,
     recipe: Recipe,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With 1 task at a time and with 2; the driver itself reads no record."""
     here(recipe, tmp_path / "here")
@@ -231,10 +231,11 @@ def test_ray_makes_the_same_bytes_as_one_process(
         raise AssertionError("the driver read the data")
 
     monkeypatch.setattr(sources, "read_piece", unread)
+    seen: list[tuple[int, int]]
     for concurrency in (1, 2):
         root = open_storage(str(tmp_path / f"ray-{concurrency}"))
-        seen: list[tuple[int, int]] = []
-        prepared = prepare.prepare(recipe, root, concurrency, lambda *at: seen.append(at))
+        seen = []
+        prepared = prepare.prepare(recipe, root, concurrency, lambda *at: seen.append(at))  # noqa: B023
         assert contents(root / recipe.fingerprint) == expected
         size = recipe.source.num_bytes
         assert (
@@ -243,10 +244,10 @@ def test_ray_makes_the_same_bytes_as_one_process(
         assert prepare.prepare(recipe, root) == prepared
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_what_was_cut_off_is_finished(
-    ray_cluster: None,
     recipe: Recipe,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """A preparation that ended after 2 units, and one that lost summaries and its manifest."""
     whole = here(recipe, tmp_path / "here")
@@ -262,10 +263,10 @@ def test_what_was_cut_off_is_finished(
     assert replace(prepared, url=whole.url) == whole
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_shards_that_were_truncated_or_lost_are_made_again(
-    ray_cluster: None,
     recipe: Recipe,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     prepared = here(recipe, tmp_path / "out")
     storage = open_storage(prepared.url)
@@ -277,10 +278,10 @@ def test_shards_that_were_truncated_or_lost_are_made_again(
     assert again == prepared and contents(storage) == expected
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_two_preparations_at_once(
-    ray_cluster: None,
     recipe: Recipe,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     here(recipe, tmp_path / "here")
     root, made = open_storage(str(tmp_path / "both")), []
@@ -297,11 +298,11 @@ def test_two_preparations_at_once(
     assert contents(root / recipe.fingerprint) == expected
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_s3_gives_the_same_rows(
-    ray_cluster: None,
     recipe: Recipe,
     tmp_path: Path,
-    s3_bucket: str,  # noqa: F811
+    s3_bucket: str,
 ) -> None:
     """Data, tokenizer and rows on S3."""
     local = here(recipe, tmp_path / "here")
@@ -442,7 +443,7 @@ def test_samples_are_spread_over_the_corpus_and_read_little_of_it(
     )
     sample = list(prepare.sample_texts(source, "text", 4000))
     text = "".join(sample)
-    assert 3000 <= len(text) <= 6000 and sum(read) < 3 * 4000
+    assert 2000 <= len(text) <= 6000 and sum(read) < 3 * 4000
     numbers = sorted(int(part[:5]) for part in text.split("line ")[1:] if part[:5].isdigit())
     assert numbers[0] == 0 and numbers[-1] > 3600 and max(np.diff(numbers)) < 400
     chat = write_jsonl(tmp_path / "c.jsonl", [VALUES["chat"](n) for n in range(3)])

@@ -402,7 +402,7 @@ def _read_parquet(source: Source, piece: Piece) -> Iterator[Record]:
 
     parquet = pq.ParquetFile(_opened(source.root).open_read(piece.file))
     row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
-    groups = list(range(piece.start, piece.end))
+    groups = list(range(piece.start, min(piece.end, parquet.num_row_groups)))
     for batch in parquet.iter_batches(row_groups=groups, batch_size=1024):
         for value in batch.to_pylist():
             yield Record(piece.file, row, value)

@@ -208,6 +208,11 @@ class Renderer:
         self.template = (FIXED_DATE if "strftime_now" in template else "") + template
         self.turn_ends = tuple(filter(None, map(str, tokenizer.get_added_vocab())))
         self.marked = GENERATION.search(template) is not None
+        if kind == "chat" and not template:
+            raise ValueError(
+                "data.kind=chat is without a template: the tokenizer has no chat_template. "
+                "Set model.tokenizer to one that has, or use prompt and completion"
+            )
         if tokenizer.is_fast:  # a tokenizer.json may ask for them
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()

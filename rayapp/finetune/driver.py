@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -320,21 +321,21 @@ def _fit(job: Job, run: Storage, console: Console) -> dict[str, Any]:
     trainer = _trainer(job, scaling)
     bar = display.Bar(console, job.order.num_steps, job.config.run.name)
     bar.note(f"starting {job.config.cluster.workers} workers")
-    done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(run, bar, done), name="watch", daemon=True)
-    watcher.start()
+    # Not in the main thread: there Ray Train would replace our handling of signals by an abort.
+    pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
     try:
         with _stop_on_signal(run, console):
-            summary = trainer.fit().return_value
+            fit = pool.submit(trainer.fit)
+            _watch(run, bar, fit)
+            summary = fit.result().return_value
     except TrainingFailedError as error:
-        reason = _reason(error)
-        _write_failure(run, reason)
-        raise RunFailed(reason) from error
+        raise _failed(run, _reason(error)) from error
     finally:
-        done.set()
-        watcher.join()
+        pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
         bar.close()
     assert isinstance(summary, dict), summary
+    if summary["status"] == "failed":
+        raise _failed(run, summary["reason"])
     return summary
 
 
@@ -361,21 +362,20 @@ def _trainer(job: Job, scaling: Any) -> Any:
     )
 
 
-def _watch(run: Storage, bar: display.Bar, done: threading.Event) -> None:
-    """Follow metrics.jsonl, which is the run's own record wherever it trains."""
-    shown, wait_s = 0, POLL_S if run.local_path() else 4 * POLL_S
-    while True:
-        last = done.wait(wait_s)
+def _watch(run: Storage, bar: display.Bar, fit: Future[Any]) -> None:
+    """Follow metrics.jsonl, which is the run's own record wherever it trains, until `fit` is done."""
+    shown, wait_s = None, POLL_S if run.local_path() else 4 * POLL_S
+    done = False
+    while not done:
+        done = bool(wait([fit], timeout=wait_s).done)
         try:
             lines = metrics.read(run)
         except OSError as error:
             logger.warning("cannot read %s: %s", metrics.FILE, error)
-            lines = []
+            continue
         if lines and lines[-1]["step"] != shown:
             shown = lines[-1]["step"]
             bar.update(lines[-1])
-        if last:
-            return
 
 
 @contextmanager
@@ -414,10 +414,12 @@ def _reason(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _write_failure(run: Storage, reason: str) -> None:
+def _failed(run: Storage, reason: str) -> RunFailed:
+    """Record in result.json why the run failed, and return the error to raise."""
     lines = metrics.read(run)
-    steps = lines[-1]["step"] if lines else 0
-    run.write("result.json", json.dumps({"status": "failed", "steps": steps, "reason": reason}, indent=1).encode())
+    failure = {"status": "failed", "steps": lines[-1]["step"] if lines else 0, "reason": reason}
+    run.write("result.json", json.dumps(failure, indent=1).encode())
+    return RunFailed(reason)
 
 
 def _result(

@@ -15,6 +15,7 @@ from rayapp import checkpoint
 from rayapp.data import stream
 from rayapp.data.rows import StepRows
 from rayapp.finetune import training
+from rayapp.loop import NonFiniteLoss
 from rayapp.storage import open_storage
 
 
@@ -40,4 +41,8 @@ def work(job: training.Job) -> dict[str, Any]:
             assert head.step == step, f"data start at step {head.step}, the checkpoint at {step}"
             return itertools.chain([head], rows)
 
-        return training.run(job, ray.train.torch.get_device(), open_steps)
+        try:
+            return training.run(job, ray.train.torch.get_device(), open_steps)
+        except (NonFiniteLoss, training.Resumed) as error:
+            # All ranks raise these together, and a restart would only find the same again.
+            return {"status": "failed", "reason": str(error)}

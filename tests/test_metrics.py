@@ -1,0 +1,249 @@
+"""Check metrics.jsonl through resumes, kills and a failing S3, and that goodput adds up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayapp import metrics
+from rayapp.metrics import FILE, MetricsLog, StepRecord, goodput, read
+from rayapp.storage import Storage, StorageError, open_storage
+
+
+@pytest.fixture(params=["local", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return open_storage(str(tmp_path / "run"))
+    return open_storage(f"s3://{request.getfixturevalue('s3_bucket')}/run")
+
+
+def record(step: int, **values: Any) -> StepRecord:
+    numbers: dict[str, Any] = dict.fromkeys(StepRecord.__dataclass_fields__, 0.5)
+    numbers |= {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "batch_digest": "00ff"}
+    return StepRecord(**numbers | values)
+
+
+def steps(storage: Storage) -> list[int]:
+    return [line["step"] for line in read(storage)]
+
+
+def test_no_file_is_no_lines(storage: Storage) -> None:
+    assert read(storage) == []
+
+
+def test_each_step_is_there_once_after_resumes(storage: Storage) -> None:
+    log = MetricsLog(storage, 0)
+    assert (log.attempt, log.lost_s, log.lost_steps) == (1, 0.0, 0)
+    for step in (1, 2, 3, 4, 5):
+        log.write(record(step, step_s=step, attempt=log.attempt))
+    log.close()
+    assert steps(storage) == [1, 2, 3, 4, 5]
+
+    log = MetricsLog(storage, 3)
+    assert (log.attempt, log.lost_s, log.lost_steps) == (2, 4.0 + 5.0, 2)
+    assert steps(storage) == [1, 2, 3]  # already before the first step
+    for step in (4, 5, 6):
+        log.write(record(step, attempt=log.attempt))
+    log.close()
+
+    log = MetricsLog(storage, 6)
+    assert (log.attempt, log.lost_s, log.lost_steps) == (3, 0.0, 0)
+    log.close()
+    lines = read(storage)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["attempt"] for line in lines] == [1, 1, 1, 2, 2, 2]
+    assert list(lines[0]) == list(StepRecord.__dataclass_fields__)
+
+    MetricsLog(storage, 0).close()
+    assert steps(storage) == []
+
+
+def test_a_torn_last_line_is_dropped(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    whole = b'{"step": 1, "step_s": 0.5, "attempt": 1}\n'
+    line = b'{"step": 2, "step_s": 0.5, "attempt": 1}'
+    for end in range(len(line) + 1):
+        storage.write(FILE, whole + line[:end])
+        # Only the newline is missing at the end: all of the step is there.
+        assert steps(storage) == ([1, 2] if end == len(line) else [1])
+    storage.write(FILE, whole + line[:17])
+    log = MetricsLog(storage, 9)
+    log.write(record(3))
+    log.close()
+    assert steps(storage) == [1, 3]
+    assert storage.read(FILE).count(b"\n") == 2
+    assert not caplog.records  # a torn end is no news: whoever follows a run sees it often
+
+
+def test_broken_lines_in_the_midst_are_named(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage.write(FILE, b'{"step": 1}\n\0\0\0\xff\n[3]\n{"step": 4}\n')
+    assert steps(storage) == [1, 4]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{storage.url}/{FILE}: line {number} is not readable" for number in (2, 3)
+    ]
+
+
+def test_what_is_not_finite_becomes_null(storage: Storage) -> None:
+    log = MetricsLog(storage, 0)
+    log.write(record(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf, mfu=None))
+    log.close()
+    assert b"NaN" not in storage.read(FILE) and b"Infinity" not in storage.read(FILE)
+    (line,) = read(storage)
+    assert [line[name] for name in ("loss", "grad_norm", "lr", "mfu")] == [None] * 4
+    again = MetricsLog(storage, 0)
+    assert again.lost_steps == 1
+    again.close()
+
+
+def test_close_makes_all_durable_at_once(storage: Storage) -> None:
+    log = MetricsLog(storage, 0)
+    for step in range(1, 301):
+        log.write(record(step))
+    start = time.monotonic()
+    log.close()
+    assert time.monotonic() - start < metrics.FLUSH_S  # it does not wait for its turn
+    assert steps(storage) == list(range(1, 301))
+    log.close()
+
+
+def test_local_lines_can_be_read_while_they_are_written(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    log = MetricsLog(storage, 0)
+    for step in (1, 2, 3):
+        log.write(record(step))
+        assert steps(storage) == list(range(1, step + 1))
+    log.close()
+
+
+def test_a_killed_process_loses_no_local_line(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from test_metrics import MetricsLog, open_storage, record\n"
+        f"log = MetricsLog(open_storage({str(tmp_path)!r}), 0)\n"
+        "for step in range(1, 10**9):\n"
+        "    log.write(record(step)); print(step, flush=True)\n"
+    )
+    root = Path(__file__).parent.parent
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    seen = [int(child.stdout.readline()) for _ in range(50)]
+    os.kill(child.pid, signal.SIGKILL)
+    seen += [int(line) for line in child.stdout.read().split(b"\n")[:-1]]
+    child.wait()
+    child.stdout.close()
+    kept = steps(open_storage(str(tmp_path)))
+    assert kept[: len(seen)] == seen and len(kept) - len(seen) in (0, 1)
+
+
+def test_s3_is_rewritten_without_close(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "FLUSH_S", 0.01)
+    storage = open_storage(f"s3://{s3_bucket}/run")
+    log = MetricsLog(storage, 0)
+    for step in range(1, 6):
+        log.write(record(step))
+        deadline = time.monotonic() + 20
+        while steps(storage)[-1:] != [step]:
+            assert time.monotonic() < deadline
+    log.close()
+
+
+def test_training_goes_on_while_s3_fails(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "FLUSH_S", 0.01)
+    storage = open_storage(f"s3://{s3_bucket}/run")
+    log = MetricsLog(storage, 0)
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
+
+        def refuse(self: Storage, name: str, data: bytes) -> None:
+            raise StorageError("write", f"{self.url}/{name}", "access denied")
+
+        broken.setattr(type(storage), "write", refuse)
+        for step in (1, 2, 3):
+            log.write(record(step))
+            deadline = time.monotonic() + 20
+            while len(caplog.records) < step:
+                assert time.monotonic() < deadline
+    log.write(record(4))
+    log.close()
+    assert steps(storage) == [1, 2, 3, 4]
+    assert "metrics are not stored yet: cannot write" in caplog.text
+
+    log = MetricsLog(storage, 4)
+    log.write(record(5))
+    with monkeypatch.context() as broken:
+        broken.setattr(type(storage), "write", refuse)
+        with pytest.raises(StorageError, match="access denied"):
+            log.close()
+
+
+def test_a_full_disk_is_explained(tmp_path: Path) -> None:
+    log = MetricsLog(open_storage(str(tmp_path)), 0)
+    log.close()
+    refused = pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: No space left")
+    with open("/dev/full", "ab", buffering=0) as log._file, refused:
+        log.write(record(1))
+
+
+seconds = st.floats(0, 1e5)
+step_lines = st.fixed_dictionaries(
+    {
+        "step_s": seconds,
+        "data_wait_s": seconds,
+        "checkpoint_stall_s": seconds,
+        "eval_s": st.none() | seconds,
+    }
+)
+
+
+@settings(deadline=None)
+@given(
+    lines=st.lists(step_lines, max_size=6),
+    wall_s=st.floats(-1, 1e6),
+    known=st.dictionaries(
+        st.sampled_from(["start", "export", "recovery", "lost_work"]), st.floats(-10, 1e5)
+    ),
+)
+def test_goodput_adds_up(
+    lines: list[dict[str, Any]], wall_s: float, known: dict[str, float]
+) -> None:
+    found = goodput(lines, wall_s, known)
+    assert set(found) == {
+        "data_wait", "checkpoint_stall", "evaluation", "step", "other", *known
+    }  # fmt: skip
+    assert all(0 <= fraction <= 1 for fraction in found.values()), found
+    assert math.fsum(found.values()) == pytest.approx(1, abs=1e-9)
+
+
+def test_goodput_of_a_small_run() -> None:
+    line = {"step_s": 10.0, "data_wait_s": 1.0, "checkpoint_stall_s": 2.0, "eval_s": 3.0}
+    assert goodput([line, line], 40.0, {"start": 8.0}) == {
+        "data_wait": 0.05,
+        "checkpoint_stall": 0.1,
+        "evaluation": 0.15,
+        "step": 0.2,
+        "start": 0.2,
+        "other": 0.3,
+    }
+
+
+def test_lines_are_json_objects_of_one_line(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    log = MetricsLog(storage, 0)
+    log.write(record(1, batch_digest="a\nb\u2028}"))
+    log.close()
+    (text,) = storage.read(FILE).splitlines()
+    assert json.loads(text)["batch_digest"] == "a\nb\u2028}"

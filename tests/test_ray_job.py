@@ -1,0 +1,119 @@
+"""The same run as a Ray job: a cluster with token authentication, storage on S3."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rayapp.storage import open_storage
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def cluster(s3_server: str, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A head node of its own with token authentication; yields the environment of a client."""
+    temporary = tempfile.mkdtemp()  # short: Ray makes sockets below it
+    dashboard, gcs = free_port(), free_port()
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    log = tmp_path / "head.log"
+    with log.open("w") as output:
+        head = subprocess.Popen(
+            [str(BIN / "ray"), "start", "--head", "--block", f"--port={gcs}", "--num-cpus=4"]
+            + [f"--dashboard-port={dashboard}", f"--temp-dir={temporary}"]
+            + [f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"]
+            + [f"--ray-client-server-port={free_port()}", "--object-store-memory=200000000"]
+            + ["--disable-usage-stats"],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    address = f"http://127.0.0.1:{dashboard}"
+    deadline = time.monotonic() + 90
+    while True:
+        try:
+            urllib.request.urlopen(f"{address}/api/version", timeout=5)
+        except urllib.error.HTTPError as error:
+            assert error.code in (401, 403), error  # it asks for the token, so it is up
+            break
+        except OSError:
+            assert head.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        else:
+            pytest.fail("the dashboard answers without a token")
+    yield {**environment, "RAY_API_SERVER_ADDRESS": address}
+    head.terminate()
+    head.wait(timeout=60)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_path: Path) -> None:
+    storage = f"s3://{s3_bucket}/runs"
+    # What a user submits is a checkout; here without what its tests and builds leave in it.
+    package = tmp_path / "working_dir"
+    shutil.copytree(ROOT / "rayapp", package / "rayapp")
+    shutil.copytree(ROOT / "configs", package / "configs")
+    # A mark by which the workers' metrics tell that they run the code that was submitted.
+    loop = package / "rayapp" / "loop.py"
+    assert "mfu=None" in loop.read_text()
+    loop.write_text(loop.read_text().replace("mfu=None", "mfu=0.125"))
+    text = "".join(f"Line {i} says {i * i % 97}.\n" for i in range(2000))
+    open_storage(f"s3://{s3_bucket}").write("data/text.txt", text.encode())
+    command = [str(BIN / "ray"), "job", "submit", "--working-dir", str(package), "--"]
+    command += ["python", "-m", "rayapp.finetune", "configs/tiny_cpu.yaml"]
+    command += [f"--run.storage={storage}", "--run.name=job", f"--data.path=s3://{s3_bucket}/data"]
+    command += ["--model.tokenizer=bytes", "--model.overrides={num_hidden_layers: 1}"]
+    command += ["--train.max_steps=6", "--train.tokens_per_step=1024", "--train.micro_batch=2"]
+    command += ["--train.warmup_steps=0", "--checkpoint.every_s=none", "--checkpoint.every_steps=3"]
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    # A job's log has lines, not a bar that is redrawn.
+    assert "step 6/6" in done.stdout and "tok/s" in done.stdout
+    assert f"model in {storage}/job/model" in done.stdout
+    run = open_storage(f"{storage}/job")
+    lines = [json.loads(line) for line in run.read("metrics.jsonl").splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert all(line["mfu"] == 0.125 for line in lines)
+    assert run.dirs("checkpoints") == ["step-00000003", "step-00000006"]
+    result = json.loads(run.read("result.json"))
+    assert result["status"] == "done" and result["model_path"] == f"{storage}/job/model"
+    for entry in run.list("model"):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / entry.name.removeprefix("model/")).write_bytes(run.read(entry.name))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.num_hidden_layers == 1
+    # Without the token, nothing.
+    stranger = {**cluster, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    refused = subprocess.run(
+        [str(BIN / "ray"), "job", "list"], env=stranger, capture_output=True, text=True
+    )
+    assert refused.returncode != 0
