@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,18 +36,18 @@ class WithLoss(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
         hidden = self.model.model(input_ids=ids, position_ids=positions, use_cache=False)
         return chunked_cross_entropy(hidden.last_hidden_state, self.model.lm_head.weight, labels)
 
 
 def load_rows(config, folder: str) -> np.ndarray:
     prepared = open_storage(config.run.storage) / ".prepared"
-    manifests = [name for name in prepared.dirs() if prepared.exists(f"{name}/manifest.json")]
-    cursor = json.load(open(f"{folder}/plan.json"))["fingerprint"]
-    (name,) = [m for m in manifests if m == cursor]
-    shards = json.loads(prepared.read(f"{name}/manifest.json"))["shards"]["train"]
-    data = b"".join(prepared.read(f"{name}/{shard}") for shard, _ in shards)
+    fingerprint = json.loads(Path(folder, "plan.json").read_text())["fingerprint"]
+    shards = json.loads(prepared.read(f"{fingerprint}/manifest.json"))["shards"]["train"]
+    data = b"".join(prepared.read(f"{fingerprint}/{shard}") for shard, _ in shards)
     return np.frombuffer(data, row_dtype(config.data.seq_len))
 
 
@@ -54,7 +55,7 @@ def main(folder: str, steps: int) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    config = from_dict(yaml.safe_load(open(f"{folder}/config.yaml")))
+    config = from_dict(yaml.safe_load(Path(folder, "config.yaml").read_text()))
     rows = load_rows(config, folder)
     torch.manual_seed(0)
     shape = AutoConfig.from_pretrained(f"{folder}/model")

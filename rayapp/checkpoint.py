@@ -292,7 +292,7 @@ def _verified(folder: Storage, name: str) -> Found:
         whole = whole and {STATE, METADATA} <= files.keys()
     except FileNotFoundError:
         raise CheckpointError(f"it has no {MARKER} (the save was cut off)") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise CheckpointError(f"{MARKER} is damaged")
@@ -394,7 +394,7 @@ class _Writer(FileSystemWriter):
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(name, sync_files=False, thread_count=1)
         self.files: dict[str, Any] = {}
-        self.fs = _Files(storage, self.files)
+        self.fs = _Files(storage, self.files)  # type: ignore[assignment]
         self.path = name
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -410,5 +410,5 @@ class _Reader(FileSystemReader):
 
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(name)
-        self.fs = _Files(storage)
+        self.fs = _Files(storage)  # type: ignore[assignment]
         self.path = name

@@ -348,12 +348,12 @@ def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     unit = train.micro_batch * data.seq_len
     if train.tokens_per_step % unit:
         below = train.tokens_per_step // unit * unit
-        legal = [f"train.tokens_per_step={value}" for value in (below, below + unit) if value]
+        legal = " or ".join(f"{value:_}" for value in (below, below + unit) if value)
         yield (
             ("train.tokens_per_step", "train.micro_batch", "data.seq_len"),
             f"train.tokens_per_step={train.tokens_per_step} is not divisible: a step is a whole "
             f"number of micro-batches of {train.micro_batch} rows x {data.seq_len} tokens = "
-            f"{unit}. Set {' or '.join(legal)}",
+            f"{unit}. Set train.tokens_per_step={legal}",
         )
     if train.max_steps is not None and train.epochs is not None:
         yield (

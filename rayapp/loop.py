@@ -155,7 +155,9 @@ def agree(engine: Engine, batch: Any) -> Totals:
     )
     dist.all_reduce(message, group=engine.control)
     targets, tokens, target_bytes, high, low, save, stop = (int(value) for value in message)
-    return Totals(targets, tokens, target_bytes, order.combine([high << 32, low]), save > 0, stop > 0)
+    return Totals(
+        targets, tokens, target_bytes, order.combine([high << 32, low]), save > 0, stop > 0
+    )
 
 
 def train_step(engine: Engine, batch: Any, totals: Totals) -> tuple[float, float]:
@@ -176,7 +178,9 @@ def train_step(engine: Engine, batch: Any, totals: Totals) -> tuple[float, float
     return loss_sum, grad_norm
 
 
-def tensors(batch: Any, i: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def tensors(
+    batch: Any, i: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return (input_ids, labels, position_ids) [b, S] of a micro-batch on the device.
 
     position_ids are None if no row holds more than one document: plain causal attention, no mask.
@@ -184,7 +188,10 @@ def tensors(batch: Any, i: int, device: torch.device) -> tuple[torch.Tensor, tor
     segments = batch.segments[i]
     plain = bool((segments[:, :1] == segments).all())
     positions = None if plain else torch.from_numpy(packing.position_ids(segments))
-    arrays = [torch.from_numpy(np.ascontiguousarray(a[i], np.int64)) for a in (batch.input_ids, batch.labels)]
+    arrays = [
+        torch.from_numpy(np.ascontiguousarray(a[i], np.int64))
+        for a in (batch.input_ids, batch.labels)
+    ]
     input_ids, labels = (array.to(device, non_blocking=True) for array in arrays)
     return input_ids, labels, None if positions is None else positions.to(device, non_blocking=True)
 
@@ -201,7 +208,9 @@ def sum_over_ranks(engine: Engine, value: torch.Tensor) -> float:
     return float(value)
 
 
-def explain_non_finite(engine: Engine, batch: Any, loss_sum: float, grad_norm: float) -> NonFiniteLoss:
+def explain_non_finite(
+    engine: Engine, batch: Any, loss_sum: float, grad_norm: float
+) -> NonFiniteLoss:
     """Run the forward pass row by row on all ranks and name the rows whose loss is not finite."""
     culprits = []
     with torch.no_grad():
@@ -209,17 +218,23 @@ def explain_non_finite(engine: Engine, batch: Any, loss_sum: float, grad_norm: f
             input_ids, labels, positions = tensors(batch, i, engine.device)
             for j in range(input_ids.shape[0]):
                 one = slice(j, j + 1)
-                loss = engine.model(input_ids[one], labels[one], positions if positions is None else positions[one])
+                loss = engine.model(
+                    input_ids[one], labels[one], positions if positions is None else positions[one]
+                )
                 if not math.isfinite(float(loss)):
                     culprits.append(int(batch.rows[i, j]))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, culprits, group=engine.control)
     rows = sorted(row for part in gathered for row in part)
     shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
-    cause = f"rows {shown} of the prepared data give it" if rows else "each row alone gives a finite loss"
+    cause = (
+        f"rows {shown} of the prepared data give it"
+        if rows
+        else "each row alone gives a finite loss"
+    )
     message = (
-        f"step {batch.step + 1}: loss sum {loss_sum}, gradient norm {grad_norm} is not finite; {cause}. "
-        "The weights are as before the step; lower train.lr, or mend or remove those rows"
+        f"step {batch.step + 1}: loss sum {loss_sum}, gradient norm {grad_norm} is not finite; "
+        f"{cause}. The weights are as before the step; lower train.lr, or mend or remove those rows"
     )
     return NonFiniteLoss(message, batch.step + 1, rows)
 
@@ -233,7 +248,9 @@ def evaluate(engine: Engine, batches: Iterable[Any]) -> tuple[float, float | Non
         for i in range(batch.input_ids.shape[0]):
             loss = engine.model(*tensors(batch, i, engine.device))
             targets = int((batch.labels[i] != IGNORE).sum())
-            sums += torch.tensor([float(loss), targets, int(batch.target_bytes[i].sum())], dtype=torch.float64)
+            sums += torch.tensor(
+                [float(loss), targets, int(batch.target_bytes[i].sum())], dtype=torch.float64
+            )
     engine.model.train()
     dist.all_reduce(sums, group=engine.control)
     loss_sum, targets_sum, bytes_sum = sums.tolist()

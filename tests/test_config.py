@@ -254,7 +254,7 @@ def test_an_indivisible_step_names_the_two_nearest_legal_ones(
         return
     except ConfigError as error:
         (line,) = error.problems
-    values = [int(v) for v in re.findall(r"tokens_per_step=(\d+)", line.partition(". Set ")[2])]
+    values = [int(v) for v in line.partition(". Set train.tokens_per_step=")[2].split(" or ")]
     assert 1 <= len(values) <= 2 and all(abs(v - tokens) < rows * seq_len for v in values)
     assert (len(values) == 1) == (tokens < rows * seq_len)
     for value in values:

@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 
 STEPS = 60
-TEXT = "".join(f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(3000))
+TEXT = "".join(
+    f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(3000)
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,11 @@ class Drill:
                 continue
             try:
                 title = (entry / "cmdline").read_bytes()
-                if title.startswith(b"ray::") and b"TrainWorker" in title and self._owns(entry.name):
+                if (
+                    title.startswith(b"ray::")
+                    and b"TrainWorker" in title
+                    and self._owns(entry.name)
+                ):
                     found.append(int(entry.name))
             except OSError:  # it ended while being looked at
                 continue

@@ -28,7 +28,9 @@ from transformers import (
 from rayapp.data import tokens
 from rayapp.finetune.__main__ import main
 
-TEXT = "".join(f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900))
+TEXT = "".join(
+    f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900)
+)
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320}
 HEADS = {"num_attention_heads": 4, "max_position_embeddings": 128}
 SHAPES = {
@@ -40,7 +42,12 @@ SHAPES = {
         **SMALL, **HEADS, num_key_value_heads=2, num_local_experts=4, dtype="float32"
     ),
 }
-FAST = ["--data.seq_len=64", "--train.tokens_per_step=512", "--train.micro_batch=2", "--train.lr=3e-3"]
+FAST = [
+    "--data.seq_len=64",
+    "--train.tokens_per_step=512",
+    "--train.micro_batch=2",
+    "--train.lr=3e-3",
+]
 FAST += ["--train.precision=fp32", "--data.eval_fraction=0.1", "--cluster.max_failures=0"]
 
 
@@ -231,7 +238,10 @@ def test_a_model_folder_loads_trains_and_exports(
     ids = torch.arange(40)[None] + 10
     assert not torch.equal(exported(ids).logits, before(ids).logits)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / name / "model")
-    assert tokenizer("Line 1").input_ids == AutoTokenizer.from_pretrained(files / name)("Line 1").input_ids
+    assert (
+        tokenizer("Line 1").input_ids
+        == AutoTokenizer.from_pretrained(files / name)("Line 1").input_ids
+    )
     result = json.loads((tmp_path / name / "result.json").read_text())
     assert result["status"] == "done" and result["eval_loss"] < lines[0]["loss"]
 
@@ -255,9 +265,11 @@ def test_worker_counts_give_the_same_run(files: Path, tmp_path: Path, ray_here: 
         assert main([*argv, "--checkpoint.export=false"]) == 0
     runs = [lines_of(tmp_path / f"w{workers}") for workers in (1, 2, 3)]
     for other in runs[1:]:
-        assert [line["batch_digest"] for line in other] == [l["batch_digest"] for l in runs[0]]
+        assert [line["batch_digest"] for line in other] == [
+            line["batch_digest"] for line in runs[0]
+        ]
         np.testing.assert_allclose(
-            [line["loss"] for line in other], [l["loss"] for l in runs[0]], rtol=0, atol=1e-4
+            [line["loss"] for line in other], [line["loss"] for line in runs[0]], rtol=0, atol=1e-4
         )
 
 
@@ -291,7 +303,11 @@ def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_p
     assert first.returncode == 0, first.stdout + first.stderr
     for text in ("rows per step", "512 tokens / 64 = 8", "step 3/3", "held-out loss", "model in"):
         assert text in first.stdout
-    found = {p.relative_to(tmp_path / "cli").as_posix() for p in (tmp_path / "cli").rglob("*") if p.is_file()}
+    found = {
+        p.relative_to(tmp_path / "cli").as_posix()
+        for p in (tmp_path / "cli").rglob("*")
+        if p.is_file()
+    }
     for name in ("config.yaml", "plan.json", "metrics.jsonl", "result.json"):
         assert name in found
     folder = "checkpoints/step-00000003"

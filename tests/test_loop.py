@@ -29,7 +29,9 @@ from rayapp.order import Order
 from rayapp.storage import open_storage
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
-TEXT = "".join(f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900))
+TEXT = "".join(
+    f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900)
+)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,9 @@ def worker(rank: int, world: int, job: Job, rendezvous: str, summaries: str) -> 
     dist.destroy_process_group()
 
 
-def train(config: Config, folder: Path, world: int, num_steps: int = STEPS) -> tuple[list[Any], Any]:
+def train(
+    config: Config, folder: Path, world: int, num_steps: int = STEPS
+) -> tuple[list[Any], Any]:
     """Run `world` processes; return the lines of metrics.jsonl and the summary."""
     prepared = prepared_of(config, folder)
     order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, num_steps)
@@ -162,7 +166,9 @@ def oracle(folder: Path) -> tuple[list[float], float, float]:
         (total / targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         done = (step - 5) / (STEPS - 5)
-        rate = 3e-3 * ((step + 1) / 5 if step < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+        rate = 3e-3 * (
+            (step + 1) / 5 if step < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -191,9 +197,11 @@ def test_one_and_three_workers_train_alike(
     expected, _ = two_workers
     for world in (1, 3):
         lines, _ = train(config_of(inputs, f"world-{world}"), inputs, world)
-        assert [line["batch_digest"] for line in lines] == [l["batch_digest"] for l in expected]
+        assert [line["batch_digest"] for line in lines] == [
+            line["batch_digest"] for line in expected
+        ]
         np.testing.assert_allclose(
-            [line["loss"] for line in lines], [l["loss"] for l in expected], rtol=0, atol=1e-4
+            [line["loss"] for line in lines], [line["loss"] for line in expected], rtol=0, atol=1e-4
         )
 
 
@@ -217,7 +225,9 @@ def test_the_export_has_the_same_held_out_loss(
     for row in rows.read(np.arange(len(rows))):
         length = int((row["segments"] != 0).sum())
         with torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(row["input_ids"][None, :length].astype(int))).logits[0]
+            logits = model(
+                input_ids=torch.from_numpy(row["input_ids"][None, :length].astype(int))
+            ).logits[0]
         labels = torch.from_numpy(row["labels"][:length].astype(int))
         total += float(F.cross_entropy(logits, labels, reduction="sum"))
         targets += int((labels != -100).sum())
@@ -275,7 +285,9 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_rows(inputs: Path) -> 
     prepared = prepared_of(config, inputs)
     order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, 5)
     job = Job(config, prepared, str(inputs / "model"), order, str(inputs / "runs" / "not-finite"))
-    mp.spawn(poisoned_worker, (2, job, str(inputs / "not-finite-a"), int(order.rows(2)[3])), nprocs=2)
+    mp.spawn(
+        poisoned_worker, (2, job, str(inputs / "not-finite-a"), int(order.rows(2)[3])), nprocs=2
+    )
 
 
 def poisoned_worker(rank: int, world: int, job: Job, rendezvous: str, bad_row: int) -> None:

@@ -47,12 +47,12 @@ def cluster(s3_server: str, tmp_path: Path) -> Iterator[dict[str, str]]:
     environment.pop("RAY_ADDRESS", None)
     log = tmp_path / "head.log"
     with log.open("w") as output:
+        options = {"port": gcs, "dashboard-port": dashboard, "temp-dir": temporary, "num-cpus": 4}
+        options |= {"object-store-memory": 200_000_000, "ray-client-server-port": free_port()}
+        options |= {"dashboard-agent-listen-port": free_port(), "metrics-export-port": free_port()}
+        arguments = [f"--{name}={value}" for name, value in options.items()]
         head = subprocess.Popen(
-            [str(BIN / "ray"), "start", "--head", "--block", f"--port={gcs}", "--num-cpus=4"]
-            + [f"--dashboard-port={dashboard}", f"--temp-dir={temporary}"]
-            + [f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"]
-            + [f"--ray-client-server-port={free_port()}", "--object-store-memory=200000000"]
-            + ["--disable-usage-stats"],
+            [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", *arguments],
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,

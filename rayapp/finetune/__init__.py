@@ -1,4 +1,6 @@
-"""Fine-tune a causal language model: `python -m rayapp.finetune [CONFIG.yaml] [--section.field=value]`.
+"""Fine-tune a causal language model on Ray.
+
+    python -m rayapp.finetune [CONFIG.yaml] [--section.field=value ...]
 
 The names are resolved when they are asked for: a mistake in a config is told before torch and Ray
 have been imported.

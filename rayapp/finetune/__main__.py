@@ -28,7 +28,10 @@ def read_arguments(argv: list[str]) -> Config:
     paths, overrides = fire.Fire(collect, command=argv, serialize=lambda _: None)
     if len(paths) > 1:
         raise ConfigError(
-            [f"{' '.join(paths[1:])} is unexpected: one config file is read. Write --section.field=value"]
+            [
+                f"{' '.join(paths[1:])} is unexpected: one config file is read. "
+                "Write --section.field=value"
+            ]
         )
     return load(paths[0] if paths else None, overrides)
 

@@ -119,8 +119,8 @@ def vocabulary_problem(config: Config, shape: Any, tokenizer: Any) -> str | None
     if len(tokenizer) <= shape.vocab_size:
         return None
     return (
-        f"model.tokenizer={config.model.tokenizer or config.model.path} is too large for the model: "
-        f"it has {len(tokenizer)} tokens and {config.model.path} has embeddings for "
+        f"model.tokenizer={config.model.tokenizer or config.model.path} is too large for the "
+        f"model: it has {len(tokenizer)} tokens and {config.model.path} has embeddings for "
         f"{shape.vocab_size}. Set model.tokenizer to the one the model was trained with"
     )
 
@@ -128,7 +128,7 @@ def vocabulary_problem(config: Config, shape: Any, tokenizer: Any) -> str | None
 def _data(
     config: Config, path: str, field: str, problems: list[str]
 ) -> tuple[sources.Source | None, str]:
-    kind = config.data.kind
+    kind: str = config.data.kind
     try:
         source = sources.find(path, config.data.format)
         kind, wrong = prepare.problems(source, kind, config.data.bad_rows)
@@ -136,7 +136,9 @@ def _data(
         return source, kind
     except (sources.SourceError, StorageError) as error:
         text = str(error)
-        problems.append(text if text.startswith("data.path=") else f"data.path={path} is not readable: {text}")
+        problems.append(
+            text if text.startswith("data.path=") else f"data.path={path} is not readable: {text}"
+        )
         problems[-1] = problems[-1].replace("data.path=", f"{field}=", 1)
         return None, kind
 
@@ -152,12 +154,12 @@ def _model(config: Config, kind: str, problems: list[str]) -> tuple[model.Source
     problems += wrong
     if wrong:
         return base, None
-    limit = getattr(base.config, "max_position_embeddings", None)
+    limit: Any = getattr(base.config, "max_position_embeddings", None)
     limit = config.model.overrides.get("max_position_embeddings", limit)
     if limit and config.data.seq_len > limit:
         problems.append(
-            f"data.seq_len={config.data.seq_len} is above the model's limit: {config.model.path} has "
-            f"positions for {limit} tokens. Set data.seq_len={limit} or less"
+            f"data.seq_len={config.data.seq_len} is above the model's limit: {config.model.path} "
+            f"has positions for {limit} tokens. Set data.seq_len={limit} or less"
         )
     named = config.model.tokenizer
     if named == "bytes" or (named or "").startswith("bpe:") or (named is None and base.preset):
@@ -176,8 +178,9 @@ def _model(config: Config, kind: str, problems: list[str]) -> tuple[model.Source
         problems.append(problem)
     if kind == "chat" and not tokenizer.chat_template:
         problems.append(
-            f"data.kind=chat is without a template: the tokenizer of {named or config.model.path} has "
-            "no chat_template. Set model.tokenizer to one that has, or use prompt and completion"
+            f"data.kind=chat is without a template: {named or config.model.path} "
+            "has no chat_template. Set model.tokenizer to one that has, or use prompt and "
+            "completion"
         )
     return base, tokenizer
 
@@ -188,10 +191,14 @@ def _placement(config: Config, cores: int, gpus: int) -> list[str]:
     if config.cluster.gpu == "true" or (config.cluster.gpu == "auto" and gpus):
         limit, what = gpus, f"{gpus} GPUs"
     else:
-        limit, what = MAX_WORKERS_PER_CORE * cores, f"{cores} cores (at most {MAX_WORKERS_PER_CORE} workers each)"
+        limit, what = (
+            MAX_WORKERS_PER_CORE * cores,
+            f"{cores} cores (at most {MAX_WORKERS_PER_CORE} workers each)",
+        )
     if workers <= limit:
         return []
     return [
-        f"cluster.workers={config.cluster.workers} is more than this machine can place: it has {what}. "
-        f"Set cluster.workers={max(limit, 1)} or less, or cluster.address to a larger cluster"
+        f"cluster.workers={config.cluster.workers} is more than this machine can place: it has "
+        f"{what}. Set cluster.workers={max(limit, 1)} or less, "
+        "or cluster.address to a larger cluster"
     ]

@@ -18,7 +18,9 @@ from rayapp.order import Order
 LINE_EVERY_S = 5.0
 
 
-def plan(console: Console, config: Config, prepared: Prepared, order: Order, parameters: int) -> None:
+def plan(
+    console: Console, config: Config, prepared: Prepared, order: Order, parameters: int
+) -> None:
     """Print the run as equations, and what the data is like."""
     train, data = config.train, config.data
     report = prepared.report()
@@ -78,7 +80,10 @@ class Bar:
         step = line["step"]
         if self._started is None:
             self._started = (line["time"], step)
-        figures = f"loss {_number(line['loss'])}  {_number(line['loss_per_byte'])} nats/byte  {line['tokens_per_s']:,.0f} tok/s"
+        figures = (
+            f"loss {_number(line['loss'])}  {_number(line['loss_per_byte'])} nats/byte  "
+            f"{line['tokens_per_s']:,.0f} tok/s"
+        )
         if line.get("eval_loss") is not None:
             figures += f"  held-out {_number(line['eval_loss'])}"
         if self._progress is not None:
@@ -88,8 +93,12 @@ class Bar:
         if now - self._last_line_s >= LINE_EVERY_S or step == self.num_steps:
             self._last_line_s = now
             elapsed, done = line["time"] - self._started[0], step - self._started[1]
-            left = "" if not done else f"  {_duration((self.num_steps - step) * elapsed / done)} left"
-            self.console.print(f"step {step}/{self.num_steps}  {figures}{left}", highlight=False, soft_wrap=True)
+            left = (
+                "" if not done else f"  {_duration((self.num_steps - step) * elapsed / done)} left"
+            )
+            self.console.print(
+                f"step {step}/{self.num_steps}  {figures}{left}", highlight=False, soft_wrap=True
+            )
 
     def note(self, text: str) -> None:
         """Say what is going on before the first step."""
@@ -114,15 +123,20 @@ def result(console: Console, result: dict[str, Any]) -> None:
         )
     for prompt, text in result.get("samples", []):
         console.rule("sample", align="left", style="dim")
-        console.print(f"[bold]{_plain(prompt)}[/bold]{_plain(text)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold]{_plain(prompt)}[/bold]{_plain(text)}", highlight=False, soft_wrap=True
+        )
         console.rule(style="dim")
     goodput = ", ".join(
-        f"{cause} {share:.0%}" for cause, share in result.get("goodput", {}).items() if share >= 0.005
+        f"{cause} {share:.0%}"
+        for cause, share in result.get("goodput", {}).items()
+        if share >= 0.005
     )
     rate = result.get("tokens_per_s")
     speed = f", {rate:,.0f} tokens/s" if rate else ""
     console.print(
-        f"{result['status']} after {result['steps']:,} steps in {_duration(result['wall_s'])}{speed} ({goodput})",
+        f"{result['status']} after {result['steps']:,} steps in {_duration(result['wall_s'])}"
+        f"{speed} ({goodput})",
         highlight=False,
         soft_wrap=True,
     )

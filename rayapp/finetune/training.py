@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,17 +23,16 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 
 from rayapp import checkpoint, loop, metrics, model
 from rayapp.config import Config
-from rayapp.data.prepare import Prepared
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.data.tokens import load_tokenizer
-from rayapp.model.build import find_blocks
+from rayapp.finetune.job import Job
+from rayapp.finetune.pace import Cadence, Clock, StopFlag
 from rayapp.loss import chunked_cross_entropy
+from rayapp.model.build import find_blocks
 from rayapp.optim import adamw, lr_at
-from rayapp.order import Cursor, Order
+from rayapp.order import Cursor
 from rayapp.storage import Storage, open_storage
 
-STOP_FILE = "STOP"
-STOP_POLL_S = 2.0
 SAMPLE_TOKENS = 64
 
 logger = logging.getLogger("rayapp.training")
@@ -42,17 +40,6 @@ logger = logging.getLogger("rayapp.training")
 
 class Resumed(RuntimeError):
     """The checkpoint cannot go on with this data; the message names what differs."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a training process is told."""
-
-    config: Config
-    prepared: Prepared
-    tokenizer_url: str
-    order: Order
-    run_url: str
 
 
 @dataclass
@@ -67,7 +54,7 @@ class Parts:
 
 
 class Head:
-    """The output layer as the model calls it: the loss, or the next token's logits while sampling."""
+    """The output layer as the model calls it: the loss, or, to sample, the next logits."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk, self.sampling = chunk, False
@@ -315,7 +302,7 @@ def finish(
 
 @torch.no_grad()
 def sample(parts: Parts, prompt: str, device: torch.device, seed: int) -> str:
-    """Continue a prompt on the sharded model; every rank draws the same tokens (temperature 0.8)."""
+    """Continue a prompt on the sharded model; all ranks draw the same (temperature 0.8)."""
     ids = parts.tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     generator = torch.Generator().manual_seed(seed)
     limit = getattr(parts.lm.hf.config, "max_position_embeddings", None) or 2**30
@@ -333,63 +320,3 @@ def sample(parts: Parts, prompt: str, device: torch.device, seed: int) -> str:
         parts.head.sampling = False
         parts.lm.train()
     return str(parts.tokenizer.decode(ids[0, start:], skip_special_tokens=True))
-
-
-class Clock:
-    """Seconds by phase, one after another."""
-
-    def __init__(self) -> None:
-        self.last, self.seconds = time.perf_counter(), {}  # type: ignore[var-annotated]
-
-    def lap(self, phase: str) -> None:
-        """End a phase now."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        self.last = now
-
-
-class Cadence:
-    """When to save and evaluate."""
-
-    def __init__(self, config: Config, num_steps: int) -> None:
-        self.config, self.num_steps = config, num_steps
-        self.saved_at = time.monotonic()
-
-    def save_due(self, step: int) -> bool:
-        """Say whether to save after this step; rank 0's answer is taken by all."""
-        every_steps, every_s = self.config.checkpoint.every_steps, self.config.checkpoint.every_s
-        due = step == self.num_steps or bool(every_steps and step % every_steps == 0)
-        due = due or bool(every_s and time.monotonic() - self.saved_at >= every_s)
-        if due:
-            self.saved_at = time.monotonic()
-        return due
-
-    def eval_due(self, step: int) -> bool:
-        """Say whether to evaluate after this step; the last evaluation comes after the loop."""
-        every = self.config.eval.every_steps
-        return bool(every and step % every == 0 and step < self.num_steps)
-
-
-class StopFlag:
-    """Look every few seconds, in a thread, whether someone has asked the run to stop."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage, self._set, self._closed = storage, False, threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="stop-flag", daemon=True)
-        self._thread.start()
-
-    def is_set(self) -> bool:
-        """Say whether the stop has been asked for."""
-        return self._set
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(STOP_POLL_S):
-            try:
-                self._set = self._set or self._storage.exists(STOP_FILE)
-            except OSError as error:
-                logger.warning("cannot look for %s: %s", STOP_FILE, error)

@@ -1,4 +1,4 @@
-"""The two functions that Ray Train runs for us: on each worker, and when a group of them starts."""
+"""What Ray Train runs on each worker."""
 
 from __future__ import annotations
 
@@ -11,21 +11,14 @@ import ray.train
 import ray.train.torch
 import torch.distributed as dist
 
-from rayapp import checkpoint
 from rayapp.data import stream
 from rayapp.data.rows import StepRows
 from rayapp.finetune import training
+from rayapp.finetune.job import Job
 from rayapp.loop import NonFiniteLoss
-from rayapp.storage import open_storage
 
 
-def first_step(job: training.Job) -> int:
-    """Return the step at which the data must start: that of the newest whole checkpoint."""
-    found, _ = checkpoint.latest(open_storage(job.run_url))
-    return found.step if found else 0
-
-
-def work(job: training.Job) -> dict[str, Any]:
+def work(job: Job) -> dict[str, Any]:
     """Train as one of Ray Train's workers."""
     shard = ray.train.get_dataset_shard("train")
     order = job.order

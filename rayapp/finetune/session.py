@@ -1,0 +1,133 @@
+"""The Ray that a run uses: started here, or connected to; and what it has to compute with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rayapp.config import Config, ConfigError
+
+DATA_CPUS = 2  # logical CPUs beside the workers' own, so that Ray Data is never starved
+OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray started here on CPUs
+
+# Ray reads these when it is imported. The controller would otherwise look at its workers every 2 s.
+ENVIRONMENT = {
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_DATA_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::DeprecationWarning",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def address_of(config: Config) -> str:
+    """Return `local` to start Ray here, else the cluster that is or will be connected to."""
+    import ray
+
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address
+    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+@contextmanager
+def connected(config: Config, address: str) -> Iterator[None]:
+    """Connect to the cluster, or start Ray here and end it after."""
+    import ray
+
+    if ray.is_initialized():
+        check_cluster(config)
+        yield
+        return
+    options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
+    if address == "local":
+        cores = os.cpu_count() or 1
+        options |= {"num_cpus": max(cores, config.cluster.max_workers + DATA_CPUS)}
+        if not gpus_here():
+            options["object_store_memory"] = OBJECT_STORE_BYTES
+    ray.init(address=address, **options)
+    try:
+        if address != "local":
+            check_cluster(config)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_cluster(config: Config) -> None:
+    """Refuse more workers than the cluster has, or can grow to.
+
+    Raises:
+        ConfigError: naming what is there.
+    """
+    import ray
+    from ray._private.state import state  # what an autoscaler may add is in no public call
+
+    resources = ray.cluster_resources()
+    limits = state.get_max_resources_from_cluster_config() or {}
+    workers = config.cluster.min_workers
+    needed = {
+        "CPU": float(workers + 1),
+        **{k: v * workers for k, v in config.cluster.resources.items()},
+    }
+    if config.cluster.gpu == "true" or (config.cluster.gpu == "auto" and resources.get("GPU")):
+        needed["GPU"] = float(workers)
+    short = [
+        f"{amount:g} {name} (it has {resources.get(name, 0):g})"
+        for name, amount in needed.items()
+        if amount > max(resources.get(name, 0), limits.get(name, 0))
+    ]
+    if short:
+        raise ConfigError(
+            [
+                f"cluster.workers={config.cluster.workers} is more than the cluster can place: it "
+                f"needs {', '.join(short)}. Set cluster.workers lower, or add nodes"
+            ]
+        )
+
+
+def gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def uses_gpus(config: Config) -> bool:
+    import ray
+
+    if config.cluster.gpu != "auto":
+        return config.cluster.gpu == "true"
+    return ray.cluster_resources().get("GPU", 0) >= 1
+
+
+def resolve_precision(config: Config, gpus: bool) -> Config:
+    """Replace precision `auto` by what is faster: bf16 on GPUs, a measurement on CPUs."""
+    if config.train.precision != "auto":
+        return config
+    precision = "bf16" if gpus or _bf16_is_faster() else "fp32"
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"precision": precision})}
+    )
+
+
+def _bf16_is_faster() -> bool:
+    """Multiply matrices of a small model's size in both precisions; take the best of some runs."""
+    import torch
+
+    seconds = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = torch.ones(1024, 256, dtype=dtype), torch.ones(256, 1024, dtype=dtype)
+        runs = []
+        for _ in range(12):
+            start = time.perf_counter()
+            left @ right
+            runs.append(time.perf_counter() - start)
+        seconds[dtype] = min(runs)
+    torch.set_num_threads(threads)
+    return seconds[torch.bfloat16] < 0.8 * seconds[torch.float32]

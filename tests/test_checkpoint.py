@@ -1,0 +1,650 @@
+"""Check that a checkpoint exists if and only if its marker does, with real processes and gloo.
+
+What needs several ranks runs in spawned processes; everything else in a group of one, in here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rayapp import checkpoint
+from rayapp.checkpoint import (
+    MARKER,
+    MAX_FAILURES,
+    METADATA,
+    STATE,
+    Checkpointer,
+    CheckpointError,
+    latest,
+    load,
+    saved_names,
+)
+from rayapp.optim import adamw
+from rayapp.storage import Storage, StorageError, open_storage
+
+SPAWN_S = 120.0  # after which a group of processes is taken to hang
+
+
+# ---- Several ranks ---------------------------------------------------------------------------
+
+
+def spawn(folder: Path, world: int, function: Callable[..., None], *args: Any) -> list[int | None]:
+    """Run `function(rank, world, *args)` in `world` processes; return their exit codes."""
+    context = torch.multiprocessing.get_context("forkserver")  # torch is imported once, not 9 times
+    context.set_forkserver_preload(
+        ["pytest", "hypothesis.strategies", "rayapp.checkpoint", "torch.distributed.fsdp"]
+    )
+    init = f"file://{folder}/init-{len(list(folder.iterdir()))}"
+    aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    processes = [
+        context.Process(target=child, args=(function, rank, world, init, aws, *args))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(SPAWN_S)
+    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    assert not hung, f"ranks {hung} hang"
+    return [process.exitcode for process in processes]
+
+
+def child(
+    function: Callable[..., None],
+    rank: int,
+    world: int,
+    init: str,
+    aws: dict[str, str],
+    *args: Any,
+) -> None:
+    os.environ |= aws  # the server of forks is older than the S3 server
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    function(rank, world, *args)
+    dist.destroy_process_group()
+
+
+class Trained:
+    """A tiny sharded model with its optimizer after two steps; `seed` makes its values."""
+
+    def __init__(self, seed: int, *, sharded: bool = True) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))  # uneven shards
+        if sharded:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            fully_shard(self.model[0], mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = adamw(self.model, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+        for _ in range(2):
+            self.step()
+
+    def step(self) -> None:
+        self.model(torch.randn(4, 5)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> dict[str, Any]:
+        weights, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optimizer": optimizer}
+
+    def load(self, storage: Storage, name: str) -> None:
+        tensors = self.tensors()
+        load(storage, name, tensors)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=tensors["model"],
+            optim_state_dict=tensors["optimizer"],
+        )
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return every tensor whole, by name."""
+        found = {}
+        for name, value in flat(self.tensors()).items():
+            if isinstance(value, torch.Tensor):
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                found[name] = whole.detach().clone()
+        assert len(found) == 4 + 3 * 4
+        return found
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for name, part in tree.items() for k, v in flat(part, f"{prefix}/{name}").items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def found_name(storage: Storage) -> str:
+    found, skipped = latest(storage)
+    assert found is not None and not skipped, skipped
+    return found.name
+
+
+def save_while_training(rank: int, world: int, folder: str, urls: list[str]) -> None:
+    """Save in the thread while the same tensors are trained on; load into another model."""
+    gate = threading.Event()
+    write = Checkpointer._write
+
+    def gated(self: Checkpointer, *args: Any) -> None:
+        gate.wait()
+        write(self, *args)
+
+    Checkpointer._write = gated  # type: ignore[method-assign]
+    for url in urls:
+        storage = open_storage(url)
+        trained, saver = Trained(1), Checkpointer(storage, keep=2, asynchronous=True)
+        values = []
+        for step in (2, 3):
+            gate.clear()
+            values.append(trained.values())
+            saver.save(step, trained.tensors(), {"step": step})
+            trained.step()  # only now does the thread get to write
+            gate.set()
+        saver.close()
+        assert saver.saved_step == 3 and not equal(*values)
+        dist.barrier()
+        for step, expected in zip((2, 3), values, strict=True):
+            other = Trained(2)
+            assert not equal(other.values(), expected)
+            other.load(storage, f"step-{step:08d}")
+            assert equal(other.values(), expected)
+        if rank == 0:
+            torch.save(values[-1], f"{folder}/expected.pt")
+            assert found_name(storage) == "step-00000003"
+
+
+def load_sharded(rank: int, world: int, folder: str, urls: list[str]) -> None:
+    expected = torch.load(f"{folder}/expected.pt")
+    for url in urls:
+        trained = Trained(3)
+        trained.load(open_storage(url), found_name(open_storage(url)))
+        assert equal(trained.values(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what is tested
+def test_bitwise_equal_at_other_world_sizes(tmp_path: Path, s3_bucket: str) -> None:
+    urls = [str(tmp_path / "run"), f"s3://{s3_bucket}/run"]
+    assert spawn(tmp_path, 2, save_while_training, str(tmp_path), urls) == [0, 0]
+    expected = torch.load(tmp_path / "expected.pt")
+    for url in urls:  # 2 -> 1, here, with neither shards nor a process group
+        storage = open_storage(url)
+        names = sorted(e.name for e in (storage / "checkpoints/step-00000003").list())
+        assert names == [METADATA, MARKER, "__0_0.distcp", "__1_0.distcp", STATE]
+        trained = Trained(3, sharded=False)
+        trained.load(storage, found_name(storage))
+        assert equal(trained.values(), expected)
+
+    urls = [str(tmp_path / "one"), f"s3://{s3_bucket}/one"]
+    with alone(tmp_path):
+        trained = Trained(4)
+        for url in urls:
+            save(open_storage(url), 1, trained.tensors())
+        torch.save(trained.values(), tmp_path / "expected.pt")
+    assert spawn(tmp_path, 3, load_sharded, str(tmp_path), urls) == [0, 0, 0]
+
+
+def fail_and_recover(rank: int, world: int, url: str) -> None:
+    """Let one rank's storage fail in each phase; all ranks must see it, and none may wait."""
+    storage, lines = open_storage(url), Lines()
+    kind = type(storage)
+    tensors = {"x": torch.full((4,), float(rank))}
+    saver = Checkpointer(storage, keep=9, asynchronous=True)
+
+    def attempt(step: int, guilty: int | None, method: str, suffix: str) -> None:
+        original = getattr(kind, method)
+
+        def failing(self: Storage, name: str, *args: Any) -> Any:
+            if rank == guilty and name.endswith(suffix):
+                raise StorageError(method, name, "the disk is full")
+            return original(self, name, *args)
+
+        setattr(kind, method, failing)
+        try:
+            saver.save(step, tensors, {"step": step})
+            saver.wait()
+        finally:
+            setattr(kind, method, original)
+
+    cases = [
+        (0, "create", STATE),  # the claim of the folder
+        (1, "open_write", ".distcp"),
+        (0, "open_write", METADATA),
+        (0, "write", MARKER),
+    ]
+    for step, (guilty, method, suffix) in enumerate(cases, 1):
+        attempt(10 * step, guilty, method, suffix)
+        assert saver.saved_step in (None, 10 * step - 9), "training goes on"
+        assert "checkpoint not saved (1 in a row): cannot" in lines.text[-1]
+        assert "the disk is full" in lines.text[-1] and "Traceback" not in lines.text[-1]
+        attempt(10 * step + 1, None, "write", "")
+        assert saver.saved_step == 10 * step + 1
+        dist.barrier()
+        assert found_step(storage) == 10 * step + 1
+    for number in range(1, MAX_FAILURES):
+        attempt(100, 1, "open_write", ".distcp")
+        assert f"({number} in a row)" in lines.text[-1]
+    with pytest.raises(CheckpointError, match=r"3 checkpoints in a row .*the disk is full.*rank 1"):
+        attempt(100, 1, "open_write", ".distcp")
+    with pytest.raises(CheckpointError, match="the last checkpoint could not be saved"):
+        saver.close()
+    dist.barrier()
+    assert found_step(storage) == 41
+
+
+class Lines(logging.Handler):
+    """The log lines of this module's subject."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        logging.getLogger("rayapp.checkpoint").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text.append(record.getMessage())
+
+
+def found_step(storage: Storage) -> int | None:
+    found, _ = latest(storage)
+    return found.step if found else None
+
+
+def test_a_failure_on_one_rank_fails_all_and_hangs_none(tmp_path: Path) -> None:
+    assert spawn(tmp_path, 2, fail_and_recover, str(tmp_path / "run")) == [0, 0]
+
+
+def die_before_the_marker(rank: int, world: int, url: str) -> None:
+    saver = Checkpointer(open_storage(url), keep=2, asynchronous=True)
+    saver.save(1, {"x": torch.arange(4)}, {"step": 1})
+    saver.wait()
+    if rank == 1:  # all shards and the index are written, and then
+        write = checkpoint.dcp_save
+
+        def die(*args: Any, **options: Any) -> None:
+            write(*args, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        checkpoint.dcp_save = die
+    saver.save(2, {"x": torch.arange(4) + 1}, {"step": 2})
+    with pytest.raises(CheckpointError, match="the last checkpoint could not be saved"):
+        saver.close()
+    os._exit(7)  # the group is broken: no orderly end
+
+
+def test_a_killed_rank_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    assert spawn(tmp_path, 2, die_before_the_marker, url) == [7, -signal.SIGKILL]
+    torn = open_storage(url) / "checkpoints/step-00000002"
+    assert {"__0_0.distcp", METADATA, STATE} <= {e.name for e in torn.list()}
+    found, skipped = latest(open_storage(url))
+    assert found is not None and (found.name, found.step) == ("step-00000001", 1)
+    assert skipped == [
+        "checkpoints/step-00000002 is skipped: it has no COMMITTED (the save was cut off)"
+    ]
+    with alone(tmp_path):  # the next attempt saves the same step, and sweeps
+        save(open_storage(url), 2, {"x": torch.arange(4)})
+    assert (open_storage(url) / "checkpoints").dirs() == ["step-00000001", "step-00000002.1"]
+    assert found_name(open_storage(url)) == "step-00000002.1"
+
+
+# ---- One rank --------------------------------------------------------------------------------
+
+
+class alone:
+    """A process group of one, for the length of a block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.init = f"file://{folder}/init-alone-{len(list(folder.iterdir()))}"
+
+    def __enter__(self) -> None:
+        dist.init_process_group("gloo", init_method=self.init, rank=0, world_size=1)
+
+    def __exit__(self, *error: object) -> None:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    with alone(tmp_path):
+        yield
+
+
+@pytest.fixture(params=["local", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, group: None) -> Storage:
+    if request.param == "local":
+        return open_storage(str(tmp_path / "run"))
+    return open_storage(f"s3://{request.getfixturevalue('s3_bucket')}/run")
+
+
+def save(
+    storage: Storage, step: int, tensors: dict[str, Any] | None = None, *, keep: int = 2
+) -> Checkpointer:
+    saver = Checkpointer(storage, keep=keep, asynchronous=False)
+    saver.save(step, tensors or {"x": torch.full((3,), float(step))}, {"step": step})
+    saver.close()
+    return saver
+
+
+def folders(storage: Storage) -> list[str]:
+    return (storage / "checkpoints").dirs()
+
+
+def test_there_may_be_none(storage: Storage) -> None:
+    assert latest(storage) == (None, [])
+
+
+def test_what_is_written(storage: Storage) -> None:
+    saver = Checkpointer(storage, keep=2, asynchronous=True)
+    tensors = {"a": {"x": torch.arange(6.0), "text": "words"}, "n": 3}
+    state = {"step": 500, "cursor": {"row": 7}, "\u00e9": None}
+    stall_s = saver.save(500, tensors, state)
+    state["cursor"] = "changed afterwards"
+    saver.close()
+    assert saver.saved_step == 500 and saver.commit_s is not None and stall_s > 0
+    assert folders(storage) == ["step-00000500"]
+    folder = storage / "checkpoints" / "step-00000500"
+    whole = {"step": 500, "cursor": {"row": 7}, "\u00e9": None}
+    assert json.loads(folder.read(STATE)) == whole
+    files = {e.name: e.size for e in folder.list()}
+    assert sorted(files) == [METADATA, MARKER, "__0_0.distcp", STATE]
+    del files[MARKER]
+    assert json.loads(folder.read(MARKER)) == {
+        "name": "step-00000500",
+        "step": 500,
+        "files": {
+            name: {"size": size, "sha256": hashlib.sha256(folder.read(name)).hexdigest()}
+            for name, size in files.items()
+        },
+    }
+    found, skipped = latest(storage)
+    assert found == checkpoint.Found("step-00000500", 500, whole) and skipped == []
+    assert saved_names(storage, found.name) == {"a.x", "a.text", "n"}
+    loaded = {"a": {"x": torch.zeros(6), "text": ""}, "n": 0}
+    load(storage, found.name, loaded)
+    assert torch.equal(loaded["a"]["x"], torch.arange(6.0))  # type: ignore[index]
+    assert (loaded["a"]["text"], loaded["n"]) == ("words", 3)  # type: ignore[index]
+
+
+def test_the_copy_shares_no_memory(tmp_path: Path, group: None) -> None:
+    saver = Checkpointer(open_storage(str(tmp_path / "run")), keep=2, asynchronous=True)
+    base = torch.arange(8.0)
+    tensors = {"whole": base, "view": base[2:5], "list": [base.view(2, 4)], "count": [1]}
+    staged: Any = saver._stager.stage(tensors)
+    base.fill_(-1)
+    tensors["count"].append(2)
+    assert torch.equal(staged["whole"], torch.arange(8.0))
+    assert torch.equal(staged["view"], torch.arange(2.0, 5.0))
+    assert torch.equal(staged["list"][0], torch.arange(8.0).view(2, 4))
+    assert staged["count"] == [1]
+    saver.close()
+
+
+def test_load_refuses_what_does_not_fit(tmp_path: Path, group: None) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    save(storage, 1)
+    for wrong in ({"y": torch.zeros(3)}, {"x": torch.zeros(4)}):
+        with pytest.raises(CheckpointError, match=r"step-00000001 could not be loaded: .*rank 0"):
+            load(storage, "step-00000001", wrong)
+    with pytest.raises(CheckpointError, match="step-00000009 could not be loaded"):
+        load(storage, "step-00000009", {"x": torch.zeros(3)})
+
+
+Damage = tuple[str, Callable[[bytes], bytes | None], str]
+
+
+def damages(name: str, size: int) -> list[Damage]:
+    """Return (what, how, the words of `latest`) for one file."""
+    flipped = f"{name} has another checksum than when it was saved"
+    shorter = f"{name} has {size - 1} bytes instead of {size}"
+    found: list[Damage] = [
+        ("missing", lambda data: None, f"{name} is missing"),
+        ("truncated", lambda data: data[:-1], shorter),
+        ("empty", lambda data: b"", f"{name} has 0 bytes instead of {size}"),
+        ("longer", lambda data: data + b"\0", f"{name} has {size + 1} bytes instead of {size}"),
+        ("flipped", lambda data: data[:-1] + bytes([data[-1] ^ 1]), flipped),
+        ("flipped", lambda data: bytes([data[0] ^ 128]) + data[1:], flipped),
+    ]
+    if name == MARKER:
+        words = f"{MARKER} is damaged"
+        others = (b"", b"{", b"[]", b"null", b"{}", b'{"files": 3}', b"\xff", b"[" * 10**5)
+        found = [("missing", lambda data: None, "it has no COMMITTED (the save was cut off)")]
+        found += [("broken", lambda data, other=other: other, words) for other in others]
+        found += [
+            ("truncated", lambda data: data[: len(data) // 2], words),
+            ("of another", lambda data: data.replace(b'"step": 2', b'"step": 3'), words),
+            ("of another", lambda data: data.replace(b"step-00000002", b"step-00000001"), words),
+            ("without a file", lambda data: data.replace(b'"state.json"', b'"state.jsom"'), words),
+        ]
+    return found
+
+
+def test_a_damaged_file_is_skipped_and_named(storage: Storage) -> None:
+    save(storage, 1)
+    save(storage, 2)
+    folder = storage / "checkpoints" / "step-00000002"
+    for entry in folder.list():
+        data = folder.read(entry.name)
+        for what, damage, words in damages(entry.name, entry.size):
+            damaged = damage(data)
+            if damaged is None:
+                folder.delete(entry.name)
+            else:
+                assert damaged != data
+                folder.write(entry.name, damaged)
+            found, skipped = latest(storage)
+            assert skipped == [f"checkpoints/step-00000002 is skipped: {words}"], what
+            assert found is not None and found.name == "step-00000001"
+        folder.write(entry.name, data)
+    assert found_name(storage) == "step-00000002"
+    for name in folders(storage):
+        (storage / "checkpoints" / name).delete("__0_0.distcp")
+    found, skipped = latest(storage)
+    assert found is None and [line.split()[0] for line in skipped] == [
+        "checkpoints/step-00000002",
+        "checkpoints/step-00000001",
+    ]
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    folder = tmp_path_factory.mktemp("committed")
+    storage = open_storage(str(folder / "run"))
+    with alone(folder):
+        save(storage, 1)
+        save(storage, 2)
+    return storage
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(file=st.integers(0, 3), position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_found_or_does_no_harm(
+    committed: Storage, file: int, position: float, bit: int
+) -> None:
+    folder = committed / "checkpoints" / "step-00000002"
+    entry = folder.list()[file]
+    data = folder.read(entry.name)
+    flipped = bytearray(data)
+    flipped[int(position * len(data))] ^= 1 << bit
+    folder.write(entry.name, bytes(flipped))
+    try:
+        found, skipped = latest(committed)
+        assert found is not None
+        if found.step == 2:  # e.g. a blank of the marker, or a name in it that is there twice
+            assert entry.name == MARKER and found.state == {"step": 2} and not skipped
+        else:
+            assert len(skipped) == 1 and found.step == 1
+            assert entry.name in skipped[0] or entry.name == MARKER  # a flipped checksum in it
+    finally:
+        folder.write(entry.name, data)
+
+
+def test_a_storage_that_does_not_answer_is_no_reason_to_go_back(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(storage, 1)
+    save(storage, 2)
+    read = type(storage).read
+
+    def failing(self: Storage, name: str, *args: Any) -> bytes:
+        if name.endswith(".distcp"):
+            raise StorageError("read", name, "access denied")
+        return read(self, name, *args)
+
+    monkeypatch.setattr(type(storage), "read", failing)
+    with pytest.raises(StorageError, match="access denied"):
+        latest(storage)
+
+
+def test_retention_keeps_the_newest_and_sweeps_after_a_commit(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(storage, step)
+    assert folders(storage) == ["step-00000002", "step-00000003"]
+    torn = ["step-00000001.1", "step-00000002.7", "step-00000900"]
+    mine = ["best", "old-step-00000001", "step-1"]  # a user's own copies
+    for name in torn + mine:
+        (storage / "checkpoints").write(f"{name}/__0_0.distcp", b"half")
+    with monkeypatch.context() as broken:
+
+        def refuse(self: Storage, name: str) -> Any:
+            raise StorageError("write", name, "the disk is full")
+
+        broken.setattr(type(storage), "open_write", refuse)
+        with pytest.raises(CheckpointError, match="disk is full"):
+            save(storage, 4)
+    expected = ["step-00000002", "step-00000003", *torn, *mine]
+    assert set(expected) <= set(folders(storage))  # S3's create needs no writer, so 4 may be torn
+    save(storage, 5)
+    expected = ["step-00000003", "step-00000005", "step-00000900", *mine]
+    assert folders(storage) == sorted(expected)
+    found, skipped = latest(storage)
+    assert found is not None and found.step == 5
+    assert [line.split()[0] for line in skipped] == ["checkpoints/step-00000900"]
+    save(storage, 6, keep=1)
+    assert folders(storage) == sorted(["step-00000006", "step-00000900", *mine])
+    save(storage, 901, keep=3)
+    assert folders(storage) == sorted(["step-00000006", "step-00000901", *mine])
+
+
+def test_a_sweep_that_fails_is_no_failed_save(
+    tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+
+    def refuse(self: Storage, name: str) -> None:
+        raise StorageError("delete", name, "permission denied")
+
+    monkeypatch.setattr(type(storage), "delete_tree", refuse)
+    for step in (1, 2):
+        assert save(storage, step, keep=1).saved_step == step
+    assert "old checkpoints are not deleted: cannot delete" in caplog.text
+    # The marker went first: what is left of step 1 is torn, and is not taken for a checkpoint.
+    assert found_name(storage) == "step-00000002"
+    (storage / "checkpoints" / "step-00000002").delete(MARKER)
+    assert latest(storage)[0] is None
+
+
+def test_a_name_is_never_taken_twice(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = "step-00000005"
+    for name in [base] + [f"{base}.{n}" for n in range(1, 11)]:
+        (storage / "checkpoints").write(f"{name}/__0_0.distcp", b"half")
+    save(storage, 5)
+    assert found_name(storage) == f"{base}.11"  # newer than .2 and .10, and they are swept
+    assert folders(storage) == [f"{base}.11"]
+    (storage / "checkpoints" / f"{base}.11").delete(MARKER)
+    save(storage, 5)
+    assert found_name(storage) == f"{base}.12"
+    save(storage, 5)
+    assert found_name(storage) == f"{base}.13"
+    # What another attempt makes at the same time is not listed yet: creating decides.
+    saver = Checkpointer(storage, keep=2, asynchronous=True)
+    monkeypatch.setattr(type(storage), "dirs", lambda self: [])
+    claimed = [saver._claim(7, b"{}") for _ in range(3)]
+    assert claimed == ["step-00000007", "step-00000007.1", "step-00000007.2"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_failures_in_a_row_stop_the_run(
+    tmp_path: Path,
+    group: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asynchronous: bool,
+) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    saver = Checkpointer(storage, keep=2, asynchronous=asynchronous)
+    tensors, state = {"x": torch.ones(2)}, {"step": 0}
+
+    def refuse(self: Storage, name: str) -> Any:
+        raise StorageError("write", name, "access denied", "Check the credentials")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(storage), "open_write", refuse)
+        for step in range(1, MAX_FAILURES):
+            saver.save(step, tensors, state)
+        saver.wait()
+    saver.save(7, tensors, state)
+    saver.wait()
+    saver.wait()  # a wait for nothing counts nothing
+    lines = [r.getMessage() for r in caplog.records if r.name == "rayapp.checkpoint"]
+    assert len(lines) == MAX_FAILURES - 1 and saver.saved_step == 7
+    assert all("access denied. Check the credentials" in line for line in lines)
+    monkeypatch.setattr(type(storage), "open_write", refuse)
+    for step in range(8, 8 + MAX_FAILURES - 1):
+        saver.save(step, tensors, state)
+    with pytest.raises(CheckpointError, match=r"3 checkpoints in a row .*access denied"):
+        saver.save(20, tensors, state)
+        saver.wait()
+    with pytest.raises(CheckpointError, match="the last checkpoint could not be saved"):
+        saver.close()
+    assert found_step(storage) == 7
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_close_fails_if_the_last_save_did(
+    tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    saver = Checkpointer(storage, keep=2, asynchronous=asynchronous)
+    saver.save(1, {"x": torch.ones(2)}, {"step": 1})
+    saver.wait()
+    monkeypatch.setattr(
+        checkpoint._Hashing, "write", lambda self, data: (_ for _ in ()).throw(OSError("torn"))
+    )
+    saver.save(2, {"x": torch.ones(2)}, {"step": 2})
+    with pytest.raises(CheckpointError, match=r"last checkpoint could not be saved: .*torn"):
+        saver.close()
+    assert found_step(storage) == 1
+
+
+def test_a_state_that_is_not_json_is_refused_at_once(tmp_path: Path, group: None) -> None:
+    saver = Checkpointer(open_storage(str(tmp_path / "run")), keep=2, asynchronous=True)
+    with pytest.raises(TypeError):
+        saver.save(1, {"x": torch.ones(2)}, {"step": 1, "bad": object()})
+    saver.close()
+    assert latest(open_storage(str(tmp_path / "run"))) == (None, [])

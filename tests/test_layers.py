@@ -1,0 +1,197 @@
+"""Hold the code to README's list: a module imports only from lower layers, never from its own."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "ray.train", "ray.data")  # not at the top of layers 0 and 1: `plan` starts fast
+
+SAMPLE = """
+# Title
+
+```
+make finetune
+```
+
+```
+0 values    config.py      the typed run description: YAML + overrides, strict
+            order.py       which row is where: permutation(seed, epoch), Cursor      pure, no I/O
+1 outside   storage/       local and s3:// alike: read, write, list
+2 parts     loss.py        chunked cross-entropy, normalised by valid tokens
+            model/         meta build, shard
+5 faces     __main__.py    python -m rayapp plan|submit|list   (plan and list take --json)
+            __init__.py    public names, lazily resolved
+configs/    runnable YAML, about 30 lines each          cluster/  declarative files
+tests/      test_<module>.py, one to one
+```
+"""
+
+
+def read_layers(text: str) -> dict[str, int]:
+    """Return {module: layer} of the code block whose first line starts with layer 0.
+
+    A module is as it is listed: `name.py`, or `name/` for a package.
+    """
+    blocks = [block for block in text.split("```")[1::2] if block.startswith("\n0 ")]
+    assert len(blocks) == 1, f"{len(blocks)} code blocks list the modules by layer"
+    layers: dict[str, int] = {}
+    layer = 0
+    for line in blocks[0].splitlines():
+        match = re.match(r"(?:(\d) \w+)?\s+(\w+(?:\.py|/))\s+\S", line)
+        if match is not None:
+            assert match[2] not in layers, f"{match[2]} is listed twice"
+            layer = int(match[1]) if match[1] else layer
+            layers[match[2]] = layer
+    return layers
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, int]:
+    return read_layers((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / "rayapp").rglob("*.py"))
+
+
+def home(path: Path) -> str:
+    """Return how the list names the module or package that a file belongs to."""
+    parts = path.relative_to(ROOT / "rayapp").parts
+    return parts[0] if len(parts) == 1 else f"{parts[0]}/"
+
+
+def imports(tree: ast.AST, package: str, *, deep: bool) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of what is imported when the code runs, not for types alone.
+
+    `from a import b` is `a.b`. Without `deep`, imports inside functions are left out.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join(([*up] if node.level else []) + ([node.module] if node.module else []))
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []), package, deep=deep)
+        elif deep or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from imports(node, package, deep=deep)
+
+
+def imports_of(path: Path, *, deep: bool) -> list[tuple[str, str]]:
+    """Return (place, dotted name) of a file's imports."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    where = path.relative_to(ROOT)
+    return [(f"{where}:{line}", name) for line, name in imports(tree, package, deep=deep)]
+
+
+def target(name: str, known: set[str]) -> str | None:
+    """Return the listed module that a dotted name imports; None for what is not rayapp's."""
+    parts = name.split(".")
+    if parts[0] != "rayapp":
+        return None
+    inside = parts[1] if len(parts) > 1 else ""
+    return next((m for m in (f"{inside}.py", f"{inside}/") if m in known), "__init__.py")
+
+
+def test_the_list_is_read() -> None:
+    assert read_layers(SAMPLE) == {
+        "config.py": 0,
+        "order.py": 0,
+        "storage/": 1,
+        "loss.py": 2,
+        "model/": 2,
+        "__main__.py": 5,
+        "__init__.py": 5,
+    }
+
+
+def test_imports_are_seen() -> None:
+    code = (
+        "import a.b, c\n"
+        "from rayapp import order\n"
+        "from . import x\nfrom .y import z\nfrom .. import up\n"
+        "if typing.TYPE_CHECKING:\n    import hidden\nelse:\n    import seen\n"
+        "def f():\n    class C:\n        from d import e\n"
+        "try:\n    import g\nexcept ImportError:\n    pass\n"
+        "class D:\n    import h\n"
+    )
+    everywhere = [name for _, name in imports(ast.parse(code), "rayapp.data", deep=True)]
+    assert everywhere == [
+        "a.b",
+        "c",
+        "rayapp.order",
+        "rayapp.data.x",
+        "rayapp.data.y.z",
+        "rayapp.up",
+        "seen",
+        "d.e",
+        "g",
+        "h",
+    ]
+    top = [name for _, name in imports(ast.parse(code), "rayapp.data", deep=False)]
+    assert top == [name for name in everywhere if name != "d.e"]
+    known = {"order.py", "data/"}
+    found = [target(n, known) for n in ("rayapp.order.Order", "rayapp.data", "rayapp", "ray.data")]
+    assert found == ["order.py", "data/", "__init__.py", None]
+
+
+def test_every_module_is_listed_and_every_listed_one_exists(layers: dict[str, int]) -> None:
+    present = {home(path) for path in sources()}
+    assert not present - layers.keys(), "modules that README's list lacks"
+    assert not layers.keys() - present, "modules that are only in README's list"
+
+
+def test_modules_import_only_from_lower_layers(layers: dict[str, int]) -> None:
+    wrong = []
+    for path in sources():
+        own = home(path)
+        for place, name in imports_of(path, deep=True):
+            other = target(name, set(layers))
+            if other is None or (other == own and own.endswith("/")):
+                continue
+            if layers.get(other, 99) >= layers.get(own, 99):
+                wrong.append(f"{place} ({layers.get(own)}) imports {name} ({layers.get(other)})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_low_layers_import_nothing_heavy_at_the_top(layers: dict[str, int]) -> None:
+    wrong = [
+        f"{place} imports {name}"
+        for path in sources()
+        if layers.get(home(path), 99) <= 1
+        for place, name in imports_of(path, deep=False)
+        if any(f"{name}.".startswith(f"{heavy}.") for heavy in HEAVY)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_called_utils() -> None:
+    assert not [str(path) for path in sources() if path.name == "utils.py"]
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the names of the packages that a fresh interpreter has loaded after `code`."""
+    code += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_the_config_is_cheap_to_import(layers: dict[str, int]) -> None:
+    heavy = {"torch", "ray", "transformers", "boto3"}
+    assert not heavy & loaded_by("import rayapp.config")
+    low = sorted(m.rstrip("/").removesuffix(".py") for m, layer in layers.items() if layer <= 1)
+    code = "import " + ", ".join(f"rayapp.{name}" for name in low)
+    assert not heavy & loaded_by(code), low
