@@ -81,12 +81,15 @@ def _mapping(value: Any) -> Any:
 def _comma_list(value: Any) -> Any:
     value = _yaml_or(value, "[")
     if isinstance(value, str):
+        value = "" if _none_or(value) is None else value
         return [part.strip() for part in value.strip("[]()").split(",") if part.strip()]
     return value
 
 
 def _one_or_list(value: Any) -> Any:
-    value = _yaml_or(value, "[")
+    value = _none_or(_yaml_or(value, "["))
+    if value is None:
+        return []
     return [value] if isinstance(value, str) else value
 
 

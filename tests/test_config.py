@@ -127,6 +127,9 @@ def test_yaml_then_overrides(tmp_path: Path) -> None:
         ("eval.prompts", '["a, b", c]', ("a, b", "c")),
         ("eval.prompts", "[INST] hi, you", ("[INST] hi, you",)),
         ("eval.prompts", "{x}", ("{x}",)),
+        ("eval.prompts", "", ()),
+        ("eval.prompts", "none", ()),
+        ("eval.prompts", "[]", ()),
     ],
 )
 def test_the_command_line_is_coerced(field: str, text: str, value: object) -> None:
