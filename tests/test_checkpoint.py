@@ -5,6 +5,7 @@ What needs several ranks runs in spawned processes; everything else in a group o
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -82,6 +83,7 @@ def child(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     function(rank, world, *args)
+    gc.collect()  # see processes.py
     dist.destroy_process_group()
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -98,17 +97,14 @@ def prepared_of(config: Config, folder: Path) -> prepare.Prepared:
     return prepare.prepare(recipe, root)
 
 
-def worker(rank: int, world: int, job: Job, rendezvous: str, summaries: str) -> None:
+def worker(rank: int, world: int, job: Job, summaries: str) -> None:
     """One training process, as under torchrun."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     rows = job.prepared.rows("train")
     summary = run(
         job, torch.device("cpu"), lambda step: local_steps(rows, job.order, rank, world, step)
     )
     if rank == 0:
         Path(summaries).write_text(json.dumps(summary))
-    dist.destroy_process_group()
 
 
 def train(
@@ -121,7 +117,7 @@ def train(
     job = Job(config, prepared, str(folder / "model"), order, url)
     summaries = str(folder / f"{config.run.name}.json")
     rendezvous = str(folder / f"{config.run.name}-{os.urandom(4).hex()}")
-    mp.spawn(worker, (world, job, rendezvous, summaries), nprocs=world)
+    processes.spawn(worker, world, rendezvous, job, summaries)
     lines = [json.loads(line) for line in Path(url, "metrics.jsonl").read_text().splitlines()]
     return lines, json.loads(Path(summaries).read_text())
 
@@ -244,7 +240,7 @@ def test_a_run_resumes_bitwise_where_it_was(
     order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, STEPS)
     url = str(inputs / "runs" / "resumed")
     job = Job(config, prepared, str(inputs / "model"), order, url)
-    mp.spawn(stopped_worker, (2, job, str(inputs / "resumed-a"), 12), nprocs=2)
+    processes.spawn(stopped_worker, 2, str(inputs / "resumed-a"), job, 12)
     half = [json.loads(line) for line in Path(url, "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in half] == list(range(1, 13))
     lines, summary = train(config, inputs, world=2)
@@ -255,10 +251,8 @@ def test_a_run_resumes_bitwise_where_it_was(
         assert [line[name] for line in lines] == [line[name] for line in expected], name
 
 
-def stopped_worker(rank: int, world: int, job: Job, rendezvous: str, stop_after: int) -> None:
+def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
     """Train until someone asks rank 0 to stop, at a step boundary that all ranks agree on."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     rows = job.prepared.rows("train")
 
     def steps(first: int) -> Any:
@@ -277,7 +271,6 @@ def stopped_worker(rank: int, world: int, job: Job, rendezvous: str, stop_after:
     loop.agree = agree
     summary = run(job, torch.device("cpu"), steps)
     assert summary["status"] == "stopped" and summary["steps"] == stop_after, summary
-    dist.destroy_process_group()
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_rows(inputs: Path) -> None:
@@ -285,15 +278,12 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_rows(inputs: Path) -> 
     prepared = prepared_of(config, inputs)
     order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, 5)
     job = Job(config, prepared, str(inputs / "model"), order, str(inputs / "runs" / "not-finite"))
-    mp.spawn(
-        poisoned_worker, (2, job, str(inputs / "not-finite-a"), int(order.rows(2)[3])), nprocs=2
-    )
+    bad_row = int(order.rows(2)[3])
+    processes.spawn(poisoned_worker, 2, str(inputs / "not-finite-a"), job, bad_row)
 
 
-def poisoned_worker(rank: int, world: int, job: Job, rendezvous: str, bad_row: int) -> None:
+def poisoned_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
     """Train on rows of which one, in step 3, makes the model's output not a number."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     rows = job.prepared.rows("train")
     marker = 258  # a token of the vocabulary that the text never holds
 
@@ -320,4 +310,3 @@ def poisoned_worker(rank: int, world: int, job: Job, rendezvous: str, bad_row: i
     with pytest.raises(loop.NonFiniteLoss, match="step 3: ") as caught:
         run(job, torch.device("cpu"), steps)
     assert caught.value.step == 3 and caught.value.rows == [bad_row]
-    dist.destroy_process_group()

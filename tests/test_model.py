@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -131,10 +131,6 @@ def gradients(model: LanguageModel, rank: int, world: int) -> dict[str, Tensor]:
 
 def work(rank: int, world: int, root: str) -> None:
     """Do on real ranks everything that the tests look at, and save it under out/<world>."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root}/rendezvous-{world}", rank=rank, world_size=world
-    )
     out = Path(root, "out", str(world))
     results: dict[str, Any] = {"stats": {}, "gradients": {}, "init": {}, "files": {}}
     mesh = device_mesh("cpu", strategy="full_shard")
@@ -176,8 +172,6 @@ def work(rank: int, world: int, root: str) -> None:
     results["bf16"] = gradients(model, rank, world)
     results["failure"] = failing_export(model, rank, root)
     torch.save(results, f"{root}/results-{world}-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def failing_export(model: LanguageModel, rank: int, root: str) -> str:
@@ -213,7 +207,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         make_folder(name, root / name)
     results = {}
     for world in WORLDS:
-        mp.spawn(work, (world, str(root)), nprocs=world)
+        processes.spawn(work, world, f"{root}/rendezvous-{world}", str(root))
         results[world] = [
             torch.load(root / f"results-{world}-{rank}.pt", weights_only=False)
             for rank in range(world)
