@@ -7,6 +7,7 @@ memory, and prints the steady tokens/s. The loss is rayapp's own chunked cross-e
 two differ in nothing but the loop around the model.
 """
 
+import gc
 import json
 import os
 import sys
@@ -95,6 +96,8 @@ def main(folder: str, steps: int) -> None:
     dist.all_reduce(total)
     if rank == 0:
         print(json.dumps({"tokens_per_s": int(total) / seconds}))
+    del model, optimizer, loss
+    gc.collect()  # a gloo thread that frees tensors while Python shuts down aborts the process
     dist.destroy_process_group()
 
 

@@ -1,10 +1,12 @@
 """Steady tokens/s of `python -m rayapp.finetune` over a bare FSDP2 loop's, and the cold start.
 
-    python bench/loop.py [--pairs 3] [--steps 60]
+    python bench/loop.py [--rounds 3] [--steps 100]
 
-The two run in turn, A B A B ..., same model, rows, precision and 2 workers of one core each; the
-ratio is taken pair by pair, so that it holds when the machine's speed drifts. Cold start is from
-the command to the end of the first step, with where the time goes.
+The two run in turn, same model, rows, precision and 2 workers of one core each; the ratio is taken
+round by round, so that it holds when the machine's speed drifts. rayapp sets glibc's allocator for
+its workers; the bare loop runs both without that and with it, and rayapp's loop also under torchrun
+without Ray, whose own processes share the two cores: each ratio shows one thing.
+Cold start is from the command to the end of the first step, with where the time goes.
 """
 
 import argparse
@@ -16,8 +18,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from loop_alone import steady_rate
+
+from rayapp.finetune.fit import CPU_ENVIRONMENT
+
 ROOT = Path(__file__).parent.parent
-WARM_UP_STEPS = 10
 
 
 def ours(storage: str, name: str, steps: int) -> tuple[float, dict[str, float]]:
@@ -25,26 +30,18 @@ def ours(storage: str, name: str, steps: int) -> tuple[float, dict[str, float]]:
     command = [sys.executable, "-m", "rayapp.finetune", "configs/tiny_cpu.yaml"]
     command += [f"--run.storage={storage}", f"--run.name={name}", f"--train.max_steps={steps}"]
     command += ["--checkpoint.every_s=none", "--eval.prompts="]
+    run = Path(storage, name)
     subprocess.run(
         command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    run = Path(storage, name)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    # The last step saves a checkpoint, which the bare loop has not.
-    steady = lines[WARM_UP_STEPS:-1]
-    seconds = sum(line["step_s"] for line in steady)
-    tokens = sum(
-        line["tokens_per_s"] * (line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"])
-        for line in steady
-    )
-    return tokens / seconds, json.loads((run / "result.json").read_text())["start_s"]
+    return steady_rate(run), json.loads((run / "result.json").read_text())["start_s"]
 
 
-def bare(run: str, steps: int) -> float:
-    """Run the bare loop on the rows of that run; return steady tokens/s."""
+def torchrun(script: str, run: str, steps: int, settings: dict[str, str]) -> float:
+    """Run a script of this folder on the rows of that run; return steady tokens/s."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command += ["bench/bare_loop.py", run, str(steps)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += [f"bench/{script}", run, str(steps)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **settings}
     done = subprocess.run(
         command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment
     )
@@ -53,25 +50,32 @@ def bare(run: str, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as storage:
-        ratios, starts = [], []
-        for pair in range(options.pairs):
-            rate, start = ours(storage, f"bench-{pair}", options.steps)
-            reference = bare(f"{storage}/bench-{pair}", options.steps)
-            ratios.append(rate / reference)
+        ratios: dict[str, list[float]] = {}
+        starts = []
+        for number in range(1, options.rounds + 1):
+            run = f"{storage}/bench-{number}"
+            rate, start = ours(storage, f"bench-{number}", options.steps)
             starts.append(start)
+            bare = torchrun("bare_loop.py", run, options.steps, {})
+            tuned = torchrun("bare_loop.py", run, options.steps, CPU_ENVIRONMENT)
+            alone = torchrun("loop_alone.py", run, options.steps, CPU_ENVIRONMENT)
             print(
-                f"pair {pair + 1}: rayapp {rate:,.0f} tokens/s, bare loop {reference:,.0f}, "
-                f"ratio {ratios[-1]:.3f}",
+                f"round {number}: tokens/s of rayapp {rate:,.0f}, its loop alone {alone:,.0f}, "
+                f"bare loop {bare:,.0f}, bare loop with rayapp's allocator settings {tuned:,.0f}",
                 flush=True,
             )
-    print(
-        f"steady tokens/s over the bare loop: median "
-        f"{statistics.median(ratios):.3f} of {options.pairs} pairs"
-    )
+            for label, value in (
+                ("rayapp / bare loop", rate / bare),
+                ("loop without Ray / bare loop, both with the allocator settings", alone / tuned),
+                ("rayapp / bare loop with the allocator settings", rate / tuned),
+            ):
+                ratios.setdefault(label, []).append(value)
+    for label, found in ratios.items():
+        print(f"{label}: median {statistics.median(found):.3f} of {options.rounds} rounds")
     for label, phases in (("first run (prepares the data)", starts[0]), ("later runs", starts[-1])):
         parts = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
         print(

@@ -154,7 +154,7 @@ def prepare(
     `progress` is called with (bytes done, bytes in all).
     """
     storage = root / recipe.fingerprint
-    found = _load_manifest(storage)
+    found = load(storage)
     if found is not None:
         return found
     jobs = [("train", unit) for unit in sources.units(recipe.source, _fraction(recipe))]
@@ -172,7 +172,7 @@ def prepare(
     assert len(whole) == len(jobs), f"shards in {storage.url} changed while they were being made"
     manifest = _merge(recipe, storage.url, [whole[index] for index in range(len(jobs))])
     storage.write("manifest.json", json.dumps(manifest, indent=1).encode())
-    loaded = _load_manifest(storage)
+    loaded = load(storage)
     assert loaded is not None, f"{storage.url}/manifest.json does not match the shards just written"
     return loaded
 
@@ -408,7 +408,7 @@ def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, dict[s
     }
 
 
-def _load_manifest(storage: Storage) -> Prepared | None:
+def load(storage: Storage) -> Prepared | None:
     """Return a finished data set whose shards all have the size that its manifest gives."""
     if not storage.exists("manifest.json"):
         return None
