@@ -16,7 +16,7 @@ import torch.distributed as dist
 import yaml
 
 from rayapp.config import from_dict
-from rayapp.data import prepare
+from rayapp.data import prepared as prepared_data
 from rayapp.data.rows import local_steps
 from rayapp.finetune import training
 from rayapp.finetune.job import Job
@@ -45,7 +45,7 @@ def main(folder: Path, steps: int) -> None:
     off = config.checkpoint.model_copy(update={"export": False})
     config = config.model_copy(update={"checkpoint": off})
     fingerprint = json.loads((folder / "plan.json").read_text())["fingerprint"]
-    prepared = prepare.load(open_storage(config.run.storage) / ".prepared" / fingerprint)
+    prepared = prepared_data.load(open_storage(config.run.storage) / ".prepared" / fingerprint)
     assert prepared is not None, f"{folder} has no prepared data"
     order = Order.for_steps(
         prepared.num_rows("train"),

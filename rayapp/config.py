@@ -108,6 +108,7 @@ OptionalFloat = Annotated[float | None, BeforeValidator(_none_or)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_list)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # YAML has `workers: 4` as a number and `gpu: true` as a truth value; the schema allows both.
 Workers = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | int)]
 Gpu = Annotated[
@@ -155,6 +156,9 @@ class Model(Section):
 class Data(Section):
     path: Text = "stdlib"
     """File, glob, folder, s3:// path, hub id, or `stdlib` (Python's own standard library)."""
+    mixture: Annotated[dict[str, Weight], BeforeValidator(_mapping)] = {}
+    """Several such paths by weight instead of path, e.g. `{a.jsonl: 3, s3://b/c: 1}`: their shares
+    of the rows trained on; needs train.max_steps."""
     format: Literal["auto", "text", "jsonl", "parquet", "hub"] = "auto"
     """How the files are read; auto goes by their names."""
     kind: Literal["auto", "text", "prompt", "chat"] = "auto"
@@ -173,6 +177,11 @@ class Data(Section):
     """Share of rows, 0-1, that may be unusable; more stops the run, fewer are counted and named."""
     workers: OptionalInt = Field(default=None, ge=1)
     """Ray Data tasks at once for reading and packing; none takes the CPUs that training leaves."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the paths to train on, with their weights."""
+        return self.mixture or {self.path: 1.0}
 
 
 class Train(Section):
@@ -369,6 +378,18 @@ def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("cluster.workers",),
             f"cluster.workers={cluster.workers} is not a range: it must be N or MIN:MAX with "
             "1 <= MIN <= MAX. Set e.g. cluster.workers=2 or cluster.workers=2:8",
+        )
+    if data.mixture and train.max_steps is None:
+        yield (
+            ("data.mixture", "train.max_steps"),
+            "train.max_steps=none is missing: the sources of data.mixture end at different times, "
+            "so that it has no epochs. Set train.max_steps",
+        )
+    if data.mixture and data.path != Data().path:
+        yield (
+            ("data.mixture", "data.path"),
+            f"data.path={_shown(data.path)} is in conflict: data.mixture also names the data. "
+            "Remove one of the two, or put the path into the mixture",
         )
     # The default is no wish, also where a file that to_yaml() wrote spells it out.
     if data.eval_path is not None and data.eval_fraction not in (0, Data().eval_fraction):

@@ -157,6 +157,10 @@ class Order:
     """Steps in the run."""
     total_rows: int | None = None
     """Rows to train on in all (epochs * num_rows); positions past them are empty. None: no end."""
+    sizes: tuple[int, ...] = ()
+    """Rows of each source of a mixture, whose rows are numbered one source after another."""
+    weights: tuple[float, ...] = ()
+    """Share of each source of a mixture, up to a common factor; empty: all rows are one source."""
 
     def __post_init__(self) -> None:
         for name, high in {
@@ -170,6 +174,8 @@ class Order:
                 raise ValueError(_outside(name, getattr(self, name), low, high))
         if self.rows_per_step % self.micro_batch:
             raise ValueError(_not_a_divisor(self.micro_batch, self.rows_per_step))
+        if self.weights:
+            self._check_mixture()
         if self.total_rows is not None:
             if self.total_rows < 1:
                 raise ValueError(
@@ -183,6 +189,25 @@ class Order:
                     f"rows_per_step={self.rows_per_step} last {most} steps. "
                     f"Set num_steps={most} or fewer, or total_rows=None"
                 )
+
+    def _check_mixture(self) -> None:
+        _shares_and_block(self.weights)
+        if len(self.sizes) != len(self.weights) or sum(self.sizes) != self.num_rows:
+            raise ValueError(
+                f"sizes={self.sizes} are not those of a mixture of num_rows={self.num_rows} and "
+                f"weights={self.weights}: each source has one of both. Set sizes that sum to it"
+            )
+        for size, weight in zip(self.sizes, self.weights, strict=True):
+            if weight and not size:
+                raise ValueError(
+                    f"sizes={self.sizes} leave a source without rows, and weights={self.weights} "
+                    "ask for some of it. Set that weight to 0"
+                )
+        if self.total_rows is not None:
+            raise ValueError(
+                f"total_rows={self.total_rows} is not for a mixture, whose sources end at "
+                "different times. Set total_rows=None"
+            )
 
     @classmethod
     def for_epochs(
@@ -201,6 +226,26 @@ class Order:
     ) -> Order:
         """Train for `num_steps` full steps, over as many epochs as that takes."""
         return cls(num_rows, rows_per_step, micro_batch, seed, num_steps)
+
+    @classmethod
+    def for_mixture(
+        cls,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        rows_per_step: int,
+        micro_batch: int,
+        seed: int,
+        num_steps: int,
+    ) -> Order:
+        """Train on rows of several sources in the shares of their weights.
+
+        Each source goes through its own epochs, so that none of its rows comes twice before all
+        have come once. The cursor's epoch counts as many rows as all sources have together.
+        """
+        sizes, weights = tuple(sizes), tuple(weights)
+        return cls(
+            sum(sizes), rows_per_step, micro_batch, seed, num_steps, sizes=sizes, weights=weights
+        )
 
     def rows(self, step: int) -> Ints:
         """Return the row ids of a step's global batch, int64[R]; -1 where a last step is short."""
@@ -285,6 +330,8 @@ class Order:
 
     def _row_ids(self, positions: Ints) -> Ints:
         """Return the rows at global positions, ascending: [n] -> [n]."""
+        if self.weights:
+            return self._mixed_row_ids(positions)
         ids = np.full(len(positions), EMPTY, dtype=np.int64)
         if self.total_rows is not None:
             positions = positions[: np.searchsorted(positions, self.total_rows)]
@@ -293,6 +340,21 @@ class Order:
         bounds = [*starts.tolist(), len(positions)]
         for epoch, low, high in zip(present.tolist(), bounds, bounds[1:], strict=False):
             ids[low:high] = permutation(places[low:high], self.num_rows, self.seed, epoch)
+        return ids
+
+    def _mixed_row_ids(self, positions: Ints) -> Ints:
+        """Return the rows at global positions of a mixture: [n] -> [n]."""
+        sources, items = mixture(self.weights, positions, self.seed)
+        ids = np.empty(len(positions), dtype=np.int64)
+        first = 0
+        for source, size in enumerate(self.sizes):
+            here = np.flatnonzero(sources == source)
+            epochs = items[here] // max(size, 1)
+            for epoch in np.unique(epochs).tolist():
+                slots = here[epochs == epoch]
+                places = items[slots] - epoch * size
+                ids[slots] = first + permutation(places, size, self.seed, epoch)
+            first += size
         return ids
 
 
@@ -351,45 +413,32 @@ def combine(digests: Iterable[int]) -> str:
 # every source, without which a block's count, a difference of such edges, might be negative.
 
 
-def mixture(weights: Sequence[float], count: int, seed: int, start: int = 0) -> Ints:
-    """Return which source each position of [start, start + count) comes from, int64[count].
+def mixture(weights: Sequence[float], positions: Ints, seed: int) -> tuple[Ints, Ints]:
+    """Return, for positions int64[n], their sources [n] and which item of its source each is [n].
 
-    Weights need not sum to 1. Shares are exact in the long run and to one position per block;
-    the order within a block is a seeded permutation.
+    Weights need not sum to 1. Shares are exact in the long run and to one position per block; the
+    order within a block is a seeded permutation. The positions of source j, in order, hold its
+    items 0, 1, 2, ... The cost is that of the blocks that are touched, whatever the positions.
 
-    >>> mixture([3, 1], count=8, seed=0).tolist()
-    [0, 0, 0, 0, 0, 0, 1, 0]
-    >>> np.bincount(mixture([3, 1], count=4096, seed=0)).tolist()
-    [3072, 1024]
-    """
-    if count < 0 or start < 0:
-        raise ValueError(
-            f"start={start}, count={count} is out of range: positions begin at 0. Set both >= 0"
-        )
-    shares, block = _shares_and_block(weights)
-    sources = np.empty(count, dtype=np.int64)
-    for k in range(start // block, _ceil_div(start + count, block)):
-        low, high = max(start, k * block), min(start + count, (k + 1) * block)
-        offsets = np.arange(low - k * block, high - k * block)
-        sources[low - start : high - start] = _block_sources(shares, block, k, seed, offsets)
-    return sources
-
-
-def nth_of_source(weights: Sequence[float], source: int, position: int, seed: int) -> int:
-    """Return how many positions before `position` come from `source`.
-
-    So position p holds item `nth_of_source(weights, j, p, seed)` of source j = `mixture(...)` at p.
-    The cost is at most one block, whatever the position.
+    >>> sources, items = mixture([3, 1], np.array([0, 5, 6, 7, 4096]), seed=0)
+    >>> sources.tolist(), items.tolist()
+    ([0, 0, 1, 0, 0], [0, 5, 0, 6, 3072])
     """
     shares, block = _shares_and_block(weights)
-    if not 0 <= source < len(weights):
-        raise ValueError(_outside("source", source, 0, len(weights) - 1))
-    if position < 0:
-        raise ValueError(_outside("position", position, 0, None))
-    k, offset = divmod(position, block)
-    low, high = (math.floor(share * k * block) for share in shares[source : source + 2])
-    in_block = _block_sources(shares, block, k, seed, np.arange(offset))
-    return high - low + int(np.count_nonzero(in_block == source))
+    sources, items = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+    blocks, offsets = np.divmod(positions, block)
+    for k in np.unique(blocks).tolist():
+        here = np.flatnonzero(blocks == k)
+        of_block = _block_sources(shares, block, k, seed, np.arange(offsets[here].max() + 1))
+        for source in np.unique(of_block[offsets[here]]).tolist():
+            before = math.floor(shares[source + 1] * k * block) - math.floor(
+                shares[source] * k * block
+            )
+            mine = of_block == source
+            slots = here[mine[offsets[here]]]
+            sources[slots] = source
+            items[slots] = before + np.cumsum(mine)[offsets[slots]] - 1
+    return sources, items
 
 
 def _block_sources(shares: list[Fraction], block: int, k: int, seed: int, offsets: Ints) -> Ints:

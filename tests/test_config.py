@@ -31,7 +31,8 @@ FORM = re.compile(r"[^=]*=.* is [a-z ]+: .+(\. [A-Z].*|\?)", re.DOTALL)
 SURFACE = {
     "run": "name storage seed",
     "model": "path from_scratch tokenizer attention lora overrides",
-    "data": "path format kind seq_len pack truncate eval_path eval_fraction bad_rows workers",
+    "data": "path mixture format kind seq_len pack truncate eval_path eval_fraction bad_rows"
+    " workers",
     "train": "tokens_per_step micro_batch max_steps epochs lr min_lr schedule warmup_steps"
     " weight_decay betas grad_clip precision compile loss_chunk",
     "parallel": "strategy replicas activation_checkpointing cpu_offload",

@@ -8,6 +8,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_data_stream import ray_cluster  # noqa: F401  a fixture
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
 from rayapp.data import prepare, sources, tokens
-from rayapp.data.prepare import Prepared, Recipe
+from rayapp.data.prepare import Recipe
+from rayapp.data.prepared import Prepared
+from rayapp.data.rows import local_steps
 from rayapp.packing import IGNORE, Document
 from rayapp.storage import Storage, open_storage
 
@@ -177,6 +184,53 @@ def test_every_document_is_in_the_rows_once(
             assert counts["target_bytes"] == sum(bearing)
         if not pack:
             assert len(in_rows) == len(rows)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_epoch_trains_on_every_pair_of_tokens_once(
+    recipe: Recipe, tmp_path: Path, world: int, pack: bool
+) -> None:
+    """No two documents share a word: each pair taken goes back to its place in its document."""
+    lengths = [n * 7 % 45 for n in range(60)]  # words: 0 to 44, a row holds 16
+    ends = np.cumsum(lengths)
+    end_of_text = int(ends[-1])
+    vocabulary = {f"w{word}": word for word in range(end_of_text)}
+    vocabulary[tokens.END_OF_TEXT] = end_of_text
+    split = Tokenizer(WordLevel(vocabulary, unk_token=tokens.END_OF_TEXT))
+    split.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=split, eos_token=tokens.END_OF_TEXT)
+    tokens.save_tokenizer(tokenizer, open_storage(str(tmp_path / "words")))
+    documents = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+    texts = [" ".join(f"w{word}" for word in document) for document in documents]
+    recipe = replace(
+        recipe,
+        source=write_jsonl(tmp_path / "words.jsonl", [{"text": text} for text in texts]),
+        tokenizer_url=str(tmp_path / "words"),
+        eval_fraction=0.0,
+        pack=pack,
+    )
+    prepared = here(recipe, tmp_path / "out")
+    assert len(prepared.shards["train"]) > 3
+    expected = [list(pairwise([*document, end_of_text])) for document in documents]
+    place_of = {word: (n, k) for n, d in enumerate(documents) for k, word in enumerate(d)}
+    rows = prepared.rows("train")
+    plan = order.Order.for_epochs(len(rows), rows_per_step=10, micro_batch=2, seed=5, epochs=3)
+    assert len(rows) % 10  # steps lie across the ends of epochs
+    ledger: list[Any] = [[[None] * len(pairs) for pairs in expected] for _ in range(3)]
+    ranks = [local_steps(rows, plan, rank, world, 0) for rank in range(world)]
+    for batch in (batch for together in zip(*ranks, strict=True) for batch in together):
+        assert (batch.labels[batch.segments == 0] == IGNORE).all()
+        for i, j in np.argwhere(batch.positions != order.EMPTY):
+            epoch = (batch.step * 10 + int(batch.positions[i, j])) // len(rows)
+            for number in range(1, int(batch.segments[i, j].max()) + 1):
+                there = batch.segments[i, j] == number
+                pairs = np.stack([batch.input_ids[i, j][there], batch.labels[i, j][there]], 1)
+                document, first = place_of[int(pairs[0, 0])]
+                place = slice(first, first + len(pairs))
+                assert ledger[epoch][document][place] == [None] * len(pairs)
+                ledger[epoch][document][place] = [tuple(pair) for pair in pairs.tolist()]
+    assert ledger == [expected] * 3
 
 
 def test_the_report_counts_what_a_person_checks(recipe: Recipe, tmp_path: Path) -> None:

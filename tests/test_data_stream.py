@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayapp.data import stream
-from rayapp.data.prepare import Prepared
+from rayapp.data.prepared import Prepared
 from rayapp.data.rows import Rows, StepRows, local_steps, sequential_batches
 from rayapp.order import EMPTY, Order
 from rayapp.packing import IGNORE, row_dtype

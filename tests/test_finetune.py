@@ -114,6 +114,19 @@ def command(files: Path, storage: Path, name: str, *more: str) -> list[str]:
 
 BAD = {
     "unknown field": (["--train.lrr=1"], ["train.lrr=1 is unknown", "Did you mean train.lr?"]),
+    "mixture without an end": (
+        ["--data.path=stdlib", "--data.mixture={{stdlib: 1}}", "--train.max_steps=none"],
+        ["train.max_steps=none is missing"],
+    ),
+    "mixture and path": (["--data.mixture={{stdlib: 1}}"], ["data.path=", "is in conflict"]),
+    "mixture of nothing": (
+        ["--data.path=stdlib", "--data.mixture={{gone.jsonl: 1, stdlib: 0}}"],
+        ["data.mixture.stdlib=0", "greater than 0"],
+    ),
+    "missing part of a mixture": (
+        ["--data.path=stdlib", "--data.mixture={{stdlib: 1, {files}/gone.jsonl: 2}}"],
+        ["data.mixture=", "gone.jsonl is missing"],
+    ),
     "wrong type": (["--train.micro_batch=two"], ["train.micro_batch=two", "whole number"]),
     "missing data": (["--data.path={files}/none.txt"], ["data.path=", "none.txt is missing"]),
     "empty data": (["--data.path={files}/empty.txt"], ["data.path=", "is empty"]),
@@ -221,6 +234,26 @@ def test_the_command_itself_exits_with_2(tmp_path: Path) -> None:
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_mixture_trains_on_its_shares(
+    files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, lines = str(files / "text.txt"), str(files / "good.jsonl")
+    shares = f"--data.mixture={{{text}: 3, {lines}: 1}}"
+    assert main(command(files, tmp_path, "mixture", "--data.path=stdlib", shares)) == 0
+    assert f"source {lines} 25.0% of the rows" in " ".join(capsys.readouterr().out.split())
+    plan = json.loads((tmp_path / "mixture" / "plan.json").read_text())
+    sources = plan["data"]["sources"]
+    assert set(sources) == {text, lines}
+    rows = sum(part["train"]["rows"] for part in sources.values())
+    assert plan["data"]["train"]["rows"] == rows and plan["epochs"] == 20 * 8 / rows
+    digests = [line["batch_digest"] for line in lines_of(tmp_path / "mixture")]
+    assert len(set(digests)) == 20
+    alone = "--cluster.workers=1"
+    argv = command(files, tmp_path, "mixture-1", "--data.path=stdlib", shares, alone)
+    assert main(argv) == 0
+    assert [line["batch_digest"] for line in lines_of(tmp_path / "mixture-1")] == digests
 
 
 @pytest.mark.parametrize("name", SHAPES)

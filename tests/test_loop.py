@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from rayapp import loop
 from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
+from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
 from rayapp.finetune.training import Job, run
 from rayapp.order import Order
@@ -76,7 +77,7 @@ def config_of(folder: Path, name: str, **train: Any) -> Config:
     )
 
 
-def prepared_of(config: Config, folder: Path) -> prepare.Prepared:
+def prepared_of(config: Config, folder: Path) -> Prepared:
     """Prepare in this process: Ray Data has its own tests."""
     source = sources.find(config.data.path)
     recipe = prepare.Recipe(

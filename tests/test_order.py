@@ -9,6 +9,7 @@ import doctest
 import hashlib
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,13 @@ from hypothesis import strategies as st
 
 from rayapp import order as order_module
 from rayapp.order import (
+    EMPTY,
     Cursor,
     Order,
     combine,
     differences,
     fingerprint,
     mixture,
-    nth_of_source,
     permutation,
     row_digest,
 )
@@ -422,6 +423,12 @@ def test_digest_of_a_batch() -> None:
 
 # ---- Mixtures
 
+
+def sources_of(weights: Any, count: int, seed: int, start: int = 0) -> Any:
+    """The sources of the positions [start, start + count)."""
+    return mixture(weights, np.arange(start, start + count), seed)[0]
+
+
 weight_lists = st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(any)
 
 
@@ -430,15 +437,15 @@ weight_lists = st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(any)
 def test_any_part_of_a_mixture_is_that_part_of_the_whole(
     weights: list[int], seed: int, start: int, count: int
 ) -> None:
-    whole = mixture(weights, 7500, seed)
-    assert mixture(weights, count, seed, start).tolist() == whole[start : start + count].tolist()
+    whole = sources_of(weights, 7500, seed)
+    assert sources_of(weights, count, seed, start).tolist() == whole[start : start + count].tolist()
     assert set(np.unique(whole)) == {j for j, w in enumerate(weights) if w}
 
 
 @given(weight_lists, seeds)
 @settings(deadline=None, max_examples=40)
 def test_shares_are_exact_at_every_block(weights: list[int], seed: int) -> None:
-    sources = mixture(weights, 8 * 1024, seed)
+    sources = sources_of(weights, 8 * 1024, seed)
     for blocks in range(1, 9):
         counts = np.bincount(sources[: blocks * 1024], minlength=len(weights))
         exact = np.array(weights) / sum(weights) * blocks * 1024
@@ -447,34 +454,71 @@ def test_shares_are_exact_at_every_block(weights: list[int], seed: int) -> None:
 
 @given(weight_lists, seeds, st.lists(st.integers(0, 5000), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=40)
-def test_nth_of_source_is_a_count(weights: list[int], seed: int, positions: list[int]) -> None:
-    sources = mixture(weights, 5000, seed)
-    for position in positions:
-        for source in range(len(weights)):
-            expected = np.count_nonzero(sources[:position] == source)
-            assert nth_of_source(weights, source, position, seed) == expected
+def test_items_of_a_source_are_counted_through(
+    weights: list[int], seed: int, positions: list[int]
+) -> None:
+    whole = sources_of(weights, 5001, seed)
+    sources, items = mixture(weights, np.array(positions), seed)
+    for position, source, item in zip(positions, sources, items, strict=True):
+        assert source == whole[position]
+        assert item == np.count_nonzero(whole[:position] == source)
 
 
 def test_far_positions_are_exact() -> None:
     """A trillion blocks on, the count is the share, to one position, and costs one block."""
-    weights, position = [0.5, 0.3, 0.2], 1024 * 10**12 + 77
-    counts = [nth_of_source(weights, source, position, seed=4) for source in range(3)]
-    assert sum(counts) == position
-    for count, share in zip(counts, (5, 3, 2), strict=True):
-        assert abs(count * 10 - position * share) < 10 * 78
-    assert len(mixture(weights, 5, 4, start=position)) == 5
+    first = 1024 * 10**12
+    sources, items = mixture([0.5, 0.3, 0.2], np.arange(first, first + 1024), seed=4)
+    for source, share in enumerate((5, 3, 2)):
+        mine = items[sources == source]
+        assert abs(int(mine[0]) * 10 - first * share) < 10
+        assert (np.diff(mine) == 1).all()
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    seeds,
+    st.integers(1, 4),
+    st.data(),
+)
+@settings(deadline=None, max_examples=40)
+def test_a_mixture_goes_through_each_source_by_its_own_epochs(
+    sizes: list[int], seed: int, world: int, data: st.DataObject
+) -> None:
+    """Of each source all rows come once before any comes twice; the same for any world."""
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=len(sizes), max_size=len(sizes)))
+    order = Order.for_mixture(sizes, weights, 12, 2, seed, num_steps=30)
+    rows = np.concatenate([order.rows(step) for step in range(30)])
+    sources = sources_of(weights, len(rows), seed)
+    first = 0
+    for source, size in enumerate(sizes):
+        mine = rows[sources == source] - first
+        for epoch in range(0, len(mine), size):
+            part = mine[epoch : epoch + size]
+            assert ((part >= 0) & (part < size)).all() and len(set(part)) == len(part)
+        first += size
+    for step in (0, 17):
+        parts = [order.micro_batches(step, rank, world) for rank in range(world)]
+        dealt = [ids.tolist() for m in range(len(parts[0])) for ids in (p[m] for p in parts)]
+        flat = [row for ids in dealt for row in ids if row != EMPTY]
+        assert flat == order.rows(step).tolist()
+
+
+def test_a_mixture_of_sizes_that_do_not_fit_is_refused() -> None:
+    for sizes, weights in (((3,), (1, 1)), ((0, 3), (1, 1)), ((3, 3), (0, 0))):
+        with pytest.raises(ValueError, match="Set"):
+            Order.for_mixture(sizes, weights, 4, 2, 0, 5)
 
 
 def test_shares_are_the_decimals_as_written() -> None:
     """Ten blocks hold 0.7 and 0.3 of 10,240 exactly, though neither is a binary number."""
-    assert np.bincount(mixture([0.7, 0.3], 10240, seed=0)).tolist() == [7168, 3072]
-    assert np.array_equal(mixture([0.7, 0.3], 3000, 0), mixture([7, 3], 3000, 0))
-    assert np.array_equal(mixture(np.array([0.7, 0.3]), 3000, 0), mixture([7, 3], 3000, 0))
+    assert np.bincount(sources_of([0.7, 0.3], 10240, seed=0)).tolist() == [7168, 3072]
+    assert np.array_equal(sources_of([0.7, 0.3], 3000, 0), sources_of([7, 3], 3000, 0))
+    assert np.array_equal(sources_of(np.array([0.7, 0.3]), 3000, 0), sources_of([7, 3], 3000, 0))
 
 
 def test_rare_sources_lengthen_the_block() -> None:
     weights = [1, 9999, 0, 1]
-    sources = mixture(weights, 3 * 2**14, seed=0)
+    sources = sources_of(weights, 3 * 2**14, seed=0)
     for blocks in (1, 2, 3):
         counts = np.bincount(sources[: blocks * 2**14], minlength=4)
         assert (np.abs(counts - np.array(weights) / 10001 * blocks * 2**14) < 1).all()
@@ -482,7 +526,7 @@ def test_rare_sources_lengthen_the_block() -> None:
 
 
 def test_golden_mixture() -> None:
-    assert mixture([0.5, 0.3, 0.2], 16, seed=1).tolist() == [
+    assert sources_of([0.5, 0.3, 0.2], 16, seed=1).tolist() == [
         1,
         0,
         0,
@@ -500,16 +544,16 @@ def test_golden_mixture() -> None:
         1,
         0,
     ]
-    assert mixture([0.5, 0.3, 0.2], 8, seed=1, start=1020).tolist() == [1, 2, 0, 2, 1, 1, 2, 1]
+    assert sources_of([0.5, 0.3, 0.2], 8, seed=1, start=1020).tolist() == [1, 2, 0, 2, 1, 1, 2, 1]
 
 
 def test_a_mixture_is_mixed_within_its_block() -> None:
     """Runs of one source are as long as chance makes them."""
-    sources = mixture([1, 1], 20 * 1024, seed=0)
+    sources = sources_of([1, 1], 20 * 1024, seed=0)
     changes = np.count_nonzero(np.diff(sources))
     assert abs(changes - 10 * 1024) < 4 * np.sqrt(20 * 1024) / 2
     assert not np.array_equal(sources[:1024], sources[1024:2048])
-    assert not np.array_equal(sources, mixture([1, 1], 20 * 1024, seed=1))
+    assert not np.array_equal(sources, sources_of([1, 1], 20 * 1024, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -517,15 +561,4 @@ def test_a_mixture_is_mixed_within_its_block() -> None:
 )
 def test_mixture_refuses(weights: list[float]) -> None:
     with pytest.raises(ValueError, match=r"weights=.* Set "):
-        mixture(weights, 1, 0)
-
-
-def test_mixture_refuses_places_that_are_not_there() -> None:
-    for call in (
-        lambda: mixture([1], -1, 0),
-        lambda: mixture([1], 1, 0, start=-1),
-        lambda: nth_of_source([1], 1, 0, 0),
-        lambda: nth_of_source([1], 0, -1, 0),
-    ):
-        with pytest.raises(ValueError, match="is out of range"):
-            call()
+        sources_of(weights, 1, 0)

@@ -11,12 +11,13 @@ runs that prepare at once write the same bytes. The manifest, last of all, names
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -24,14 +25,12 @@ from typing import Any
 import numpy as np
 
 from rayapp.data import sources, tokens
-from rayapp.data.rows import Rows
+from rayapp.data.prepared import MAX_EXAMPLES, SPLITS, Counts, Prepared, duplicate_share, load
 from rayapp.order import fingerprint
 from rayapp.packing import Document, pack, row_dtype
 from rayapp.storage import Storage, open_storage
 
-SPLITS = ("train", "eval")
 VERSION = 1  # of the rows that a recipe gives; part of the fingerprint
-MAX_EXAMPLES = 5
 BATCH_RECORDS = 32  # tokenised in one call
 SAMPLE_BYTES = 64 * 2**10  # least that is sampled from a unit
 READERS = 16  # summaries of units read at once
@@ -74,75 +73,6 @@ class Recipe:
         return fingerprint(self.parts())
 
 
-@dataclass
-class Counts:
-    """What was seen and made; counts of units add up."""
-
-    documents: int = 0
-    empty: int = 0
-    split: int = 0
-    truncated: int = 0
-    cut_tokens: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    target_bytes: int = 0
-    rows: int = 0
-    lengths: dict[str, int] = field(default_factory=dict)
-    """Documents by length: `2^k` counts those of [2^k, 2^(k+1)) tokens."""
-
-    def add(self, other: dict[str, Any]) -> None:
-        """Add the counts of another unit."""
-        for name, value in other.items():
-            if name == "lengths":
-                self.lengths = dict(Counter(self.lengths) + Counter(value))
-            else:
-                setattr(self, name, getattr(self, name) + value)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A finished data set: where its rows lie and what they are."""
-
-    url: str
-    fingerprint: str
-    parts: dict[str, object]
-    seq_len: int
-    shards: dict[str, list[tuple[str, int]]]
-    counts: dict[str, dict[str, Any]]
-    bad: dict[str, int]
-    """Unusable records by reason."""
-    examples: list[tuple[str, str]]
-    """(place, reason) of the first few of them."""
-    records: int
-
-    def rows(self, split: str) -> Rows:
-        """Open the rows of `train` or `eval`."""
-        return Rows(open_storage(self.url), self.shards[split], self.seq_len)
-
-    def num_rows(self, split: str) -> int:
-        """Number of rows of a split."""
-        return int(self.counts[split]["rows"])
-
-    @property
-    def bad_share(self) -> float:
-        """Share of records that are unusable, 0-1."""
-        return sum(self.bad.values()) / self.records if self.records else 0.0
-
-    def report(self) -> dict[str, Any]:
-        """Return the figures that a person checks before training."""
-        train = self.counts["train"]
-        capacity = train["rows"] * self.seq_len
-        return {
-            "train": train,
-            "eval": self.counts["eval"],
-            "fill": train["tokens"] / capacity if capacity else 0.0,
-            "loss_share": train["target_tokens"] / train["tokens"] if train["tokens"] else 0.0,
-            "records": self.records,
-            "bad": self.bad,
-            "examples": self.examples,
-        }
-
-
 def prepare(
     recipe: Recipe,
     root: Storage,
@@ -170,7 +100,7 @@ def prepare(
             progress(finished, total)
     whole = _whole_units(storage, len(jobs), recipe.seq_len)
     assert len(whole) == len(jobs), f"shards in {storage.url} changed while they were being made"
-    manifest = _merge(recipe, storage.url, [whole[index] for index in range(len(jobs))])
+    manifest = _merge(recipe, storage, [whole[index] for index in range(len(jobs))])
     storage.write("manifest.json", json.dumps(manifest, indent=1).encode())
     loaded = load(storage)
     assert loaded is not None, f"{storage.url}/manifest.json does not match the shards just written"
@@ -206,6 +136,7 @@ def prepare_unit(recipe: Recipe, url: str, origin: str, index: int, unit: source
         if data:
             shards[split] = f"{split}-{index:05d}.bin"
             storage.write(shards[split], data)
+    storage.write(_hashes_name(index), _hashes(documents["train"]).tobytes())
     summary = {
         "counts": counts,
         "shards": shards,
@@ -306,6 +237,16 @@ def _unit_name(index: int) -> str:
     return f"unit-{index:05d}.json"
 
 
+def _hashes_name(index: int) -> str:
+    return f"hashes-{index:05d}.bin"
+
+
+def _hashes(documents: list[Document]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return 64 bits of each document's tokens: [d]."""
+    digests = (hashlib.blake2b(d.tokens.tobytes(), digest_size=8).digest() for d in documents)
+    return np.frombuffer(b"".join(digests), np.uint64)
+
+
 @lru_cache(maxsize=2)
 def _renderer(tokenizer_url: str, kind: str) -> tokens.Renderer:
     return tokens.Renderer(tokens.load_tokenizer(tokenizer_url), kind)
@@ -365,7 +306,7 @@ def _run_units(
         yield int(row["index"])
 
 
-def _merge(recipe: Recipe, url: str, units: list[dict[str, Any]]) -> dict[str, Any]:
+def _merge(recipe: Recipe, storage: Storage, units: list[dict[str, Any]]) -> dict[str, Any]:
     counts = {split: Counts() for split in SPLITS}
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
@@ -377,8 +318,10 @@ def _merge(recipe: Recipe, url: str, units: list[dict[str, Any]]) -> dict[str, A
                 shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
         bad.update(unit["bad"])
         examples += unit["examples"][: MAX_EXAMPLES - len(examples)]
+    hashes = (storage.read(_hashes_name(index)) for index in range(len(units)))
+    duplicates = duplicate_share(np.frombuffer(data, np.uint64) for data in hashes)
     return {
-        "url": url,
+        "url": storage.url,
         "fingerprint": recipe.fingerprint,
         "parts": recipe.parts(),
         "seq_len": recipe.seq_len,
@@ -387,6 +330,7 @@ def _merge(recipe: Recipe, url: str, units: list[dict[str, Any]]) -> dict[str, A
         "bad": dict(bad),
         "examples": examples,
         "records": sum(unit["records"] for unit in units),
+        "duplicates": duplicates,
     }
 
 
@@ -406,18 +350,3 @@ def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, dict[s
             for split, name in summary["shards"].items()
         )
     }
-
-
-def load(storage: Storage) -> Prepared | None:
-    """Return a finished data set whose shards all have the size that its manifest gives."""
-    if not storage.exists("manifest.json"):
-        return None
-    loaded = {**json.loads(storage.read("manifest.json")), "url": storage.url}
-    for split, shards in loaded["shards"].items():
-        loaded["shards"][split] = [(name, count) for name, count in shards]
-    loaded["examples"] = [(place, why) for place, why in loaded["examples"]]
-    prepared = Prepared(**loaded)
-    sizes = {entry.name: entry.size for entry in storage.list()}
-    row_bytes = row_dtype(prepared.seq_len).itemsize
-    shards = [shard for split in SPLITS for shard in prepared.shards[split]]
-    return prepared if all(sizes.get(name) == n * row_bytes for name, n in shards) else None

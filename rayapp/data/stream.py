@@ -19,7 +19,7 @@ import numpy as np
 import ray.data
 import ray.train
 
-from rayapp.data.prepare import Prepared
+from rayapp.data.prepared import Prepared
 from rayapp.data.rows import StepRows, step_rows
 from rayapp.order import EMPTY, Order
 

@@ -9,7 +9,7 @@ headers and first records only.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayapp import config as configs
@@ -22,14 +22,25 @@ MAX_WORKERS_PER_CORE = 4  # of training on CPUs, where more only trade time
 
 
 @dataclass(frozen=True)
+class Input:
+    """One source of training data, as it will be read."""
+
+    path: str
+    weight: float
+    kind: str
+    source: sources.Source
+    eval_source: sources.Source | None
+    """Held-out data of this kind that are given apart."""
+
+
+@dataclass(frozen=True)
 class Ready:
     """What the checks found on the way."""
 
     config: Config
     """With absolute paths and no `auto` left in data."""
     run: Storage
-    source: sources.Source
-    eval_source: sources.Source | None
+    inputs: tuple[Input, ...]
     model: model.Source
     tokenizer: Any
     """None: one is to be trained on the data."""
@@ -51,7 +62,11 @@ def absolute(config: Config) -> Config:
         else {"storage": os.path.abspath(os.path.expanduser(config.run.storage))}
     )
     data = config.data.model_copy(
-        update={"path": local(config.data.path), "eval_path": local(config.data.eval_path)}
+        update={
+            "path": local(config.data.path),
+            "mixture": {str(local(path)): share for path, share in config.data.mixture.items()},
+            "eval_path": local(config.data.eval_path),
+        }
     )
     model_section = config.model.model_copy(
         update={"path": local(config.model.path), "tokenizer": local(config.model.tokenizer)}
@@ -72,20 +87,18 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
         open_storage(config.run.storage).check_writable()
     except StorageError as error:
         problems.append(f"run.storage={config.run.storage} is not writable: {error}")
-    source, kind = _data(config, config.data.path, "data.path", problems)
-    eval_source = None
-    if config.data.eval_path is not None:
-        eval_source, _ = _data(config, config.data.eval_path, "data.eval_path", problems)
-    base, tokenizer = _model(config, kind, problems)
+    inputs = _inputs(config, problems)
+    kinds = {one.kind for one in inputs}
+    base, tokenizer = _model(config, kinds, problems)
     if local_cores is not None:
         problems += _placement(config, local_cores, local_gpus)
     if problems:
         raise ConfigError(problems)
-    assert source is not None and base is not None
-    data = config.data.model_copy(update={"kind": kind, "format": source.format})
-    return Ready(
-        config.model_copy(update={"data": data}), run, source, eval_source, base, tokenizer
-    )
+    assert inputs and base is not None
+    if len(inputs) == 1:
+        found = {"kind": inputs[0].kind, "format": inputs[0].source.format}
+        config = config.model_copy(update={"data": config.data.model_copy(update=found)})
+    return Ready(config, run, inputs, base, tokenizer)
 
 
 def same_run(run: Storage, config: Config) -> str | None:
@@ -125,7 +138,31 @@ def vocabulary_problem(config: Config, shape: Any, tokenizer: Any) -> str | None
     )
 
 
-def _data(
+def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
+    """Look at every source, and give the held-out data to the first one of their kind."""
+    field = "data.mixture" if config.data.mixture else "data.path"
+    inputs = []
+    for path, weight in config.data.weights.items():
+        source, kind = _source(config, path, field, problems)
+        if source is not None:
+            inputs.append(Input(path, weight, kind, source, None))
+    if config.data.eval_path is None:
+        return tuple(inputs)
+    eval_source, kind = _source(config, config.data.eval_path, "data.eval_path", problems)
+    if eval_source is None or len(inputs) < len(config.data.weights):
+        return tuple(inputs)
+    owner = next((number for number, one in enumerate(inputs) if one.kind == kind), None)
+    if owner is None:
+        problems.append(
+            f"data.eval_path={config.data.eval_path} is of another kind: it holds {kind}, and "
+            f"{inputs[0].path} {inputs[0].kind}. Give held-out data of the same kind"
+        )
+    else:
+        inputs[owner] = replace(inputs[owner], eval_source=eval_source)
+    return tuple(inputs)
+
+
+def _source(
     config: Config, path: str, field: str, problems: list[str]
 ) -> tuple[sources.Source | None, str]:
     kind: str = config.data.kind
@@ -143,7 +180,7 @@ def _data(
         return None, kind
 
 
-def _model(config: Config, kind: str, problems: list[str]) -> tuple[model.Source | None, Any]:
+def _model(config: Config, kinds: set[str], problems: list[str]) -> tuple[model.Source | None, Any]:
     try:
         base = model.resolve(config.model.path)
     except (ValueError, StorageError) as error:
@@ -176,7 +213,7 @@ def _model(config: Config, kind: str, problems: list[str]) -> tuple[model.Source
     problem = vocabulary_problem(config, base.config, tokenizer)
     if problem:
         problems.append(problem)
-    if kind == "chat" and not tokenizer.chat_template:
+    if "chat" in kinds and not tokenizer.chat_template:
         problems.append(
             f"data.kind=chat is without a template: {named or config.model.path} "
             "has no chat_template. Set model.tokenizer to one that has, or use prompt and "

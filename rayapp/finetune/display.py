@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rayapp.config import Config
-from rayapp.data.prepare import Prepared
+from rayapp.data.prepared import Prepared
 from rayapp.order import Order
 
 LINE_EVERY_S = 5.0
@@ -38,12 +38,23 @@ def plan(
         f"{counts['rows']:,} rows of {seq_len} ({report['fill']:.1%} full, "
         f"{report['loss_share']:.1%} bear loss); held out {report['eval']['documents']:,} "
         f"documents, {report['eval']['rows']:,} rows",
+        "documents": f"{lengths(counts['lengths'])}; {counts['split']:,} split, "
+        f"{counts['truncated']:,} truncated ({counts['cut_tokens']:,} tokens cut), "
+        f"{report['duplicates']:.1%} repeat another",
         "rows per step": f"{train.tokens_per_step:,} tokens / {seq_len} = {rows}",
         "accumulation": f"{rows} rows / {train.micro_batch} per micro-batch = {micro_batches} "
         f"micro-batches / {workers} workers = {per_worker} each",
         "steps": f"{order.num_steps:,} x {train.tokens_per_step:,} = {tokens:,} tokens = "
         f"{epochs:.2f} epochs",
     }
+    for path, part in report.get("sources", {}).items():
+        share = data.mixture[path] / sum(data.mixture.values())
+        passes = share * order.num_steps * rows / part["train"]["rows"]
+        lines[f"source {path}"] = (
+            f"{share:.1%} of the rows; {part['train']['documents']:,} documents, "
+            f"{part['train']['tokens']:,} tokens -> {part['train']['rows']:,} rows, "
+            f"{passes:.2f} epochs"
+        )
     if report["bad"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report["bad"].items())
         lines["bad rows"] = (
@@ -52,6 +63,23 @@ def plan(
         )
     for label, text in lines.items():
         console.print(f"[bold]{label:14}[/bold] {_plain(text)}", highlight=False, soft_wrap=True)
+
+
+def lengths(counts: dict[str, int]) -> str:
+    """Draw how many documents have how many tokens, by powers of two.
+
+    >>> lengths({"2^3": 1, "2^5": 40, "2^6": 20})
+    '8 ▁ ▇▄ 128 tokens'
+    """
+    by_power = {int(name.removeprefix("2^")): count for name, count in counts.items()}
+    if not by_power:
+        return "none"
+    low, high, most = min(by_power), max(by_power), max(by_power.values())
+    bars = "".join(
+        "▁▂▃▄▅▆▇"[(7 * by_power[power] - 1) // most] if by_power.get(power) else " "
+        for power in range(low, high + 1)
+    )
+    return f"{2**low:,} {bars} {2 ** (high + 1):,} tokens"
 
 
 class Bar:

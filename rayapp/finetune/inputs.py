@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import prepare, tokens
+from rayapp.data.prepared import Prepared, mixed
 from rayapp.finetune import checks
 from rayapp.finetune.training import model_shape
-from rayapp.order import Order
+from rayapp.order import Order, fingerprint
 from rayapp.storage import open_storage
 
 PREPARED = ".prepared"  # beside the runs, shared by all that use the same data
@@ -28,10 +31,18 @@ def shared_tokenizer(ready: checks.Ready, console: Console) -> tuple[str, Any]:
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()
     if tokenizer is None:
-        trained = root / f"tokenizer-{name.replace(':', '-')}-{ready.source.digest()}"
+        digests = {one.path: (one.weight, one.source.digest()) for one in ready.inputs}
+        data = fingerprint(digests) if len(digests) > 1 else ready.inputs[0].source.digest()
+        trained = root / f"tokenizer-{name.replace(':', '-')}-{data}"
         if not trained.exists("tokenizer.json"):
             console.print(f"training a tokenizer ({name}) on the data", highlight=False)
-            texts = prepare.sample_texts(ready.source, config.data.kind, TOKENIZER_SAMPLE_BYTES)
+            weights = sum(one.weight for one in ready.inputs)
+            texts = itertools.chain.from_iterable(
+                prepare.sample_texts(
+                    one.source, one.kind, int(TOKENIZER_SAMPLE_BYTES * one.weight / weights)
+                )
+                for one in ready.inputs
+            )
             tokens.save_tokenizer(tokens.train_bpe(texts, int(name.partition(":")[2])), trained)
         return trained.url, tokens.load_tokenizer(trained.url)
     folder = root / f"tokenizer-{tokens.tokenizer_digest(tokenizer)}"
@@ -42,61 +53,69 @@ def shared_tokenizer(ready: checks.Ready, console: Console) -> tuple[str, Any]:
 
 def prepare_rows(
     ready: checks.Ready, config: Config, tokenizer_url: str, tokenizer: Any, console: Console
-) -> prepare.Prepared:
-    """Make or find the rows.
+) -> Prepared:
+    """Make or find the rows of every source.
 
     Raises:
         ConfigError: more records are unusable than data.bad_rows allows, or nothing is left.
     """
     data = config.data
     pad = tokenizer.pad_token_id
-    recipe = prepare.Recipe(
-        source=ready.source,
-        eval_source=ready.eval_source,
-        kind=data.kind,
-        tokenizer_url=tokenizer_url,
-        tokenizer_digest=tokens.tokenizer_digest(tokenizer),
-        pad_id=pad if pad is not None else (tokenizer.eos_token_id or 0),
-        seq_len=data.seq_len,
-        pack=data.pack,
-        truncate=data.truncate,
-        eval_fraction=data.eval_fraction,
-    )
+    field = "data.mixture" if data.mixture else "data.path"
     root = open_storage(config.run.storage) / PREPARED
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("preparing data", total=ready.source.num_bytes)
-        prepared = prepare.prepare(
-            recipe,
-            root,
-            data.workers,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    made: dict[str, Prepared] = {}
     problems = []
-    if prepared.bad_share > data.bad_rows:
-        shown = "; ".join(f"{place} {why}" for place, why in prepared.examples)
-        problems.append(
-            f"data.path={data.path} is unusable in {prepared.bad_share:.1%} of its "
-            f"{prepared.records} records: {shown}. Mend them, or allow more with data.bad_rows "
-            f"(now {data.bad_rows:.1%})"
-        )
-    elif not prepared.counts["train"]["target_tokens"]:
-        problems.append(
-            f"data.path={data.path} is empty: no token of its {prepared.records} records bears loss"
-        )
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for one in ready.inputs:
+            recipe = prepare.Recipe(
+                source=one.source,
+                eval_source=one.eval_source,
+                kind=one.kind,
+                tokenizer_url=tokenizer_url,
+                tokenizer_digest=tokens.tokenizer_digest(tokenizer),
+                pad_id=pad if pad is not None else (tokenizer.eos_token_id or 0),
+                seq_len=data.seq_len,
+                pack=data.pack,
+                truncate=data.truncate,
+                eval_fraction=0.0 if data.eval_path else data.eval_fraction,
+            )
+            task = progress.add_task(f"preparing {one.path}", total=one.source.num_bytes)
+            show = partial(_show, progress, task)
+            made[one.path] = prepared = prepare.prepare(recipe, root, data.workers, show)
+            problem = _unusable(prepared, f"{field}={one.path}", data.bad_rows)
+            problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
-    return prepared
+    return made[data.path] if not data.mixture else mixed(root, made, data.mixture)
 
 
-def order_of(config: Config, prepared: prepare.Prepared) -> Order:
-    rows, rows_per_step = prepared.num_rows("train"), config.rows_per_step
-    if config.train.max_steps is None:
-        return Order.for_epochs(
-            rows, rows_per_step, config.train.micro_batch, config.run.seed, config.train.epochs or 1
+def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)
+
+
+def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
+    """Say why a source cannot be trained on."""
+    if prepared.bad_share > limit:
+        shown = "; ".join(f"{place} {why}" for place, why in prepared.examples)
+        return (
+            f"{what} is unusable in {prepared.bad_share:.1%} of its {prepared.records} records: "
+            f"{shown}. Mend them, or allow more with data.bad_rows (now {limit:.1%})"
         )
-    return Order.for_steps(
-        rows, rows_per_step, config.train.micro_batch, config.run.seed, config.train.max_steps
-    )
+    if not prepared.counts["train"]["target_tokens"]:
+        return f"{what} is empty: no token of its {prepared.records} records bears loss"
+    return None
+
+
+def order_of(config: Config, prepared: Prepared) -> Order:
+    """Return the order of the run's rows."""
+    rows, train, seed = prepared.num_rows("train"), config.train, config.run.seed
+    sizes = (config.rows_per_step, train.micro_batch, seed)
+    if prepared.weights:
+        assert train.max_steps is not None, "the config refuses a mixture without max_steps"
+        return Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
+    if train.max_steps is None:
+        return Order.for_epochs(rows, *sizes, train.epochs or 1)
+    return Order.for_steps(rows, *sizes, train.max_steps)
 
 
 def count_parameters(ready: checks.Ready, config: Config, vocabulary: int) -> int:
@@ -104,9 +123,7 @@ def count_parameters(ready: checks.Ready, config: Config, vocabulary: int) -> in
     return model.num_parameters(model.build(shape, loss=lambda *a, **k: None))  # type: ignore[arg-type]
 
 
-def plan_of(
-    config: Config, prepared: prepare.Prepared, order: Order, parameters: int
-) -> dict[str, Any]:
+def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,

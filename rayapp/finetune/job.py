@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayapp.config import Config
-from rayapp.data.prepare import Prepared
+from rayapp.data.prepared import Prepared
 from rayapp.order import Order
 from rayapp.storage import open_storage
 

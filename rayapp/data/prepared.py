@@ -1,0 +1,176 @@
+"""A finished data set: where its rows lie, what went into them, and several taken as one.
+
+prepared = load(storage / ".prepared" / fingerprint)
+rows = prepared.rows("train")
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rayapp.data.rows import Rows
+from rayapp.order import fingerprint
+from rayapp.packing import row_dtype
+from rayapp.storage import Storage, open_storage
+
+SPLITS = ("train", "eval")
+MAX_EXAMPLES = 5
+MAX_HASHES = 2**20  # documents compared when duplicates are counted
+
+
+@dataclass
+class Counts:
+    """What was seen and made; counts of units add up."""
+
+    documents: int = 0
+    empty: int = 0
+    split: int = 0
+    truncated: int = 0
+    cut_tokens: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    target_bytes: int = 0
+    rows: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Documents by length: `2^k` counts those of [2^k, 2^(k+1)) tokens."""
+
+    def add(self, other: dict[str, Any]) -> None:
+        """Add the counts of another unit."""
+        for name, value in other.items():
+            if name == "lengths":
+                self.lengths = dict(Counter(self.lengths) + Counter(value))
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A finished data set: where its rows lie and what they are."""
+
+    url: str
+    fingerprint: str
+    parts: dict[str, object]
+    seq_len: int
+    shards: dict[str, list[tuple[str, int]]]
+    counts: dict[str, dict[str, Any]]
+    bad: dict[str, int]
+    """Unusable records by reason."""
+    examples: list[tuple[str, str]]
+    """(place, reason) of the first few of them."""
+    records: int
+    duplicates: float
+    """Share of the training documents that repeat an earlier one, 0-1."""
+    sizes: tuple[int, ...] = ()
+    """Training rows of each source of a mixture."""
+    weights: tuple[float, ...] = ()
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The report of each source of a mixture, by its path."""
+
+    def rows(self, split: str) -> Rows:
+        """Open the rows of `train` or `eval`."""
+        return Rows(open_storage(self.url), self.shards[split], self.seq_len)
+
+    def num_rows(self, split: str) -> int:
+        """Number of rows of a split."""
+        return int(self.counts[split]["rows"])
+
+    @property
+    def bad_share(self) -> float:
+        """Share of records that are unusable, 0-1."""
+        return sum(self.bad.values()) / self.records if self.records else 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures that a person checks before training."""
+        train = self.counts["train"]
+        capacity = train["rows"] * self.seq_len
+        return {
+            "train": train,
+            "eval": self.counts["eval"],
+            "fill": train["tokens"] / capacity if capacity else 0.0,
+            "loss_share": train["target_tokens"] / train["tokens"] if train["tokens"] else 0.0,
+            "duplicates": self.duplicates,
+            "records": self.records,
+            "bad": self.bad,
+            "examples": self.examples,
+            **({"sources": self.sources} if self.sources else {}),
+        }
+
+
+def load(storage: Storage) -> Prepared | None:
+    """Return a finished data set whose shards all have the size that its manifest gives."""
+    if not storage.exists("manifest.json"):
+        return None
+    loaded = {**json.loads(storage.read("manifest.json")), "url": storage.url}
+    for split, shards in loaded["shards"].items():
+        loaded["shards"][split] = [(name, count) for name, count in shards]
+    loaded["examples"] = [(place, why) for place, why in loaded["examples"]]
+    prepared = Prepared(**loaded)
+    sizes = {entry.name: entry.size for entry in storage.list()}
+    row_bytes = row_dtype(prepared.seq_len).itemsize
+    shards = [shard for split in SPLITS for shard in prepared.shards[split]]
+    return prepared if all(sizes.get(name) == n * row_bytes for name, n in shards) else None
+
+
+def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, float]) -> Prepared:
+    """Return finished data sets under `root`, by their paths, as one: its rows are theirs in turn.
+
+    Nothing is written: each part stays as it is and may be part of other mixtures.
+    """
+    counts = {split: Counts() for split in SPLITS}
+    shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
+    bad: Counter[str] = Counter()
+    parts = dict(sorted(parts.items()))  # the order in which someone names them changes nothing
+    names: dict[str, object] = {"weights": dict(weights)}
+    for path, part in parts.items():
+        bad.update(part.bad)
+        names |= {f"{path} {name}": value for name, value in part.parts.items()}
+        for split in SPLITS:
+            counts[split].add(part.counts[split])
+            shards[split] += [(f"{part.fingerprint}/{n}", rows) for n, rows in part.shards[split]]
+    documents = [part.counts["train"]["documents"] for part in parts.values()]
+    repeated = sum(n * part.duplicates for n, part in zip(documents, parts.values(), strict=True))
+    return Prepared(
+        url=root.url,
+        fingerprint=fingerprint(names),
+        parts=names,
+        seq_len=next(iter(parts.values())).seq_len,
+        shards=shards,
+        counts={split: asdict(count) for split, count in counts.items()},
+        bad=dict(bad),
+        examples=[each for part in parts.values() for each in part.examples][:MAX_EXAMPLES],
+        records=sum(part.records for part in parts.values()),
+        duplicates=repeated / max(sum(documents), 1),
+        sizes=tuple(part.num_rows("train") for part in parts.values()),
+        weights=tuple(weights[path] for path in parts),
+        sources={path: part.report() for path, part in parts.items()},
+    )
+
+
+def duplicate_share(units: Iterable[np.ndarray[Any, Any]], limit: int = MAX_HASHES) -> float:
+    """Return the share of documents that repeat another one, from their hashes uint64 [d].
+
+    Exact up to `limit` different documents. Beyond it, documents are sampled by their own hash, so
+    that all copies of one are in or out together and the share stays unbiased.
+
+    >>> duplicate_share([np.array([1, 2, 3], np.uint64), np.array([2, 2], np.uint64)])
+    0.4
+    """
+    kept, copies, level = np.empty(0, np.uint64), np.empty(0, np.int64), 0
+    for hashes in units:
+        hashes = hashes[hashes % np.uint64(2**level) == 0]
+        every = np.concatenate([kept, hashes])
+        weights = np.concatenate([copies, np.ones(len(hashes), np.int64)])
+        kept, places = np.unique(every, return_inverse=True)
+        copies = np.bincount(places, weights, minlength=len(kept)).astype(np.int64)
+        while len(kept) > limit:
+            level += 1
+            stays = kept % np.uint64(2**level) == 0
+            kept, copies = kept[stays], copies[stays]
+    total = int(copies.sum())
+    return (total - len(kept)) / max(total, 1)
