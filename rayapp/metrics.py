@@ -95,9 +95,8 @@ class MetricsLog:
         before = read(storage)
         kept = [line for line in before if line["step"] <= first_step]
         dropped = [line for line in before if line["step"] > first_step]
-        self.lost_s = math.fsum(line["step_s"] or 0.0 for line in dropped)
-        """Seconds of work that the resume threw away."""
-        self.lost_steps = len(dropped)
+        self.lost = [(line["time"], line["step_s"] or 0.0) for line in dropped]
+        """Steps that the resume threw away: when each was done (Unix time), and its seconds."""
         self.attempt = 1 + max((line["attempt"] for line in before), default=0)
         self._data = bytearray("".join(json.dumps(line) + "\n" for line in kept).encode())
         storage.write(FILE, bytes(self._data))

@@ -45,21 +45,21 @@ def test_no_file_is_no_lines(storage: Storage) -> None:
 
 def test_each_step_is_there_once_after_resumes(storage: Storage) -> None:
     log = MetricsLog(storage, 0)
-    assert (log.attempt, log.lost_s, log.lost_steps) == (1, 0.0, 0)
+    assert (log.attempt, log.lost) == (1, [])
     for step in (1, 2, 3, 4, 5):
-        log.write(record(step, step_s=step, attempt=log.attempt))
+        log.write(record(step, step_s=step, attempt=log.attempt, time=10.0 * step))
     log.close()
     assert steps(storage) == [1, 2, 3, 4, 5]
 
     log = MetricsLog(storage, 3)
-    assert (log.attempt, log.lost_s, log.lost_steps) == (2, 4.0 + 5.0, 2)
+    assert (log.attempt, log.lost) == (2, [(40.0, 4), (50.0, 5)])
     assert steps(storage) == [1, 2, 3]  # already before the first step
     for step in (4, 5, 6):
         log.write(record(step, attempt=log.attempt))
     log.close()
 
     log = MetricsLog(storage, 6)
-    assert (log.attempt, log.lost_s, log.lost_steps) == (3, 0.0, 0)
+    assert (log.attempt, log.lost) == (3, [])
     log.close()
     lines = read(storage)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -104,7 +104,7 @@ def test_what_is_not_finite_becomes_null(storage: Storage) -> None:
     (line,) = read(storage)
     assert [line[name] for name in ("loss", "grad_norm", "lr", "mfu")] == [None] * 4
     again = MetricsLog(storage, 0)
-    assert again.lost_steps == 1
+    assert len(again.lost) == 1
     again.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from typing import Any
 
 from rayapp import metrics
@@ -36,16 +37,34 @@ def failed(run: Storage, reason: str) -> RunFailed:
 def result_of(
     config: Config, run: Storage, summary: dict[str, Any], started: float, phases: dict[str, float]
 ) -> dict[str, Any]:
+    """Return what result.json holds; `started` is when this command began, in Unix seconds."""
     lines = metrics.read(run)
     wall_s = time.time() - started
-    own = [line for line in lines if line["step"] > summary["first_step"]]
+    own = [line for line in lines if line["time"] >= started]
     seconds = summary.pop("seconds")
+    lost = [step_s for at, step_s in summary.pop("lost") if at >= started]
+    lost_s = sum(lost)
+    # From the last step that an attempt kept to the first of the next: steps that were lost, and
+    # what it took to go on.
+    gaps_s = sum(
+        max(0.0, after["time"] - after["step_s"] - before["time"])
+        for before, after in pairwise(own)
+        if before["attempt"] != after["attempt"]
+    )
+    recovery_s = max(0.0, gaps_s - lost_s)
     start_s = (
         wall_s
         - sum(line["step_s"] for line in own)
         - sum(seconds.get(phase, 0.0) for phase in ("evaluation", "sample", "export"))
+        - lost_s
+        - recovery_s
     )
-    known = {"start": start_s, "export": seconds.get("export", 0.0) + seconds.get("sample", 0.0)}
+    known = {
+        "start": start_s,
+        "export": seconds.get("export", 0.0) + seconds.get("sample", 0.0),
+        "lost_work": lost_s,
+        "recovery": recovery_s,
+    }
     goodput = metrics.goodput(own, wall_s, known)
     goodput["evaluation"] += seconds.get("evaluation", 0.0) / wall_s
     goodput["other"] = max(0.0, goodput["other"] - seconds.get("evaluation", 0.0) / wall_s)
@@ -59,6 +78,7 @@ def result_of(
         "run": run.url,
         **summary,
         "tokens": sum(line["tokens"] for line in lines),
+        "lost_steps": len(lost),
         "loss": lines[-1]["loss"] if lines else None,
         "tokens_per_s": tokens_seen / busy_s if busy_s else None,
         "mfu": None,

@@ -141,8 +141,7 @@ def run(
         "steps": steps,
         "first_step": first_step,
         "attempt": attempt[0],
-        "lost_work_s": log.lost_s if log else 0.0,
-        "lost_steps": log.lost_steps if log else 0,
+        "lost": log.lost if log else [],
         "parameters": model.num_parameters(parts.lm),
     }
     if summary["status"] == "done":
