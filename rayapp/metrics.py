@@ -55,7 +55,7 @@ class StepRecord:
     checkpoint_stall_s: float
     eval_s: float
     peak_gib: float
-    """Most memory that any worker held: of the GPU, else resident."""
+    """Most memory that rank 0 has held so far: of the GPU, else resident."""
     workers: int
     attempt: int
     batch_digest: str

@@ -12,6 +12,7 @@ text that each turn adds to the rendered prefix; begin and end are the template'
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import tempfile
@@ -47,6 +48,7 @@ FIXED_DATE = (
 )
 COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
 
+logger = logging.getLogger("rayapp.data")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Made: TypeAlias = tuple[Document | None, str | None]  # (document, None) or (None, problem)
@@ -208,6 +210,7 @@ class Renderer:
         self.template = (FIXED_DATE if "strftime_now" in template else "") + template
         self.turn_ends = tuple(filter(None, map(str, tokenizer.get_added_vocab())))
         self.marked = GENERATION.search(template) is not None
+        self.specials = dict(tokenizer.special_tokens_map)
         if kind == "chat" and not template:
             raise ValueError(
                 "data.kind=chat is without a template: the tokenizer has no chat_template. "
@@ -288,16 +291,23 @@ class Renderer:
         opening = self.opening
         if np.array_equal(tokens[: len(opening)], opening):  # it was in the text
             opening = opening[:0]
-        whole = np.append(opening, tokens[:count])
-        loss = np.append(np.zeros(len(opening), bool), loss[:count])
-        num_bytes = np.append(self.bytes_of[opening], num_bytes[:count])
+        first = len(opening)
+        size = first + count + (self.end is not None)
+        whole = np.empty(size, np.int32)
+        bears_loss, byte_counts = np.zeros(size, bool), np.zeros(size, np.uint16)
+        here = slice(first, first + count)
+        whole[:first], byte_counts[:first] = opening, self.bytes_of[opening]
+        whole[here], bears_loss[here], byte_counts[here] = (
+            tokens[:count],
+            loss[:count],
+            num_bytes[:count],
+        )
         if self.end is not None:
-            whole, loss = np.append(whole, self.end), np.append(loss, True)
-            num_bytes = np.append(num_bytes, 0)
-        return Document(whole.astype(np.int32), loss, num_bytes.astype(np.uint16))
+            whole[-1], bears_loss[-1] = self.end, True
+        return Document(whole, bears_loss, byte_counts)
 
     def _chats(self, chats: list[list[Any]]) -> list[Made]:
-        rendered = [self._spans(messages) for messages in chats]
+        rendered = self._rendered(chats)
         texts = [text for text, _, problem in rendered if problem is None]
         encode = self.tokenizer.backend_tokenizer.encode_batch
         encoded = iter(encode(texts, add_special_tokens=False))
@@ -315,9 +325,21 @@ class Renderer:
             documents.append((Document(tokens, loss, self.bytes_of[tokens]), None))
         return documents
 
+    def _rendered(
+        self, chats: list[list[Any]]
+    ) -> list[tuple[str, list[tuple[int, int]], str | None]]:
+        """Return what `_spans` does for each chat; with marks in the template at one go."""
+        if self.marked:
+            try:
+                texts, marks = self._render_all([_without_none(chat) for chat in chats])
+                return [(text, spans, None) for text, spans in zip(texts, marks, strict=True)]
+            except Exception:  # the template refuses one of them: one by one says which
+                logger.debug("a batch of chats is rendered one by one", exc_info=True)
+        return [self._spans(chat) for chat in chats]
+
     def _spans(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]], str | None]:
         """Return (text of the chat, spans of it that bear loss, problem)."""
-        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        messages = _without_none(messages)
         try:
             if self.marked:
                 text, spans = self._render(messages)
@@ -357,19 +379,31 @@ class Renderer:
         self, messages: list[Any], prompted: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a chat and the spans that the template marks as generated."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         if not messages and not prompted:
             return "", []
+        (text,), (marks,) = self._render_all([messages], prompted)
+        return text, marks
+
+    def _render_all(
+        self, chats: list[list[Any]], prompted: bool = False
+    ) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        """Return the text and the marked spans of each chat; several at once cost less."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         rendered: Any = render_jinja_template(
-            conversations=[messages],
+            conversations=chats,
             chat_template=self.template,
             return_assistant_tokens_mask=self.marked,
             add_generation_prompt=prompted,
-            **self.tokenizer.special_tokens_map,
+            **self.specials,
         )
         texts, marks = rendered
-        return texts[0], marks[0] if self.marked else []
+        return texts, marks if self.marked else [[] for _ in texts]
+
+
+def _without_none(messages: list[Any]) -> list[dict[str, Any]]:
+    """Leave out the columns that only other rows have."""
+    return [{k: v for k, v in m.items() if v is not None} for m in messages]
 
 
 def _opening(tokenizer: Any, bytes_of: np.ndarray[Any, Any]) -> tuple[Tokens, bool]:
