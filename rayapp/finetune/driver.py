@@ -23,6 +23,7 @@ from rayapp.finetune.inputs import (
     shared_tokenizer,
 )
 from rayapp.finetune.job import STOP_FILE, Job
+from rayapp.finetune.lease import held
 from rayapp.finetune.outcome import RunFailed, result_of
 from rayapp.finetune.session import (
     ENVIRONMENT,
@@ -59,31 +60,33 @@ def finetune(
     )
     phases = {"import": entered - started, "check": time.time() - entered}
     config = ready.config
-    with connected(config, address):
-        phases["ray"] = time.time() - started - sum(phases.values())
-        config = resolve_precision(config, uses_gpus(config))
-        status = checks.same_run(ready.run, config)
-        if status == "done":
-            result = json.loads(ready.run.read("result.json"))
-            console.print(f"run {config.run.name} is already done", highlight=False)
-            display.result(console, result)
-            return result
-        tokenizer_url, tokenizer = shared_tokenizer(ready, console)
-        prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
-        phases["data"] = time.time() - started - sum(phases.values())
-        order = order_of(config, prepared)
-        job = Job(config, prepared, tokenizer_url, order, ready.run.url)
-        parameters = count_parameters(ready, config, len(tokenizer))
-        ready.run.write("config.yaml", config.to_yaml().encode())
-        ready.run.write(
-            "plan.json", json.dumps(plan_of(config, prepared, order, parameters), indent=1).encode()
-        )
-        ready.run.delete(STOP_FILE)
-        display.plan(console, config, prepared, order, parameters)
-        phases["plan"] = time.time() - started - sum(phases.values())
-        summary = fit(job, ready.run, console)
-        phases["workers"] = summary.pop("entered") - started - sum(phases.values())
-    result = result_of(config, ready.run, summary, started, phases)
-    ready.run.write("result.json", json.dumps(result, indent=1).encode())
-    display.result(console, result)
+    with held(ready.run, lambda text: console.print(text, highlight=False)) as lease:
+        with connected(config, address):
+            phases["ray"] = time.time() - started - sum(phases.values())
+            config = resolve_precision(config, uses_gpus(config))
+            status = checks.same_run(ready.run, config)
+            if status == "done":
+                result = json.loads(ready.run.read("result.json"))
+                console.print(f"run {config.run.name} is already done", highlight=False)
+                display.result(console, result)
+                return result
+            tokenizer_url, tokenizer = shared_tokenizer(ready, console)
+            prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
+            phases["data"] = time.time() - started - sum(phases.values())
+            order = order_of(config, prepared)
+            job = Job(config, prepared, tokenizer_url, order, ready.run.url)
+            parameters = count_parameters(ready, config, len(tokenizer))
+            ready.run.write("config.yaml", config.to_yaml().encode())
+            ready.run.write(
+                "plan.json",
+                json.dumps(plan_of(config, prepared, order, parameters), indent=1).encode(),
+            )
+            ready.run.delete(STOP_FILE)
+            display.plan(console, config, prepared, order, parameters)
+            phases["plan"] = time.time() - started - sum(phases.values())
+            summary = fit(job, ready.run, lease, console)
+            phases["workers"] = summary.pop("entered") - started - sum(phases.values())
+        result = result_of(config, ready.run, summary, started, phases)
+        ready.run.write("result.json", json.dumps(result, indent=1).encode())
+        display.result(console, result)
     return result

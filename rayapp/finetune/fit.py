@@ -15,6 +15,7 @@ from rich.console import Console
 from rayapp import metrics
 from rayapp.finetune import display
 from rayapp.finetune.job import STOP_FILE, Job, first_step, train
+from rayapp.finetune.lease import Lease
 from rayapp.finetune.outcome import failed, reason_of
 from rayapp.finetune.session import uses_gpus
 from rayapp.storage import Storage
@@ -28,11 +29,11 @@ CPU_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_
 logger = logging.getLogger("rayapp.finetune")
 
 
-def fit(job: Job, run: Storage, console: Console) -> dict[str, Any]:
+def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any]:
     """Train with Ray Train while showing the run's own metrics; return rank 0's summary.
 
     Raises:
-        RunFailed: training failed, with the first worker's reason.
+        RunFailed: training failed, with the first worker's reason, or the lease is lost.
     """
     from ray.train.v2.api.exceptions import TrainingFailedError
 
@@ -44,7 +45,7 @@ def fit(job: Job, run: Storage, console: Console) -> dict[str, Any]:
     try:
         with _stop_on_signal(run, console):
             fit = pool.submit(trainer.fit)
-            _watch(run, bar, fit)
+            _watch(run, bar, fit, lease)
             summary = fit.result().return_value
     except TrainingFailedError as error:
         raise failed(run, reason_of(error)) from error
@@ -89,12 +90,13 @@ def _trainer(job: Job) -> Any:
     )
 
 
-def _watch(run: Storage, bar: display.Bar, fit: Future[Any]) -> None:
+def _watch(run: Storage, bar: display.Bar, fit: Future[Any], lease: Lease) -> None:
     """Follow metrics.jsonl, the run's own record wherever it trains, until `fit` is done."""
     shown, wait_s = None, POLL_S if run.local_path() else 4 * POLL_S
     done = False
     while not done:
         done = bool(wait([fit], timeout=wait_s).done)
+        lease.check()
         try:
             lines = metrics.read(run)
         except OSError as error:

@@ -1,0 +1,163 @@
+"""One live run per name: a lease in the run's folder that its driver renews.
+
+    with held(run) as lease:
+        ...                  # lease.check() raises once another driver has taken over
+
+The file changes every RENEW_S seconds while its driver lives. Who finds one waits until it has
+changed, and refuses, or has not for TTL_S seconds, and takes over by compare-and-swap. No clock is
+compared with another machine's. On one machine nothing is waited for: its processes can be asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rayapp.config import ConfigError
+from rayapp.finetune.outcome import RunFailed
+from rayapp.storage import Storage
+
+FILE = "LEASE"
+RENEW_S = 10.0
+TTL_S = 35.0
+POLL_S = 1.0
+
+logger = logging.getLogger("rayapp.finetune")
+
+
+class Lease:
+    """The right to write to a run's folder, for as long as it is renewed."""
+
+    def __init__(self, run: Storage, holder: dict[str, Any], etag: str) -> None:
+        self._run, self._holder, self._etag = run, holder, etag
+        self._lost, self._closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise RunFailed if another driver has taken the run over."""
+        if self._lost.is_set():
+            raise RunFailed(
+                f"another driver has taken over {self._run.url}: this one could not renew its "
+                f"lease for {TTL_S:.0f} s. Nothing that was committed is lost"
+            )
+
+    def release(self) -> None:
+        """Stop renewing, and give the lease back unless it is another's by now."""
+        self._closed.set()
+        self._thread.join()
+        entry = self._run.stat(FILE)
+        if entry is not None and entry.etag == self._etag:
+            self._run.delete(FILE)
+
+    def _renew(self) -> None:
+        count = 0
+        while not self._closed.wait(RENEW_S):
+            count += 1
+            try:
+                etag = _swap(self._run, {**self._holder, "renewed": count}, self._etag)
+            except OSError as error:
+                logger.warning("cannot renew the lease, will try again: %s", error)
+                continue
+            if etag is None:
+                self._lost.set()
+                return
+            self._etag = etag
+
+
+@contextmanager
+def held(run: Storage, say: Callable[[str], None] = lambda text: None) -> Iterator[Lease]:
+    """Hold the lease of a run's folder for the length of a block.
+
+    Raises:
+        ConfigError: another driver is at work on this run.
+    """
+    lease = Lease(run, *_acquire(run, say))
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())}
+    mine["machine"] = _machine()
+    seen, since = None, time.monotonic()
+    while True:
+        entry = run.stat(FILE)
+        if entry is None:
+            if run.create(FILE, json.dumps(mine).encode()):
+                entry = run.stat(FILE)
+                assert entry is not None, f"{run.url}/{FILE} vanished as it was made"
+                return mine, entry.etag
+            continue
+        try:
+            other = json.loads(run.read(FILE))
+        except FileNotFoundError:
+            continue
+        if seen is None:
+            seen = entry.etag
+            if other["machine"] != _machine():
+                say(f"waiting to see whether {other['host']}, process {other['pid']}, still runs")
+        here = other["machine"] == _machine() and not _ended(other)
+        if here or entry.etag != seen:
+            raise ConfigError(
+                [
+                    f"run.name={run.url.rpartition('/')[2]} is running: {other['host']}, process "
+                    f"{other['pid']}, is at work in {run.url}. Stop it (Ctrl-C there, or a file "
+                    "named STOP in that folder), or set another run.name"
+                ]
+            )
+        if _ended(other) or time.monotonic() - since > TTL_S:
+            etag = _swap(run, mine, entry.etag)
+            if etag is not None:
+                return mine, etag
+            seen = ""  # another driver was faster, and is alive
+            continue
+        time.sleep(POLL_S)
+
+
+def _swap(run: Storage, holder: dict[str, Any], etag: str) -> str | None:
+    """Write the lease if it is still the one with this etag; return the new etag."""
+    if not run.replace_if(FILE, json.dumps(holder).encode(), etag):
+        return None
+    entry = run.stat(FILE)
+    return entry.etag if entry else None
+
+
+def _ended(holder: dict[str, Any]) -> bool:
+    """Say whether the holder was a process of this machine that is no more."""
+    return holder["machine"] == _machine() and holder["process"] != _process(holder["pid"])
+
+
+def _machine() -> list[str]:
+    """Name this machine, since when it runs, and whose process numbers are meant."""
+    boot, names = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return [
+        socket.gethostname(),
+        boot.read_text().strip() if boot.exists() else "",
+        os.readlink(names) if names.exists() else "",
+    ]
+
+
+def _process(pid: int) -> str | None:
+    """Return what tells a process from an earlier one with its number; None if there is none."""
+    if Path("/proc/self").exists():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            return None
+        return None if fields[0] == "Z" else fields[19]  # start time, in ticks since boot
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    return "alive"

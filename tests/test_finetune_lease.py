@@ -1,0 +1,112 @@
+"""One live run per name: who holds a run's lease, and who may take it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rayapp.config import ConfigError
+from rayapp.finetune import lease
+from rayapp.finetune.__main__ import main
+from rayapp.finetune.outcome import RunFailed
+from rayapp.storage import Storage, open_storage
+
+
+@pytest.fixture(params=["local", "s3"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return open_storage(str(tmp_path)) / "demo"
+    return open_storage(f"s3://{request.getfixturevalue('s3_bucket')}/runs") / "demo"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("RENEW_S", 0.1), ("TTL_S", 2.0), ("POLL_S", 0.05)):
+        monkeypatch.setattr(lease, name, seconds)
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be another machine from now on."""
+    monkeypatch.setattr(lease, "_machine", lambda: ["elsewhere", "", ""])
+
+
+def test_a_lease_is_given_back(run: Storage) -> None:
+    for _ in range(2):
+        with lease.held(run) as mine:
+            assert run.exists(lease.FILE)
+            time.sleep(0.3)  # renewed meanwhile
+            mine.check()
+        assert not run.exists(lease.FILE)
+
+
+def test_a_live_run_on_this_machine_is_refused_at_once(run: Storage) -> None:
+    before = time.monotonic()
+    with (
+        lease.held(run),
+        pytest.raises(ConfigError, match=r"run\.name=demo is running: .*, process"),
+        lease.held(run),
+    ):
+        pass
+    assert time.monotonic() - before < lease.TTL_S
+
+
+def test_a_live_run_elsewhere_is_refused_when_it_renews(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    with lease.held(run) as theirs:
+        elsewhere(monkeypatch)
+        with pytest.raises(ConfigError, match="is running"), lease.held(run, said.append):
+            pass
+        theirs.check()
+    assert len(said) == 1 and "still runs" in said[0]
+    assert not run.exists(lease.FILE)
+
+
+def test_a_lease_that_is_not_renewed_is_taken_over_and_its_holder_told(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a machine is suspended: it comes back, and must not write on."""
+    frozen = lease.Lease.__dict__["_renew"]
+    monkeypatch.setattr(lease.Lease, "_renew", lambda self: None)
+    with lease.held(run) as theirs:
+        elsewhere(monkeypatch)
+        with lease.held(run) as mine:
+            frozen_again = time.monotonic()
+            frozen(theirs)  # awake again: one attempt to renew
+            assert time.monotonic() - frozen_again < lease.TTL_S
+            with pytest.raises(RunFailed, match="another driver has taken over"):
+                theirs.check()
+            mine.check()
+            theirs.release()
+            assert run.exists(lease.FILE)  # it is mine
+
+
+def test_a_run_that_died_here_is_not_waited_for(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        "import os, sys; from rayapp.finetune import lease; from rayapp.storage import *;"
+        "lease._acquire(open_storage(sys.argv[1]), print); os._exit(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, run.url])
+    assert done.returncode == 9 and run.exists(lease.FILE)
+    monkeypatch.setattr(lease, "TTL_S", 1000.0)
+    with lease.held(run) as mine:
+        mine.check()
+
+
+def test_the_command_refuses_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import ray
+
+    (tmp_path / "text.txt").write_text("some words\n" * 500)
+    with lease.held(open_storage(str(tmp_path)) / "demo"):
+        code = main(
+            [f"--run.storage={tmp_path}", "--run.name=demo", f"--data.path={tmp_path}/text.txt"]
+        )
+    assert code == 2 and "run.name=demo is running" in capsys.readouterr().err
+    assert not ray.is_initialized()
