@@ -55,7 +55,18 @@ def random_rows(url: str) -> Prepared:
         open_storage(url).write(shards[-1][0], rows[first : first + count].tobytes())
         first += count
     counts = {"train": {"rows": len(rows)}}
-    return Prepared(url, "f" * 16, {}, SEQ_LEN, {"train": shards}, counts, {}, [], 0)
+    return Prepared(
+        url=url,
+        fingerprint="f" * 16,
+        parts={},
+        seq_len=SEQ_LEN,
+        shards={"train": shards},
+        counts=counts,
+        bad={},
+        examples=[],
+        records=len(rows),
+        duplicates=0.0,
+    )
 
 
 def deal(prepared: Prepared, order: Order, first_step: int, world: int) -> list[list[StepRows]]:
