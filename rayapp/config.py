@@ -258,6 +258,13 @@ class Cluster(Section):
     """More Ray resources per worker, e.g. `{accelerator_type:H100: 0.001}`."""
     max_failures: int = Field(default=3, ge=0)
     """Worker failures to recover from before giving up."""
+    max_preemptions: OptionalInt = Field(default=None, ge=0)
+    """Nodes taken away to recover from before giving up; none is any number."""
+    mtbf_hours: float = Field(default=50_000.0, gt=0)
+    """Hours between failures of one worker, assumed when the best checkpoint interval is computed.
+    The default is what Llama 3's pre-training saw per GPU; spot instances have far less."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that ranks wait for one another before the workers are started again."""
     address: OptionalStr = None
     """Ray cluster: none takes RAY_ADDRESS or starts Ray here; `local` always starts Ray here."""
 

@@ -6,7 +6,7 @@ Runs wherever a process group does: in Ray Train workers and under torchrun alik
 optimizer step over the whole global batch: every rank runs its micro-batches, the loss is divided
 by the loss-bearing tokens of all of them, and the gradients are summed. One small all-reduce in
 host memory at the start of a step carries all that the ranks must agree on: the token counts, the
-digest of the batch, and whether to save or stop after it.
+digest of the batch, and whether to save or leave after it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from rayapp.metrics import StepRecord
 from rayapp.optim import set_lr
 
 GIB = 2**30
+
+STAY, STOP, MOVE = 0, 1, 2  # leave after this step: not at all, for good, to start again elsewhere
 
 
 class NonFiniteLoss(RuntimeError):
@@ -60,7 +62,14 @@ class Engine:
     save: Callable[[int], float] = field(default=lambda step: 0.0)
     """Save after this many steps; returns the seconds stalled. Called on all ranks together."""
     save_due: Callable[[int], bool] = field(default=lambda step: False)
-    stop_due: Callable[[], bool] = field(default=lambda: False)
+    leave_due: Callable[[], int] = field(default=lambda: STAY)
+    """STAY, STOP or MOVE; on rank 0, for all, and STAY on the others."""
+    look_due: Callable[[], bool] = field(default=lambda: False)
+    """Whether to call `look` in this step; on rank 0, for all, and False on the others."""
+    look: Callable[[], int] = field(default=lambda: STAY)
+    """STAY, STOP or MOVE, the same on all ranks, which call it together."""
+    left: int = STAY
+    """Why the loop ended before its steps did."""
     evaluate: Callable[[], tuple[float, float | None]] | None = None
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
 
@@ -74,14 +83,15 @@ class Totals:
     target_bytes: int
     digest: str
     save: bool
-    stop: bool
+    leave: int
+    look: bool
 
 
 def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
-    """Run every step of `steps` (`data.rows.StepRows`) and yield its record; end early on a stop.
+    """Run every step of `steps` (`data.rows.StepRows`) and yield its record; end early to leave.
 
-    A save that was asked for is made after its step; a stop saves first. The last thing that a
-    stopped loop does is to yield the record of the step it saved.
+    A save that was asked for is made after its step; who leaves saves first, sets `engine.left`,
+    and as the last thing yields the record of the step it saved.
 
     Raises:
         NonFiniteLoss: before the optimizer has used what is not finite.
@@ -96,6 +106,7 @@ def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
         if batch is None:
             return
         totals = agree(engine, batch)
+        leave = totals.leave or (engine.look() if totals.look else STAY)
         loss_sum, grad_norm = train_step(engine, batch, totals)
         done = batch.step + 1
         evaluated = time.perf_counter()
@@ -103,7 +114,7 @@ def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
         if engine.evaluate is not None and engine.eval_due(done):
             eval_loss, eval_loss_per_byte = engine.evaluate()
         eval_s = time.perf_counter() - evaluated
-        stall_s = engine.save(done) if totals.save or totals.stop else 0.0
+        stall_s = engine.save(done) if totals.save or leave else 0.0
         now = time.perf_counter()
         step_s, clock = now - clock, now
         busy_s = max(step_s - stall_s - eval_s, 1e-9)
@@ -130,7 +141,8 @@ def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
             eval_loss=eval_loss,
             eval_loss_per_byte=eval_loss_per_byte,
         )
-        if totals.stop:
+        if leave:
+            engine.left = leave
             return
 
 
@@ -149,14 +161,15 @@ def agree(engine: Engine, batch: Any) -> Totals:
             digest >> 32,  # in halves, so that sums over ranks cannot overflow an int64
             digest & 0xFFFFFFFF,
             int(engine.save_due(batch.step + 1)),
-            int(engine.stop_due()),
+            engine.leave_due(),
+            int(engine.look_due()),
         ],
         dtype=torch.int64,
     )
     dist.all_reduce(message, group=engine.control)
-    targets, tokens, target_bytes, high, low, save, stop = (int(value) for value in message)
+    targets, tokens, target_bytes, high, low, save, leave, look = map(int, message)
     return Totals(
-        targets, tokens, target_bytes, order.combine([high << 32, low]), save > 0, stop > 0
+        targets, tokens, target_bytes, order.combine([high << 32, low]), save > 0, leave, look > 0
     )
 
 

@@ -6,7 +6,7 @@
 `metrics.jsonl` is the run's own record and does not go through Ray. A local file is appended to; an
 S3 object cannot be, so it is rewritten by a thread, at most every few seconds and less often as it
 grows; while S3 fails, training goes on and the lines wait. After a resume each step is there once:
-lines past the resumed step are dropped, and the time that they had taken is kept as lost work.
+lines past the resumed step are dropped.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rayapp.storage import Storage, StorageError
 
 FILE = "metrics.jsonl"
 FLUSH_S = 5.0
+TAIL_BYTES = 16 * 2**10  # hold several lines
 BYTES_PER_S = 2 * 2**20  # of rewriting an S3 object, on average
 
 logger = logging.getLogger("rayapp.metrics")
@@ -74,6 +75,23 @@ def read(storage: Storage) -> list[dict[str, Any]]:
         data = storage.read(FILE)
     except FileNotFoundError:
         return []
+    return _whole_lines(storage, data)
+
+
+def last(storage: Storage) -> dict[str, Any] | None:
+    """Return the last line of metrics.jsonl, if any, at the same cost however long it is."""
+    size = storage.size(FILE)
+    if not size:
+        return None
+    start = max(0, size - TAIL_BYTES)
+    data = storage.read(FILE, start)
+    if start:
+        data = data[data.find(b"\n") + 1 :]
+    lines = _whole_lines(storage, data)
+    return lines[-1] if lines else None
+
+
+def _whole_lines(storage: Storage, data: bytes) -> list[dict[str, Any]]:
     lines, texts = [], data.split(b"\n")
     for number, text in enumerate(texts, 1):
         try:
@@ -94,9 +112,6 @@ class MetricsLog:
         self.storage = storage
         before = read(storage)
         kept = [line for line in before if line["step"] <= first_step]
-        dropped = [line for line in before if line["step"] > first_step]
-        self.lost = [(line["time"], line["step_s"] or 0.0) for line in dropped]
-        """Steps that the resume threw away: when each was done (Unix time), and its seconds."""
         self.attempt = 1 + max((line["attempt"] for line in before), default=0)
         self._data = bytearray("".join(json.dumps(line) + "\n" for line in kept).encode())
         storage.write(FILE, bytes(self._data))

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -27,18 +28,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rayapp import checkpoint
-from rayapp.checkpoint import (
+from rayapp.checkpoint import files, marker
+from rayapp.checkpoint import saver as saving
+from rayapp.checkpoint.loader import load, saved_names
+from rayapp.checkpoint.marker import (
     MARKER,
-    MAX_FAILURES,
     METADATA,
     STATE,
-    Checkpointer,
+    Checked,
     CheckpointError,
+    Damaged,
+    Digest,
+    File,
+    Found,
     latest,
-    load,
-    saved_names,
+    refuse,
 )
+from rayapp.checkpoint.saver import MAX_FAILURES, Checkpointer
 from rayapp.optim import adamw
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -284,13 +290,13 @@ def die_before_the_marker(rank: int, world: int, url: str) -> None:
     saver.save(1, {"x": torch.arange(4)}, {"step": 1})
     saver.wait()
     if rank == 1:  # all shards and the index are written, and then
-        write = checkpoint.dcp_save
+        write = saving.dcp_save
 
         def die(*args: Any, **options: Any) -> None:
             write(*args, **options)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        checkpoint.dcp_save = die
+        saving.dcp_save = die
     saver.save(2, {"x": torch.arange(4) + 1}, {"step": 2})
     with pytest.raises(CheckpointError, match="the last checkpoint could not be saved"):
         saver.close()
@@ -378,12 +384,12 @@ def test_what_is_written(storage: Storage) -> None:
         "name": "step-00000500",
         "step": 500,
         "files": {
-            name: {"size": size, "sha256": hashlib.sha256(folder.read(name)).hexdigest()}
+            name: {"size": size, "sha256": [hashlib.sha256(folder.read(name)).hexdigest()]}
             for name, size in files.items()
         },
     }
     found, skipped = latest(storage)
-    assert found == checkpoint.Found("step-00000500", 500, whole) and skipped == []
+    assert found == Found("step-00000500", 500, whole) and skipped == []
     assert saved_names(storage, found.name) == {"a.x", "a.text", "n"}
     loaded = {"a": {"x": torch.zeros(6), "text": ""}, "n": 0}
     load(storage, found.name, loaded)
@@ -444,23 +450,43 @@ def damages(name: str, size: int) -> list[Damage]:
     return found
 
 
-def test_a_damaged_file_is_skipped_and_named(storage: Storage) -> None:
+def resumed(storage: Storage) -> tuple[int | None, list[str]]:
+    """Resume as a run does: refuse what turns out to be damaged, and start again."""
+    said: list[str] = []
+    while True:
+        found, skipped = latest(storage)
+        said += skipped
+        if found is None:
+            return None, said
+        tensors = {"x": torch.zeros(3)}
+        try:
+            load(storage, found.name, tensors)
+        except Damaged as damage:
+            refuse(storage, found.name, str(damage))
+            continue
+        assert torch.equal(tensors["x"], torch.full((3,), float(found.step)))  # never a wrong model
+        return found.step, said
+
+
+def test_a_damaged_file_is_refused_and_named(storage: Storage) -> None:
     save(storage, 1)
     save(storage, 2)
     folder = storage / "checkpoints" / "step-00000002"
-    for entry in folder.list():
-        data = folder.read(entry.name)
-        for what, damage, words in damages(entry.name, entry.size):
+    whole = {entry.name: folder.read(entry.name) for entry in folder.list()}
+    for name, data in whole.items():
+        for what, damage, words in damages(name, len(data)):
             damaged = damage(data)
             if damaged is None:
-                folder.delete(entry.name)
+                folder.delete(name)
             else:
                 assert damaged != data
-                folder.write(entry.name, damaged)
-            found, skipped = latest(storage)
-            assert skipped == [f"checkpoints/step-00000002 is skipped: {words}"], what
-            assert found is not None and found.name == "step-00000001"
-        folder.write(entry.name, data)
+                folder.write(name, damaged)
+            step, (said,) = resumed(storage)
+            assert step == 1, what
+            assert said.startswith("checkpoints/step-00000002 is skipped: ") and words in said, what
+            for each, content in whole.items():
+                folder.write(each, content)
+            folder.delete(marker.REFUSED)
     assert found_name(storage) == "step-00000002"
     for name in folders(storage):
         (storage / "checkpoints" / name).delete("__0_0.distcp")
@@ -469,6 +495,43 @@ def test_a_damaged_file_is_skipped_and_named(storage: Storage) -> None:
         "checkpoints/step-00000002",
         "checkpoints/step-00000001",
     ]
+
+
+def test_what_is_refused_is_swept_and_not_counted(storage: Storage) -> None:
+    for step in (1, 2):
+        save(storage, step)
+    refuse(storage, "step-00000002", "its disk was damaged")
+    assert latest(storage)[1] == ["checkpoints/step-00000002 is skipped: its disk was damaged"]
+    save(storage, 3)
+    assert folders(storage) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 5])
+def test_a_file_of_several_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: int
+) -> None:
+    """Model: the bytes themselves, read at any place; damage is found where it is read."""
+    monkeypatch.setattr(marker, "BLOCK_BYTES", 64)
+    storage, size = open_storage(str(tmp_path)), 4 * 64 + extra
+    data = random.Random(extra).randbytes(size)
+    digest = Digest()
+    for start in range(0, size, 29):  # written in parts that know nothing of blocks
+        digest.update(data[start : start + 29])
+    file = File.from_dict(json.loads(json.dumps(digest.file().to_dict())))
+    assert file.size == size and len(file.sha256) == -(-size // 64)
+    storage.write("f", data)
+    reader = Checked(storage, "f", file)
+    draw = random.Random(7)
+    for _ in range(200):
+        start, length = draw.randrange(size + 5), draw.randrange(size)
+        reader.seek(start)
+        found = b"".join(iter(lambda: reader.read(7), b""))[:length]
+        assert found == data[start : start + length]
+    storage.write("f", data[:70] + bytes([data[70] ^ 1]) + data[71:])
+    reader = Checked(storage, "f", file)
+    assert reader.read(64) == data[:64]
+    with pytest.raises(Damaged, match=r"f has another checksum"):
+        reader.read(1)
 
 
 @pytest.fixture(scope="module")
@@ -488,19 +551,20 @@ def test_any_flipped_bit_is_found_or_does_no_harm(
 ) -> None:
     folder = committed / "checkpoints" / "step-00000002"
     entry = folder.list()[file]
-    data = folder.read(entry.name)
+    whole_marker, data = folder.read(MARKER), folder.read(entry.name)
     flipped = bytearray(data)
     flipped[int(position * len(data))] ^= 1 << bit
     folder.write(entry.name, bytes(flipped))
     try:
-        found, skipped = latest(committed)
-        assert found is not None
-        if found.step == 2:  # e.g. a blank of the marker, or a name in it that is there twice
-            assert entry.name == MARKER and found.state == {"step": 2} and not skipped
+        step, said = resumed(committed)
+        if step == 2:  # e.g. a blank of the marker, or a name in it that is there twice
+            assert entry.name == MARKER and not said
         else:
-            assert len(skipped) == 1 and found.step == 1
-            assert entry.name in skipped[0] or entry.name == MARKER  # a flipped checksum in it
+            assert step == 1 and len(said) == 1
+            assert entry.name in said[0] or entry.name == MARKER  # a flipped checksum in it
     finally:
+        folder.delete(marker.REFUSED)
+        folder.write(MARKER, whole_marker)
         folder.write(entry.name, data)
 
 
@@ -512,7 +576,7 @@ def test_a_storage_that_does_not_answer_is_no_reason_to_go_back(
     read = type(storage).read
 
     def failing(self: Storage, name: str, *args: Any) -> bytes:
-        if name.endswith(".distcp"):
+        if name.endswith(METADATA):
             raise StorageError("read", name, "access denied")
         return read(self, name, *args)
 
@@ -636,7 +700,7 @@ def test_close_fails_if_the_last_save_did(
     saver.save(1, {"x": torch.ones(2)}, {"step": 1})
     saver.wait()
     monkeypatch.setattr(
-        checkpoint._Hashing, "write", lambda self, data: (_ for _ in ()).throw(OSError("torn"))
+        files.Digesting, "write", lambda self, data: (_ for _ in ()).throw(OSError("torn"))
     )
     saver.save(2, {"x": torch.ones(2)}, {"step": 2})
     with pytest.raises(CheckpointError, match=r"last checkpoint could not be saved: .*torn"):

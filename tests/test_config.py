@@ -38,7 +38,9 @@ SURFACE = {
     "parallel": "strategy replicas activation_checkpointing cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps prompts",
-    "cluster": "workers gpu instance resources max_failures address",
+    "cluster": "workers gpu instance resources max_failures max_preemptions mtbf_hours"
+    " collective_timeout_s"
+    " address",
     "model.lora": "rank alpha dropout targets",
 }
 FIELDS = [f"{section}.{name}" for section, names in SURFACE.items() for name in names.split()]

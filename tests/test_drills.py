@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 class Drill:
     """One command in a process group of its own."""
 
-    def __init__(self, folder: Path, name: str, workers: int = 2, max_failures: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        workers: int | str = 2,
+        max_failures: int = 3,
+        **more: Any,
+    ) -> None:
         self.run = folder / "runs" / name
         self.attempts_before = max((line["attempt"] for line in self.lines()), default=0)
         self.temporary = tempfile.mkdtemp()
@@ -62,6 +69,7 @@ class Drill:
             "checkpoint.export": "false",
             "cluster.workers": workers,
             "cluster.max_failures": max_failures,
+            **more,
         }
         command = [sys.executable, "-m", "rayapp.finetune"]
         command += [f"--{field}={value}" for field, value in arguments.items()]
@@ -81,10 +89,12 @@ class Drill:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until this command itself has done the step, or is past it from its start."""
+        self.wait_for(lambda line: line["step"] >= step and line["attempt"] > self.attempts_before)
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for a line of metrics."""
         deadline = time.monotonic() + 300
-        while not any(
-            line["step"] >= step and line["attempt"] > self.attempts_before for line in self.lines()
-        ):
+        while not any(map(wanted, self.lines())):
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
 

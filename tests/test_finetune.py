@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -353,29 +352,3 @@ def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_p
     assert other.returncode == 2
     assert "run.name=cli is taken" in other.stderr and "train.lr: 0.003 -> 1e-05" in other.stderr
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
-
-
-def test_lost_work_and_recovery_are_told_apart_from_the_start(tmp_path: Path) -> None:
-    """A command of 100 s: an old run's 2 steps, then 2 kept, 2 lost, a restart, and 4 more."""
-    from rayapp.config import Config
-    from rayapp.finetune.outcome import result_of
-    from rayapp.storage import open_storage
-
-    began = time.time() - 100.0
-    idle = {"checkpoint_stall_s": 0.0, "eval_s": 0.0, "data_wait_s": 0.0, "tokens": 10, "loss": 1.0}
-    ends = [-500.0, -490.0, 20.0, 25.0, 65.0, 70.0, 75.0, 80.0]
-    lines = [
-        {"step": n, "time": began + at, "step_s": 5.0, "attempt": 2 if n < 5 else 3, **idle}
-        | {"tokens_per_s": 2.0}
-        for n, at in enumerate(ends, 1)
-    ]
-    run = open_storage(str(tmp_path))
-    run.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-    lost = [(began - 480.0, 5.0), (began + 30.0, 5.0), (began + 35.0, 5.0)]
-    summary = {"lost": lost, "seconds": {"export": 4.0, "evaluation": 1.0}, "first_step": 4}
-    result = result_of(Config(), run, summary, began, {})
-    assert result["lost_steps"] == 2
-    shares = {name: round(100 * share) for name, share in result["goodput"].items()}
-    # From second 25 to 60: 10 s of lost work, 25 s of recovery; 6 own steps of 5 s.
-    assert (shares["lost_work"], shares["recovery"], shares["step"]) == (10, 25, 30)
-    assert (shares["export"], shares["evaluation"], shares["start"]) == (4, 1, 30)

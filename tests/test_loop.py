@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rayapp import loop
+from rayapp.checkpoint.marker import latest
 from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
-from rayapp.finetune.training import Job, run
+from rayapp.finetune import pace
+from rayapp.finetune.training import Job, StartAgain, run
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
@@ -252,6 +254,72 @@ def test_a_run_resumes_bitwise_where_it_was(
         assert [line[name] for line in lines] == [line[name] for line in expected], name
 
 
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
+    inputs: Path, two_workers: tuple[list[Any], Any]
+) -> None:
+    """A bit of one rank's shard flips: all ranks refuse it; the next start goes further back."""
+    expected, _ = two_workers
+    config = config_of(inputs, "damaged")
+    prepared = prepared_of(config, inputs)
+    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, STEPS)
+    url = str(inputs / "runs" / "damaged")
+    job = Job(config, prepared, str(inputs / "model"), order, url)
+    for step in (7, 12):
+        processes.spawn(stopped_worker, 2, str(inputs / f"damaged-{step}"), job, step)
+    shard = Path(url, "checkpoints", "step-00000012", "__1_0.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    processes.spawn(refusing_worker, 2, str(inputs / "damaged-refused"), job)
+    _, skipped = latest(open_storage(url))
+    assert len(skipped) == 1 and "step-00000012/__1_0.distcp" not in skipped[0]
+    assert "__1_0.distcp has another checksum than when it was saved" in skipped[0]
+    lines, summary = train(config, inputs, world=2)
+    assert summary["first_step"] == 7
+    for name in ("step", "loss", "grad_norm", "batch_digest", "lr"):
+        assert [line[name] for line in lines] == [line[name] for line in expected], name
+
+
+def refusing_worker(rank: int, world: int, job: Job) -> None:
+    with pytest.raises(StartAgain, match=r"__1_0.distcp .* refused from now on"):
+        run(job, torch.device("cpu"), lambda first: iter(()))
+
+
+def test_a_notice_is_a_checkpoint_and_a_move(inputs: Path) -> None:
+    """All ranks ask together; a node that goes leads to a save after that very step."""
+    config = config_of(inputs, "noticed")
+    prepared = prepared_of(config, inputs)
+    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, STEPS)
+    url = str(inputs / "runs" / "noticed")
+    job = Job(config, prepared, str(inputs / "model"), order, url)
+    processes.spawn(noticed_worker, 2, str(inputs / "noticed-a"), job, 5)
+    found, skipped = latest(open_storage(url))
+    assert found is not None and (found.step, skipped) == (5, [])
+
+
+def noticed_worker(rank: int, world: int, job: Job, notice_at: int) -> None:
+    rows = job.prepared.rows("train")
+    asked: list[int] = []
+    step = 0
+
+    def steps(first: int) -> Any:
+        nonlocal step
+        for batch in local_steps(rows, job.order, rank, world, first):
+            step = batch.step + 1
+            yield batch
+
+    def notice() -> str | None:
+        asked.append(step)
+        return "rank 1 is taken away" if step == notice_at else None
+
+    pace.NOTICE_POLL_S = 0.0
+    summary = run(job, torch.device("cpu"), steps, notice=notice)
+    assert asked == list(range(1, notice_at + 1))  # on each rank
+    assert (summary["status"], summary["steps"]) == ("moved", notice_at), summary
+    if rank == 0:
+        assert (summary["notice"], summary["reason"]) == (True, "rank 1 is taken away")
+
+
 def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
     """Train until someone asks rank 0 to stop, at a step boundary that all ranks agree on."""
     rows = job.prepared.rows("train")
@@ -266,7 +334,7 @@ def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
     original = loop.agree
 
     def agree(engine: loop.Engine, batch: Any) -> loop.Totals:
-        engine.stop_due = lambda: rank == 0 and bool(loop_engine_stop)
+        engine.leave_due = lambda: loop.STOP if rank == 0 and loop_engine_stop else loop.STAY
         return original(engine, batch)
 
     loop.agree = agree

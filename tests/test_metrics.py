@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp import metrics
-from rayapp.metrics import FILE, MetricsLog, StepRecord, goodput, read
+from rayapp.metrics import FILE, TAIL_BYTES, MetricsLog, StepRecord, goodput, last, read
 from rayapp.storage import Storage, StorageError, open_storage
 
 
@@ -43,23 +43,38 @@ def test_no_file_is_no_lines(storage: Storage) -> None:
     assert read(storage) == []
 
 
+def test_the_last_line_is_read_from_the_end(storage: Storage) -> None:
+    assert last(storage) is None
+    log = MetricsLog(storage, 0)
+    for step in range(1, 201):  # several times what is read at once
+        log.write(record(step))
+    log.close()
+    data = storage.read(FILE)
+    assert len(data) > 4 * TAIL_BYTES
+    assert last(storage) == read(storage)[-1] and last(storage)["step"] == 200
+    storage.write(FILE, data + b'{"step": 201, "lo')  # torn
+    assert last(storage)["step"] == 200
+    storage.write(FILE, data.split(b"\n")[0] + b"\n")
+    assert last(storage)["step"] == 1
+
+
 def test_each_step_is_there_once_after_resumes(storage: Storage) -> None:
     log = MetricsLog(storage, 0)
-    assert (log.attempt, log.lost) == (1, [])
+    assert log.attempt == 1
     for step in (1, 2, 3, 4, 5):
         log.write(record(step, step_s=step, attempt=log.attempt, time=10.0 * step))
     log.close()
     assert steps(storage) == [1, 2, 3, 4, 5]
 
     log = MetricsLog(storage, 3)
-    assert (log.attempt, log.lost) == (2, [(40.0, 4), (50.0, 5)])
+    assert log.attempt == 2
     assert steps(storage) == [1, 2, 3]  # already before the first step
     for step in (4, 5, 6):
         log.write(record(step, attempt=log.attempt))
     log.close()
 
     log = MetricsLog(storage, 6)
-    assert (log.attempt, log.lost) == (3, [])
+    assert log.attempt == 3
     log.close()
     lines = read(storage)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -103,9 +118,6 @@ def test_what_is_not_finite_becomes_null(storage: Storage) -> None:
     assert b"NaN" not in storage.read(FILE) and b"Infinity" not in storage.read(FILE)
     (line,) = read(storage)
     assert [line[name] for name in ("loss", "grad_norm", "lr", "mfu")] == [None] * 4
-    again = MetricsLog(storage, 0)
-    assert len(again.lost) == 1
-    again.close()
 
 
 def test_close_makes_all_durable_at_once(storage: Storage) -> None:

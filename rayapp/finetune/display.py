@@ -135,6 +135,10 @@ class Bar:
         else:
             self.console.print(text, highlight=False, soft_wrap=True)
 
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(_plain(text), highlight=False, soft_wrap=True)
+
     def close(self) -> None:
         """Leave the last state on the screen."""
         if self._progress is not None:
@@ -168,6 +172,14 @@ def result(console: Console, result: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    checkpoint = result.get("checkpoint", {})
+    if checkpoint.get("stall_s") is not None:
+        console.print(
+            f"a checkpoint stalled {1000 * checkpoint['stall_s']:.0f} ms; at the assumed failure "
+            f"rate one every {_duration(checkpoint['best_every_s'])} costs the least",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(f"results in {result['run']}", highlight=False, soft_wrap=True)
     if result.get("model_path"):
         console.print(f"model in {result['model_path']}", highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -13,10 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from rayapp import metrics
-from rayapp.finetune import display
+from rayapp.finetune import display, placement
 from rayapp.finetune.job import STOP_FILE, Job, first_step, train
 from rayapp.finetune.lease import Lease
-from rayapp.finetune.outcome import failed, reason_of
+from rayapp.finetune.outcome import History, ending_of, failed
+from rayapp.finetune.recovery import NO_ROOM, GiveUp, Recovery
 from rayapp.finetune.session import uses_gpus
 from rayapp.storage import Storage
 
@@ -30,56 +32,98 @@ logger = logging.getLogger("rayapp.finetune")
 
 
 def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any]:
-    """Train with Ray Train while showing the run's own metrics; return rank 0's summary.
+    """Train with Ray Train, again and again if need be; return rank 0's summary.
+
+    The summary also holds `interruptions` and `lost`, the steps that were done in vain.
 
     Raises:
-        RunFailed: training failed, with the first worker's reason, or the lease is lost.
+        RunFailed: training failed for good, with the first worker's reason, or the lease is lost.
     """
-    from ray.train.v2.api.exceptions import TrainingFailedError
-
-    trainer = _trainer(job)
+    cluster = job.config.cluster
+    recovery = Recovery(cluster.max_failures, cluster.max_preemptions, job.order)
     bar = display.Bar(console, job.order.num_steps, job.config.run.name)
-    bar.note(f"starting {job.config.cluster.workers} workers")
+    history = History(time.time())
+    try:
+        with _stop_on_signal(run, console), placement.asked_for(job.config):
+            while True:
+                workers = placement.wait_for_room(job.config, bar.note, lease.check)
+                bar.note(f"starting {workers} workers")
+                ended = _attempt(job, workers, run, bar, lease)
+                lines = metrics.read(run)
+                history.saw(lines)
+                if isinstance(ended, dict) and ended["status"] != "moved":
+                    break
+                ending = ending_of(ended, lines[-1]["step"] if lines else 0)
+                if ending.kind != NO_ROOM:
+                    history.interrupted(ending, workers)
+                pause_s = recovery.after(ending)
+                again = f"again in {pause_s:.0f} s" if pause_s else "again"
+                bar.say(f"after step {ending.step}: {ending.reason}; {again}")
+                _pause(pause_s, run, lease)
+    except GiveUp as error:
+        raise failed(run, str(error)) from error
+    finally:
+        bar.close()
+    if ended["status"] == "failed":
+        raise failed(run, ended["reason"])
+    return ended | {"interruptions": history.interruptions(), "lost": history.lost()}
+
+
+def _attempt(
+    job: Job, workers: int, run: Storage, bar: display.Bar, lease: Lease
+) -> dict[str, Any] | Exception:
+    """Train once; return rank 0's summary, or what ended it."""
+    trainer = _trainer(job, workers)
     # Not in the main thread: there Ray Train would replace our handling of signals by an abort.
     pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
     try:
-        with _stop_on_signal(run, console):
-            fit = pool.submit(trainer.fit)
-            _watch(run, bar, fit, lease)
-            summary = fit.result().return_value
-    except TrainingFailedError as error:
-        raise failed(run, reason_of(error)) from error
+        fit = pool.submit(trainer.fit)
+        _watch(run, bar, fit, lease)
     finally:
         pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
-        bar.close()
-    assert isinstance(summary, dict), summary
-    if summary["status"] == "failed":
-        raise failed(run, summary["reason"])
-    return summary
+    error = fit.exception()
+    if error is None:
+        summary = fit.result().return_value
+        assert isinstance(summary, dict), summary
+        return summary
+    from ray.exceptions import RayError
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    if isinstance(error, (TrainingFailedError, RayError)):
+        return error
+    raise error
 
 
-def _trainer(job: Job) -> Any:
+def _pause(seconds: float, run: Storage, lease: Lease) -> None:
+    """Wait; a stop that is asked for meanwhile is left to the workers, which save first."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not run.exists(STOP_FILE):
+        lease.check()
+        time.sleep(POLL_S)
+
+
+def _trainer(job: Job, workers: int) -> Any:
     import ray.train.torch
 
     from rayapp.data.stream import ExactOrder
 
     kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
     cluster, gpus = job.config.cluster, uses_gpus(job.config)
-    elastic = cluster.min_workers != cluster.max_workers
     return kit.torch.TorchTrainer(
         lambda: train(job),
-        torch_config=kit.torch.TorchConfig(backend="nccl" if gpus else "gloo"),
+        torch_config=kit.torch.TorchConfig(
+            backend="nccl" if gpus else "gloo", timeout_s=cluster.collective_timeout_s
+        ),
         scaling_config=kit.ScalingConfig(
-            num_workers=(cluster.min_workers, cluster.max_workers)
-            if elastic
-            else cluster.min_workers,
-            use_gpu=gpus,
-            resources_per_worker={"CPU": 1, **({"GPU": 1} if gpus else {}), **cluster.resources},
+            num_workers=workers, use_gpu=gpus, resources_per_worker=placement.needs(job.config)
         ),
         run_config=kit.RunConfig(
             name=job.config.run.name,
             storage_path=f"{job.config.run.storage}/.ray",
-            failure_config=kit.FailureConfig(max_failures=cluster.max_failures),
+            # Every end comes back to fit(), which knows of all attempts, rows and free nodes.
+            failure_config=kit.FailureConfig(
+                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
+            ),
             logging_config=kit.LoggingConfig(log_level="WARNING"),
             worker_runtime_env={
                 "env_vars": {"TOKENIZERS_PARALLELISM": "false", **({} if gpus else CPU_ENVIRONMENT)}
@@ -98,13 +142,13 @@ def _watch(run: Storage, bar: display.Bar, fit: Future[Any], lease: Lease) -> No
         done = bool(wait([fit], timeout=wait_s).done)
         lease.check()
         try:
-            lines = metrics.read(run)
+            line = metrics.last(run)
         except OSError as error:
             logger.warning("cannot read %s: %s", metrics.FILE, error)
             continue
-        if lines and lines[-1]["step"] != shown:
-            shown = lines[-1]["step"]
-            bar.update(lines[-1])
+        if line is not None and line["step"] != shown:
+            shown = line["step"]
+            bar.update(line)
 
 
 @contextmanager

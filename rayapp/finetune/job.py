@@ -26,7 +26,7 @@ class Job:
 
 def first_step(job: Job) -> int:
     """Return the step at which the data must start: that of the newest whole checkpoint."""
-    from rayapp.checkpoint import latest
+    from rayapp.checkpoint.marker import latest
 
     found, _ = latest(open_storage(job.run_url))
     return found.step if found else 0

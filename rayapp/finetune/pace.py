@@ -1,16 +1,20 @@
-"""When things happen on a rank: seconds by phase, the cadence of saves, a stop asked for."""
+"""When things happen on a rank: seconds by phase, the cadence of saves, reasons to leave."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from rayapp.config import Config
 from rayapp.finetune.job import STOP_FILE
+from rayapp.loop import MOVE, STAY, STOP
 from rayapp.storage import Storage
 
 STOP_POLL_S = 2.0
+NOTICE_POLL_S = 2.0
+ROOM_POLL_S = 10.0
 
 logger = logging.getLogger("rayapp.training")
 
@@ -50,17 +54,33 @@ class Cadence:
         return bool(every and step % every == 0 and step < self.num_steps)
 
 
-class StopFlag:
-    """Look every few seconds, in a thread, whether someone has asked the run to stop."""
+class Leaving:
+    """Look every few seconds, in a thread of rank 0, whether there is a reason to leave.
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage, self._set, self._closed = storage, False, threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="stop-flag", daemon=True)
+    A stop is asked for by a file in the run's folder. `room` says how many more workers could be
+    placed; once some could, twice in a row, the workers leave so that more of them are started.
+    """
+
+    def __init__(self, storage: Storage, room: Callable[[], int] | None = None) -> None:
+        self._storage, self._room = storage, room
+        self._leave, self._closed = STAY, threading.Event()
+        self._noticed_at = time.monotonic()
+        self.reason = ""
+        """Why the workers move, for a person."""
+        self._thread = threading.Thread(target=self._watch, name="leaving", daemon=True)
         self._thread.start()
 
-    def is_set(self) -> bool:
-        """Say whether the stop has been asked for."""
-        return self._set
+    def due(self) -> int:
+        """Return STAY, STOP or MOVE."""
+        return self._leave
+
+    def look_due(self) -> bool:
+        """Say whether it is time for all ranks to ask whether a node is being taken away."""
+        now = time.monotonic()
+        due = now - self._noticed_at >= NOTICE_POLL_S
+        if due:
+            self._noticed_at = now
+        return due
 
     def close(self) -> None:
         """End the thread."""
@@ -68,8 +88,16 @@ class StopFlag:
         self._thread.join()
 
     def _watch(self) -> None:
+        asked, fitted = time.monotonic(), 0
         while not self._closed.wait(STOP_POLL_S):
             try:
-                self._set = self._set or self._storage.exists(STOP_FILE)
+                if self._storage.exists(STOP_FILE):
+                    self._leave = STOP
+                    return
             except OSError as error:
                 logger.warning("cannot look for %s: %s", STOP_FILE, error)
+            now = time.monotonic()
+            if self._room is not None and now - asked >= ROOM_POLL_S:
+                asked, before, fitted = now, fitted, self._room()
+                if before and fitted:
+                    self._leave, self.reason = MOVE, f"{min(before, fitted)} more workers fit"

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from rayapp import checkpoint, loop, metrics, model
+from rayapp import loop, metrics, model
+from rayapp.checkpoint import loader, marker
+from rayapp.checkpoint.saver import Checkpointer
 from rayapp.config import Config
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune.job import Job
-from rayapp.finetune.pace import Cadence, Clock, StopFlag
+from rayapp.finetune.pace import Cadence, Clock, Leaving
 from rayapp.loss import chunked_cross_entropy
 from rayapp.model.build import find_blocks
 from rayapp.optim import adamw, lr_at
@@ -40,6 +43,10 @@ logger = logging.getLogger("rayapp.training")
 
 class Resumed(RuntimeError):
     """The checkpoint cannot go on with this data; the message names what differs."""
+
+
+class StartAgain(RuntimeError):
+    """This attempt cannot go on, but another one can; raised by all ranks. The message says why."""
 
 
 @dataclass
@@ -72,14 +79,24 @@ class Head:
 
 
 def run(
-    job: Job, device: torch.device, open_steps: Callable[[int], Iterator[StepRows]]
+    job: Job,
+    device: torch.device,
+    open_steps: Callable[[int], Iterator[StepRows]],
+    notice: Callable[[], str | None] = lambda: None,
+    room: Callable[[], int] | None = None,
 ) -> dict[str, Any]:
-    """Train, evaluate and export; return a summary of plain values (rank 0's is the run's)."""
+    """Train, evaluate and export; return a summary of plain values (rank 0's is the run's).
+
+    `notice` says which of our nodes are being taken away; all ranks call it together. `room` says
+    how many more workers could be placed.
+    """
     clock, entered = Clock(), time.time()
     config, storage = job.config, open_storage(job.run_url)
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(config.run.seed * 1_000_003 + rank)
-    control = dist.new_group(backend="gloo")
+    control = dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s)
+    )
     parts = make_parts(job, device)
     clock.lap("model")
     first_step = restore(job, parts, storage)
@@ -87,10 +104,17 @@ def run(
     log = metrics.MetricsLog(storage, first_step) if rank == 0 else None
     attempt = [log.attempt if log else 0]
     dist.broadcast_object_list(attempt, src=0, group=control)
-    saver = checkpoint.Checkpointer(
+    saver = Checkpointer(
         storage, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
     )
-    stop = StopFlag(storage) if rank == 0 else None
+    leaving = Leaving(storage, room) if rank == 0 else None
+    notices: list[str] = []
+
+    def look() -> int:
+        found = notice()
+        notices.extend([found] if found else [])
+        return loop.MOVE if found else loop.STAY
+
     cadence = Cadence(config, job.order.num_steps)
     engine = loop.Engine(
         model=parts.lm,
@@ -111,7 +135,9 @@ def run(
         rows_per_step=job.order.rows_per_step,
         save=lambda step: saver.save(step, state_tensors(parts), state_values(job, step)),
         save_due=cadence.save_due if rank == 0 else lambda step: False,
-        stop_due=stop.is_set if stop else lambda: False,
+        leave_due=leaving.due if leaving else lambda: loop.STAY,
+        look_due=leaving.look_due if leaving else lambda: False,
+        look=look,
         eval_due=cadence.eval_due,
     )
     if job.prepared.num_rows("eval"):
@@ -132,18 +158,22 @@ def run(
     finally:
         if log:
             log.close()
-        if stop:
-            stop.close()
+        if leaving:
+            leaving.close()
     steps = last.step if last else first_step
+    moved = engine.left == loop.MOVE
     summary: dict[str, Any] = {
         "entered": entered,
-        "status": "done" if steps >= job.order.num_steps else "stopped",
+        "status": "done" if steps >= job.order.num_steps else "moved" if moved else "stopped",
         "steps": steps,
         "first_step": first_step,
         "attempt": attempt[0],
-        "lost": log.lost if log else [],
+        "commit_s": saver.commit_s,
         "parameters": model.num_parameters(parts.lm),
     }
+    if summary["status"] == "moved":
+        summary["notice"] = bool(notices)
+        summary["reason"] = notices[0] if notices else leaving.reason if leaving else ""
     if summary["status"] == "done":
         summary |= finish(job, parts, engine, storage, clock)
     summary["seconds"] = clock.seconds
@@ -225,10 +255,11 @@ def restore(job: Job, parts: Parts, storage: Storage) -> int:
 
     Raises:
         Resumed: the data are not those that the checkpoint was trained on.
+        StartAgain: the checkpoint turned out to be damaged, and is refused from now on.
     """
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
-        found, skipped = checkpoint.latest(storage)
+        found, skipped = marker.latest(storage)
         for line in skipped:
             logger.warning(line)
         choice = [found]
@@ -238,11 +269,17 @@ def restore(job: Job, parts: Parts, storage: Storage) -> int:
         return 0
     check_cursor(job, found.state)
     wanted = state_tensors(parts)
-    saved = checkpoint.saved_names(storage, found.name)
+    saved = loader.saved_names(storage, found.name)
     rank = str(dist.get_rank())
     if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
         del wanted["rng"]
-    checkpoint.load(storage, found.name, wanted)
+    try:
+        loader.load(storage, found.name, wanted)
+    except marker.Damaged as damage:
+        if dist.get_rank() == 0:
+            marker.refuse(storage, found.name, str(damage))
+        dist.barrier()
+        raise StartAgain(f"{damage}; it is refused from now on") from damage
     dcp_state.set_state_dict(
         parts.lm,
         parts.optimizer,

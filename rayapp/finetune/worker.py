@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray.train
 import ray.train.torch
 import torch.distributed as dist
+from ray.exceptions import RayError
 
+from rayapp.config import Config
 from rayapp.data import stream
 from rayapp.data.rows import StepRows
-from rayapp.finetune import training
+from rayapp.finetune import placement, training
 from rayapp.finetune.job import Job
 from rayapp.loop import NonFiniteLoss
+
+logger = logging.getLogger("rayapp.finetune")
 
 
 def work(job: Job) -> dict[str, Any]:
@@ -31,11 +37,49 @@ def work(job: Job) -> dict[str, Any]:
             head = first.result()
             if head is None:
                 return iter(())
-            assert head.step == step, f"data start at step {head.step}, the checkpoint at {step}"
+            if head.step != step:  # a checkpoint was committed, or refused, between two looks
+                raise training.StartAgain(
+                    f"the data start at step {head.step}, the checkpoint at {step}"
+                )
             return itertools.chain([head], rows)
 
         try:
-            return training.run(job, ray.train.torch.get_device(), open_steps)
+            return training.run(
+                job,
+                ray.train.torch.get_device(),
+                open_steps,
+                notice=notice,
+                room=_more_workers(job.config),
+            )
+        except training.StartAgain as error:
+            return {"status": "moved", "notice": False, "reason": str(error)}
         except (NonFiniteLoss, training.Resumed) as error:
             # All ranks raise these together, and a restart would only find the same again.
             return {"status": "failed", "reason": str(error)}
+
+
+def notice() -> str | None:
+    """Say which of the ranks' nodes are being taken away; all ranks call it together."""
+    kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
+    info = kit.get_preemption_info()
+    if info is None:
+        return None
+    ranks = ", ".join(map(str, info.preempted_ranks))
+    left = "" if not info.deadline_ms else f" in {info.deadline_ms / 1000 - time.time():.0f} s"
+    return f"the node of rank {ranks} is taken away{left}"
+
+
+def _more_workers(config: Config) -> Callable[[], int] | None:
+    """Return what counts the workers that could be added to this group, if any may be."""
+    missing = config.cluster.max_workers - dist.get_world_size()
+    if not missing:
+        return None
+
+    def count() -> int:
+        try:
+            return min(missing, placement.room(config))
+        except (RayError, OSError, RuntimeError) as error:
+            logger.warning("cannot ask for room: %s", error)
+            return 0
+
+    return count

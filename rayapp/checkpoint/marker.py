@@ -1,0 +1,218 @@
+"""Which checkpoints a run has, and whether their files are what was saved. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from rayapp.storage import Storage
+
+FOLDER = "checkpoints"
+MARKER = "COMMITTED"
+REFUSED = "REFUSED"  # in place of the marker once a file was found damaged: the reason
+STATE = "state.json"
+METADATA = ".metadata"
+BLOCK_BYTES = 8 * 2**20  # of a file that have a checksum of their own
+KEPT_BLOCKS = 2  # of a file that is read
+
+
+class CheckpointError(RuntimeError):
+    """The run cannot be saved, or what was saved cannot be read; the message says why."""
+
+
+class Damaged(CheckpointError):
+    """A file of a committed checkpoint is not what was saved; the message names it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A committed checkpoint whose files are all there in full."""
+
+    name: str
+    """Folder under `checkpoints/`."""
+    step: int
+    state: dict[str, Any]
+    """What `state.json` holds."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as the marker has it."""
+
+    size: int
+    """Bytes."""
+    sha256: tuple[str, ...]
+    """Of each block of BLOCK_BYTES; one of nothing for an empty file."""
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> File:
+        """Read what `to_dict` has written; raises ValueError, KeyError or TypeError."""
+        file = cls(int(facts["size"]), tuple(map(str, facts["sha256"])))
+        if len(file.sha256) != max(1, math.ceil(file.size / BLOCK_BYTES)):
+            raise ValueError(f"{len(file.sha256)} checksums of {file.size} bytes")
+        return file
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"size": self.size, "sha256": list(self.sha256)}
+
+
+class Digest:
+    """Size and checksums of a file, taken as it is written."""
+
+    def __init__(self) -> None:
+        self.size, self._blocks = 0, [hashlib.sha256()]
+
+    def update(self, data: Any) -> None:
+        """Take the next bytes."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            room = BLOCK_BYTES * len(self._blocks) - self.size
+            if not room:
+                self._blocks.append(hashlib.sha256())
+                continue
+            self._blocks[-1].update(view[:room])
+            self.size += len(view[:room])
+            view = view[room:]
+
+    def file(self) -> File:
+        return File(self.size, tuple(block.hexdigest() for block in self._blocks))
+
+
+class Checked(io.RawIOBase):
+    """Read a file in blocks, of which each must be what was saved.
+
+    Raises:
+        Damaged: when a block that is not is read.
+    """
+
+    def __init__(self, storage: Storage, name: str, file: File) -> None:
+        self.storage, self.name, self.file = storage, name, file
+        self._position = 0
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.file.size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        number, first = divmod(self._position, BLOCK_BYTES)
+        if not len(view) or self._position >= self.file.size:
+            return 0
+        part = self._block(number)[first : first + len(view)]
+        view[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def _block(self, number: int) -> bytes:
+        if number not in self._kept:
+            start = number * BLOCK_BYTES
+            length = min(BLOCK_BYTES, self.file.size - start)
+            try:
+                block = self.storage.read(self.name, start, length)
+            except FileNotFoundError:  # deleted meanwhile
+                raise Damaged(f"{_file(self.name)} is missing") from None
+            if hashlib.sha256(block).hexdigest() != self.file.sha256[number]:
+                raise Damaged(f"{_file(self.name)} has another checksum than when it was saved")
+            self._kept[number] = block
+            if len(self._kept) > KEPT_BLOCKS:
+                self._kept.popitem(last=False)
+        return self._kept[number]
+
+
+def latest(storage: Storage) -> tuple[Found | None, list[str]]:
+    """Return the newest checkpoint of which all files are there, and why newer ones were skipped.
+
+    Raises:
+        StorageError: the storage does not answer, which is no reason to go back in time.
+    """
+    skipped: list[str] = []
+    folder = storage / FOLDER
+    for name in newest_first(folder):
+        try:
+            return _looked_at(folder / name, name), skipped
+        except CheckpointError as problem:
+            skipped.append(f"{FOLDER}/{name} is skipped: {problem}")
+    return None, skipped
+
+
+def refuse(storage: Storage, name: str, why: str) -> None:
+    """Let no one choose a damaged checkpoint again."""
+    folder = storage / FOLDER / name
+    folder.write(REFUSED, why.encode())
+    folder.delete(MARKER)
+
+
+def marked_files(folder: Storage, name: str) -> tuple[int, dict[str, File]]:
+    """Return (step, files) as the marker of a checkpoint has them.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    try:
+        marker = json.loads(folder.read(MARKER))
+        step = int(marker["step"])
+        files = {file: File.from_dict(facts) for file, facts in marker["files"].items()}
+        whole = marker["name"] == name and (step, 0) <= (order_of(name) or (0, 0)) < (step + 1, 0)
+        whole = whole and {STATE, METADATA} <= files.keys()
+    except FileNotFoundError:
+        why = f"it has no {MARKER} (the save was cut off)"
+        if folder.exists(REFUSED):
+            why = folder.read(REFUSED).decode(errors="replace")
+        raise CheckpointError(why) from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        raise Damaged(f"{MARKER} is damaged")
+    return step, files
+
+
+def _looked_at(folder: Storage, name: str) -> Found:
+    """Check the sizes of a checkpoint's files, and the content of those that say what it is.
+
+    Raises:
+        CheckpointError: saying what is wrong with it.
+    """
+    step, files = marked_files(folder, name)
+    sizes = {entry.name: entry.size for entry in folder.list()}
+    for each, file in files.items():
+        if each not in sizes:
+            raise Damaged(f"{each} is missing")
+        if sizes[each] != file.size:
+            raise Damaged(f"{each} has {sizes[each]} bytes instead of {file.size}")
+    with Checked(folder, METADATA, files[METADATA]) as metadata:
+        metadata.readall()
+    with Checked(folder, STATE, files[STATE]) as state:
+        return Found(name, step, json.loads(state.readall()))
+
+
+def order_of(name: str) -> tuple[int, int] | None:
+    """Return (step, attempt) of a checkpoint's folder; None for a folder that is not ours."""
+    match = re.fullmatch(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?", name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
+
+
+def newest_first(folder: Storage) -> list[str]:
+    found = {name: order_of(name) for name in folder.dirs()}
+    ours = {name: order for name, order in found.items() if order is not None}
+    return sorted(ours, key=ours.__getitem__, reverse=True)
+
+
+def _file(name: str) -> str:
+    return name.rpartition("/")[2]

@@ -1,0 +1,203 @@
+"""Save a run's state while it trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from rayapp.checkpoint.files import FAILURES, Files, reason_of
+from rayapp.checkpoint.marker import (
+    FOLDER,
+    MARKER,
+    METADATA,
+    STATE,
+    CheckpointError,
+    Digest,
+    File,
+    newest_first,
+    order_of,
+)
+from rayapp.storage import Storage
+
+MAX_FAILURES = 3  # saves that fail in a row before the run stops
+
+logger = logging.getLogger("rayapp.checkpoint")
+
+
+class Checkpointer:
+    """Save a run's state; every rank makes one and calls `save` at the same steps."""
+
+    def __init__(self, storage: Storage, *, keep: int, asynchronous: bool) -> None:
+        self.storage, self.keep, self.asynchronous = storage / FOLDER, keep, asynchronous
+        self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
+        self.rank = dist.get_rank()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=torch.cuda.is_available(),
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=torch.cuda.is_available(),
+            )
+        )
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the last save
+        self._failures = 0
+        self.saved_step: int | None = None
+        """Step of the last commit that this process saw."""
+        self.commit_s: float | None = None
+        """Seconds that the last commit took from the call to the marker."""
+
+    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> float:
+        """Copy `tensors` to host memory, start the upload, and return the seconds stalled.
+
+        A save that is still under way is waited for first, so that one copy exists at most.
+        `state` goes to state.json as rank 0 has it.
+
+        Raises:
+            CheckpointError: this and the saves before it have failed MAX_FAILURES times in a row.
+        """
+        start = time.perf_counter()
+        self.wait()
+        data = json.dumps(state, indent=1).encode()  # now: the caller may change it later
+        staged = self._stager.stage(tensors)
+        assert isinstance(staged, dict)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, staged, data, start), name="checkpoint"
+        )
+        self._thread.start()
+        if not self.asynchronous:
+            self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Wait until nothing is under way.
+
+        Raises:
+            CheckpointError: saves have failed MAX_FAILURES times in a row.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if self._error is None:
+            return
+        self._failures += 1
+        why = reason_of(self._error)
+        logger.warning("checkpoint not saved (%d in a row): %s", self._failures, why)
+        if self._failures >= MAX_FAILURES:
+            raise CheckpointError(
+                f"{self._failures} checkpoints in a row could not be saved in "
+                f"{self.storage.url}: {why}"
+            ) from self._error
+
+    def close(self) -> None:
+        """Wait, and fail if the last save did not reach its marker.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._stager.close()
+        if self._error is not None:
+            why = reason_of(self._error)
+            raise CheckpointError(f"the last checkpoint could not be saved: {why}") from self._error
+
+    def _write(self, step: int, staged: dict[str, Any], state: bytes, start: float) -> None:
+        """Run in the thread; every way out is the same on all ranks."""
+        try:
+            name = self._on_rank_0(lambda: self._claim(step, state))
+            writer = _Writer(self.storage, name)
+            dcp_save(staged, storage_writer=writer, process_group=self.group)
+            parts: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
+            dist.gather_object(writer.files, parts, dst=0, group=self.group)
+            self._on_rank_0(lambda: self._commit(name, step, state, parts or []))
+        except FAILURES as error:  # any cause: handed to the training thread by wait() or close()
+            self._error = error
+            return
+        self.saved_step, self._failures, self._error = step, 0, None
+        self.commit_s = time.perf_counter() - start
+        if self.rank == 0:
+            try:
+                self._sweep(name)
+            except OSError as error:  # the checkpoint is there all the same
+                logger.warning("old checkpoints are not deleted: %s", error)
+
+    def _on_rank_0(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on rank 0; return its result, or raise its failure, on all ranks."""
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = function()
+            except Exception as error:  # any cause: the others wait for an answer
+                logger.debug("rank 0 failed", exc_info=error)
+                answer[1] = str(error) or repr(error)
+        dist.broadcast_object_list(answer, src=0, group=self.group)
+        if answer[1] is not None:
+            raise CheckpointError(answer[1])
+        return answer[0]
+
+    def _claim(self, step: int, state: bytes) -> str:
+        """Take a folder that no attempt before has taken, and that sorts after all of them.
+
+        Creating state.json is the claim: a rank of a dead attempt that still uploads shards has a
+        folder of its own, even if none of its files was visible when this one was chosen.
+        """
+        orders = filter(None, map(order_of, self.storage.dirs()))
+        number = max((number + 1 for other, number in orders if other == step), default=0)
+        while True:
+            name = f"step-{step:08d}" + (f".{number}" if number else "")
+            if self.storage.create(f"{name}/{STATE}", state):
+                return name
+            number += 1
+
+    def _commit(self, name: str, step: int, state: bytes, parts: list[dict[str, File]]) -> None:
+        digest = Digest()
+        digest.update(state)
+        written = {path: file for part in parts for path, file in part.items()}
+        files = {path.rpartition("/")[2]: file.to_dict() for path, file in written.items()}
+        files[STATE] = digest.file().to_dict()
+        marker = {"name": name, "step": step, "files": files}
+        self.storage.write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
+
+    def _sweep(self, newest: str) -> None:
+        """Delete what is older than a commit, save the `keep - 1` newest committed ones."""
+        names = newest_first(self.storage)
+        older = names[names.index(newest) + 1 :]
+        committed = [name for name in older if self.storage.exists(f"{name}/{MARKER}")]
+        for name in older:
+            if name not in committed[: self.keep - 1]:
+                # The marker goes first: a sweep that is cut off leaves no half checkpoint behind.
+                self.storage.delete(f"{name}/{MARKER}")
+                self.storage.delete_tree(name)
+
+
+class _Writer(FileSystemWriter):
+    """Write shards to `<storage>/<name>` and remember the size and checksum of each file."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        super().__init__(name, sync_files=False, thread_count=1)
+        self.files: dict[str, File] = {}
+        self.fs = Files(storage, self.files)  # type: ignore[assignment]
+        self.path = name
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index; unlike the base class there is no rename, which S3 has not."""
+        metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
+        metadata.storage_meta = self.storage_meta()
+        with self.fs.create_stream(f"{self.path}/{METADATA}", "wb") as stream:
+            pickle.dump(metadata, stream)

@@ -1,0 +1,118 @@
+"""How many workers a cluster has room for now, and the wait until there are enough.
+
+    with asked_for(config): workers = wait_for_room(config, note, stopped)
+
+Room is counted node by node from what is free, so that other jobs' share is left alone. Nodes that
+do not answer or are being taken away do not count, and one CPU in all is left to Ray Data, which
+starves without.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from rayapp.config import Config
+from rayapp.finetune.session import uses_gpus
+
+POLL_S = 1.0
+SETTLE_S = (
+    5.0  # room for some but not all must stay the same this long: nodes come and go in groups
+)
+NOTE_EVERY_S = 30.0
+CONNECT_S = 2.0
+PROBES = 32  # nodes that are asked at once
+
+
+def needs(config: Config) -> dict[str, float]:
+    """Return the Ray resources of one worker."""
+    gpu = {"GPU": 1.0} if uses_gpus(config) else {}
+    return {"CPU": 1.0, **gpu, **config.cluster.resources}
+
+
+def fit_in(free: Mapping[str, Mapping[str, float]], need: Mapping[str, float]) -> int:
+    """Return how many workers fit into the free resources of nodes, one CPU left over.
+
+    >>> fit_in({"a": {"CPU": 4.0}, "b": {"CPU": 1.5}}, {"CPU": 1.0})
+    4
+    >>> fit_in({"a": {"CPU": 8.0, "GPU": 2.0}, "b": {"CPU": 8.0}}, {"CPU": 1.0, "GPU": 1.0})
+    2
+    """
+    asked = {name: amount for name, amount in need.items() if amount > 0}
+    workers = sum(
+        min(math.floor(node.get(name, 0.0) / amount + 1e-9) for name, amount in asked.items())
+        for node in free.values()
+    )
+    cpus = sum(node.get("CPU", 0.0) for node in free.values())
+    return max(0, min(workers, math.floor((cpus - 1.0) / need["CPU"] + 1e-9)))
+
+
+def room(config: Config) -> int:
+    """Return how many more workers the cluster could take now."""
+    import ray
+    from ray._private.state import state  # what is free per node is in no public call
+
+    draining = state.get_draining_nodes()
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
+    free = state.available_resources_per_node()
+    with ThreadPoolExecutor(PROBES, thread_name_prefix="probe") as pool:
+        replies = list(pool.map(answers, nodes))
+    there = {node["NodeID"] for node, reply in zip(nodes, replies, strict=True) if reply}
+    return fit_in({name: node for name, node in free.items() if name in there}, needs(config))
+
+
+def answers(node: Mapping[str, Any]) -> bool:
+    """Say whether a node can be connected to; Ray itself takes 15 s to miss one without power."""
+    place = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        socket.create_connection(place, timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_elastic(config: Config) -> bool:
+    return config.cluster.min_workers != config.cluster.max_workers
+
+
+@contextmanager
+def asked_for(config: Config) -> Iterator[None]:
+    """While inside, let the cluster's autoscaler know that an elastic run wants all its workers."""
+    if not is_elastic(config):
+        yield
+        return
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[needs(config)] * config.cluster.max_workers)
+    try:
+        yield
+    finally:
+        request_resources(bundles=[])
+
+
+def wait_for_room(config: Config, note: Callable[[str], None], check: Callable[[], None]) -> int:
+    """Return the number of workers to start; an elastic run waits here until enough fit.
+
+    A fixed number is asked of Ray as it is, which waits for it and lets an autoscaler know.
+    `check` is called while waiting, and may raise.
+    """
+    least, most = config.cluster.min_workers, config.cluster.max_workers
+    if not is_elastic(config):
+        return least
+    seen, since, noted = -1, time.monotonic(), -math.inf
+    while True:
+        now, found = time.monotonic(), min(room(config), most)
+        if found != seen:
+            seen, since = found, now
+        if seen == most or (seen >= least and now - since >= SETTLE_S):
+            return seen
+        if seen < least and now - noted >= NOTE_EVERY_S:
+            noted = now
+            note(f"waiting for nodes: {seen} of at least {least} workers fit")
+        check()
+        time.sleep(POLL_S)

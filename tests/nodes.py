@@ -1,0 +1,97 @@
+"""Ray nodes on this machine: each is a `ray start --block`, as on a cluster's hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RAY = Path(sys.executable).with_name("ray")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Node:
+    """One node; the first of a cluster is its head."""
+
+    def __init__(self, log: Path, cpus: int, seats: int, head: Node | None = None) -> None:
+        self.temporary = head.temporary if head else tempfile.mkdtemp()
+        self.address = head.address if head else f"127.0.0.1:{free_port()}"
+        command = [str(RAY), "start", "--block", f"--num-cpus={cpus}", "--disable-usage-stats"]
+        command += [f"--resources={json.dumps({'seat': seats})}"]
+        command += ["--object-store-memory=150000000", "--node-ip-address=127.0.0.1"]
+        command += [f"--dashboard-agent-listen-port={free_port()}"]
+        command += [f"--metrics-export-port={free_port()}"]
+        command += [f"--runtime-env-agent-port={free_port()}"]
+        if head:
+            command += [f"--address={self.address}"]
+        else:
+            command += ["--head", f"--port={self.address.rpartition(':')[2]}"]
+            command += [f"--temp-dir={self.temporary}", "--include-dashboard=false"]
+        environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+        environment.pop("RAY_ADDRESS", None)
+        self.log = log
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group that can be killed like a machine
+            )
+        deadline = time.monotonic() + 90
+        while "Ray runtime started" not in log.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    def preempt(self) -> None:
+        """Do what a spot interruption or the end of a pod does: SIGTERM, then wait for the end."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def lose(self) -> None:
+        """Kill all of its processes at once, as when a machine loses power."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=60)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.lose()
+
+
+def descendants(root: int) -> list[int]:
+    """Return the PIDs that a process and its children have started, and that still live."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = list(children.get(root, []))
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[list[Node]]:
+    """Start a head with room for a worker, the driver and Ray Data; end every node of the list."""
+    nodes = [Node(folder / "head.log", cpus=3, seats=1)]
+    try:
+        yield nodes
+    finally:
+        for node in reversed(nodes):
+            node.end()

@@ -1,0 +1,110 @@
+"""Check how many workers fit into what is free, and the wait for enough of them."""
+
+from __future__ import annotations
+
+import socket
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayapp.config import Config, load
+from rayapp.finetune import placement
+from rayapp.finetune.placement import fit_in
+
+amounts = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+
+
+def fits(free: list[dict[str, float]], need: dict[str, float], workers: int) -> bool:
+    """Try every way to deal workers to nodes; one CPU stays free in all."""
+    total = sum(node.get("CPU", 0.0) for node in free)
+    if workers and total - workers * need["CPU"] < 1.0:
+        return False
+    return any(
+        sum(dealt) == workers
+        and all(
+            count * amount <= node.get(name, 0.0)
+            for count, node in zip(dealt, free, strict=True)
+            for name, amount in need.items()
+        )
+        for dealt in product(range(5), repeat=len(free))
+    )
+
+
+@given(
+    st.lists(st.fixed_dictionaries({"CPU": amounts}, optional={"GPU": amounts}), max_size=3),
+    st.sampled_from([{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}]),
+)
+def test_as_many_as_can_be_dealt_to_nodes(
+    free: list[dict[str, float]], need: dict[str, float]
+) -> None:
+    found = fit_in({str(i): node for i, node in enumerate(free)}, need)
+    assert fits(free, need, found)
+    assert not fits(free, need, found + 1)
+
+
+def elastic(workers: str = "2:8") -> Config:
+    return load(None, {"cluster.workers": workers, "cluster.gpu": "false"})
+
+
+class Clock:
+    """A clock that sleeping moves, and a cluster whose room is told by it."""
+
+    def __init__(self, room: dict[float, int]) -> None:
+        self.now, self.rooms = 100.0, room
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def room(self, config: Config) -> int:
+        return [rooms for at, rooms in self.rooms.items() if self.now - 100.0 >= at][-1]
+
+
+def wait(monkeypatch: pytest.MonkeyPatch, room: dict[float, int]) -> tuple[int, float, list[str]]:
+    """Return (workers, seconds waited, notes)."""
+    clock, notes = Clock(room), []
+    monkeypatch.setattr(placement, "time", clock)
+    monkeypatch.setattr(placement, "room", clock.room)
+    workers = placement.wait_for_room(elastic(), notes.append, lambda: None)
+    return workers, clock.now - 100.0, notes
+
+
+def test_room_for_all_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wait(monkeypatch, {0.0: 11}) == (8, 0.0, [])
+
+
+def test_room_for_some_must_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wait(monkeypatch, {0.0: 2, 3.0: 4, 7.0: 3}) == (3, 12.0, [])
+
+
+def test_too_little_room_is_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, seconds, notes = wait(monkeypatch, {0.0: 1, 61.0: 8})
+    assert (workers, seconds) == (8, 61.0)
+    assert notes == ["waiting for nodes: 1 of at least 2 workers fit"] * 3
+
+
+def test_a_wait_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RuntimeError("the lease is lost")
+
+    clock = Clock({0.0: 0})
+    monkeypatch.setattr(placement, "time", clock)
+    monkeypatch.setattr(placement, "room", clock.room)
+    with pytest.raises(RuntimeError, match="lease"):
+        placement.wait_for_room(elastic(), lambda text: None, lost)
+
+
+def test_a_node_that_is_gone_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
+        assert placement.answers(node)
+    assert not placement.answers(node)
+
+
+def test_a_fixed_number_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "room", lambda config: 0)
+    assert placement.wait_for_room(elastic("3"), lambda text: None, lambda: None) == 3
