@@ -6,20 +6,28 @@ order, with a run that nothing happened to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import Storm
+
+from rayapp import metrics
+from rayapp.checkpoint.marker import latest
+from rayapp.storage import open_storage
 
 EPOCHS = 3
 TEXT = "".join(
@@ -47,13 +55,16 @@ class Drill:
         name: str,
         workers: int | str = 2,
         max_failures: int = 3,
+        storage: str = "",
+        environment: dict[str, str] | None = None,
         **more: Any,
     ) -> None:
-        self.run = folder / "runs" / name
+        storage = storage or str(folder / "runs")
+        self.run = open_storage(f"{storage}/{name}")
         self.attempts_before = max((line["attempt"] for line in self.lines()), default=0)
         self.temporary = tempfile.mkdtemp()
         arguments = {
-            "run.storage": folder / "runs",
+            "run.storage": storage,
             "run.name": name,
             "data.path": folder / "text.txt",
             "data.seq_len": 128,
@@ -73,19 +84,21 @@ class Drill:
         }
         command = [sys.executable, "-m", "rayapp.finetune"]
         command += [f"--{field}={value}" for field, value in arguments.items()]
-        environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self.temporary}
-        environment.pop("RAY_ADDRESS", None)
+        own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self.temporary}
+        variables = {**os.environ, **own, **(environment or {})}
+        variables.pop("RAY_ADDRESS", None)
         self.log = folder / f"{name}.log"
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT
+                command, env=variables, stdout=output, stderr=subprocess.STDOUT
             )
 
     def lines(self) -> Lines:
-        path = self.run / "metrics.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return metrics.read(self.run)
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.run.read("result.json"))
+        return found
 
     def wait_for_step(self, step: int) -> None:
         """Wait until this command itself has done the step, or is past it from its start."""
@@ -144,7 +157,7 @@ def undisturbed(folder: Path) -> Lines:
     drill.end(0)
     lines = drill.lines()
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    plan = json.loads((drill.run / "plan.json").read_text())
+    plan = json.loads(drill.run.read("plan.json"))
     assert len(lines) == plan["steps"] in range(45, 61)
     rows = plan["data"]["train"]["rows"]
     assert all(epoch * rows % plan["rows_per_step"] for epoch in range(1, EPOCHS + 1))
@@ -173,13 +186,13 @@ def test_a_stop_loses_no_step(folder: Path, undisturbed: Lines) -> None:
     first.end(3)
     stopped_at = first.lines()[-1]["step"]
     assert 13 <= stopped_at < len(undisturbed)
-    result = json.loads((first.run / "result.json").read_text())
+    result = first.result()
     assert result["status"] == "stopped" and result["steps"] == stopped_at
     second = Drill(folder, "stopped")
     second.end(0)
     assert_same(second.lines(), undisturbed)
     assert [line["attempt"] for line in second.lines()].count(1) == stopped_at  # none done twice
-    assert json.loads((second.run / "result.json").read_text())["status"] == "done"
+    assert second.result()["status"] == "done"
 
 
 def test_a_killed_worker_is_restarted_and_nothing_changes(folder: Path, undisturbed: Lines) -> None:
@@ -210,6 +223,38 @@ def test_a_killed_driver_is_replaced_also_with_other_workers(
     assert_alike(lines, undisturbed)
     assert {line["attempt"] for line in at_two} == {1, 2}
     assert {line["attempt"] for line in lines[len(at_two) :]} == {3}
+
+
+STORM = {"slow": 0.05, "reset": 0.03, "lose": 0.02, "cut": 0.02, "stall": 0.002}
+
+
+def test_training_goes_on_while_s3_fails(
+    folder: Path, undisturbed: Lines, s3_server: str, s3_bucket: str
+) -> None:
+    """Throttled, reset, cut and lost answers, stalls of 30 s, and an outage of 15 s."""
+    storm = Storm(s3_server, seed=1, rates=STORM)
+    threading.Thread(target=storm.serve_forever, args=[0.01], daemon=True).start()
+    try:
+        drill = Drill(
+            folder,
+            "storm",
+            storage=f"s3://{s3_bucket}/runs",
+            environment={"AWS_ENDPOINT_URL_S3": storm.url},
+        )
+        drill.wait_for_step(5)
+        begun = time.time()
+        storm.outage_until = time.monotonic() + 15.0
+        drill.end(0)
+    finally:
+        storm.shutdown()
+        storm.server_close()
+    assert_same(drill.lines(), undisturbed)
+    assert {line["attempt"] for line in drill.lines()} == {1}
+    during = [line for line in drill.lines() if begun < line["time"] < begun + 15.0]
+    assert len(during) >= 10, "training goes on during the outage"
+    assert len(storm.spoilt) >= 4 and storm.spoilt.total() > 50, storm.spoilt
+    found, skipped = latest(drill.run)
+    assert found is not None and found.step == len(undisturbed) and not skipped
 
 
 # ---- The grid --------------------------------------------------------------------------------
@@ -273,3 +318,69 @@ def test_resumes_with_as_many_workers_are_bitwise(
     drill.end(0)
     assert_same(drill.lines(), references[workers])
     assert drill.lines()[-1]["attempt"] == 3
+
+
+@pytest.mark.drill
+def test_a_worker_that_hangs_is_replaced(folder: Path, undisturbed: Lines) -> None:
+    """SIGSTOP one rank: the others wait no longer than they may, and the group starts again."""
+    drill = Drill(folder, "hung", **{"cluster.collective_timeout_s": 15})
+    drill.wait_for_step(15)
+    hung = drill.workers()[-1]
+    os.kill(hung, signal.SIGSTOP)
+    drill.end(0)
+    assert_same(drill.lines(), undisturbed)
+    (event,) = drill.result()["interruptions"]
+    assert event["kind"] == "failure" and event["to_first_step_s"] < 60.0, event
+    assert not Path("/proc", str(hung)).exists()
+
+
+@pytest.mark.drill
+def test_a_crash_loop_ends_with_the_reason_and_the_rows(folder: Path) -> None:
+    """Every group of workers loses one as soon as it starts: three are enough."""
+    drill = Drill(folder, "loop", max_failures=99)
+    killed: set[int] = set()
+    deadline = time.monotonic() + 300
+    while drill.process.poll() is None:
+        assert time.monotonic() < deadline
+        for pid in set(drill.workers()) - killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+        time.sleep(0.1)
+    drill.end(1)
+    result = drill.result()
+    assert result["status"] == "failed" and 3 <= len(killed) <= 8, killed
+    assert re.search(
+        r"step 1, on rows \d+(, \d+)+ \.\.\. of the prepared data, has failed 3 times in a row: ",
+        result["reason"],
+    )
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("damage", ["flipped", "cut short", "deleted"])
+def test_a_damaged_checkpoint_is_refused_and_named(
+    damage: str, folder: Path, undisturbed: Lines
+) -> None:
+    """One file of the newest checkpoint is damaged between a stop and the same command again."""
+    name = f"damaged-{damage.split()[0]}"
+    draw = random.Random(name)
+    drill = Drill(folder, name)
+    drill.wait_for_step(25)
+    drill.process.send_signal(signal.SIGINT)
+    drill.end(3)
+    before, newest = sorted(Path(drill.run.url, "checkpoints").iterdir())
+    victim = draw.choice([path for path in newest.iterdir() if path.name != "COMMITTED"])
+    data = bytearray(victim.read_bytes())
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    if damage == "flipped":
+        victim.write_bytes(data)
+    elif damage == "cut short":
+        os.truncate(victim, len(data) // 2)
+    else:
+        victim.unlink()
+    drill = Drill(folder, name)
+    drill.end(0)
+    assert_same(drill.lines(), undisturbed)
+    kept = [line["attempt"] for line in drill.lines()].count(1)
+    assert before.name == f"step-{kept:08d}"
+    assert victim.name in drill.log.read_text().replace("\n", "")

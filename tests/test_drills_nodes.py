@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from nodes import Node, cluster
 from test_drills import TEXT, Drill, Lines, assert_alike
 
-LONG = {"train.epochs": 20}  # so that a node can come back before the run is done
+LONG = {"train.epochs": 12}  # so that a node can come back before the run is done
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +47,6 @@ def start(folder: Path, name: str, nodes: list[Node]) -> Drill:
     )
 
 
-def interruptions(drill: Drill) -> list[dict[str, object]]:
-    return json.loads((drill.run / "result.json").read_text())["interruptions"]
-
-
 def test_a_node_is_taken_away_and_another_comes(
     folder: Path, nodes: list[Node], undisturbed: Lines
 ) -> None:
@@ -65,7 +60,7 @@ def test_a_node_is_taken_away_and_another_comes(
     lines = drill.lines()
     assert_alike(lines, undisturbed)
     assert [workers for workers, _ in groupby(line["workers"] for line in lines)] == [2, 1, 2]
-    taken, grown = interruptions(drill)
+    taken, grown = drill.result()["interruptions"]
     assert (taken["kind"], taken["workers"], taken["lost_steps"]) == ("preemption", 2, 0), taken
     assert (grown["kind"], grown["workers"], grown["lost_steps"]) == ("resize", 1, 0), grown
 
@@ -81,5 +76,5 @@ def test_a_lost_node_is_left_behind(folder: Path, nodes: list[Node], undisturbed
     assert_alike(lines, undisturbed)
     workers = [line["workers"] for line in lines]
     assert workers == sorted(workers, reverse=True) and set(workers) == {1, 2}
-    (loss,) = interruptions(drill)
+    (loss,) = drill.result()["interruptions"]
     assert loss["kind"] == "failure" and workers.count(2) % 10 == 0, loss

@@ -5,15 +5,12 @@ The S3 side is moto's real HTTP server; faults are injected by a real proxy in f
 
 from __future__ import annotations
 
-import http.client
-import http.server
 import io
 import os
 import pickle
 import random
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from faults import Faults
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -426,83 +424,6 @@ def test_replace_if_counts_without_losing_any(storage: Storage) -> None:
 
 
 # ------------------------------------------------------------------ a network that fails
-
-
-class Faults(http.server.ThreadingHTTPServer):
-    """Forward HTTP to `target`, but spoil the first `left` requests of one method.
-
-    slow: answer 503 SlowDown. reset: drop the connection unanswered. cut: drop it in the middle
-    of the answer. lose: let the server act, then drop it. denied: answer 403.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, target: str) -> None:
-        super().__init__(("127.0.0.1", 0), FaultsHandler)
-        self.target = target.removeprefix("http://")
-        self.kind, self.method, self.query, self.left = "", "", "", 0
-        self.lock = threading.Lock()
-
-    def spoil(self, kind: str, method: str, count: int, query: str = "") -> None:
-        self.kind, self.method, self.query, self.left = kind, method, query, count
-
-    def take(self, method: str, path: str) -> str:
-        with self.lock:
-            if method != self.method or self.query not in path or self.left == 0:
-                return ""
-            self.left -= 1
-            return self.kind
-
-
-class FaultsHandler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Faults
-
-    def forward(self) -> None:
-        fault = self.server.take(self.command, self.path)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if fault == "reset":
-            return self.drop()
-        if fault in ("slow", "denied"):
-            code, status = {"slow": ("SlowDown", 503), "denied": ("AccessDenied", 403)}[fault]
-            content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
-            return self.answer(status, {"Content-Type": "application/xml"}, content)
-        upstream = http.client.HTTPConnection(self.server.target, timeout=20)
-        upstream.request(self.command, self.path, body, dict(self.headers))
-        answer = upstream.getresponse()
-        content = answer.read()
-        upstream.close()
-        if fault == "lose":
-            return self.drop()
-        headers = {k: v for k, v in answer.getheaders() if k.lower() not in HOP_HEADERS}
-        if self.command == "HEAD":
-            headers["Content-Length"] = answer.headers["Content-Length"] or "0"
-        return self.answer(answer.status, headers, content, cut=fault == "cut")
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
-
-    def answer(self, status: int, headers: dict[str, str], body: bytes, cut: bool = False) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if cut else body)
-        if cut:
-            self.drop()
-
-    def drop(self) -> None:
-        self.close_connection = True
-        self.wfile.flush()
-        linger = struct.pack("ii", 1, 0)  # close with a reset, as a dying host does
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        self.connection.close()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-HOP_HEADERS = {"content-length", "connection", "transfer-encoding", "date", "server"}
 
 
 @pytest.fixture

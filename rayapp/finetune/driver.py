@@ -85,7 +85,7 @@ def finetune(
             display.plan(console, config, prepared, order, parameters)
             phases["plan"] = time.time() - started - sum(phases.values())
             summary = fit(job, ready.run, lease, console)
-            phases["workers"] = summary.pop("entered") - started - sum(phases.values())
+            phases["workers"] = summary.pop("group_s")  # of the last group, if there were several
         result = result_of(config, ready.run, summary, started, phases)
         ready.run.write("result.json", json.dumps(result, indent=1).encode())
         display.result(console, result)

@@ -47,7 +47,8 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
         with _stop_on_signal(run, console), placement.asked_for(job.config):
             while True:
                 workers = placement.wait_for_room(job.config, bar.note, lease.check)
-                bar.note(f"starting {workers} workers")
+                bar.note(f"starting {workers} worker{'s' if workers > 1 else ''}")
+                began = time.time()
                 ended = _attempt(job, workers, run, bar, lease)
                 lines = metrics.read(run)
                 history.saw(lines)
@@ -66,7 +67,8 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
         bar.close()
     if ended["status"] == "failed":
         raise failed(run, ended["reason"])
-    return ended | {"interruptions": history.interruptions(), "lost": history.lost()}
+    past = {"interruptions": history.interruptions(), "lost": history.lost()}
+    return ended | past | {"group_s": ended.pop("entered") - began}
 
 
 def _attempt(
@@ -136,19 +138,23 @@ def _trainer(job: Job, workers: int) -> Any:
 
 def _watch(run: Storage, bar: display.Bar, fit: Future[Any], lease: Lease) -> None:
     """Follow metrics.jsonl, the run's own record wherever it trains, until `fit` is done."""
-    shown, wait_s = None, POLL_S if run.local_path() else 4 * POLL_S
+    shown, wait_s = _last_line(run), POLL_S if run.local_path() else 4 * POLL_S
     done = False
     while not done:
         done = bool(wait([fit], timeout=wait_s).done)
         lease.check()
-        try:
-            line = metrics.last(run)
-        except OSError as error:
-            logger.warning("cannot read %s: %s", metrics.FILE, error)
-            continue
-        if line is not None and line["step"] != shown:
-            shown = line["step"]
+        line = _last_line(run)
+        if line is not None and line != shown:
+            shown = line
             bar.update(line)
+
+
+def _last_line(run: Storage) -> dict[str, Any] | None:
+    try:
+        return metrics.last(run)
+    except OSError as error:
+        logger.warning("cannot read %s: %s", metrics.FILE, error)
+        return None
 
 
 @contextmanager

@@ -100,4 +100,6 @@ class Leaving:
             if self._room is not None and now - asked >= ROOM_POLL_S:
                 asked, before, fitted = now, fitted, self._room()
                 if before and fitted:
-                    self._leave, self.reason = MOVE, f"{min(before, fitted)} more workers fit"
+                    more = min(before, fitted)
+                    self.reason = f"{more} more worker{'s fit' if more > 1 else ' fits'}"
+                    self._leave = MOVE

@@ -1,0 +1,116 @@
+"""An S3 server behind a network that fails: a proxy that spoils requests."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import random
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+
+STALL_S = 30.0
+
+
+class Faults(http.server.ThreadingHTTPServer):
+    """Forward HTTP to `target`, but spoil the first `left` requests of one method.
+
+    slow: answer 503 SlowDown. reset: drop the connection unanswered. cut: drop it in the middle
+    of the answer. lose: let the server act, then drop it. denied: answer 403. stall: wait STALL_S
+    seconds first.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, target: str) -> None:
+        super().__init__(("127.0.0.1", 0), FaultsHandler)
+        self.target = target.removeprefix("http://")
+        self.kind, self.method, self.query, self.left = "", "", "", 0
+        self.lock = threading.Lock()
+
+    def spoil(self, kind: str, method: str, count: int, query: str = "") -> None:
+        self.kind, self.method, self.query, self.left = kind, method, query, count
+
+    def take(self, method: str, path: str) -> str:
+        with self.lock:
+            if method != self.method or self.query not in path or self.left == 0:
+                return ""
+            self.left -= 1
+            return self.kind
+
+
+class Storm(Faults):
+    """Spoil requests of every kind at random, and all of them during an outage."""
+
+    def __init__(self, target: str, seed: int, rates: dict[str, float]) -> None:
+        super().__init__(target)
+        self.draw, self.rates = random.Random(seed), rates
+        self.outage_until = 0.0
+        self.spoilt: Counter[str] = Counter()
+
+    def take(self, method: str, path: str) -> str:
+        with self.lock:
+            (kind,) = self.draw.choices([*self.rates, ""], [*self.rates.values(), 1.0])
+            if time.monotonic() < self.outage_until:
+                kind = "slow"
+            self.spoilt[kind] += bool(kind)
+            return kind
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class FaultsHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Faults
+
+    def forward(self) -> None:
+        fault = self.server.take(self.command, self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if fault == "stall":
+            time.sleep(STALL_S)
+        if fault == "reset":
+            return self.drop()
+        if fault in ("slow", "denied"):
+            code, status = {"slow": ("SlowDown", 503), "denied": ("AccessDenied", 403)}[fault]
+            content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+            return self.answer(status, {"Content-Type": "application/xml"}, content)
+        upstream = http.client.HTTPConnection(self.server.target, timeout=20)
+        upstream.request(self.command, self.path, body, dict(self.headers))
+        answer = upstream.getresponse()
+        content = answer.read()
+        upstream.close()
+        if fault == "lose":
+            return self.drop()
+        headers = {k: v for k, v in answer.getheaders() if k.lower() not in HOP_HEADERS}
+        if self.command == "HEAD":
+            headers["Content-Length"] = answer.headers["Content-Length"] or "0"
+        return self.answer(answer.status, headers, content, cut=fault == "cut")
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes, cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.drop()
+
+    def drop(self) -> None:
+        self.close_connection = True
+        self.wfile.flush()
+        linger = struct.pack("ii", 1, 0)  # close with a reset, as a dying host does
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.connection.close()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+HOP_HEADERS = {"content-length", "connection", "transfer-encoding", "date", "server"}
