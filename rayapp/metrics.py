@@ -117,6 +117,8 @@ class MetricsLog:
         storage.write(FILE, bytes(self._data))
         path = storage.local_path(FILE)
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
+        if path:
+            self._data.clear()  # from now on: what waits to be appended
         self._changed, self._closed = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._thread = None
@@ -125,22 +127,28 @@ class MetricsLog:
             self._thread.start()
 
     def write(self, record: StepRecord) -> None:
-        """Append one record.
-
-        Raises:
-            StorageError: the local disk has refused it.
-        """
+        """Append one record; what a full disk refuses waits for the next one, or for `close`."""
         line = (json.dumps(_finite(asdict(record)), allow_nan=False) + "\n").encode()
+        self._data += line
         if self._file is None:
-            self._data += line
             self._changed.set()
             return
+        waited = len(self._data) > len(line)
         try:
-            written = self._file.write(line)  # unbuffered: another process may read it now
+            self._append()
+        except StorageError as error:
+            if not waited:  # once, not at every step
+                logger.warning("metrics are not stored yet: %s", error)
+
+    def _append(self) -> None:
+        """Write what waits to the local file."""
+        assert self._file is not None
+        try:
+            while self._data:
+                # Unbuffered: another process may read it now.
+                del self._data[: self._file.write(self._data)]
         except OSError as error:
             raise self._storage_error(error.strerror) from error
-        if written != len(line):
-            raise self._storage_error("the disk took a part of a line")
 
     def close(self) -> None:
         """Make everything written durable.
@@ -149,12 +157,12 @@ class MetricsLog:
             StorageError: the storage has refused it.
         """
         if self._file is not None and not self._file.closed:
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                raise self._storage_error(error.strerror) from error
-            finally:
-                self._file.close()
+            with self._file:
+                self._append()
+                try:
+                    os.fsync(self._file.fileno())
+                except OSError as error:
+                    raise self._storage_error(error.strerror) from error
         if self._thread is not None:
             self._closed.set()
             self._changed.set()

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -202,12 +203,49 @@ def test_training_goes_on_while_s3_fails(
             log.close()
 
 
-def test_a_full_disk_is_explained(tmp_path: Path) -> None:
-    log = MetricsLog(open_storage(str(tmp_path)), 0)
-    log.close()
-    refused = pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: No space left")
-    with open("/dev/full", "ab", buffering=0) as log._file, refused:
-        log.write(record(1))
+def test_a_full_disk_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = open_storage(str(tmp_path))
+    log = MetricsLog(storage, 0)
+    log.write(record(1))
+    file = log._file
+    with open("/dev/full", "ab", buffering=0) as log._file:
+        log.write(record(2))
+        log.write(record(3))
+    assert steps(storage) == [1]
+    (warning,) = [entry.getMessage() for entry in caplog.records]
+    assert re.search(r"not stored yet: cannot write .*metrics\.jsonl: No space left", warning)
+    log._file = file
+    log.write(record(4))
+    assert steps(storage) == [1, 2, 3, 4]
+    with open("/dev/full", "ab", buffering=0) as log._file:
+        log.write(record(5))
+        with pytest.raises(StorageError, match="No space left"):
+            log.close()
+    file.close()
+
+
+def test_a_disk_that_takes_a_part_gets_the_rest_later(tmp_path: Path) -> None:
+    """A file that may grow to a size within the second line, as the last bytes of a disk."""
+    script = f"""
+import resource
+from rayapp.metrics import MetricsLog
+from rayapp.storage import open_storage
+from tests.test_metrics import record, steps
+storage = open_storage({str(tmp_path)!r})
+log = MetricsLog(storage, 0)
+log.write(record(1))
+size = storage.size("metrics.jsonl")
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, hard))
+log.write(record(2))
+assert storage.size("metrics.jsonl") == size + 40 and steps(storage) == [1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+log.write(record(3))
+log.close()
+assert steps(storage) == [1, 2, 3]
+"""
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True)
 
 
 seconds = st.floats(0, 1e5)
