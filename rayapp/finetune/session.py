@@ -18,6 +18,8 @@ OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray started here on CPUs
 ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # How long a worker that hangs holds up the next attempt, once it has been found out.
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::DeprecationWarning",
