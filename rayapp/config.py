@@ -243,6 +243,8 @@ class Checkpoint(Section):
 class Eval(Section):
     every_steps: OptionalInt = Field(default=None, ge=1)
     """Steps between held-out evaluations; none evaluates only at the end."""
+    checkpoints: bool = False
+    """Evaluate committed checkpoints beside training, where a worker's room is free."""
     prompts: Texts = ()
     """Text, or list `[a, b]` of texts, to continue at the end: a sample of what the model does."""
 

@@ -37,7 +37,7 @@ SURFACE = {
     " weight_decay betas grad_clip precision compile loss_chunk",
     "parallel": "strategy replicas activation_checkpointing cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
-    "eval": "every_steps prompts",
+    "eval": "every_steps checkpoints prompts",
     "cluster": "workers gpu instance resources max_failures max_preemptions mtbf_hours"
     " collective_timeout_s"
     " address",

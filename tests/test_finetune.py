@@ -256,6 +256,26 @@ def test_a_mixture_trains_on_its_shares(
     assert [line["batch_digest"] for line in lines_of(tmp_path / "mixture-1")] == digests
 
 
+def test_checkpoints_are_validated_beside_training(
+    files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A task apart gives a checkpoint the loss that training itself gave that step."""
+    argv = command(files, tmp_path, "validated", "--train.max_steps=60", "--cluster.workers=1")
+    argv += ["--eval.checkpoints=true", "--eval.every_steps=5"]
+    argv += ["--checkpoint.every_steps=5", "--checkpoint.keep=20"]
+    assert main(argv) == 0
+    lines = (tmp_path / "validated" / "validation.jsonl").read_text().splitlines()
+    found = {line["step"]: line for line in map(json.loads, lines)}
+    inside = {line["step"]: line for line in lines_of(tmp_path / "validated")}
+    assert found and all(step % 5 == 0 for step in found)
+    for step in found.keys() - {60}:  # the last step is evaluated after the loop
+        for name in ("eval_loss", "eval_loss_per_byte"):
+            assert abs(found[step][name] - inside[step][name]) < 1e-4
+    said = " ".join(capsys.readouterr().out.split())
+    step, line = next(iter(found.items()))
+    assert f"checkpoint of step {step}: held-out {line['eval_loss']:.4f} nats/token" in said
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_model_folder_loads_trains_and_exports(
     name: str, files: Path, tmp_path: Path, ray_here: None

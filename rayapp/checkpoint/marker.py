@@ -111,14 +111,16 @@ class Checked(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        """Fill the whole buffer, unless the file ends: torch takes less for damage."""
         view = memoryview(buffer).cast("B")
-        number, first = divmod(self._position, BLOCK_BYTES)
-        if not len(view) or self._position >= self.file.size:
-            return 0
-        part = self._block(number)[first : first + len(view)]
-        view[: len(part)] = part
-        self._position += len(part)
-        return len(part)
+        start = self._position
+        while len(view) and self._position < self.file.size:
+            number, first = divmod(self._position, BLOCK_BYTES)
+            part = self._block(number)[first : first + len(view)]
+            view[: len(part)] = part
+            view = view[len(part) :]
+            self._position += len(part)
+        return self._position - start
 
     def _block(self, number: int) -> bytes:
         if number not in self._kept:

@@ -20,6 +20,7 @@ from rayapp.finetune.lease import Lease
 from rayapp.finetune.outcome import History, ending_of, failed
 from rayapp.finetune.recovery import NO_ROOM, GiveUp, Recovery
 from rayapp.finetune.session import uses_gpus
+from rayapp.finetune.validation import Validator
 from rayapp.storage import Storage
 
 POLL_S = 0.5
@@ -43,16 +44,21 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
     recovery = Recovery(cluster.max_failures, cluster.max_preemptions, job.order)
     bar = display.Bar(console, job.order.num_steps, job.config.run.name)
     history = History(time.time())
+    validator = None
+    if job.config.eval.checkpoints and job.prepared.num_rows("eval"):
+        validator = Validator(job, run, bar.say)
     try:
         with _stop_on_signal(run, console), placement.asked_for(job.config):
             while True:
                 workers = placement.wait_for_room(job.config, bar.note, lease.check)
                 bar.note(f"starting {workers} worker{'s' if workers > 1 else ''}")
                 began = time.time()
-                ended = _attempt(job, workers, run, bar, lease)
+                ended = _attempt(job, workers, run, bar, lease, validator)
                 lines = metrics.read(run)
                 history.saw(lines)
                 if isinstance(ended, dict) and ended["status"] != "moved":
+                    if validator is not None:
+                        validator.close()
                     break
                 ending = ending_of(ended, lines[-1]["step"] if lines else 0)
                 if ending.kind != NO_ROOM:
@@ -72,7 +78,12 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
 
 
 def _attempt(
-    job: Job, workers: int, run: Storage, bar: display.Bar, lease: Lease
+    job: Job,
+    workers: int,
+    run: Storage,
+    bar: display.Bar,
+    lease: Lease,
+    validator: Validator | None,
 ) -> dict[str, Any] | Exception:
     """Train once; return rank 0's summary, or what ended it."""
     trainer = _trainer(job, workers)
@@ -80,7 +91,7 @@ def _attempt(
     pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
     try:
         fit = pool.submit(trainer.fit)
-        _watch(run, bar, fit, lease)
+        _watch(run, bar, fit, lease, validator)
     finally:
         pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
     error = fit.exception()
@@ -136,7 +147,9 @@ def _trainer(job: Job, workers: int) -> Any:
     )
 
 
-def _watch(run: Storage, bar: display.Bar, fit: Future[Any], lease: Lease) -> None:
+def _watch(
+    run: Storage, bar: display.Bar, fit: Future[Any], lease: Lease, validator: Validator | None
+) -> None:
     """Follow metrics.jsonl, the run's own record wherever it trains, until `fit` is done."""
     shown, wait_s = _last_line(run), POLL_S if run.local_path() else 4 * POLL_S
     done = False
@@ -147,6 +160,8 @@ def _watch(run: Storage, bar: display.Bar, fit: Future[Any], lease: Lease) -> No
         if line is not None and line != shown:
             shown = line
             bar.update(line)
+        if validator is not None:
+            validator.poll()
 
 
 def _last_line(run: Storage) -> dict[str, Any] | None:
