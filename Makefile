@@ -31,4 +31,5 @@ check: setup
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 bench: setup
-	$(BIN)/python bench/loop.py $(ARGS)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	for name in loop data resume sft checkpoint faults prepare; do $(BIN)/python bench/$$name.py || exit 1; done

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,35 @@ def test_checkpoints_are_validated_beside_training(
     said = " ".join(capsys.readouterr().out.split())
     step, line = next(iter(found.items()))
     assert f"checkpoint of step {step}: held-out {line['eval_loss']:.4f} nats/token" in said
+
+
+def test_a_run_that_waits_for_room_can_be_stopped(
+    files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another job holds 3 of 4 CPUs, and 2 to 3 workers find no place."""
+    import ray
+
+    class Other:
+        def ready(self) -> bool:
+            return True
+
+    other = ray.remote(num_cpus=3)(Other).remote()
+    assert ray.get(other.ready.remote())
+
+    def stop() -> None:
+        while not (tmp_path / "waiting" / "plan.json").exists():
+            time.sleep(0.05)
+        time.sleep(3.0)
+        (tmp_path / "waiting" / "STOP").touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop)
+        code = main(command(files, tmp_path, "waiting", "--cluster.workers=2:3"))
+        stopping.result()
+    ray.kill(other)
+    assert code == 3 and "waiting for nodes: 0 of at least 2 workers" in capsys.readouterr().out
+    result = json.loads((tmp_path / "waiting" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("stopped", 0)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -318,10 +319,9 @@ class Renderer:
                 continue
             encoding = next(encoded)
             tokens = np.asarray(encoding.ids, np.int32)
-            starts, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
             loss = np.zeros(len(tokens), bool)
-            for first, last in spans:  # a token that straddles the start is the answer's first
-                loss |= (starts < last) & ((starts >= first) | (ends > first))
+            for first, last in spans:
+                loss[_tokens_of(encoding, len(tokens), first, last)] = True
             documents.append((Document(tokens, loss, self.bytes_of[tokens]), None))
         return documents
 
@@ -399,6 +399,17 @@ class Renderer:
         )
         texts, marks = rendered
         return texts, marks if self.marked else [[] for _ in texts]
+
+
+def _tokens_of(encoding: Any, count: int, first: int, last: int) -> slice:
+    """Return the tokens of the characters [first, last); one that straddles the start is theirs.
+
+    A search asks for the places of some ten tokens, which never go back; `encoding.offsets` would
+    make a tuple for every token.
+    """
+    place, tokens = encoding.token_to_chars, range(count)
+    begin = bisect_left(tokens, True, key=lambda i: place(i)[0] >= first or place(i)[1] > first)
+    return slice(begin, bisect_left(tokens, True, key=lambda i: place(i)[0] >= last))
 
 
 def _without_none(messages: list[Any]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import fire
 from rich.console import Console
 
 from rayapp.config import Config, ConfigError, fields, load
+from rayapp.storage import StorageError
 
 STARTED = time.time()
 DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 3
@@ -51,7 +52,7 @@ def main(argv: list[str], started: float | None = None) -> int:
         result = finetune(config, Console(), started)
     except ConfigError as error:
         return _refuse(error)
-    except RunFailed as error:
+    except (RunFailed, StorageError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
     return DONE if result["status"] == "done" else STOPPED

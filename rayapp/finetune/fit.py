@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from rayapp import metrics
+from rayapp.checkpoint.marker import latest
 from rayapp.finetune import display, placement
 from rayapp.finetune.job import STOP_FILE, Job, first_step, train
 from rayapp.finetune.lease import Lease
@@ -32,6 +33,10 @@ CPU_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_
 logger = logging.getLogger("rayapp.finetune")
 
 
+class _StopAsked(Exception):
+    """Someone has asked the run to stop while it has no workers."""
+
+
 def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any]:
     """Train with Ray Train, again and again if need be; return rank 0's summary.
 
@@ -44,13 +49,20 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
     recovery = Recovery(cluster.max_failures, cluster.max_preemptions, job.order)
     bar = display.Bar(console, job.order.num_steps, job.config.run.name)
     history = History(time.time())
+
+    def check() -> None:
+        lease.check()
+        if run.exists(STOP_FILE):
+            raise _StopAsked
+
     validator = None
     if job.config.eval.checkpoints and job.prepared.num_rows("eval"):
         validator = Validator(job, run, bar.say)
     try:
         with _stop_on_signal(run, console), placement.asked_for(job.config):
             while True:
-                workers = placement.wait_for_room(job.config, bar.note, lease.check)
+                workers = placement.wait_for_room(job.config, bar.note, check)
+                check()
                 bar.note(f"starting {workers} worker{'s' if workers > 1 else ''}")
                 began = time.time()
                 ended = _attempt(job, workers, run, bar, lease, validator)
@@ -66,7 +78,9 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
                 pause_s = recovery.after(ending)
                 again = f"again in {pause_s:.0f} s" if pause_s else "again"
                 bar.say(f"after step {ending.step}: {ending.reason}; {again}")
-                _pause(pause_s, run, lease)
+                _pause(pause_s, check)
+    except _StopAsked:
+        ended, began = _as_it_stands(run), 0.0
     except GiveUp as error:
         raise failed(run, str(error)) from error
     finally:
@@ -107,12 +121,25 @@ def _attempt(
     raise error
 
 
-def _pause(seconds: float, run: Storage, lease: Lease) -> None:
-    """Wait; a stop that is asked for meanwhile is left to the workers, which save first."""
+def _pause(seconds: float, check: Callable[[], None]) -> None:
     until = time.monotonic() + seconds
-    while time.monotonic() < until and not run.exists(STOP_FILE):
-        lease.check()
+    while time.monotonic() < until:
+        check()
         time.sleep(POLL_S)
+
+
+def _as_it_stands(run: Storage) -> dict[str, Any]:
+    """Return the summary of a run that is stopped while it has no workers."""
+    found, _ = latest(run)
+    step = found.step if found else 0
+    return {
+        "status": "stopped",
+        "steps": step,
+        "first_step": step,
+        "entered": 0.0,
+        "commit_s": None,
+        "seconds": {},
+    }
 
 
 def _trainer(job: Job, workers: int) -> Any:
