@@ -330,10 +330,9 @@ def test_a_model_folder_loads_trains_and_exports(
     assert result["status"] == "done" and result["eval_loss"] < lines[0]["loss"]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_after_no_step_the_export_is_the_input(
-    name: str, files: Path, tmp_path: Path, ray_here: None
-) -> None:
+def test_after_no_step_the_export_is_the_input(files: Path, tmp_path: Path, ray_here: None) -> None:
+    """The other shapes come back the same without Ray, in test_model."""
+    name = "mixtral"
     argv = command(files, tmp_path, name, f"--model.path={files / name}", "--train.max_steps=0")
     assert main(argv) == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
