@@ -237,7 +237,7 @@ def test_the_words_of_a_refusal(field: str, value: Any, start: str) -> None:
         ("trian.lr", "Did you mean train?"),
         ("chekpoint.keep", "Did you mean checkpoint?"),
         ("model.lora.rnk", "Did you mean model.lora.rank?"),
-        ("eval.zzzzz", "Set one of every_steps, prompts"),
+        ("eval.zzzzz", "Set one of every_steps, checkpoints, prompts"),
         ("zzzzz", "Set one of run, model, data, train, parallel, checkpoint, eval, cluster"),
     ],
 )

@@ -43,7 +43,8 @@ def connected(config: Config, address: str) -> Iterator[None]:
 
     if ray.is_initialized():
         check_cluster(config)
-        yield
+        with _address_is_known():
+            yield
         return
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
     if address == "local":
@@ -55,9 +56,31 @@ def connected(config: Config, address: str) -> Iterator[None]:
     try:
         if address != "local":
             check_cluster(config)
-        yield
+        with _address_is_known():
+            yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _address_is_known() -> Iterator[None]:
+    """Let Ray Train's actors find this Ray, whatever others run on this machine.
+
+    Its PlacementGroupCleaner asks "the" Ray of its machine whether the controller lives. Where that
+    is another Ray, which knows of none, it ends all workers.
+    """
+    import ray
+    from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
+
+    before = os.environ.get("RAY_ADDRESS")
+    ENV_VARS_TO_PROPAGATE.add("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    try:
+        yield
+    finally:
+        del os.environ["RAY_ADDRESS"]
+        if before is not None:
+            os.environ["RAY_ADDRESS"] = before
 
 
 def check_cluster(config: Config) -> None:
