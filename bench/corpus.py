@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rayapp.data.tokens import train_bpe
+from rayapp.data import sources
+from rayapp.data.prepare import Recipe
+from rayapp.data.tokens import load_tokenizer, tokenizer_digest, train_bpe
 
 VOCABULARY = 20_000
 POOL_BYTES = 16 * 2**20
@@ -68,6 +70,23 @@ def write(path: Path, texts: Iterator[str], num_bytes: int, chat: bool = False) 
 def save_tokenizer(folder: Path, pool: str, vocabulary: int) -> None:
     """Train a byte-level BPE tokenizer whose chat template marks what the assistant says."""
     train_bpe(iter([pool[: 2**21]]), vocabulary).save_pretrained(folder)
+
+
+def recipe(path: str, kind: str, tokenizer_url: str, seq_len: int, eval_fraction: float) -> Recipe:
+    """Return how rayapp prepares a corpus by default."""
+    tokenizer = load_tokenizer(tokenizer_url)
+    return Recipe(
+        source=sources.find(path),
+        eval_source=None,
+        kind=kind,
+        tokenizer_url=tokenizer_url,
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        seq_len=seq_len,
+        pack=True,
+        truncate=False,
+        eval_fraction=eval_fraction,
+    )
 
 
 def save_model(folder: Path, seed: int = 0) -> int:

@@ -42,25 +42,14 @@ ONE_THREAD = {
 
 def ours(path: str, kind: str, tokenizer_url: str, folder: str) -> dict[str, float]:
     """Prepare every unit of a file; return tokens and seconds."""
-    from rayapp.data import prepare, sources, tokens
+    import corpus
+
+    from rayapp.data import prepare, sources
     from rayapp.storage import open_storage
 
-    tokenizer = tokens.load_tokenizer(tokenizer_url)
     start = time.process_time()
-    source = sources.find(path)
-    recipe = prepare.Recipe(
-        source=source,
-        eval_source=None,
-        kind=kind,
-        tokenizer_url=tokenizer_url,
-        tokenizer_digest=tokens.tokenizer_digest(tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        seq_len=SEQ_LEN,
-        pack=True,
-        truncate=False,
-        eval_fraction=0.0,
-    )
-    units = sources.units(source, 0.0)
+    recipe = corpus.recipe(path, kind, tokenizer_url, SEQ_LEN, 0.0)
+    units = sources.units(recipe.source, 0.0)
     for index, unit in enumerate(units):
         prepare.prepare_unit(recipe, folder, "train", index, unit)
     seconds = time.process_time() - start

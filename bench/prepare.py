@@ -98,8 +98,10 @@ def make_corpus(folder: Path, num_bytes: int) -> None:
 
 def prepare_corpus(folder: str) -> dict[str, float]:
     """Start Ray, prepare the corpus in the folder, and return what it took."""
+    import corpus
+
     import rayapp
-    from rayapp.data import prepare, sources, tokens
+    from rayapp.data import prepare
     from rayapp.finetune.session import connected
     from rayapp.storage import open_storage
 
@@ -107,20 +109,8 @@ def prepare_corpus(folder: str) -> dict[str, float]:
     memory.start()
     calls = []
     with connected(rayapp.load("configs/tiny_cpu.yaml"), "local"):
-        tokenizer = tokens.load_tokenizer(f"{folder}/tokenizer")
         start = time.perf_counter()
-        recipe = prepare.Recipe(
-            source=sources.find(f"{folder}/data"),
-            eval_source=None,
-            kind="text",
-            tokenizer_url=f"{folder}/tokenizer",
-            tokenizer_digest=tokens.tokenizer_digest(tokenizer),
-            pad_id=tokenizer.pad_token_id,
-            seq_len=SEQ_LEN,
-            pack=True,
-            truncate=False,
-            eval_fraction=0.05,
-        )
+        recipe = corpus.recipe(f"{folder}/data", "text", f"{folder}/tokenizer", SEQ_LEN, 0.05)
         prepared = prepare.prepare(
             recipe, open_storage(f"{folder}/rows"), progress=lambda *done: calls.append(done)
         )

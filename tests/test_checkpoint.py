@@ -35,13 +35,13 @@ from rayapp.checkpoint.marker import (
     MARKER,
     METADATA,
     STATE,
-    Checked,
     CheckpointError,
     Damaged,
     Digest,
     File,
     Found,
     latest,
+    open_checked,
     refuse,
 )
 from rayapp.checkpoint.saver import MAX_FAILURES, Checkpointer
@@ -523,6 +523,7 @@ def test_a_file_of_several_blocks(
 ) -> None:
     """Model: the bytes themselves, read at any place; damage is found where it is read."""
     monkeypatch.setattr(marker, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(marker, "READ_BLOCK", 64)  # so that no later block is read ahead
     storage, size = open_storage(str(tmp_path)), 4 * 64 + extra
     data = random.Random(extra).randbytes(size)
     digest = Digest()
@@ -531,14 +532,14 @@ def test_a_file_of_several_blocks(
     file = File.from_dict(json.loads(json.dumps(digest.file().to_dict())))
     assert file.size == size and len(file.sha256) == -(-size // 64)
     storage.write("f", data)
-    reader = Checked(storage, "f", file)
+    reader = open_checked(storage, "f", file)
     draw = random.Random(7)
     for _ in range(200):
         start, length = draw.randrange(size + 5), draw.randrange(size)
         reader.seek(start)
         assert reader.read(length) == data[start : start + length]  # in one piece, as torch wants
     storage.write("f", data[:70] + bytes([data[70] ^ 1]) + data[71:])
-    reader = Checked(storage, "f", file)
+    reader = open_checked(storage, "f", file)
     assert reader.read(64) == data[:64]
     with pytest.raises(Damaged, match=r"f has another checksum"):
         reader.read(1)

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 from faults import Storm
+from nodes import descendants
 
 from rayapp import metrics
 from rayapp.checkpoint.marker import latest
@@ -123,27 +124,11 @@ class Drill:
     def workers(self) -> list[int]:
         """PIDs of this command's training workers, lowest first."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                title = (entry / "cmdline").read_bytes()
-                if (
-                    title.startswith(b"ray::")
-                    and b"TrainWorker" in title
-                    and self._owns(entry.name)
-                ):
-                    found.append(int(entry.name))
-            except OSError:  # it ended while being looked at
-                continue
+        for pid in descendants(self.process.pid):
+            with contextlib.suppress(OSError):  # it ended while being looked at
+                title = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found += [pid] if title.startswith(b"ray::") and b"TrainWorker" in title else []
         return sorted(found)
-
-    def _owns(self, pid: str) -> bool:
-        while pid not in ("0", "1"):
-            if pid == str(self.process.pid):
-                return True
-            pid = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1]
-        return False
 
     def end(self, code: int) -> None:
         assert self.process.wait(timeout=600) == code, self.log.read_text()

@@ -110,18 +110,25 @@ def worker(rank: int, world: int, job: Job, summaries: str) -> None:
         Path(summaries).write_text(json.dumps(summary))
 
 
+def job_of(config: Config, folder: Path, num_steps: int = STEPS) -> Job:
+    """Return what the processes of a run are told."""
+    prepared = prepared_of(config, folder)
+    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, num_steps)
+    url = str(folder / "runs" / config.run.name)
+    return Job(config, prepared, str(folder / "model"), order, url)
+
+
 def train(
     config: Config, folder: Path, world: int, num_steps: int = STEPS
 ) -> tuple[list[Any], Any]:
     """Run `world` processes; return the lines of metrics.jsonl and the summary."""
-    prepared = prepared_of(config, folder)
-    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, num_steps)
-    url = str(folder / "runs" / config.run.name)
-    job = Job(config, prepared, str(folder / "model"), order, url)
+    job = job_of(config, folder, num_steps)
     summaries = str(folder / f"{config.run.name}.json")
     rendezvous = str(folder / f"{config.run.name}-{os.urandom(4).hex()}")
     processes.spawn(worker, world, rendezvous, job, summaries)
-    lines = [json.loads(line) for line in Path(url, "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in Path(job.run_url, "metrics.jsonl").read_text().splitlines()
+    ]
     return lines, json.loads(Path(summaries).read_text())
 
 
@@ -239,12 +246,11 @@ def test_a_run_resumes_bitwise_where_it_was(
     """Stop after 12 steps by the stop file's path (a shorter order), then go on to the end."""
     expected, _ = two_workers
     config = config_of(inputs, "resumed")
-    prepared = prepared_of(config, inputs)
-    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, STEPS)
-    url = str(inputs / "runs" / "resumed")
-    job = Job(config, prepared, str(inputs / "model"), order, url)
+    job = job_of(config, inputs)
     processes.spawn(stopped_worker, 2, str(inputs / "resumed-a"), job, 12)
-    half = [json.loads(line) for line in Path(url, "metrics.jsonl").read_text().splitlines()]
+    half = [
+        json.loads(line) for line in Path(job.run_url, "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in half] == list(range(1, 13))
     lines, summary = train(config, inputs, world=2)
     assert summary["first_step"] == 12
@@ -260,18 +266,15 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     """A bit of one rank's shard flips: all ranks refuse it; the next start goes further back."""
     expected, _ = two_workers
     config = config_of(inputs, "damaged")
-    prepared = prepared_of(config, inputs)
-    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, STEPS)
-    url = str(inputs / "runs" / "damaged")
-    job = Job(config, prepared, str(inputs / "model"), order, url)
+    job = job_of(config, inputs)
     for step in (7, 12):
         processes.spawn(stopped_worker, 2, str(inputs / f"damaged-{step}"), job, step)
-    shard = Path(url, "checkpoints", "step-00000012", "__1_0.distcp")
+    shard = Path(job.run_url, "checkpoints", "step-00000012", "__1_0.distcp")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     processes.spawn(refusing_worker, 2, str(inputs / "damaged-refused"), job)
-    _, skipped = latest(open_storage(url))
+    _, skipped = latest(open_storage(job.run_url))
     assert len(skipped) == 1 and "step-00000012/__1_0.distcp" not in skipped[0]
     assert "__1_0.distcp has another checksum than when it was saved" in skipped[0]
     lines, summary = train(config, inputs, world=2)
@@ -288,12 +291,9 @@ def refusing_worker(rank: int, world: int, job: Job) -> None:
 def test_a_notice_is_a_checkpoint_and_a_move(inputs: Path) -> None:
     """All ranks ask together; a node that goes leads to a save after that very step."""
     config = config_of(inputs, "noticed")
-    prepared = prepared_of(config, inputs)
-    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, STEPS)
-    url = str(inputs / "runs" / "noticed")
-    job = Job(config, prepared, str(inputs / "model"), order, url)
+    job = job_of(config, inputs)
     processes.spawn(noticed_worker, 2, str(inputs / "noticed-a"), job, 5)
-    found, skipped = latest(open_storage(url))
+    found, skipped = latest(open_storage(job.run_url))
     assert found is not None and (found.step, skipped) == (5, [])
 
 
@@ -344,10 +344,8 @@ def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_rows(inputs: Path) -> None:
     config = config_of(inputs, "not-finite")
-    prepared = prepared_of(config, inputs)
-    order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, 5)
-    job = Job(config, prepared, str(inputs / "model"), order, str(inputs / "runs" / "not-finite"))
-    bad_row = int(order.rows(2)[3])
+    job = job_of(config, inputs, num_steps=5)
+    bad_row = int(job.order.rows(2)[3])
     processes.spawn(poisoned_worker, 2, str(inputs / "not-finite-a"), job, bad_row)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-from rayapp.checkpoint.marker import Checked, Digest, File
+from rayapp.checkpoint.marker import Digest, File, open_checked
 from rayapp.storage import Storage, StorageError
 
 # CheckpointException is torch's, for what fails on any rank, and no Exception but a BaseException.
@@ -40,7 +40,7 @@ class Files(FileSystemBase):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         name = str(path)
         if mode == "rb":
-            with Checked(self.storage, name, self.files[name]) as stream:
+            with open_checked(self.storage, name, self.files[name]) as stream:
                 yield stream
             return
         assert mode == "wb", mode

@@ -9,9 +9,10 @@ import math
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from rayapp.storage import Storage
+from rayapp.storage.base import READ_BLOCK, Reader
 
 FOLDER = "checkpoints"
 MARKER = "COMMITTED"
@@ -84,54 +85,39 @@ class Digest:
         return File(self.size, tuple(block.hexdigest() for block in self._blocks))
 
 
-class Checked(io.RawIOBase):
-    """Read a file in blocks, of which each must be what was saved.
+def open_checked(storage: Storage, name: str, file: File) -> BinaryIO:
+    """Open a file as `Storage.open_read` does; each block that is read must be what was saved.
 
-    Raises:
-        Damaged: when a block that is not is read.
+    The reader raises Damaged when one is not.
     """
+    return io.BufferedReader(Reader(_Blocks(storage, file).read, name, file.size), READ_BLOCK)
 
-    def __init__(self, storage: Storage, name: str, file: File) -> None:
-        self.storage, self.name, self.file = storage, name, file
-        self._position = 0
+
+class _Blocks:
+    """Read any part of a file as its blocks, checked; keep the last ones."""
+
+    def __init__(self, storage: Storage, file: File) -> None:
+        self._storage, self._file = storage, file
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
-    def readable(self) -> bool:
-        return True
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        parts, end = [], offset + length
+        while offset < end:
+            number, first = divmod(offset, BLOCK_BYTES)
+            parts.append(self._block(name, number)[first : first + end - offset])
+            offset += len(parts[-1])
+        return b"".join(parts)
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.file.size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the whole buffer, unless the file ends: torch takes less for damage."""
-        view = memoryview(buffer).cast("B")
-        start = self._position
-        while len(view) and self._position < self.file.size:
-            number, first = divmod(self._position, BLOCK_BYTES)
-            part = self._block(number)[first : first + len(view)]
-            view[: len(part)] = part
-            view = view[len(part) :]
-            self._position += len(part)
-        return self._position - start
-
-    def _block(self, number: int) -> bytes:
+    def _block(self, name: str, number: int) -> bytes:
         if number not in self._kept:
-            start = number * BLOCK_BYTES
-            length = min(BLOCK_BYTES, self.file.size - start)
+            short, start = name.rpartition("/")[2], number * BLOCK_BYTES
+            length = min(BLOCK_BYTES, self._file.size - start)
             try:
-                block = self.storage.read(self.name, start, length)
+                block = self._storage.read(name, start, length)
             except FileNotFoundError:  # deleted meanwhile
-                raise Damaged(f"{_file(self.name)} is missing") from None
-            if hashlib.sha256(block).hexdigest() != self.file.sha256[number]:
-                raise Damaged(f"{_file(self.name)} has another checksum than when it was saved")
+                raise Damaged(f"{short} is missing") from None
+            if hashlib.sha256(block).hexdigest() != self._file.sha256[number]:
+                raise Damaged(f"{short} has another checksum than when it was saved")
             self._kept[number] = block
             if len(self._kept) > KEPT_BLOCKS:
                 self._kept.popitem(last=False)
@@ -198,10 +184,10 @@ def _looked_at(folder: Storage, name: str) -> Found:
             raise Damaged(f"{each} is missing")
         if sizes[each] != file.size:
             raise Damaged(f"{each} has {sizes[each]} bytes instead of {file.size}")
-    with Checked(folder, METADATA, files[METADATA]) as metadata:
-        metadata.readall()
-    with Checked(folder, STATE, files[STATE]) as state:
-        return Found(name, step, json.loads(state.readall()))
+    with open_checked(folder, METADATA, files[METADATA]) as metadata:
+        metadata.read()
+    with open_checked(folder, STATE, files[STATE]) as state:
+        return Found(name, step, json.loads(state.read()))
 
 
 def order_of(name: str) -> tuple[int, int] | None:
@@ -211,10 +197,7 @@ def order_of(name: str) -> tuple[int, int] | None:
 
 
 def newest_first(folder: Storage) -> list[str]:
+    """Return the names of a run's checkpoint folders, committed or not."""
     found = {name: order_of(name) for name in folder.dirs()}
     ours = {name: order for name, order in found.items() if order is not None}
     return sorted(ours, key=ours.__getitem__, reverse=True)
-
-
-def _file(name: str) -> str:
-    return name.rpartition("/")[2]

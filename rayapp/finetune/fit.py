@@ -87,8 +87,9 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
         bar.close()
     if ended["status"] == "failed":
         raise failed(run, ended["reason"])
+    group_s = ended.pop("entered") - began
     past = {"interruptions": history.interruptions(), "lost": history.lost()}
-    return ended | past | {"group_s": ended.pop("entered") - began}
+    return ended | past | {"group_s": group_s}
 
 
 def _attempt(

@@ -119,11 +119,13 @@ def order_of(config: Config, prepared: Prepared) -> Order:
 
 
 def count_parameters(ready: checks.Ready, config: Config, vocabulary: int) -> int:
+    """Return the parameters of the model that will be trained, tied ones once."""
     shape = model_shape(ready.model, config, vocabulary)
     return model.num_parameters(model.build(shape, loss=lambda *a, **k: None))  # type: ignore[arg-type]
 
 
 def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> dict[str, Any]:
+    """Return what plan.json holds."""
     return {
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,

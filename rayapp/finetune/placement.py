@@ -77,6 +77,7 @@ def answers(node: Mapping[str, Any]) -> bool:
 
 
 def is_elastic(config: Config) -> bool:
+    """Say whether the number of workers may change while a run lasts."""
     return config.cluster.min_workers != config.cluster.max_workers
 
 

@@ -64,7 +64,7 @@ def connected(config: Config, address: str) -> Iterator[None]:
 
 @contextmanager
 def _address_is_known() -> Iterator[None]:
-    """Let Ray Train's actors find this Ray, whatever others run on this machine.
+    """Let Ray Train's actors find this Ray, whatever others run here, and hand on its time limit.
 
     Its PlacementGroupCleaner asks "the" Ray of its machine whether the controller lives. Where that
     is another Ray, which knows of none, it ends all workers.
@@ -73,7 +73,7 @@ def _address_is_known() -> Iterator[None]:
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
     before = os.environ.get("RAY_ADDRESS")
-    ENV_VARS_TO_PROPAGATE.add("RAY_ADDRESS")
+    ENV_VARS_TO_PROPAGATE.update(("RAY_ADDRESS", "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"))
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     try:
         yield
@@ -116,12 +116,14 @@ def check_cluster(config: Config) -> None:
 
 
 def gpus_here() -> int:
+    """Return the number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def uses_gpus(config: Config) -> bool:
+    """Say whether the workers of the connected Ray get a GPU each."""
     import ray
 
     if config.cluster.gpu != "auto":

@@ -92,7 +92,7 @@ def run(
     """
     clock, entered = Clock(), time.time()
     config, storage = job.config, open_storage(job.run_url)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(config.run.seed * 1_000_003 + rank)
     control = dist.new_group(
         backend="gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s)
@@ -115,36 +115,8 @@ def run(
         notices.extend([found] if found else [])
         return loop.MOVE if found else loop.STAY
 
-    cadence = Cadence(config, job.order.num_steps)
-    engine = loop.Engine(
-        model=parts.lm,
-        optimizer=parts.optimizer,
-        lr_at=partial(
-            lr_at,
-            peak=config.train.lr,
-            schedule=config.train.schedule,
-            num_steps=job.order.num_steps,
-            warmup_steps=config.train.warmup_steps,
-            floor=config.train.min_lr,
-        ),
-        device=device,
-        grad_clip=config.train.grad_clip,
-        control=control,
-        attempt=attempt[0],
-        rows_per_epoch=job.order.num_rows,
-        rows_per_step=job.order.rows_per_step,
-        save=lambda step: saver.save(step, state_tensors(parts), state_values(job, step)),
-        save_due=cadence.save_due if rank == 0 else lambda step: False,
-        leave_due=leaving.due if leaving else lambda: loop.STAY,
-        look_due=leaving.look_due if leaving else lambda: False,
-        look=look,
-        eval_due=cadence.eval_due,
-    )
-    if job.prepared.num_rows("eval"):
-        rows = job.prepared.rows("eval")
-        engine.evaluate = lambda: loop.evaluate(
-            engine, sequential_batches(rows, config.train.micro_batch, rank, world)
-        )
+    engine = make_engine(job, parts, device, control, saver, leaving)
+    engine.attempt, engine.look = attempt[0], look
     last: metrics.StepRecord | None = None
     try:
         for record in loop.train(engine, open_steps(first_step)):
@@ -178,6 +150,47 @@ def run(
         summary |= finish(job, parts, engine, storage, clock)
     summary["seconds"] = clock.seconds
     return summary
+
+
+def make_engine(
+    job: Job,
+    parts: Parts,
+    device: torch.device,
+    control: Any,
+    saver: Checkpointer,
+    leaving: Leaving | None,
+) -> loop.Engine:
+    """Tell the loop what it needs, and when to save, evaluate and leave (`leaving`: on rank 0)."""
+    config, rank, world = job.config, dist.get_rank(), dist.get_world_size()
+    cadence = Cadence(config, job.order.num_steps)
+    engine = loop.Engine(
+        model=parts.lm,
+        optimizer=parts.optimizer,
+        lr_at=partial(
+            lr_at,
+            peak=config.train.lr,
+            schedule=config.train.schedule,
+            num_steps=job.order.num_steps,
+            warmup_steps=config.train.warmup_steps,
+            floor=config.train.min_lr,
+        ),
+        device=device,
+        grad_clip=config.train.grad_clip,
+        control=control,
+        rows_per_epoch=job.order.num_rows,
+        rows_per_step=job.order.rows_per_step,
+        save=lambda step: saver.save(step, state_tensors(parts), state_values(job, step)),
+        save_due=cadence.save_due if rank == 0 else lambda step: False,
+        leave_due=leaving.due if leaving else lambda: loop.STAY,
+        look_due=leaving.look_due if leaving else lambda: False,
+        eval_due=cadence.eval_due,
+    )
+    if job.prepared.num_rows("eval"):
+        rows = job.prepared.rows("eval")
+        engine.evaluate = lambda: loop.evaluate(
+            engine, sequential_batches(rows, config.train.micro_batch, rank, world)
+        )
+    return engine
 
 
 def make_parts(job: Job, device: torch.device) -> Parts:

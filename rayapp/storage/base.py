@@ -6,6 +6,7 @@ import errno
 import io
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias
@@ -64,7 +65,7 @@ class Storage(ABC):
         size = self.size(name)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url(name))
-        return io.BufferedReader(_Reader(self, name, size), READ_BLOCK)
+        return io.BufferedReader(Reader(self.read, name, size), READ_BLOCK)
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes, None if it is absent."""
@@ -135,11 +136,11 @@ class Storage(ABC):
         """Return all files below a folder, sorted by name; [] if there are none."""
 
 
-class _Reader(io.RawIOBase):
-    """A seekable file over ranged reads."""
+class Reader(io.RawIOBase):
+    """A seekable file over ranged reads: `read(name, offset, length)` returns those bytes."""
 
-    def __init__(self, storage: Storage, name: str, size: int) -> None:
-        self._storage, self._name, self._size, self._position = storage, name, size, 0
+    def __init__(self, read: Callable[[str, int, int], bytes], name: str, size: int) -> None:
+        self._read, self._name, self._size, self._position = read, name, size, 0
 
     def readable(self) -> bool:
         return True
@@ -157,7 +158,7 @@ class _Reader(io.RawIOBase):
 
     def readall(self) -> bytes:
         """Fetch the rest in one request; the base class would ask for 8 KiB at a time."""
-        data = self._storage.read(self._name, self._position, max(0, self._size - self._position))
+        data = self._read(self._name, self._position, max(0, self._size - self._position))
         self._position += len(data)
         return data
 
@@ -165,7 +166,7 @@ class _Reader(io.RawIOBase):
         length = min(len(buffer), self._size - self._position)
         if length <= 0:
             return 0
-        buffer[:length] = self._storage.read(self._name, self._position, length)
+        buffer[:length] = self._read(self._name, self._position, length)
         self._position += length
         return length
 
@@ -180,6 +181,7 @@ def checked(name: str) -> str:
 
 
 def hidden(name: str) -> bool:
+    """Say whether a file is one of storage's own, which no listing shows."""
     return name.rpartition("/")[2].startswith(HIDDEN)
 
 
@@ -192,5 +194,6 @@ def cut(url: str, data: bytes, length: int | None) -> bytes:
 
 
 def check_range(offset: int, length: int | None) -> None:
+    """Raise ValueError for a range that no file can have."""
     if offset < 0 or (length is not None and length < 0):
         raise ValueError(f"offset={offset} and length={length} must not be negative")
