@@ -135,6 +135,11 @@ class Lora(Section):
     """Dropout before the first factor, 0-1."""
     targets: Strings = ()
     """Names of linear layers that get adapters; empty means all linear layers of the blocks."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Hold the frozen base's linear layers in 4 bits (QLoRA); needs bitsandbytes."""
+    merge: bool = False
+    """Add the adapters to the base in model/, and write them alone to adapter/; false: model/ holds
+    the adapters, as peft writes them."""
 
 
 class Model(Section):
@@ -189,6 +194,9 @@ class Train(Section):
     """Global batch in tokens (padding included): rows per optimizer step times seq_len."""
     micro_batch: int = Field(default=8, ge=1)
     """Rows in one forward and backward on one worker."""
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """adamw8bit keeps the moments in 8 bits (torchao); muon: Muon for the blocks' matrices and
+    AdamW for all else, with one lr."""
     max_steps: OptionalInt = Field(default=None, ge=0)
     """Optimizer steps; none is derived from epochs."""
     epochs: OptionalInt = Field(default=None, ge=1)
@@ -196,22 +204,34 @@ class Train(Section):
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end of cosine and linear, as a share of lr, 0-1."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up."""
+    """Learning rate at the end of cosine, linear and wsd, as a share of lr, 0-1."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd stays at the peak and falls at the end."""
+    decay: float = Field(default=0.2, gt=0, le=1)
+    """Share of the steps, 0-1, over which wsd falls."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_comma_list)] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the squared log of the softmax's sum in the objective; not in the loss shown."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target, 0-1, spread over the vocabulary; not in the loss shown."""
+    on_spike: Literal["none", "skip", "stop"] = "none"
+    """At a step whose loss is far above those before it, or not finite: skip leaves the weights as
+    they are and goes on, stop ends the run; both name the rows. none: only what is not finite
+    ends the run."""
+    spike_sigmas: float = Field(default=6.0, gt=0)
+    """How many standard deviations above the mean of the last 64 steps a spike is."""
     grad_clip: OptionalFloat = Field(default=1.0, gt=0)
     """Largest global norm of the gradient; none does not clip."""
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     """Precision of compute; weights, gradients' sums and optimizer stay fp32. auto: bf16 where
-    a short measurement finds it faster, else fp32."""
+    a short measurement finds it faster, else fp32. fp8: the blocks' matmuls, where GPUs have it."""
     compile: bool = False
-    """torch.compile each transformer block."""
+    """torch.compile the transformer blocks, one compilation for all of them."""
     loss_chunk: int = Field(default=4096, ge=0)
     """Tokens whose logits exist at once; 0 holds all logits of a micro-batch."""
 
@@ -222,7 +242,10 @@ class Parallel(Section):
     replicas: OptionalInt = Field(default=None, ge=1)
     """hybrid_shard: how many copies of the model; none is one per node."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them; selective keeps what
+    costs most to recompute for the memory it takes."""
+    activation_offload: bool = False
+    """Hold what is kept for the backward pass in host memory."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""
 
@@ -413,8 +436,25 @@ def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"parallel.replicas={parallel.replicas} is without effect: only hybrid_shard "
             "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
         )
-    for name, value, why in _not_yet(config):
-        yield (name,), f"{name}={value} is not available: {why}"
+    lora = config.model.lora
+    if lora is not None and train.optimizer == "muon":
+        yield (
+            ("model.lora", "train.optimizer"),
+            "train.optimizer=muon is in conflict: orthogonal updates of the two thin factors of an "
+            "adapter are not those of a matrix. Set train.optimizer=adamw",
+        )
+    if lora is not None and lora.quantize != "none" and config.model.from_scratch:
+        yield (
+            ("model.lora.quantize", "model.from_scratch"),
+            f"model.lora.quantize={lora.quantize} is in conflict: model.from_scratch=true has no "
+            "weights to hold in 4 bits. Set model.from_scratch=false",
+        )
+    if lora is not None and lora.quantize != "none" and train.precision == "fp8":
+        yield (
+            ("model.lora.quantize", "train.precision"),
+            f"model.lora.quantize={lora.quantize} is in conflict: train.precision=fp8 also says "
+            "how the blocks' matmuls are done. Set train.precision=bf16",
+        )
 
 
 def differences(old: Config, new: Config) -> list[str]:
@@ -443,27 +483,6 @@ def fields() -> dict[str, str]:
         f"model.lora.{name}": " ".join((field.description or "").split())
         for name, field in Lora.model_fields.items()
     }
-
-
-def _not_yet(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Name what the config can say and the step engine cannot do: field, value, reason."""
-    if config.train.precision == "fp8":
-        yield "train.precision", "fp8", "no fp8 path is built in. Set train.precision=bf16"
-    if config.model.lora is not None:
-        rank = f"{{rank: {config.model.lora.rank}}}"
-        yield "model.lora", rank, "adapters are not built in. Set model.lora=none"
-    if config.parallel.activation_checkpointing == "selective":
-        yield (
-            "parallel.activation_checkpointing",
-            "selective",
-            "only whole blocks are recomputed. Set parallel.activation_checkpointing=full",
-        )
-    if config.model.attention in ("flash", "flex", "varlen"):
-        yield (
-            "model.attention",
-            config.model.attention,
-            "documents are kept apart by sdpa's mask. Set model.attention=auto",
-        )
 
 
 class _Loader(yaml.SafeLoader):

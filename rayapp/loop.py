@@ -11,8 +11,8 @@ digest of the batch, and whether to save or leave after it.
 
 from __future__ import annotations
 
+import logging
 import math
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,16 +26,18 @@ from torch.distributed.tensor import DTensor
 
 from rayapp import order, packing
 from rayapp.loss import IGNORE
+from rayapp.memory import Peaks
 from rayapp.metrics import StepRecord
 from rayapp.optim import set_lr
+from rayapp.spikes import Spikes
 
-GIB = 2**30
+logger = logging.getLogger("rayapp.loop")
 
 STAY, STOP, MOVE = 0, 1, 2  # leave after this step: not at all, for good, to start again elsewhere
 
 
-class NonFiniteLoss(RuntimeError):
-    """The loss or the gradient is not finite; the message gives the step and the rows."""
+class BadLoss(RuntimeError):
+    """The loss or the gradient is not finite, or a spike; the message names the step and rows."""
 
     def __init__(self, message: str, step: int, rows: list[int]) -> None:
         super().__init__(message)
@@ -47,10 +49,10 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass
 class Engine:
-    """What a step needs; `model(input_ids, labels, position_ids)` returns a sum of losses."""
+    """What a step needs; `model(**inputs(...))` returns (objective, cross-entropy), both sums."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     lr_at: Callable[[int], float]
     device: torch.device
     grad_clip: float | None
@@ -70,8 +72,16 @@ class Engine:
     """STAY, STOP or MOVE, the same on all ranks, which call it together."""
     left: int = STAY
     """Why the loop ended before its steps did."""
+    spikes: Spikes | None = None
+    """None: only what is not finite is bad."""
+    skip_bad: bool = False
+    """Leave the weights as they are after a bad step and go on, instead of raising BadLoss."""
     evaluate: Callable[[], tuple[float, float | None]] | None = None
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
+    peaks: Peaks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.peaks = Peaks(self.device)
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
     and as the last thing yields the record of the step it saved.
 
     Raises:
-        NonFiniteLoss: before the optimizer has used what is not finite.
+        BadLoss: before the optimizer has used what is not finite, or a spike.
     """
     world = dist.get_world_size()
     clock = time.perf_counter()
@@ -107,7 +117,8 @@ def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
             return
         totals = agree(engine, batch)
         leave = totals.leave or (engine.look() if totals.look else STAY)
-        loss_sum, grad_norm = train_step(engine, batch, totals)
+        loss_sum, grad_norm, skipped = train_step(engine, batch, totals)
+        peaks = engine.peaks.take()
         done = batch.step + 1
         evaluated = time.perf_counter()
         eval_loss, eval_loss_per_byte = None, None
@@ -133,7 +144,11 @@ def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
             data_wait_s=data_wait_s,
             checkpoint_stall_s=stall_s,
             eval_s=eval_s,
-            peak_gib=peak_gib(engine.device),
+            skipped=skipped,
+            peak_gib=engine.peaks.highest_gib,
+            peak_forward_gib=peaks["forward"],
+            peak_backward_gib=peaks["backward"],
+            peak_optimizer_gib=peaks["optimizer"],
             workers=world,
             attempt=engine.attempt,
             batch_digest=totals.digest,
@@ -173,40 +188,64 @@ def agree(engine: Engine, batch: Any) -> Totals:
     )
 
 
-def train_step(engine: Engine, batch: Any, totals: Totals) -> tuple[float, float]:
-    """Update the weights once; return (sum of losses over all ranks in nats, gradient norm)."""
+def train_step(engine: Engine, batch: Any, totals: Totals) -> tuple[float, float, bool]:
+    """Update the weights once; return (sum of losses in nats, gradient norm, skipped).
+
+    The sum is over all ranks; the weights stay as they are after a bad step that is skipped.
+    """
     losses = []
     for i in range(batch.input_ids.shape[0]):
-        loss = engine.model(*tensors(batch, i, engine.device))
-        # Gradients of all ranks are summed, never averaged: this division is the only one.
-        (loss / max(totals.targets, 1)).backward()
-        losses.append(loss.detach())
-    grad_norm = clip(engine.model, engine.grad_clip)
-    loss_sum = sum_over_ranks(engine, torch.stack(losses).double().sum().cpu())
-    if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
-        raise explain_non_finite(engine, batch, loss_sum, grad_norm)
-    set_lr(engine.optimizer, engine.lr_at(batch.step))
-    engine.optimizer.step()
-    engine.optimizer.zero_grad(set_to_none=True)
-    return loss_sum, grad_norm
+        with engine.peaks.phase("forward"):
+            objective, loss = engine.model(**inputs(batch, i, engine.device))
+        with engine.peaks.phase("backward"):
+            # Gradients of all ranks are summed, never averaged: this division is the only one.
+            (objective / max(totals.targets, 1)).backward()
+        losses.append(loss)
+        del objective, loss  # or the next forward pass would hold this one's graph
+    with engine.peaks.phase("optimizer"):
+        grad_norm = clip(engine.model, engine.grad_clip)
+        loss_sum = sum_over_ranks(engine, torch.stack(losses).double().sum().cpu())
+        bad = is_bad(engine, loss_sum / max(totals.targets, 1), grad_norm)
+        if bad:
+            report_bad(engine, batch, loss_sum, grad_norm)
+        else:
+            set_lr(engine.optimizers, engine.lr_at(batch.step))
+            for optimizer in engine.optimizers:
+                optimizer.step()
+        for optimizer in engine.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+    return loss_sum, grad_norm, bad
 
 
-def tensors(
-    batch: Any, i: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (input_ids, labels, position_ids) [b, S] of a micro-batch on the device.
+def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:
+    """Say whether the optimizer must not use this step: the same on all ranks."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return True
+    return engine.spikes is not None and engine.spikes.is_spike(loss)
 
-    position_ids are None if no row holds more than one document: plain causal attention, no mask.
+
+def inputs(
+    batch: Any, i: int, device: torch.device, rows: slice = slice(None)
+) -> dict[str, torch.Tensor | int]:
+    """Return what the model takes of a micro-batch (or of some of its rows), on the device.
+
+    Positions and boundaries are left out if no row holds more than one document: plain causal
+    attention, no mask.
     """
-    segments = batch.segments[i]
-    plain = bool((segments[:, :1] == segments).all())
-    positions = None if plain else torch.from_numpy(packing.position_ids(segments))
-    arrays = [
-        torch.from_numpy(np.ascontiguousarray(a[i], np.int64))
-        for a in (batch.input_ids, batch.labels)
-    ]
-    input_ids, labels = (array.to(device, non_blocking=True) for array in arrays)
-    return input_ids, labels, None if positions is None else positions.to(device, non_blocking=True)
+    segments = batch.segments[i][rows]
+    found = {
+        "input_ids": batch.input_ids[i][rows].astype(np.int64),
+        "labels": batch.labels[i][rows].astype(np.int64),
+    }
+    if not (segments[:, :1] == segments).all():
+        found["position_ids"] = packing.position_ids(segments)
+        found["boundaries"] = packing.boundaries(segments)
+    moved: dict[str, torch.Tensor | int] = {
+        name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in found.items()
+    }
+    if "boundaries" in found:
+        moved["longest"] = int(np.diff(found["boundaries"]).max())
+    return moved
 
 
 def clip(model: nn.Module, limit: float | None) -> float:
@@ -221,35 +260,53 @@ def sum_over_ranks(engine: Engine, value: torch.Tensor) -> float:
     return float(value)
 
 
-def explain_non_finite(
-    engine: Engine, batch: Any, loss_sum: float, grad_norm: float
-) -> NonFiniteLoss:
-    """Run the forward pass row by row on all ranks and name the rows whose loss is not finite."""
-    culprits = []
-    with torch.no_grad():
-        for i in range(batch.input_ids.shape[0]):
-            input_ids, labels, positions = tensors(batch, i, engine.device)
-            for j in range(input_ids.shape[0]):
-                one = slice(j, j + 1)
-                loss = engine.model(
-                    input_ids[one], labels[one], positions if positions is None else positions[one]
-                )
-                if not math.isfinite(float(loss)):
-                    culprits.append(int(batch.rows[i, j]))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, culprits, group=engine.control)
-    rows = sorted(row for part in gathered for row in part)
-    shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
-    cause = (
-        f"rows {shown} of the prepared data give it"
-        if rows
-        else "each row alone gives a finite loss"
-    )
+def report_bad(engine: Engine, batch: Any, loss_sum: float, grad_norm: float) -> None:
+    """Say which step and rows are bad: in the log of rank 0 if such are skipped, else by raising.
+
+    Raises:
+        BadLoss: on all ranks.
+    """
+    rows = worst_rows(engine, batch)
+    broken = sorted(row for loss, row in rows if not math.isfinite(loss))
+    shown = ", ".join(map(str, broken[:8])) + (" ..." if len(broken) > 8 else "")
+    if math.isfinite(loss_sum) and math.isfinite(grad_norm):
+        assert engine.spikes is not None
+        highest = ", ".join(f"{row} ({loss:.2f} nats/token)" for loss, row in rows[:3])
+        what = f"is a spike (above {engine.spikes.threshold():.3f} nats/token)"
+        cause = f"highest are rows {highest} of the prepared data"
+    else:
+        what = "is not finite"
+        cause = (
+            f"rows {shown} of the prepared data give it"
+            if broken
+            else "each row alone gives a finite loss"
+        )
     message = (
-        f"step {batch.step + 1}: loss sum {loss_sum}, gradient norm {grad_norm} is not finite; "
-        f"{cause}. The weights are as before the step; lower train.lr, or mend or remove those rows"
+        f"step {batch.step + 1}: loss sum {loss_sum}, gradient norm {grad_norm} {what}; {cause}. "
+        "The weights are as before the step"
     )
-    return NonFiniteLoss(message, batch.step + 1, rows)
+    if not engine.skip_bad:
+        raise BadLoss(
+            f"{message}; lower train.lr, or mend or remove those rows", batch.step + 1, broken
+        )
+    if dist.get_rank() == 0:
+        logger.warning("%s, and training goes on", message)
+
+
+@torch.no_grad()
+def worst_rows(engine: Engine, batch: Any) -> list[tuple[float, int]]:
+    """Run the forward pass row by row on all ranks; return (nats per token, row), worst first."""
+    found = []
+    for i in range(batch.input_ids.shape[0]):
+        for j in range(batch.input_ids.shape[1]):
+            _, loss = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
+            if batch.rows[i, j] >= 0:
+                targets = max(int((batch.labels[i, j] != IGNORE).sum()), 1)
+                found.append((float(loss) / targets, int(batch.rows[i, j])))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found, group=engine.control)
+    rows = [pair for part in gathered for pair in part]
+    return sorted(rows, key=lambda pair: (math.isfinite(pair[0]), -pair[0], pair[1]))
 
 
 @torch.no_grad()
@@ -259,7 +316,7 @@ def evaluate(engine: Engine, batches: Iterable[Any]) -> tuple[float, float | Non
     sums = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
         for i in range(batch.input_ids.shape[0]):
-            loss = engine.model(*tensors(batch, i, engine.device))
+            _, loss = engine.model(**inputs(batch, i, engine.device))
             targets = int((batch.labels[i] != IGNORE).sum())
             sums += torch.tensor(
                 [float(loss), targets, int(batch.target_bytes[i].sum())], dtype=torch.float64
@@ -268,10 +325,3 @@ def evaluate(engine: Engine, batches: Iterable[Any]) -> tuple[float, float | Non
     dist.all_reduce(sums, group=engine.control)
     loss_sum, targets_sum, bytes_sum = sums.tolist()
     return loss_sum / max(targets_sum, 1), loss_sum / bytes_sum if bytes_sum else None
-
-
-def peak_gib(device: torch.device) -> float:
-    """Return the most memory this process held: on the GPU, else resident, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

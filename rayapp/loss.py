@@ -1,7 +1,7 @@
 """Cross-entropy that never holds all logits, summed so that one division normalises it.
 
-    loss_sum = chunked_cross_entropy(hidden, lm_head.weight, labels, chunk=4096)
-    (loss_sum / valid_tokens_of_the_whole_global_batch).backward()
+    objective, loss_sum = chunked_cross_entropy(hidden, lm_head.weight, labels, chunk=4096)
+    (objective / valid_tokens_of_the_whole_global_batch).backward()
 
 The gradient of a chunk is computed with its loss, while its logits exist, and only the gradients
 of the hidden states and of the weight are kept: each logit is computed once, and at most
@@ -27,22 +27,31 @@ def chunked_cross_entropy(
     bias: torch.Tensor | None = None,
     *,
     chunk: int = 4096,
-) -> torch.Tensor:
-    """Return the sum of cross-entropies in nats over labels that are not IGNORE: fp32 scalar.
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (objective, cross-entropy), sums in nats over labels that are not IGNORE.
+
+    The objective is what to differentiate: the cross-entropy against the label with the share
+    1 - label_smoothing and all words alike with the rest (Szegedy et al. 2016, arXiv 1512.00567),
+    plus z_loss times the squared log of the softmax's sum (Chowdhery et al. 2022, arXiv
+    2204.02311). With both 0 the two are equal; the second has no gradient.
 
     Shapes: hidden [..., H], weight [V, H], labels [...] (aligned: labels are the next tokens),
-    bias [V]. `chunk` is in tokens; 0 takes all at once. fp64 inputs give an fp64 scalar.
+    bias [V] -> fp32 scalars (fp64 for fp64). `chunk` is in tokens; 0 takes all at once.
     """
     tokens = labels.numel()
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(
+    objective, loss = _ChunkedCrossEntropy.apply(
         hidden.reshape(tokens, weight.shape[1]),
         weight,
         labels.reshape(tokens),
         bias,
         chunk or max(tokens, 1),
+        z_loss,
+        label_smoothing,
         torch.is_grad_enabled(),  # forward() runs without it and could not tell
     )
-    return loss
+    return objective, loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -54,31 +63,44 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         bias: torch.Tensor | None,
         chunk: int,
+        z_loss: float,
+        smoothing: float,
         grad_enabled: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # Sums over chunks are fp32: bf16 would lose what each further chunk adds.
         sums = torch.promote_types(hidden.dtype, torch.float32)
         of_hidden, of_weight, _, of_bias = (grad_enabled and n for n in ctx.needs_input_grad[:4])
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=sums) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=sums) if of_bias and bias is not None else None
-        total = hidden.new_zeros((), dtype=sums)
+        total, added = hidden.new_zeros(2, dtype=sums)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             valid = (labels[part] != IGNORE).unsqueeze(1)  # [c, 1]
             target = torch.where(valid, labels[part].unsqueeze(1), 0)
             logits = torch.nn.functional.linear(hidden[part], weight, bias)  # [c, V]
+            logit_target = logits.gather(1, target).to(sums)
             log_p = torch.log_softmax(logits, 1, dtype=sums)  # [c, V]
             log_p_target = log_p.gather(1, target)
             total -= torch.where(valid, log_p_target, 0).sum()
+            log_z = logit_target - log_p_target  # [c, 1]
+            if z_loss or smoothing:
+                extra = smoothing * (log_p_target - log_p.mean(1, keepdim=True))
+                added += torch.where(valid, extra + z_loss * log_z**2, 0).sum()
             if not (of_hidden or of_weight or of_bias):
                 continue
             # d loss / d logits = softmax - one-hot of the target, written over the logits. At the
             # target it is e^log_p - 1, rounded once: near 0 a difference of bf16 would vanish.
             # Rows that are ignored are cleared in what is [c, H], not in what is [c, V].
-            gradient = torch.exp(log_p, out=logits)
+            if z_loss or smoothing:
+                slope, share = 1 + 2 * z_loss * log_z, smoothing / weight.shape[0]
+                at_target = log_p_target.expm1() * slope + (slope - 1) + smoothing - share
+                gradient = logits.copy_(log_p.exp_().mul_(slope).sub_(share))
+            else:
+                at_target = log_p_target.expm1()
+                gradient = torch.exp(log_p, out=logits)
             del log_p
-            gradient.scatter_(1, target, log_p_target.expm1().to(gradient.dtype))
+            gradient.scatter_(1, target, at_target.to(gradient.dtype))
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[part])
                 grad_hidden[part].mul_(valid)
@@ -88,19 +110,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_bias += gradient.mul_(valid).sum(0, dtype=sums)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
-        return total
+        ctx.mark_non_differentiable(total)
+        return total + added, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
+        gradient, _ = gradients
         # fp32 sums are scaled in place (a second backward is then refused by autograd's own
         # check); what is bf16 is scaled in fp32, as 1 / valid_tokens would lose 8 bits in bf16.
         hidden, weight, bias = (
             None if saved is None else saved.to(gradient.dtype).mul_(gradient).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, None, bias, None, None
+        return hidden, weight, None, bias, None, None, None, None
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -55,8 +55,14 @@ class StepRecord:
     data_wait_s: float
     checkpoint_stall_s: float
     eval_s: float
+    skipped: bool
+    """The weights are as before the step: its loss was a spike or not finite."""
     peak_gib: float
     """Most memory that rank 0 has held so far: of the GPU, else resident."""
+    peak_forward_gib: float
+    """The same in the forward passes of this step alone; and so on."""
+    peak_backward_gib: float
+    peak_optimizer_gib: float
     workers: int
     attempt: int
     batch_digest: str

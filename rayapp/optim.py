@@ -1,7 +1,7 @@
-"""The optimizer: which parameters decay, and the learning rate as a pure function of the step.
+"""The optimizers: which parameters decay, and the learning rate as a pure function of the step.
 
-    optimizer = adamw(model, lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
-    set_lr(optimizer, lr_at(step, peak=3e-4, schedule="cosine", warmup_steps=100, num_steps=5000))
+    optimizers = make_optimizers("adamw", model, lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
+    set_lr(optimizers, lr_at(step, peak=3e-4, schedule="cosine", warmup_steps=100, num_steps=5000))
 
 The schedule holds no state, so a resume has nothing to restore and nothing to get wrong.
 """
@@ -9,9 +9,11 @@ The schedule holds no state, so a resume has nothing to restore and nothing to g
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 def lr_at(
@@ -22,8 +24,12 @@ def lr_at(
     num_steps: int,
     warmup_steps: int = 0,
     floor: float = 0.1,
+    decay: float = 0.2,
 ) -> float:
     """Return the learning rate of a step (from 0); `floor` is the final share of the peak, 0-1.
+
+    `wsd` (warm up, stay, decay) stays at the peak and falls linearly over the last share `decay`
+    of all steps (Hu et al. 2024, arXiv 2404.06395).
 
     >>> lr_at(0, peak=1.0, schedule="cosine", num_steps=10, warmup_steps=4)
     0.25
@@ -31,17 +37,26 @@ def lr_at(
     1.0
     >>> round(lr_at(10, peak=1.0, schedule="linear", num_steps=10, warmup_steps=4), 6)
     0.1
+    >>> [lr_at(s, peak=1.0, schedule="wsd", num_steps=10, floor=0.0) for s in (0, 8, 9, 10)]
+    [1.0, 1.0, 0.5, 0.0]
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
         return peak
-    done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-    shape = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[schedule]
+    start = warmup_steps
+    if schedule == "wsd":
+        start = max(warmup_steps, num_steps - round(decay * num_steps))
+    done = min(1.0, max(0, step - start) / max(1, num_steps - start))
+    shape = {
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "linear": 1 - done,
+        "wsd": 1 - done,
+    }[schedule]
     return peak * (floor + (1 - floor) * shape)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split trainable parameters: matrices decay; norms, biases and embeddings do not.
 
     An embedding tied to the output layer is an embedding.
@@ -62,14 +77,59 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
     return [{"params": params, "weight_decay": value} for params, value in groups if params]
 
 
-def adamw(
-    model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float]
-) -> torch.optim.AdamW:
-    """Return fused AdamW over the model's decay groups; call it after sharding."""
-    return torch.optim.AdamW(decay_groups(model, weight_decay), lr=lr, betas=betas, fused=True)
+def make_optimizers(
+    kind: str, model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> list[torch.optim.Optimizer]:
+    """Return what updates all trainable parameters; call it after sharding.
+
+    adamw is PyTorch's fused one; adamw8bit keeps both moments of the larger parameters in 8 bits,
+    by blocks of 256 (torchao). muon orthogonalizes the momentum of matrices between hidden layers,
+    scaled to the size of AdamW's updates so that one learning rate serves (Liu et al. 2025, arXiv
+    2502.16982); all else, embeddings and the output layer too, is left to AdamW.
+    """
+    groups = decay_groups(model, weight_decay)
+    if kind == "adamw":
+        return [torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)]
+    if kind == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        return [AdamW8bit(groups, lr=lr, betas=betas)]
+    assert kind == "muon", kind
+    hidden = {id(p) for p in hidden_matrices(model)}
+    matrices = [p for group in groups for p in group["params"] if id(p) in hidden]
+    rest = [g | {"params": [p for p in g["params"] if id(p) not in hidden]} for g in groups]
+    rest = [group for group in rest if group["params"]]
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(
+            torch.optim.Muon(
+                matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    if rest:
+        found.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True))
+    return found
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable weights of linear layers, without the output layer."""
+    heads = {
+        id(module.get_output_embeddings())
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+    }
+    return [
+        cast(nn.Parameter, module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and id(module) not in heads and module.weight.requires_grad
+    ]
+
+
+def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
     """Set the learning rate of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):  # torchao compiles its step with it
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr

@@ -163,6 +163,16 @@ def position_ids(segments: npt.NDArray[Any]) -> Ints:
     return index - np.maximum.accumulate(np.where(first, index, 0), axis=-1)
 
 
+def boundaries(segments: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return where each segment starts in rows laid end to end, and the end: int32[segments + 1].
+
+    >>> boundaries(np.array([[1, 1, 2, 0], [1, 1, 1, 1]])).tolist()
+    [0, 2, 3, 4, 8]
+    """
+    starts = np.flatnonzero(position_ids(segments).reshape(-1) == 0)
+    return np.append(starts, segments.size).astype(np.int32)
+
+
 def _cut(offsets: Ints, num_positions: Ints, seq_len: int) -> tuple[Ints, Ints]:
     """Cut documents into pieces: [D], [D] -> first token and positions of each piece, [P], [P]."""
     num_pieces = -(-num_positions // seq_len)  # [D]

@@ -33,15 +33,16 @@ SURFACE = {
     "model": "path from_scratch tokenizer attention lora overrides",
     "data": "path mixture format kind seq_len pack truncate eval_path eval_fraction bad_rows"
     " workers",
-    "train": "tokens_per_step micro_batch max_steps epochs lr min_lr schedule warmup_steps"
-    " weight_decay betas grad_clip precision compile loss_chunk",
-    "parallel": "strategy replicas activation_checkpointing cpu_offload",
+    "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
+    " warmup_steps weight_decay betas z_loss label_smoothing on_spike spike_sigmas grad_clip"
+    " precision compile loss_chunk",
+    "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps checkpoints prompts",
     "cluster": "workers gpu instance resources max_failures max_preemptions mtbf_hours"
     " collective_timeout_s"
     " address",
-    "model.lora": "rank alpha dropout targets",
+    "model.lora": "rank alpha dropout targets quantize merge",
 }
 FIELDS = [f"{section}.{name}" for section, names in SURFACE.items() for name in names.split()]
 
@@ -211,14 +212,10 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         ("cluster.resources", "{CPU: x}", "cluster.resources.CPU=x is not valid: it must be a num"),
         ("model.overrides", "{a: ", "model.overrides={a: is not valid: it must be a mapping such"),
         ("train", "fast", "train=fast is not valid: it must be a mapping of fields. Set train."),
-        ("train.precision", "fp8", "train.precision=fp8 is not available: no fp8 path is built"),
-        ("model.lora", "{rank: 8}", "model.lora={rank: 8} is not available: adapters are not"),
-        (
-            "parallel.activation_checkpointing",
-            "selective",
-            "parallel.activation_checkpointing=selective is not available: only whole blocks",
-        ),
-        ("model.attention", "flex", "model.attention=flex is not available: documents are kept"),
+        ("train.optimizer", "sgd", "train.optimizer=sgd is not valid: it must be 'adamw', 'adamw8"),
+        ("train.on_spike", "warn", "train.on_spike=warn is not valid: it must be 'none', 'skip'"),
+        ("model.lora", "{rank: 0}", "model.lora.rank=0 is not valid: it must be greater than or"),
+        ("model.lora", "{quantize: int8}", "model.lora.quantize=int8 is not valid: it must be"),
         ("parallel.replicas", "2", "parallel.replicas=2 is without effect: only hybrid_shard"),
     ],
 )

@@ -374,6 +374,6 @@ def poisoned_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
         return parts
 
     training.make_parts = make_parts
-    with pytest.raises(loop.NonFiniteLoss, match="step 3: ") as caught:
+    with pytest.raises(loop.BadLoss, match="step 3: ") as caught:
         run(job, torch.device("cpu"), steps)
     assert caught.value.step == 3 and caught.value.rows == [bad_row]

@@ -19,10 +19,20 @@ def plain(
     weight: torch.Tensor,
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Compute the same sum from all logits at once, in the dtype of the inputs."""
-    logits = linear(hidden, weight, bias).flatten(0, -2)
-    return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    """Compute the same objective from all logits at once, in the dtype of the inputs."""
+    logits, labels = linear(hidden, weight, bias).flatten(0, -2), labels.flatten()
+    loss = cross_entropy(
+        logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing
+    )
+    return loss + z_loss * (logits.logsumexp(1) ** 2)[labels != IGNORE].sum()
+
+
+def objective_of(*inputs: Any, **options: Any) -> torch.Tensor:
+    return chunked_cross_entropy(*inputs, **options)[0]
 
 
 def leaves(shape: tuple[int, ...], width: int, vocabulary: int, *, bias: bool, seed: int) -> Any:
@@ -62,6 +72,8 @@ shapes = st.one_of(
     vocabulary=st.integers(2, 11),
     chunk=st.integers(0, 12) | st.just(10_000),
     bias=st.booleans(),
+    z_loss=st.sampled_from([0.0, 0.3]),
+    label_smoothing=st.sampled_from([0.0, 0.2]),
     seed=st.integers(0, 2**16),
 )
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
@@ -73,13 +85,18 @@ def test_equals_torch(
     vocabulary: int,
     chunk: int,
     bias: bool,
+    z_loss: float,
+    label_smoothing: float,
     seed: int,
 ) -> None:
     reference = leaves(shape, width, vocabulary, bias=bias, seed=seed)
     inputs = cast(reference, dtype)
-    expected = plain(*reference)
-    loss = chunked_cross_entropy(*inputs, chunk=chunk)
+    options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    expected = plain(*reference, **options)
+    loss, cross_entropies = chunked_cross_entropy(*inputs, chunk=chunk, **options)
     assert loss.dtype == dtype and loss.shape == ()
+    assert not cross_entropies.requires_grad
+    assert torch.allclose(cross_entropies.double(), plain(*reference), rtol=error, atol=error)
     assert torch.allclose(loss.double(), expected, rtol=error, atol=error)
     for ours, exact in zip(gradients(loss, inputs), gradients(expected, reference), strict=True):
         assert ours.dtype == dtype and ours.shape == exact.shape
@@ -89,14 +106,14 @@ def test_equals_torch(
 def test_numeric_gradient() -> None:
     hidden, weight, labels, bias = leaves((7,), 3, 5, bias=True, seed=1)
     inputs = (hidden, weight, labels, bias)
-    analytic = gradients(chunked_cross_entropy(*inputs, chunk=3), inputs)
+    analytic = gradients(objective_of(*inputs, chunk=3), inputs)
     for tensor, gradient in zip((hidden, weight, bias), analytic, strict=True):
         flat = tensor.detach().view(-1)
         for i in range(flat.numel()):
             value, ends = flat[i].item(), []
             for moved in (value + 1e-6, value - 1e-6):
                 flat[i] = moved
-                ends.append(chunked_cross_entropy(*inputs, chunk=3).item())
+                ends.append(objective_of(*inputs, chunk=3).item())
             flat[i] = value
             numeric = 2.5 * (ends[0] - ends[1]) / 2e-6
             assert numeric == pytest.approx(gradient.view(-1)[i].item(), rel=1e-6, abs=1e-7)
@@ -106,7 +123,7 @@ def test_numeric_gradient() -> None:
 def test_all_ignored_is_zero(chunk: int) -> None:
     inputs = leaves((2, 6), 3, 5, bias=True, seed=2)
     inputs[2].fill_(IGNORE)
-    loss = chunked_cross_entropy(*inputs, chunk=chunk)
+    loss = objective_of(*inputs, chunk=chunk)
     assert loss.item() == 0.0
     for gradient in gradients(loss, inputs):
         assert not gradient.any()
@@ -114,7 +131,7 @@ def test_all_ignored_is_zero(chunk: int) -> None:
 
 def test_ignored_rows_get_exactly_zero() -> None:
     inputs = leaves((20,), 4, 6, bias=False, seed=3)
-    (of_hidden, _) = gradients(chunked_cross_entropy(*inputs, chunk=6), inputs)
+    (of_hidden, _) = gradients(objective_of(*inputs, chunk=6), inputs)
     assert torch.equal(of_hidden.any(1), inputs[2] != IGNORE)
 
 
@@ -122,17 +139,20 @@ def test_a_label_out_of_range_is_refused() -> None:
     hidden, weight, _, _ = leaves((3,), 4, 6, bias=False, seed=3)
     for wrong in (6, -1):
         with pytest.raises(RuntimeError, match="out of bounds"):
-            chunked_cross_entropy(hidden, weight, torch.tensor([0, wrong, 2]))
+            objective_of(hidden, weight, torch.tensor([0, wrong, 2]))
 
 
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.02, "label_smoothing": 0.1}])
 @pytest.mark.parametrize("chunk", [0, 100, 512])
-def test_bf16_rounds_each_value_once_and_sums_in_fp32(chunk: int) -> None:
+def test_bf16_rounds_each_value_once_and_sums_in_fp32(
+    chunk: int, options: dict[str, float]
+) -> None:
     tokens, width, vocabulary = 2048, 32, 300
     inputs = cast(leaves((tokens,), width, vocabulary, bias=True, seed=4), torch.bfloat16)
     with torch.no_grad():
         inputs[1].mul_(0.2)
     exact = cast(inputs, torch.float64)
-    loss, expected = chunked_cross_entropy(*inputs, chunk=chunk), plain(*exact)
+    loss, expected = objective_of(*inputs, chunk=chunk, **options), plain(*exact, **options)
     assert loss.dtype == torch.float32
     # A logit is off by 2^-9 of itself; the errors of 2048 of them cancel in an fp32 sum, whereas
     # a bf16 sum (8 bits) of so many terms would be off by 2^-9 of thousands of nats.
@@ -147,7 +167,7 @@ def test_bf16_keeps_the_small_gradient_of_a_sure_and_right_answer() -> None:
     # p = 0.9997: in bf16 it would be 1, and p - 1 would be 0.
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
-    chunked_cross_entropy(hidden, weight, torch.tensor([0])).backward()
+    objective_of(hidden, weight, torch.tensor([0])).backward()
     probability = torch.tensor([8.0, 0.0], dtype=torch.float64).softmax(0)
     assert weight.grad is not None
     expected = torch.stack([probability[0] - 1, probability[1]])
@@ -156,8 +176,8 @@ def test_bf16_keeps_the_small_gradient_of_a_sure_and_right_answer() -> None:
 
 def test_bf16_is_not_scaled_by_a_rounded_factor() -> None:
     inputs = cast(leaves((64,), 16, 40, bias=False, seed=5), torch.bfloat16)
-    once = torch.autograd.grad(chunked_cross_entropy(*inputs), inputs[0])[0]
-    third = torch.autograd.grad(chunked_cross_entropy(*inputs) / 3, inputs[0])[0]
+    once = torch.autograd.grad(objective_of(*inputs), inputs[0])[0]
+    third = torch.autograd.grad(objective_of(*inputs) / 3, inputs[0])[0]
     assert torch.equal(third, (once.float() / 3).bfloat16())
 
 
@@ -183,7 +203,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int) -> None:
     tokens, width, vocabulary = 600, 4, 50
     inputs = leaves((tokens,), width, vocabulary, bias=True, seed=6)
     with Watch() as watch:
-        chunked_cross_entropy(*inputs, chunk=chunk).backward()
+        objective_of(*inputs, chunk=chunk).backward()
     assert max(watch.sizes) == max(chunk * vocabulary, tokens * width)
     with Watch() as watch:
         plain(*inputs).backward()
@@ -192,7 +212,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int) -> None:
 
 def products(inputs: Any) -> int:
     with Watch() as watch:
-        loss = chunked_cross_entropy(*inputs, chunk=4)
+        loss = objective_of(*inputs, chunk=4)
         if loss.requires_grad:
             loss.backward()
     return sum(name in ("mm", "addmm", "addmm_") for name in watch.operators)
@@ -212,7 +232,7 @@ def test_only_the_wanted_gradients_are_computed() -> None:
 def test_inputs_are_left_alone_and_a_second_backward_is_refused() -> None:
     inputs = leaves((9,), 3, 5, bias=True, seed=8)
     copies = [t.detach().clone() for t in inputs]
-    loss = chunked_cross_entropy(*inputs, chunk=4)
+    loss = objective_of(*inputs, chunk=4)
     loss.backward(retain_graph=True)
     for tensor, copy in zip(inputs, copies, strict=True):
         assert torch.equal(tensor, copy)

@@ -22,11 +22,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rayapp.config import Lora
 from rayapp.model import (
     LanguageModel,
+    add_adapters,
     build,
+    checkpoint_activations,
     device_mesh,
     export,
+    export_adapters,
+    hold_in_4_bits,
+    init_adapters,
     init_weights,
     load_tokenizer,
     load_weights,
@@ -36,6 +42,7 @@ from rayapp.model import (
     shard,
 )
 from rayapp.model.build import find_blocks
+from rayapp.model.init import fill
 from rayapp.storage import open_storage
 
 SIZES = {
@@ -53,7 +60,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_untied": {"kind": "Llama", "tie_word_embeddings": False, "dtype": torch.bfloat16},
     "gpt_neox": {"kind": "GPTNeoX"},
     "mistral": {"kind": "Mistral", "num_key_value_heads": 2, "sliding_window": 5},
-    "mixtral": {"kind": "Mixtral", "num_key_value_heads": 2, "num_local_experts": 3},
+    "mixtral": {  # without its router's loss, which is no sum over documents
+        "kind": "Mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 3,
+        "router_aux_loss_coef": 0.0,
+    },
     "gemma_capped": {"kind": "Gemma2", "final_logit_softcapping": 3.0, "attention": "eager"},
 }
 STRATEGIES = {
@@ -69,10 +81,11 @@ SEED = 7
 
 def summed_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Compute the loss that rayapp.model expects, in the plainest way."""
     logits = nn.functional.linear(hidden, weight, bias).float().flatten(0, 1)
-    return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
+    loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
+    return loss, loss.detach()
 
 
 def attention_of(name: str) -> str:
@@ -119,9 +132,9 @@ def gradients(model: LanguageModel, rank: int, world: int) -> dict[str, Tensor]:
         mine = {k: v[row % 5 : row % 5 + 1].clone() for k, v in batch.items()}
         if row >= 5:
             mine["labels"].fill_(-100)
-        loss = model(**mine) / valid
-        loss.backward()
-        total += loss.detach()
+        objective, loss = model(**mine)
+        (objective / valid).backward()
+        total += loss / valid
     dist.all_reduce(total)
     return {"loss": total} | {
         name.removeprefix("hf."): whole(parameter.grad)
@@ -166,12 +179,34 @@ def work(rank: int, world: int, root: str) -> None:
         load_weights(model, source, "cpu")
         results["strategies"][strategy] = gradients(model, rank, world)
     model = build(source.config, loss=summed_loss)
-    model.hf.gradient_checkpointing_enable()
+    checkpoint_activations(model, "full")
     shard(model, mesh, param_dtype=torch.bfloat16)
     load_weights(model, source, "cpu")
     results["bf16"] = gradients(model, rank, world)
     results["failure"] = failing_export(model, rank, root)
+    results["adapters"] = adapt(mesh, root, out)
     torch.save(results, f"{root}/results-{world}-{rank}.pt")
+
+
+def adapt(mesh: Any, root: str, out: Path) -> Tensor:
+    """Export adapters with values that matter, alone and merged; return the model's loss."""
+    source = resolve(f"{root}/llama_tied")
+    lora = Lora(rank=3, alpha=12, targets=("q_proj", "down_proj"))
+    model = build(source.config, loss=summed_loss)
+    add_adapters(model, lora)
+    load_weights(shard(model, mesh), source, "cpu")
+    init_adapters(model, SEED)
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in model.hf.named_parameters():
+        if ".lora_B." in name:  # zeros so far
+            fill(parameter.data, torch.randn(parameter.shape, generator=generator) / 9)
+    export_adapters(model, open_storage(f"{out}/adapter"), base=f"{root}/llama_tied")
+    export(model, open_storage(f"{out}/merged"), dtype=torch.float32)
+    objective, loss = model(**make_batch())
+    objective.backward()
+    for parameter in model.parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad
+    return loss
 
 
 def failing_export(model: LanguageModel, rank: int, root: str) -> str:
@@ -352,13 +387,127 @@ def test_packed_loss_equals_each_document_alone(tmp_path: Path, name: str) -> No
     batch = {key: value[:1] for key, value in make_batch().items()}
     batch["labels"][:, ::2] = 5
     alone = [
-        model(batch["input_ids"][:, a:b], batch["labels"][:, a:b])
+        model(batch["input_ids"][:, a:b], batch["labels"][:, a:b])[0]
         for a, b in ((0, 3), (3, 4), (4, 12))
     ]
-    packed = model(**batch)
+    packed, _ = model(**batch)
     torch.testing.assert_close(packed, sum(alone), rtol=1e-5, atol=1e-5)
-    crossing = model(batch["input_ids"], batch["labels"])
+    crossing, _ = model(batch["input_ids"], batch["labels"])
     assert abs(crossing - packed) > 1e-3
+
+
+def test_router_loss_is_the_familys_own_and_only_in_training() -> None:
+    sizes = SIZES | {"num_key_value_heads": 2, "num_local_experts": 3, "router_aux_loss_coef": 0.7}
+    torch.manual_seed(2)
+    hf = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    model = LanguageModel(hf, summed_loss, None).train()
+    ids = torch.randint(250, (3, 12))
+    labels = torch.cat([ids[:, 1:], torch.full((3, 1), -100)], 1)
+    objective, loss = model(ids, labels)
+    expected = hf(input_ids=ids, labels=ids, output_router_logits=True)
+    valid = (labels != -100).sum()
+    torch.testing.assert_close(objective / valid, expected.loss)
+    torch.testing.assert_close(loss / valid, expected.loss - 0.7 * expected.aux_loss)
+    assert (objective - loss) / valid > 0.5  # and is no rounding
+    router = hf.model.layers[0].mlp.gate.weight
+    (ours,) = torch.autograd.grad(objective / valid, router)
+    (theirs,) = torch.autograd.grad(expected.loss, router)
+    torch.testing.assert_close(ours, theirs)
+    objective, loss = model.eval()(ids, labels)
+    assert objective == loss
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mistral", "gpt_neox"])
+def test_attention_by_boundaries_equals_attention_by_mask(tmp_path: Path, name: str) -> None:
+    make_folder(name, tmp_path)
+    source, batch = resolve(str(tmp_path)), make_batch()
+    ends = torch.tensor([0, 3, 4, 12])
+    bounds = torch.cat([ends[:1], *(ends[1:] + 12 * row for row in range(5))]).int()
+    found = {}
+    for attention in ("sdpa", "varlen"):
+        model = build(source.config, loss=summed_loss, attention=attention)
+        load_weights(model, source, "cpu")
+        objective, _ = model(**batch, boundaries=bounds, longest=8)
+        objective.backward()
+        plain, _ = model(batch["input_ids"][:, :4], batch["labels"][:, :4])  # within the window
+        found[attention] = [objective, plain, *(p.grad for p in model.parameters())]
+    torch.testing.assert_close(found["varlen"], found["sdpa"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_adapters_load_in_peft_alone_and_merged(ranks: Ranks, world: int) -> None:
+    import peft
+
+    out, batch = ranks.root / "out" / str(world), make_batch()
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    adapted = peft.PeftModel.from_pretrained(ranks.reference("llama_tied"), out / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(out / "merged")
+    with torch.no_grad():
+        logits = adapted(**inputs, use_cache=False).logits
+        torch.testing.assert_close(merged(**inputs, use_cache=False).logits, logits)
+        plain = ranks.reference("llama_tied")(**inputs, use_cache=False).logits
+    assert (logits - plain).abs().max() > 0.1
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
+    for rank in ranks.results[world]:
+        torch.testing.assert_close(rank["adapters"], loss)
+
+
+def test_a_base_in_4_bits_is_what_bitsandbytes_holds(folder: Path, tmp_path: Path) -> None:
+    """Loaded by rows, it computes and is exported with the values that bitsandbytes gives."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+    torch.manual_seed(3)
+    hf = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    hf.save_pretrained(tmp_path / "base")
+    model = build(resolve(str(tmp_path / "base")).config, loss=summed_loss)
+    add_adapters(model, Lora(rank=2))
+    whole = sum(p.nbytes for p in model.hf.model.layers.parameters() if not p.requires_grad)
+    hold_in_4_bits(model, torch.float32)
+    held = sum(p.nbytes for p in model.hf.model.layers.parameters() if not p.requires_grad)
+    assert held < whole * 4.6 / 32 + 4 * 64 * 4  # 4 bits and a scale in 64, and the norms
+    load_weights(model, resolve(str(tmp_path / "base")), "cpu")
+    init_adapters(model, SEED)
+    for name, module in hf.named_modules():
+        if ".layers." in name and isinstance(module, nn.Linear):
+            packed, state = quantize_4bit(module.weight.detach(), blocksize=64, quant_type="nf4")
+            module.weight.data = dequantize_4bit(packed, state)
+    batch = make_batch()
+    _, loss = model(batch["input_ids"], batch["labels"])
+    logits = hf(input_ids=batch["input_ids"], use_cache=False).logits
+    _, expected = summed_loss(logits, torch.eye(250), batch["labels"])
+    torch.testing.assert_close(loss, expected)
+    export(model, open_storage(str(tmp_path / "merged")))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, tensor in hf.state_dict().items():
+        torch.testing.assert_close(merged[name], tensor)
+
+
+def test_unknown_targets_of_adapters_are_named() -> None:
+    model = build(make_config("gpt_neox"), loss=summed_loss)
+    with pytest.raises(ValueError, match=r"targets=q_proj is unknown: .* Set some of dense, "):
+        add_adapters(model, Lora(targets=("dense", "q_proj")))
+
+
+def test_adapters_start_at_the_base_and_the_same_for_any_name(folder: Path) -> None:
+    found = []
+    for seed in (SEED, SEED, SEED + 1):
+        source = resolve(str(folder))
+        model = build(source.config, loss=summed_loss)
+        add_adapters(model, Lora(rank=3))
+        load_weights(model, source, "cpu")
+        init_adapters(model, seed)
+        found.append({n: p.clone() for n, p in model.named_parameters() if p.requires_grad})
+    for name, values in found[0].items():
+        assert torch.equal(values, found[1][name])
+        if ".lora_B." in name:
+            assert not values.any()
+        else:
+            bound = 1 / values.shape[1] ** 0.5
+            assert not torch.equal(values, found[2][name])
+            assert values.abs().max() <= bound and values.std() > bound / 3
 
 
 def test_no_positions_means_no_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

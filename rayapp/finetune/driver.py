@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rayapp.config import Config
+from rayapp.config import Config, ConfigError
 from rayapp.finetune import checks, display
 from rayapp.finetune.fit import fit
 from rayapp.finetune.inputs import (
@@ -25,6 +25,7 @@ from rayapp.finetune.inputs import (
 from rayapp.finetune.job import STOP_FILE, Job
 from rayapp.finetune.lease import held
 from rayapp.finetune.outcome import RunFailed, result_of
+from rayapp.finetune.parts import technique_problems
 from rayapp.finetune.session import (
     ENVIRONMENT,
     address_of,
@@ -63,7 +64,9 @@ def finetune(
     with held(ready.run, lambda text: console.print(text, highlight=False)) as lease:
         with connected(config, address):
             phases["ray"] = time.time() - started - sum(phases.values())
-            config = resolve_precision(config, uses_gpus(config))
+            config = resolve_precision(config, gpus := uses_gpus(config))
+            if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
+                raise ConfigError(wrong)
             status = checks.same_run(ready.run, config)
             if status == "done":
                 result = json.loads(ready.run.read("result.json"))

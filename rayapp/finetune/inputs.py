@@ -14,7 +14,7 @@ from rayapp.config import Config, ConfigError
 from rayapp.data import prepare, tokens
 from rayapp.data.prepared import Prepared, mixed
 from rayapp.finetune import checks
-from rayapp.finetune.training import model_shape
+from rayapp.finetune.parts import model_shape
 from rayapp.order import Order, fingerprint
 from rayapp.storage import open_storage
 

@@ -9,11 +9,9 @@ rank's rows: from Ray Data in a Ray Train worker, read directly under torchrun.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,15 +23,13 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from rayapp import loop, metrics, model
 from rayapp.checkpoint import loader, marker
 from rayapp.checkpoint.saver import Checkpointer
-from rayapp.config import Config
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune.job import Job
 from rayapp.finetune.pace import Cadence, Clock, Leaving
-from rayapp.loss import chunked_cross_entropy
-from rayapp.model.build import find_blocks
-from rayapp.optim import adamw, lr_at
+from rayapp.finetune.parts import Parts, make_parts
+from rayapp.optim import lr_at
 from rayapp.order import Cursor
+from rayapp.spikes import Spikes
 from rayapp.storage import Storage, open_storage
 
 SAMPLE_TOKENS = 64
@@ -47,35 +43,6 @@ class Resumed(RuntimeError):
 
 class StartAgain(RuntimeError):
     """This attempt cannot go on, but another one can; raised by all ranks. The message says why."""
-
-
-@dataclass
-class Parts:
-    """What a run is made of, on one rank."""
-
-    lm: model.LanguageModel
-    optimizer: torch.optim.Optimizer
-    source: model.Source
-    tokenizer: Any
-    head: Head
-
-
-class Head:
-    """The output layer as the model calls it: the loss, or, to sample, the next logits."""
-
-    def __init__(self, chunk: int) -> None:
-        self.chunk, self.sampling = chunk, False
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if self.sampling:
-            return torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
-        return chunked_cross_entropy(hidden, weight, labels, bias, chunk=self.chunk)
 
 
 def run(
@@ -99,7 +66,7 @@ def run(
     )
     parts = make_parts(job, device)
     clock.lap("model")
-    first_step = restore(job, parts, storage)
+    first_step, losses = restore(job, parts, storage)
     clock.lap("restore")
     log = metrics.MetricsLog(storage, first_step) if rank == 0 else None
     attempt = [log.attempt if log else 0]
@@ -115,7 +82,7 @@ def run(
         notices.extend([found] if found else [])
         return loop.MOVE if found else loop.STAY
 
-    engine = make_engine(job, parts, device, control, saver, leaving)
+    engine = make_engine(job, parts, device, control, saver, leaving, losses)
     engine.attempt, engine.look = attempt[0], look
     last: metrics.StepRecord | None = None
     try:
@@ -159,13 +126,19 @@ def make_engine(
     control: Any,
     saver: Checkpointer,
     leaving: Leaving | None,
+    losses: list[float],
 ) -> loop.Engine:
-    """Tell the loop what it needs, and when to save, evaluate and leave (`leaving`: on rank 0)."""
+    """Tell the loop what it needs, and when to save, evaluate and leave (`leaving`: on rank 0).
+
+    `losses` are those that a spike is compared with, of the steps before this attempt.
+    """
     config, rank, world = job.config, dist.get_rank(), dist.get_world_size()
     cadence = Cadence(config, job.order.num_steps)
+    watched = config.train.on_spike != "none"
+    spikes = Spikes(config.train.spike_sigmas, losses) if watched else None
     engine = loop.Engine(
         model=parts.lm,
-        optimizer=parts.optimizer,
+        optimizers=parts.optimizers,
         lr_at=partial(
             lr_at,
             peak=config.train.lr,
@@ -173,13 +146,16 @@ def make_engine(
             num_steps=job.order.num_steps,
             warmup_steps=config.train.warmup_steps,
             floor=config.train.min_lr,
+            decay=config.train.decay,
         ),
         device=device,
         grad_clip=config.train.grad_clip,
         control=control,
         rows_per_epoch=job.order.num_rows,
         rows_per_step=job.order.rows_per_step,
-        save=lambda step: saver.save(step, state_tensors(parts), state_values(job, step)),
+        spikes=spikes,
+        skip_bad=config.train.on_spike == "skip",
+        save=lambda step: saver.save(step, state_tensors(parts), state_values(job, step, spikes)),
         save_due=cadence.save_due if rank == 0 else lambda step: False,
         leave_due=leaving.due if leaving else lambda: loop.STAY,
         look_due=leaving.look_due if leaving else lambda: False,
@@ -193,58 +169,18 @@ def make_engine(
     return engine
 
 
-def make_parts(job: Job, device: torch.device) -> Parts:
-    """Build the model on the meta device, shard it, fill its shards, and make the optimizer."""
-    config = job.config
-    source = model.resolve(config.model.path)
-    tokenizer = load_tokenizer(job.tokenizer_url)
-    head = Head(config.train.loss_chunk)
-    shape = model_shape(source, config, len(tokenizer))
-    lm = model.build(shape, loss=head, attention="sdpa")
-    if config.parallel.activation_checkpointing == "full":
-        lm.hf.gradient_checkpointing_enable({"use_reentrant": False})
-    replicas = config.parallel.replicas or 1
-    mesh = model.device_mesh(device.type, strategy=config.parallel.strategy, replicas=replicas)
-    if config.train.compile:
-        for block in find_blocks(lm.hf):
-            block.compile()
-    model.shard(
-        lm,
-        mesh,
-        strategy=config.parallel.strategy,
-        param_dtype=torch.bfloat16 if config.train.precision == "bf16" else None,
-        cpu_offload=config.parallel.cpu_offload,
-    )
-    if source.preset or config.model.from_scratch:
-        model.init_weights(lm, config.run.seed, device)
-    else:
-        model.load_weights(lm, source, device)
-    optimizer = adamw(
-        lm, lr=config.train.lr, weight_decay=config.train.weight_decay, betas=config.train.betas
-    )
-    return Parts(lm.train(), optimizer, source, tokenizer, head)
-
-
-def model_shape(source: model.Source, config: Config, vocabulary: int) -> Any:
-    """Return the model's config: a preset takes its tokenizer's vocabulary, then the overrides."""
-    shape = copy.deepcopy(source.config)
-    if source.preset:
-        shape.vocab_size = vocabulary
-    for name, value in config.model.overrides.items():
-        setattr(shape, name, value)
-    return shape
-
-
 def state_tensors(parts: Parts) -> dict[str, Any]:
     """Return what a checkpoint holds as tensors: model, optimizer and every rank's RNG."""
-    weights, optimizer = dcp_state.get_state_dict(parts.lm, parts.optimizer)
+    weights, optimizer = dcp_state.get_state_dict(
+        parts.lm, parts.optimizers, options=dcp_state.StateDictOptions(ignore_frozen_params=True)
+    )
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
     return {"model": weights, "optimizer": optimizer, "rng": {str(dist.get_rank()): rng}}
 
 
-def state_values(job: Job, step: int) -> dict[str, Any]:
+def state_values(job: Job, step: int, spikes: Spikes | None) -> dict[str, Any]:
     """Return what a checkpoint holds as plain values, in state.json."""
     import ray
     import transformers
@@ -255,6 +191,7 @@ def state_values(job: Job, step: int) -> dict[str, Any]:
         "cursor": job.order.cursor(step, job.prepared.fingerprint).to_dict(),
         "data": job.prepared.parts,
         "workers": dist.get_world_size(),
+        "losses": [] if spikes is None else list(spikes.losses),
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -263,8 +200,10 @@ def state_values(job: Job, step: int) -> dict[str, Any]:
     }
 
 
-def restore(job: Job, parts: Parts, storage: Storage) -> int:
-    """Load the newest whole checkpoint, if there is one; return the number of steps it has done.
+def restore(job: Job, parts: Parts, storage: Storage) -> tuple[int, list[float]]:
+    """Load the newest whole checkpoint, if there is one.
+
+    Returns the number of steps it has done, and the last losses, which spikes are compared with.
 
     Raises:
         Resumed: the data are not those that the checkpoint was trained on.
@@ -279,7 +218,7 @@ def restore(job: Job, parts: Parts, storage: Storage) -> int:
     dist.broadcast_object_list(choice, src=0)
     found = choice[0]
     if found is None:
-        return 0
+        return 0, []
     check_cursor(job, found.state)
     wanted = state_tensors(parts)
     saved = loader.saved_names(storage, found.name)
@@ -295,15 +234,16 @@ def restore(job: Job, parts: Parts, storage: Storage) -> int:
         raise StartAgain(f"{damage}; it is refused from now on") from damage
     dcp_state.set_state_dict(
         parts.lm,
-        parts.optimizer,
+        parts.optimizers,
         model_state_dict=wanted["model"],
         optim_state_dict=wanted["optimizer"],
+        options=dcp_state.StateDictOptions(strict=False),  # what is frozen is not saved
     )
     if "rng" in wanted:
         torch.set_rng_state(wanted["rng"][rank]["cpu"])
         if torch.cuda.is_available() and "cuda" in wanted["rng"][rank]:
             torch.cuda.set_rng_state(wanted["rng"][rank]["cuda"])
-    return found.step
+    return found.step, found.state["losses"]
 
 
 def check_cursor(job: Job, state: dict[str, Any]) -> None:
@@ -337,16 +277,28 @@ def finish(
     clock.lap("sample")
     found["model_path"] = None
     if job.config.checkpoint.export:
+        export(job, parts, storage)
+        found["model_path"] = f"{storage.url}/model"
+    dist.barrier(group=engine.control)
+    clock.lap("export")
+    return found
+
+
+def export(job: Job, parts: Parts, storage: Storage) -> None:
+    """Write model/: a whole model, or the adapters alone; adapter/ too where they are merged."""
+    lora = job.config.model.lora
+    if lora is not None:
+        folder = storage / ("adapter" if lora.merge else "model")
+        model.export_adapters(
+            parts.lm, folder, base=job.config.model.path, tokenizer=parts.tokenizer
+        )
+    if lora is None or lora.merge:
         model.export(
             parts.lm,
             storage / "model",
             tokenizer=parts.tokenizer,
             generation_config=parts.source.generation_config,
         )
-        found["model_path"] = f"{storage.url}/model"
-    dist.barrier(group=engine.control)
-    clock.lap("export")
-    return found
 
 
 @torch.no_grad()
@@ -360,7 +312,7 @@ def sample(parts: Parts, prompt: str, device: torch.device, seed: int) -> str:
     try:
         start = ids.shape[1]
         while ids.shape[1] < min(start + SAMPLE_TOKENS, limit):
-            logits = parts.lm(ids, ids)
+            logits, _ = parts.lm(ids, ids)
             drawn = torch.multinomial(torch.softmax(logits.cpu() / 0.8, -1), 1, generator=generator)
             ids = torch.cat([ids, drawn.to(device)], 1)
             if int(drawn) == parts.tokenizer.eos_token_id:

@@ -104,7 +104,7 @@ def validate(job: Job, name: str, step: int) -> dict[str, Any]:
     from rayapp import loop
     from rayapp.checkpoint import loader
     from rayapp.data.rows import sequential_batches
-    from rayapp.finetune import training
+    from rayapp.finetune.parts import make_parts
     from rayapp.storage import open_storage
 
     began = time.time()
@@ -114,13 +114,15 @@ def validate(job: Job, name: str, step: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
         try:
-            parts = training.make_parts(job, device)
-            weights = dcp_state.get_model_state_dict(parts.lm)
+            parts = make_parts(job, device)
+            trained = dcp_state.StateDictOptions(ignore_frozen_params=True)
+            weights = dcp_state.get_model_state_dict(parts.lm, options=trained)
             loader.load(open_storage(job.run_url), name, {"model": weights})
-            dcp_state.set_model_state_dict(parts.lm, weights)
+            some = dcp_state.StateDictOptions(strict=False)
+            dcp_state.set_model_state_dict(parts.lm, weights, options=some)
             engine = loop.Engine(
                 model=parts.lm,
-                optimizer=parts.optimizer,
+                optimizers=parts.optimizers,
                 lr_at=lambda step: 0.0,
                 device=device,
                 grad_clip=None,

@@ -19,7 +19,8 @@ from rayapp.data import stream
 from rayapp.data.rows import StepRows
 from rayapp.finetune import placement, training
 from rayapp.finetune.job import Job
-from rayapp.loop import NonFiniteLoss
+from rayapp.loop import BadLoss
+from rayapp.model import Unavailable
 
 logger = logging.getLogger("rayapp.finetune")
 
@@ -53,7 +54,7 @@ def work(job: Job) -> dict[str, Any]:
             )
         except training.StartAgain as error:
             return {"status": "moved", "notice": False, "reason": str(error)}
-        except (NonFiniteLoss, training.Resumed) as error:
+        except (BadLoss, training.Resumed, Unavailable) as error:
             # All ranks raise these together, and a restart would only find the same again.
             return {"status": "failed", "reason": str(error)}
 

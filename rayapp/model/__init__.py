@@ -6,7 +6,8 @@
     model = shard(build(source.config, loss=chunked_loss), mesh, param_dtype=torch.bfloat16)
     stats = load_weights(model, source, "cuda")           # or init_weights(model, seed, "cuda")
     optimizer = torch.optim.AdamW(model.parameters())     # only now are there parameters
-    (model(input_ids, labels) / global_valid_tokens).backward()
+    objective, loss = model(input_ids, labels)            # both sums over valid tokens
+    (objective / global_valid_tokens).backward()
     export(model, open_storage("s3://bucket/model"))
 
 The order is the point. `build` gives shapes on the meta device, `shard` decides who owns which
@@ -16,6 +17,8 @@ averaged: the caller divides the loss by the valid tokens of the global batch. N
 the original ones in both directions, through transformers' own conversion tables.
 """
 
+from rayapp.model.activations import checkpoint_activations, offload_activations
+from rayapp.model.attention import Unavailable, attention_problem, choose_attention
 from rayapp.model.build import (
     LanguageModel,
     Loss,
@@ -26,6 +29,15 @@ from rayapp.model.build import (
 )
 from rayapp.model.export import export
 from rayapp.model.init import init_weights
+from rayapp.model.kernels import compile_blocks, use_float8
+from rayapp.model.lora import (
+    add_adapters,
+    export_adapters,
+    hold_in_4_bits,
+    init_adapters,
+    linear_names,
+    unknown_targets,
+)
 from rayapp.model.source import Source, load_tokenizer, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
@@ -34,14 +46,27 @@ __all__ = [
     "LoadStats",
     "Loss",
     "Source",
+    "Unavailable",
+    "add_adapters",
+    "attention_problem",
     "build",
+    "checkpoint_activations",
+    "choose_attention",
+    "compile_blocks",
     "device_mesh",
     "export",
+    "export_adapters",
+    "hold_in_4_bits",
+    "init_adapters",
     "init_weights",
+    "linear_names",
     "load_tokenizer",
     "load_weights",
     "num_parameters",
+    "offload_activations",
     "problems",
     "resolve",
     "shard",
+    "unknown_targets",
+    "use_float8",
 ]

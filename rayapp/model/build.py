@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,18 +32,21 @@ from torch.distributed.fsdp import (
 )
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from rayapp.model.attention import BY_BOUNDARIES, IMPLEMENTATIONS
+from rayapp.model.quantize import Linear4bit
+
 log = logging.getLogger("rayapp.model")
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 
 
 class Loss(Protocol):
-    """Sum the cross-entropy over the labels that are not -100, from hidden states."""
+    """Sum over the labels that are not -100, from hidden states: (objective, cross-entropy)."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> scalar."""
+    ) -> tuple[Tensor, Tensor]:
+        """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars."""
 
 
 class LanguageModel(nn.Module):
@@ -49,33 +55,68 @@ class LanguageModel(nn.Module):
     It is the FSDP root: parameters outside the blocks are whole only while its forward runs.
     """
 
-    def __init__(self, hf: PreTrainedModel, loss: Loss, source_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        loss: Loss,
+        source_dtype: torch.dtype | None,
+        attention: str = "sdpa",
+    ) -> None:
         super().__init__()
         self.hf = hf
         self.loss = loss
         self.source_dtype = source_dtype  # what the config asked for, before training's own dtype
+        self.by_boundaries = attention in BY_BOUNDARIES
         self.offloaded = False  # True: sharded parameters live in host memory
         self.plain_head = _head_is_plain(hf)
+        self.router_loss = _router_loss(hf)
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
-    ) -> Tensor:
-        """Sum the loss over the labels of this micro-batch that are not -100.
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        boundaries: Tensor | None = None,
+        longest: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sum over the labels of this micro-batch that are not -100: (objective, cross-entropy).
 
-        `labels[b, s]` is the token that follows `input_ids[b, s]`: already shifted. Positions that
-        restart at 0 mark the documents of a packed row; None means one document per row, which
-        takes the plain causal kernel (no mask is built).
-        Shapes: input_ids, labels, position_ids [B, S] -> scalar.
+        The objective is what to differentiate: the loss's own, and what a mixture of experts adds
+        for its router. `labels[b, s]` is the token that follows `input_ids[b, s]`: already shifted.
+        Positions that restart at 0 mark the documents of a packed row; None means one document per
+        row, which takes the plain causal kernel (no mask is built). `boundaries` says the same for
+        the rows laid end to end, `longest` is the longest document in tokens; kernels that take
+        no mask need both with position_ids.
+
+        Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
-        if not self.plain_head:
-            output = self.hf(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+        if self.by_boundaries and position_ids is not None:
+            assert boundaries is not None, "this attention needs the documents' boundaries"
+            inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
+            inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+            inputs |= {"max_length_q": longest, "max_length_k": longest}
+            labels = labels.reshape(1, -1)
+        routed = self.training and self.router_loss is not None
+        if routed:
+            inputs["output_router_logits"] = True
+        if self.plain_head:
+            output = self.hf.base_model(**inputs, use_cache=False)
+            head = cast(nn.Linear, self.hf.get_output_embeddings())
+            objective, loss = self.loss(
+                output.last_hidden_state, head.weight, labels, bias=head.bias
+            )
+        else:
+            output = self.hf(**inputs, use_cache=False)
             logits = output.logits.float().flatten(0, 1)  # [B * S, V]
-            return nn.functional.cross_entropy(
+            objective = nn.functional.cross_entropy(
                 logits, labels.flatten(), reduction="sum", ignore_index=-100
             )
-        output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        head = cast(nn.Linear, self.hf.get_output_embeddings())
-        return self.loss(output.last_hidden_state, head.weight, labels, bias=head.bias)
+            loss = objective.detach()
+        if routed:
+            assert self.router_loss is not None
+            objective = objective + self.router_loss(output.router_logits) * (labels != -100).sum()
+        return objective, loss
 
 
 def build(
@@ -85,19 +126,37 @@ def build(
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
 ) -> LanguageModel:
-    """Build the model on the meta device: every shape, no memory."""
+    """Build the model on the meta device: every shape, no memory (`attention`: attention.py)."""
     source_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else None
     config = copy.deepcopy(config)  # from_config writes dtype and attention into what it is given
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATIONS[attention],
+            trust_remote_code=False,
         )
-    return LanguageModel(hf, loss, source_dtype)
+    return LanguageModel(hf, loss, source_dtype, attention)
 
 
 def num_parameters(model: nn.Module) -> int:
     """Count the parameters of the whole model, tied ones once, sharded or not."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> dict[str, Any]:
+    """Return the state dict without adapters, under the names it has without them.
+
+    peft moves a layer that it adapts into one named base_layer. A weight that is held in 4 bits is
+    given as its layer, whose shape is the weight's.
+    """
+    held = {name: m for name, m in hf.named_modules() if isinstance(m, Linear4bit)}
+    state: dict[str, Any] = {f"{name}.weight": module for name, module in held.items()}
+    for name, tensor in hf.state_dict(keep_vars=keep_vars).items():
+        owner, _, key = name.rpartition(".")
+        if ".lora_" not in name and not (owner in held and key in ("packed", "scales")):
+            state[name] = tensor
+    return {name.replace(".base_layer.", "."): value for name, value in state.items()}
 
 
 def device_mesh(device_type: str, *, strategy: str, replicas: int = 1) -> DeviceMesh:
@@ -140,20 +199,22 @@ def shard(
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     free_after_forward = strategy in ("full_shard", "hybrid_shard")
-    for block in find_blocks(model.hf):
+    blocks = find_blocks(model.hf)
+    for block in blocks:
+        # The last block's backward follows its forward at once, as does the root's: freeing in
+        # between would only cost a second all-gather.
         fully_shard(
             block,
             mesh=mesh,
-            reshard_after_forward=free_after_forward,
+            reshard_after_forward=free_after_forward and block is not blocks[-1],
             mp_policy=precision,
             offload_policy=offload,
         )
-    # The root's backward follows its forward at once, so freeing in between would only cost a
-    # second all-gather of embeddings and head.
     fully_shard(
         model, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload
     )
     model.offloaded = cpu_offload
+    _prefetch(cast(list[FSDPModule], blocks))
     _sum_gradients(model)
     return model
 
@@ -175,6 +236,16 @@ def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
     if not lists:
         raise ValueError(f"{type(hf).__name__} has no transformer blocks to shard")
     return max(lists, key=len)
+
+
+def _prefetch(blocks: list[FSDPModule]) -> None:
+    """Ask for the next block's parameters before a block computes, not when it is done.
+
+    By itself FSDP does so in the backward pass only; in the forward pass it trusts the host to be
+    ahead of the device.
+    """
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
 
 
 def _sum_gradients(model: nn.Module) -> None:
@@ -214,6 +285,23 @@ def _head_is_plain(hf: PreTrainedModel) -> bool:
         log.info("%s: full logits are used (%r)", type(hf).__name__, error)
         return False
     return logits.shape == hidden.shape and torch.equal(logits, hidden)
+
+
+def _router_loss(hf: PreTrainedModel) -> Callable[[Any], Tensor] | None:
+    """Return what balances the load of a mixture of experts, from its router logits; or None.
+
+    It is the family's own function and coefficient (Switch Transformer's, arXiv 2101.03961), over
+    the tokens of one micro-batch. Micro-batches are the same for any number of workers, so it is.
+    """
+    config = hf.config.get_text_config()
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    balance = getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)
+    num_experts, top_k = (
+        getattr(hf, name, None) for name in ("num_experts", "num_experts_per_tok")
+    )
+    if not coefficient or balance is None or num_experts is None:
+        return None
+    return lambda logits: coefficient * balance(logits, num_experts, top_k)
 
 
 class _KnownHidden(nn.Module):

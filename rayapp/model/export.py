@@ -35,8 +35,10 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 
-from rayapp.model.build import LanguageModel
+from rayapp.model.build import LanguageModel, base_state
 from rayapp.model.files import INDEX, SINGLE, layout
+from rayapp.model.lora import Update, updates
+from rayapp.model.quantize import Linear4bit
 from rayapp.storage import Storage
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -119,6 +121,7 @@ def export(
 ) -> list[str]:
     """Write the model to `storage`, called by all ranks; return the names of all files.
 
+    Adapters are added to the weights that they change, in fp32.
     The dtype defaults to that of the model's original config.json, or fp32 if it names none.
     Weights come first and config.json last, so that a folder with one is complete.
     Raises: RuntimeError on every rank if any of them could not write.
@@ -128,11 +131,11 @@ def export(
     reverse = _Reverse(model.hf)
     files = _split(reverse.groups(dtype), max_file_bytes)
     names = _file_names(len(files))
-    state = _untied(model.hf)
+    state, changes = _untied(model.hf), updates(model.hf)
     error: Exception | None = None
     for start in range(0, len(files), world):  # a wave: one file for each rank
         wave = files[start : start + world]
-        turns = _gather_in_turns(wave, state, dtype)
+        turns = _gather_in_turns(wave, state, changes, dtype)
         try:
             if rank < len(wave) and error is None:
                 with storage.open_write(names[start + rank]) as out:
@@ -176,34 +179,54 @@ def _file_names(count: int) -> list[str]:
 
 
 def _gather_in_turns(
-    wave: list[list[Group]], state: dict[str, Tensor], dtype: torch.dtype
+    wave: list[list[Group]],
+    state: dict[str, Any],
+    changes: dict[str, Update],
+    dtype: torch.dtype,
 ) -> Iterator[tuple[int, Group, dict[str, Tensor]]]:
     """Gather group after group, from each file of a wave in turn; collective."""
     for turn in zip_longest(*wave):
         for owner, group in enumerate(turn):
             if group is not None:
-                yield owner, group, {name: _gather(state[name], dtype) for name, _ in group.members}
+                names = [name for name, _ in group.members]
+                yield (
+                    owner,
+                    group,
+                    {name: _gather(state[name], dtype, changes.get(name)) for name in names},
+                )
 
 
-def _gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _gather(
+    tensor: Tensor | Linear4bit, dtype: torch.dtype, change: Update | None = None
+) -> Tensor:
     """Return the whole of a tensor on every rank, cast before it travels; collective."""
+    dtype = _stored_as(tensor, dtype)
+    if change is None:
+        return tensor.whole().to(dtype) if isinstance(tensor, Linear4bit) else _whole(tensor, dtype)
+    left, right = _whole(change.left, torch.float32), _whole(change.right, torch.float32)
+    whole = (
+        tensor.whole() if isinstance(tensor, Linear4bit) else _whole(tensor, tensor.dtype).float()
+    )
+    return torch.addmm(whole, right, left, alpha=change.scale).to(dtype)  # whole may be the shard
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return tensor.to(_stored_as(tensor, dtype))
+        return tensor.to(dtype)
     on = tensor.device_mesh.device_type  # offloaded shards are not where their mesh communicates
-    moved = tensor.to(device=on, dtype=_stored_as(tensor, dtype))
-    return cast(DTensor, moved).full_tensor()
+    return cast(DTensor, tensor.to(device=on, dtype=dtype)).full_tensor()
 
 
-def _stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
+def _stored_as(tensor: Tensor | Linear4bit, dtype: torch.dtype) -> torch.dtype:
+    return dtype if isinstance(tensor, Linear4bit) or tensor.is_floating_point() else tensor.dtype
 
 
-def _untied(hf: PreTrainedModel) -> dict[str, Tensor]:
+def _untied(hf: PreTrainedModel) -> dict[str, Any]:
     """Return the state dict with shared tensors once, under their first name."""
     seen: set[int] = set()
-    state: dict[str, Tensor] = {}
-    for name, tensor in hf.state_dict(keep_vars=True).items():
+    state: dict[str, Any] = {}
+    for name, tensor in base_state(hf, keep_vars=True).items():
         if id(tensor) not in seen and name not in (hf._keys_to_ignore_on_save or ()):
             seen.add(id(tensor))
             state[name] = tensor

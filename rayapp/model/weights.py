@@ -34,9 +34,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from rayapp.model.build import LanguageModel, build
+from rayapp.model.build import LanguageModel, base_state, build
 from rayapp.model.files import Stored, read_header, read_headers, weight_files
 from rayapp.model.init import allocate, fill, local_part, local_slice
+from rayapp.model.quantize import Linear4bit
 from rayapp.model.source import Source
 from rayapp.storage import Storage
 
@@ -106,7 +107,7 @@ def load_weights(model: LanguageModel, source: Source, device: torch.device | st
         raise ValueError("\n".join(wrong))
     allocate(model, device)
     reader = _Reader(source.storage, stored)
-    tensors = model.hf.state_dict()
+    tensors = base_state(model.hf)
 
     def load(conversion: Conversion) -> int:
         return _load_one(model.hf, conversion, tensors, reader)
@@ -155,7 +156,9 @@ def problems(source: Source, from_scratch: bool) -> list[str]:
     return _misfits(hf, plan, source.name, source.storage.url)
 
 
-def _no_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+def _no_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     raise AssertionError("this model was built for its shapes")
 
 
@@ -180,7 +183,7 @@ def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conve
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    wanted = hf.state_dict()
+    wanted = base_state(hf)
     prefix = hf.base_model_prefix
     plan: dict[str, Conversion] = {}
     extra = []
@@ -207,7 +210,7 @@ def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conve
 
 def _misfits(hf: PreTrainedModel, plan: list[Conversion], name: str, url: str) -> list[str]:
     """Say which parameters no tensor fills, and which are filled with another shape."""
-    wanted = hf.state_dict()
+    wanted = base_state(hf)
     shapes = {target: shape for conversion in plan for target, shape in conversion.targets.items()}
     missing = [names[0] for names in _tied_names(hf) if not shapes.keys() & set(names)]
     found = []
@@ -232,7 +235,7 @@ def _misfits(hf: PreTrainedModel, plan: list[Conversion], name: str, url: str) -
 def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
     """Return the names of the state dict, those of one shared tensor together."""
     groups: dict[int, list[str]] = {}
-    for name, tensor in hf.state_dict(keep_vars=True).items():
+    for name, tensor in base_state(hf, keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
     return list(groups.values())
 
@@ -262,17 +265,22 @@ class _Reader:
 
 @torch.no_grad()  # per thread, so here and not around the pool
 def _load_one(
-    hf: PreTrainedModel, conversion: Conversion, tensors: dict[str, Tensor], reader: _Reader
+    hf: PreTrainedModel, conversion: Conversion, tensors: dict[str, Any], reader: _Reader
 ) -> int:
     """Fill the local part of one conversion's parameters; return the bytes read for it."""
     if conversion.converter is not None and not conversion.is_stack():
         whole = {p: [reader.rows(k) for k in keys] for p, keys in conversion.sources.items()}
         num_bytes = _num_bytes(whole)
         for name, tensor in conversion.run(hf, whole).items():
-            fill(tensors[name], tensor)
+            target = tensors[name]
+            if isinstance(target, Linear4bit):
+                offsets, sizes = local_slice(target.packed)
+                target.fill(tensor[offsets[0] : offsets[0] + sizes[0]])
+            else:
+                fill(target, tensor)
         return num_bytes
     (target,) = (tensors[name] for name in conversion.targets)
-    offsets, sizes = local_slice(target)
+    offsets, sizes = local_slice(target.packed if isinstance(target, Linear4bit) else target)
     if math.prod(sizes) == 0:
         return 0
     if conversion.converter is None:
@@ -284,6 +292,9 @@ def _load_one(
         read = {p: [reader.rows(k) for k in keys[mine]] for p, keys in conversion.sources.items()}
     num_bytes = _num_bytes(read)
     (value,) = conversion.run(hf, read).values()
+    if isinstance(target, Linear4bit):
+        target.fill(value)  # rows are sharded, columns never are
+        return num_bytes
     for dim in range(1, value.ndim):
         value = value.narrow(dim, offsets[dim], sizes[dim])
     local_part(target).copy_(value)

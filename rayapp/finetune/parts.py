@@ -1,0 +1,169 @@
+"""What a run is made of, on one rank: model, optimizers, tokenizer; each technique in its order.
+
+parts = make_parts(job, torch.device("cuda"))
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rayapp import model
+from rayapp.config import Config
+from rayapp.data.tokens import load_tokenizer
+from rayapp.finetune.job import Job
+from rayapp.loss import chunked_cross_entropy
+from rayapp.optim import make_optimizers
+
+
+@dataclass
+class Parts:
+    """What a run is made of, on one rank."""
+
+    lm: model.LanguageModel
+    optimizers: list[torch.optim.Optimizer]
+    source: model.Source
+    tokenizer: Any
+    head: Head
+
+
+class Head:
+    """The output layer as the model calls it: the loss, or, to sample, the next logits."""
+
+    def __init__(self, config: Config) -> None:
+        train = config.train
+        self.sampling = False
+        self.loss = partial(
+            chunked_cross_entropy,
+            chunk=train.loss_chunk,
+            z_loss=train.z_loss,
+            label_smoothing=train.label_smoothing,
+        )
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.sampling:
+            logits = torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
+            return logits, logits
+        return self.loss(hidden, weight, labels, bias)
+
+
+def make_parts(job: Job, device: torch.device) -> Parts:
+    """Build the model on the meta device, shard it, fill its shards, and make the optimizers."""
+    config = job.config
+    source = model.resolve(config.model.path)
+    tokenizer = load_tokenizer(job.tokenizer_url)
+    head = Head(config)
+    shape = model_shape(source, config, len(tokenizer))
+    lora, parallel = config.model.lora, config.parallel
+    compute = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
+    lm = model.build(
+        shape,
+        loss=head,
+        dtype=torch.float32 if lora is None else compute,  # what is frozen has no fp32 master copy
+        attention=model.choose_attention(config.model.attention, shape, device.type),
+    )
+    # The order matters: adapters wrap linear layers; float8 replaces those that compute; what is
+    # recomputed is decided inside what is compiled; FSDP's hooks stay outside of all of it.
+    if lora is not None:
+        model.add_adapters(lm, lora)
+        if lora.quantize == "nf4":
+            model.hold_in_4_bits(lm, compute)
+    if config.train.precision == "fp8":
+        model.use_float8(lm, device)
+    model.checkpoint_activations(lm, parallel.activation_checkpointing)
+    if config.train.compile:
+        model.compile_blocks(lm)
+    if parallel.activation_offload:
+        model.offload_activations(lm)
+    replicas = parallel.replicas or num_nodes()
+    mesh = model.device_mesh(device.type, strategy=parallel.strategy, replicas=replicas)
+    model.shard(
+        lm,
+        mesh,
+        strategy=parallel.strategy,
+        param_dtype=None if compute == torch.float32 else compute,
+        cpu_offload=parallel.cpu_offload,
+    )
+    if source.preset or config.model.from_scratch:
+        model.init_weights(lm, config.run.seed, device)
+    else:
+        model.load_weights(lm, source, device)
+    if lora is not None:
+        model.init_adapters(lm, config.run.seed)
+    optimizers = make_optimizers(
+        config.train.optimizer,
+        lm,
+        lr=config.train.lr,
+        weight_decay=config.train.weight_decay,
+        betas=config.train.betas,
+    )
+    return Parts(lm.train(), optimizers, source, tokenizer, head)
+
+
+def technique_problems(config: Config, source: model.Source, device_type: str) -> list[str]:
+    """Say what of the config this machine's software and kind of device cannot do.
+
+    What only the GPU itself can tell is told by a worker (`model.Unavailable`).
+    """
+    found = []
+    if device_type != "cuda":
+        kernel = config.model.attention
+        if problem := model.attention_problem(kernel, source.config, device_type):
+            found.append(f"model.attention={kernel} is not available: {problem}")
+        if config.train.precision == "fp8":
+            found.append(
+                "train.precision=fp8 is not available: the workers have no GPU. "
+                "Set train.precision=auto"
+            )
+    lora = config.model.lora
+    wanted = {
+        "bitsandbytes": ("model.lora.quantize=nf4", lora is not None and lora.quantize == "nf4"),
+        "torchao": ("train.optimizer=adamw8bit", config.train.optimizer == "adamw8bit"),
+    }
+    for package, (setting, asked) in wanted.items():
+        if asked and importlib.util.find_spec(package) is None:
+            found.append(
+                f"{setting} is not available: the package {package} is not installed. "
+                f"Install rayapp[gpu], or {package}"
+            )
+    if lora is not None and lora.targets:
+        names = model.linear_names(model.build(source.config, loss=_no_loss).hf)
+        problem = model.unknown_targets(lora.targets, names)
+        found += [problem] if problem else []
+    return found
+
+
+def _no_loss(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("this model was built for its shapes")
+
+
+def num_nodes() -> int:
+    """Return on how many nodes the ranks are; 1 where they are not spread evenly."""
+    per_node, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), dist.get_world_size()
+    counts: list[int] = [0] * world
+    dist.all_gather_object(counts, per_node)
+    even = len(set(counts)) == 1 and world % per_node == 0
+    return world // per_node if even else 1
+
+
+def model_shape(source: model.Source, config: Config, vocabulary: int) -> Any:
+    """Return the model's config: a preset takes its tokenizer's vocabulary, then the overrides."""
+    shape = copy.deepcopy(source.config)
+    if source.preset:
+        shape.vocab_size = vocabulary
+    for name, value in config.model.overrides.items():
+        setattr(shape, name, value)
+    return shape

@@ -1,0 +1,180 @@
+"""Low-rank adapters (peft's LoRA) on a frozen base: add, draw, and export them.
+
+    add_adapters(model, lora)                             # on the meta device, before shard()
+    hold_in_4_bits(model, torch.bfloat16)                 # the frozen base, if so wanted
+    init_adapters(model, seed=0)                          # after init_weights() or load_weights()
+    export_adapters(model, open_storage("s3://bucket/adapter"), base="meta-llama/Llama-3.1-8B")
+
+peft's own layers compute, so what is exported loads in peft with the same result. Adapters train
+in fp32 whatever the base is held in. Base parameters keep their original names on disk: see
+`base_state`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rayapp.model.build import LanguageModel, find_blocks
+from rayapp.model.init import fill
+from rayapp.model.quantize import BLOCK, Linear4bit
+from rayapp.storage import Storage
+
+ADAPTER = "default"  # peft's name for the only one
+FACTORS = ("lora_A", "lora_B")
+
+
+class Lora(Protocol):
+    """What the config says of adapters."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one weight [out, in]: scale * right @ left."""
+
+    left: Tensor
+    """[rank, in]"""
+    right: Tensor
+    """[out, rank]"""
+    scale: float
+
+
+def linear_names(hf: PreTrainedModel) -> list[str]:
+    """Return the last parts of the names of all linear layers inside the blocks, e.g. q_proj."""
+    found = {
+        name.rpartition(".")[2]
+        for block in find_blocks(hf)
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    return sorted(found)
+
+
+def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:
+    """Say which targets are not among the names of the blocks' linear layers; None if all are."""
+    unknown = sorted(set(targets) - set(names))
+    if not unknown:
+        return None
+    return (
+        f"model.lora.targets={','.join(unknown)} is unknown: the model's blocks have no such "
+        f"linear layer. Set some of {', '.join(names)}"
+    )
+
+
+def add_adapters(model: LanguageModel, lora: Lora) -> None:
+    """Wrap the linear layers of the blocks (or those named in `targets`) and freeze all else.
+
+    Raises: ValueError if a target is no linear layer of the blocks.
+    """
+    import peft
+
+    names = linear_names(model.hf)
+    if problem := unknown_targets(lora.targets, names):
+        raise ValueError(problem)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets) or names,
+        task_type="CAUSAL_LM",
+    )
+    peft.inject_adapter_in_model(config, model.hf, ADAPTER)
+    for parameter in trained(model.hf).values():
+        parameter.data = parameter.data.float()
+
+
+def hold_in_4_bits(model: LanguageModel, dtype: torch.dtype) -> None:
+    """Replace the blocks' frozen linear layers; `dtype` is the compute dtype.
+
+    A layer whose width 64 does not divide, or whose weight trains, stays as it is.
+    """
+    for block in find_blocks(model.hf):
+        for name, module in list(block.named_modules()):
+            frozen = type(module) is nn.Linear and not module.weight.requires_grad
+            if frozen and module.in_features % BLOCK == 0:
+                parent, _, key = name.rpartition(".")
+                setattr(block.get_submodule(parent), key, Linear4bit(module, dtype))
+
+
+def trained(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the adapters' parameters by name; {} if there are none."""
+    return {
+        name: parameter
+        for name, parameter in hf.named_parameters()
+        if any(f".{factor}." in name for factor in FACTORS)
+    }
+
+
+@torch.no_grad()
+def init_adapters(model: LanguageModel, seed: int) -> None:
+    """Draw the first factor from (seed, name), uniform in +-1/sqrt(in), and clear the second.
+
+    So the adapted model starts as its base, at any world size (Hu et al. 2021, arXiv 2106.09685).
+    """
+    for name, parameter in trained(model.hf).items():
+        values = torch.zeros(parameter.shape)
+        if ".lora_A." in name:
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            values.uniform_(-1, 1, generator=generator).div_(math.sqrt(parameter.shape[1]))
+        fill(parameter, values)
+
+
+def updates(hf: PreTrainedModel) -> dict[str, Update]:
+    """Return the adapters' updates by the original name of the weight that they change."""
+    return {
+        f"{name}.weight": Update(
+            module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight, module.scaling[ADAPTER]
+        )
+        for name, module in hf.named_modules()
+        if ADAPTER in getattr(module, "lora_A", {})
+    }
+
+
+@torch.no_grad()
+def export_adapters(
+    model: LanguageModel, storage: Storage, *, base: str, tokenizer: Any = None
+) -> list[str]:
+    """Write the adapters as peft does, called by all ranks; return the names of all files."""
+    whole = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": _whole(parameter)
+        for name, parameter in trained(model.hf).items()
+    }
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return []
+    from safetensors.torch import save
+
+    storage.write("adapter_model.safetensors", save(whole, metadata={"format": "pt"}))
+    config = model.hf.peft_config[ADAPTER]
+    config.base_model_name_or_path, config.inference_mode = base, True
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        names = [path.name for path in sorted(Path(folder).iterdir()) if path.is_file()]
+        for name in names:
+            storage.write(name, Path(folder, name).read_bytes())
+    return ["adapter_model.safetensors", *names]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
+    return tensor.cpu().contiguous()

@@ -1,0 +1,307 @@
+"""Every strategy and technique against one plain process: the same losses, step by step.
+
+The oracle is transformers (and peft) with torch's own AdamW: no FSDP, no chunks, no rayapp but the
+adapters' first values, which it reads from rayapp's export. One spawn trains many combinations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from rayapp import loop, model
+from rayapp.config import from_dict
+from rayapp.data import tokens
+from rayapp.data.rows import StepRows
+from rayapp.finetune.parts import make_parts
+from rayapp.storage import open_storage
+
+STEPS, MICRO_BATCHES, ROWS, SEQ_LEN = 20, 4, 2, 16
+LR = 2e-3
+ARCHITECTURES: dict[str, Any] = {
+    "llama": {"kind": "Llama", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "gpt_neox": {"kind": "GPTNeoX"},
+    "mixtral": {
+        "kind": "Mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "router_aux_loss_coef": 0.05,
+    },
+}
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+CHECKPOINTING = ("none", "full", "selective")
+# What bf16 keeps of a number is 8 bits; two orders of summation differ by as much in a logit.
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination; `more` are further overrides, of a name that tells them apart."""
+
+    architecture: str
+    strategy: str = "full_shard"
+    checkpointing: str = "none"
+    precision: str = "fp32"
+    lora: bool = False
+    more: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """2, and 4 where there are 2 replicas to be sharded."""
+        return 4 if self.strategy == "hybrid_shard" else 2
+
+    @property
+    def name(self) -> str:
+        """One word."""
+        kind = "lora" if self.lora else "whole"
+        parts = (self.architecture, self.strategy, self.checkpointing, self.precision, kind)
+        return "-".join([*parts, *(f"{k.rpartition('.')[2]}={v}" for k, v in self.more)])
+
+
+GRID = [
+    Cell(*combination)
+    for combination in itertools.product(
+        ARCHITECTURES, STRATEGIES, CHECKPOINTING, ("fp32", "bf16"), (False, True)
+    )
+]
+# Every value with every other value of another kind, mostly; the whole grid is a drill.
+SAMPLE = [
+    Cell("llama", "full_shard", "selective", "bf16", False),
+    Cell("llama", "no_shard", "full", "fp32", True),
+    Cell("llama", "hybrid_shard", "none", "bf16", True),
+    Cell("gpt_neox", "shard_grad_op", "selective", "fp32", True),
+    Cell("gpt_neox", "hybrid_shard", "full", "fp32", False),
+    Cell("gpt_neox", "no_shard", "none", "bf16", False),
+    Cell("mixtral", "full_shard", "full", "fp32", True),
+    Cell("mixtral", "hybrid_shard", "selective", "fp32", False),
+    Cell("mixtral", "shard_grad_op", "none", "fp32", False),
+]
+TECHNIQUES = [
+    Cell("llama", more=(("train.compile", "true"),)),
+    Cell("llama", "full_shard", "full", more=(("train.compile", "true"),)),
+    Cell("llama", "full_shard", "selective", more=(("train.compile", "true"),)),
+    Cell("llama", more=(("parallel.activation_offload", "true"),)),
+    Cell("llama", "full_shard", "full", more=(("parallel.activation_offload", "true"),)),
+    Cell("llama", more=(("parallel.cpu_offload", "true"),)),
+    Cell("llama", more=(("model.attention", "varlen"),)),
+    Cell("llama", more=(("train.loss_chunk", "7"),)),
+    Cell("llama", "full_shard", "selective", lora=True, more=(("model.lora.quantize", "nf4"),)),
+    Cell("gpt_neox", "no_shard", "full", "bf16", True, (("model.lora.quantize", "nf4"),)),
+    Cell("llama", lora=True, more=(("train.compile", "true"),)),
+]
+
+
+def batches() -> list[dict[str, Any]]:
+    """Draw the micro-batches of every step: two documents in some rows, a third without loss."""
+    generator = np.random.default_rng(0)
+    found = []
+    for _ in range(STEPS * MICRO_BATCHES):
+        ids = generator.integers(3, 40, (ROWS, SEQ_LEN))
+        labels = (ids * 3 + 1) % 37 + 3  # a rule, so that there is something to learn
+        labels[generator.random(ids.shape) < 0.3] = -100
+        segments = np.ones(ids.shape, np.uint16)
+        segments[0, generator.integers(3, 12) :] = 2
+        found.append({"input_ids": ids, "labels": labels, "segments": segments})
+    return found
+
+
+def make_folders(root: Path) -> None:
+    for name, values in ARCHITECTURES.items():
+        torch.manual_seed(1)
+        config = getattr(transformers, values["kind"] + "Config")(
+            **SIZES | {k: v for k, v in values.items() if k != "kind"}
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+        tokens.byte_tokenizer().save_pretrained(root / name)
+
+
+def train_cell(cell: Cell, root: str) -> list[float]:
+    """Train with rayapp's own parts and steps; return the loss of every step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tree: dict[str, Any] = {
+        "run": {"seed": 5},
+        "model": {"path": f"{root}/{cell.architecture}"},
+        "train": {"lr": LR, "precision": cell.precision, "weight_decay": 0.0, "loss_chunk": 20},
+        "parallel": {
+            "strategy": cell.strategy,
+            "activation_checkpointing": cell.checkpointing,
+            "replicas": 2 if cell.strategy == "hybrid_shard" else None,
+        },
+    }
+    if cell.lora:
+        tree["model"]["lora"] = {"rank": 4, "alpha": 8}
+    for field, value in cell.more:
+        *sections, name = field.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[name] = value
+    config = from_dict(tree)
+    job: Any = SimpleNamespace(config=config, tokenizer_url=tree["model"]["path"])
+    device = torch.device("cpu")
+    parts = make_parts(job, device)
+    if cell.lora:
+        model.export_adapters(
+            parts.lm, open_storage(f"{root}/adapter-{cell.architecture}"), base="base"
+        )
+    engine = loop.Engine(parts.lm, parts.optimizers, lambda step: LR, device, 1.0, dist.group.WORLD)
+    everything, losses = batches(), []
+    for step in range(STEPS):
+        mine = everything[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES][rank::world]
+        arrays = {name: np.stack([m[name] for m in mine]) for name in mine[0]}
+        shape = arrays["labels"].shape[:2]
+        batch = StepRows(
+            step=step,
+            **arrays,
+            target_bytes=np.zeros(shape, np.int64),
+            positions=np.zeros(shape, np.int64),
+            rows=np.zeros(shape, np.int64),
+        )
+        totals = loop.agree(engine, batch)
+        loss_sum, _, _ = loop.train_step(engine, batch, totals)
+        losses.append(loss_sum / totals.targets)
+    return losses
+
+
+def train_cells(rank: int, world: int, root: str, cells: list[Cell]) -> None:
+    found = {}
+    for cell in cells:
+        torch.manual_seed(0)
+        found[cell.name] = train_cell(cell, root)
+    if rank == 0:
+        Path(root, f"losses-{world}.json").write_text(json.dumps(found))
+
+
+@torch.no_grad()
+def round_to_4_bits(hf: nn.Module) -> None:
+    """Give the linear layers of the blocks the values that bitsandbytes holds of them."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for name, module in hf.named_modules():
+        if ".layers." in name and isinstance(module, nn.Linear) and module.in_features % 64 == 0:
+            packed, state = quantize_4bit(module.weight, blocksize=64, quant_type="nf4")
+            module.weight.copy_(dequantize_4bit(packed, state))
+
+
+def oracle(cell: Cell, root: Path) -> list[float]:
+    """Train in this process: masters in fp32, a copy in the compute dtype, one batch at a time."""
+    torch.set_num_threads(1)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[cell.precision]
+
+    def open_model(dtype: torch.dtype) -> nn.Module:
+        hf = AutoModelForCausalLM.from_pretrained(root / cell.architecture, dtype=dtype)
+        if ("model.lora.quantize", "nf4") in cell.more:
+            round_to_4_bits(hf)
+        if cell.lora:
+            import peft
+
+            folder = root / f"adapter-{cell.architecture}"
+            hf = peft.PeftModel.from_pretrained(hf, folder, is_trainable=True).to(dtype)
+        return hf.train()
+
+    masters, compute = open_model(torch.float32), open_model(dtype)
+    pairs = [
+        (master, copy)
+        for master, copy in zip(masters.parameters(), compute.parameters(), strict=True)
+        if copy.requires_grad
+    ]
+    optimizer = torch.optim.AdamW([m for m, _ in pairs], lr=LR, betas=(0.9, 0.95), weight_decay=0)
+    coefficient = ARCHITECTURES[cell.architecture].get("router_aux_loss_coef", 0.0)
+    everything, losses = batches(), []
+    for step in range(STEPS):
+        step_batches = everything[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES]
+        valid = sum(int((batch["labels"] != -100).sum()) for batch in step_batches)
+        total = 0.0
+        for batch in step_batches:
+            labels = torch.from_numpy(batch["labels"])
+            segments = torch.from_numpy(batch["segments"].astype(np.int64))
+            starts = (segments == 2).int().argmax(1, keepdim=True)
+            positions = torch.arange(SEQ_LEN) - torch.where(segments == 2, starts, 0)
+            output = compute(
+                input_ids=torch.from_numpy(batch["input_ids"]),
+                position_ids=positions,
+                use_cache=False,  # with a cache, transformers sees no documents in positions
+                **({"output_router_logits": True} if coefficient else {}),
+            )
+            loss = F.cross_entropy(
+                output.logits.float().flatten(0, 1),
+                labels.flatten(),
+                reduction="sum",
+                ignore_index=-100,
+            )
+            objective = loss
+            if coefficient:
+                objective = loss + coefficient * output.aux_loss * int((labels != -100).sum())
+            (objective / valid).backward()
+            total += loss.item()
+            for master, copy in pairs:  # gradients are summed in fp32
+                if copy.grad is not None:
+                    grad = copy.grad.float()
+                    master.grad = grad.clone() if master.grad is None else master.grad + grad
+                    copy.grad = None
+        nn.utils.clip_grad_norm_([m for m, _ in pairs], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, copy in pairs:
+                copy.copy_(master)
+        losses.append(total / valid)
+    return losses
+
+
+def compare(cells: list[Cell], root: Path) -> None:
+    """Train the cells and their oracles, and tell every cell that differs at any step."""
+    make_folders(root)
+    found: dict[str, list[float]] = {}
+    for workers in sorted({cell.workers for cell in cells}):
+        mine = [cell for cell in cells if cell.workers == workers]
+        processes.spawn(train_cells, workers, str(root / f"init-{workers}"), str(root), mine)
+        found |= json.loads((root / f"losses-{workers}.json").read_text())
+    oracles: dict[Any, list[float]] = {}
+    wrong = []
+    for cell in cells:
+        key = (cell.architecture, cell.precision, cell.lora, "nf4" in cell.name)
+        if key not in oracles:
+            oracles[key] = oracle(cell, root)
+        expected = np.array(oracles[key])
+        assert expected[-1] < expected[0] - (0.1 if cell.lora else 0.5)  # it learns
+        gap = float(np.abs(np.array(found[cell.name]) - expected).max())
+        if not gap < TOLERANCE[cell.precision]:
+            wrong.append(f"{cell.name}: {gap:.2g}")
+    assert not wrong
+
+
+def test_a_sample_of_the_grid_equals_one_plain_process(tmp_path: Path) -> None:
+    compare(SAMPLE, tmp_path)
+
+
+def test_every_technique_equals_one_plain_process(tmp_path: Path) -> None:
+    compare(TECHNIQUES, tmp_path)
+
+
+@pytest.mark.drill
+def test_the_whole_grid_equals_one_plain_process(tmp_path: Path) -> None:
+    assert len(GRID) == 144
+    compare(GRID, tmp_path)
