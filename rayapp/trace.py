@@ -12,6 +12,7 @@ and a CUDA context takes is not among them.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig, masking_utils
 
 from rayapp import model
+from rayapp.config import Config, ConfigError
+from rayapp.formulas.memory import Layout
 from rayapp.loss import chunked_cross_entropy
 from rayapp.optim import adamw
 
@@ -78,6 +81,36 @@ def trace(
             return _run(lm.to_empty(device=DEVICE).train(), micro_batch, seq_len, accumulation)
     finally:
         dist.destroy_process_group()
+
+
+def trace_config(config: Config, layout: Layout) -> Trace:
+    """Trace what a config describes, laid out as it was planned.
+
+    Raises:
+        ConfigError: it asks for what this trace cannot run.
+    """
+    if layout.checkpointing == "selective" or layout.lora_rank is not None:
+        raise ConfigError(
+            ["--trace=true is not available: it runs full fine-tuning alone. Plan without it"]
+        )
+    source = model.resolve(config.model.path)
+    values = {**config.model.overrides, "vocab_size": layout.shape.vocabulary}
+    shape = copy.deepcopy(source.config)
+    for name, value in values.items():
+        setattr(shape, name, value)
+    workers = config.cluster.min_workers
+    return trace(
+        shape,
+        world=workers,
+        micro_batch=layout.micro_batch,
+        seq_len=layout.seq_len,
+        strategy=layout.strategy,
+        replicas=workers // layout.shards,
+        activation_checkpointing=layout.checkpointing,
+        param_dtype=None if layout.precision == "fp32" else torch.bfloat16,
+        loss_chunk=layout.loss_chunk,
+        accumulation=2 if layout.accumulates else 1,
+    )
 
 
 def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:

@@ -207,7 +207,9 @@ def _adapter_bytes(layout: Layout) -> float:
     if layout.lora_rank is None:
         return 0.0
     names = layout.lora_targets
-    count = sum(1 for one in layout.shape.linears if one.module and (not names or one.name in names))
+    count = sum(
+        1 for one in layout.shape.linears if one.module and (not names or one.name in names)
+    )
     return float(layout.element * layout.lora_rank * count)
 
 

@@ -60,6 +60,8 @@ class Shape:
     """Two matrices into the MLP, one through the activation."""
     fp32_norms: bool
     """Norms compute in fp32 and keep an fp32 copy of their input."""
+    rotary: float
+    """Share of a head's dimensions that positions turn, 0-1."""
     block_norm_parameters: int
     final_norm_parameters: int
     experts: int = 1
@@ -179,6 +181,7 @@ def _shape(
         "linears": linears,
         "gated": True,
         "fp32_norms": True,
+        "rotary": 1.0,
         "block_norm_parameters": block_norms,
         "final_norm_parameters": config["hidden_size"],
         "max_positions": config.get("max_position_embeddings"),
@@ -241,8 +244,15 @@ def _gpt_neox(config: Mapping[str, Any]) -> Shape:
         Linear("dense_4h_to_h", inner, hidden, True),
     )
     # LayerNorm has a weight and a bias, and computes without an fp32 copy.
-    more = {"gated": False, "fp32_norms": False, "final_norm_parameters": 2 * hidden}
-    return _shape(config, linears, 4 * hidden, **more)
+    return _shape(
+        config,
+        linears,
+        4 * hidden,
+        gated=False,
+        fp32_norms=False,
+        rotary=config.get("rotary_pct", 0.25),
+        final_norm_parameters=2 * hidden,
+    )
 
 
 _FAMILIES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
