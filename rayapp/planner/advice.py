@@ -58,7 +58,12 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
         limit = GAIN * now.tokens_per_s.value / question.workers
         found = [one for one in found if _per_worker(one) > limit]
     found.sort(key=_per_worker, reverse=True)
-    return found[:most]
+    shown = found[:most]
+    # More of the same machines changes nothing in what is trained: it is always named.
+    nodes = [one for one in found if one.answer.workers > question.workers]
+    if nodes and nodes[0] not in shown:
+        shown = [*shown[:-1], nodes[0]]
+    return shown
 
 
 def _per_worker(one: Suggestion) -> float:
@@ -101,7 +106,11 @@ def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
     for nodes in (2 * question.nodes, 4 * question.nodes):
         other = question.on(one, nodes)
         if other is not None:
-            yield f"cluster.workers={other.workers}", other
+            change = f"cluster.workers={other.workers}"
+            yield change, other
+            if layout.checkpointing != "full":
+                both = f"{change} parallel.activation_checkpointing=full"
+                yield from _changed(other, both, full)
 
 
 def _changed(
