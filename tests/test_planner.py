@@ -220,6 +220,19 @@ def test_a_suggestion_is_what_the_plan_says_when_it_is_followed() -> None:
     assert followed.as_dict() == faster["train.micro_batch=4"].answer.as_dict()
 
 
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    question = planner.plan(config()).question
+    size = planner.largest_micro_batch(question)
+    assert size is not None and size > 1 and question.rows_per_step % size == 0
+    sizes = [n for n in range(size + 1, 33) if question.rows_per_step % n == 0]
+    assert planner.plan(config(train={"micro_batch": size})).fits
+    assert not planner.plan(config(train={"micro_batch": sizes[0]})).fits
+    large = planner.plan(config(model={"path": "llama3.1-70b"})).question
+    assert planner.largest_micro_batch(large) is None
+    unknown = planner.plan(config(cluster={"instance": None})).question
+    assert planner.largest_micro_batch(unknown) is None
+
+
 def test_other_node_counts_are_the_plans_of_those_counts() -> None:
     answers = planner.scaling(planner.plan(config()).question)
     assert [one.question.nodes for one in answers] == [1, 2, 4, 8, 16, 32]

@@ -115,9 +115,9 @@ print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) *
 
 
 def test_the_trace_is_what_a_step_takes_on_this_machine() -> None:
-    values = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6}
-    values |= {"num_attention_heads": 12, "num_key_value_heads": 12}
-    rows, seq_len = 4, 1024
+    values = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+    values |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    rows, seq_len = 2, 1024
     done = subprocess.run(
         [sys.executable, "-c", REAL, json.dumps(values), str(rows), str(seq_len)],
         cwd=ROOT,

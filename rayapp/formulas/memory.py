@@ -74,6 +74,8 @@ class Layout:
         over 32 ranks are 32 pieces of one expert each, of which 24 are padding.
         """
         experts = self.shape.experts
+        if experts == 1:
+            return 1.0
         return self.shards * -(-experts // self.shards) / experts
 
     @property
@@ -165,10 +167,10 @@ def peak_memory(layout: Layout) -> Peak:
     return max(moments, key=lambda one: one.total)
 
 
-def with_slack(peak: Peak) -> Peak:
+def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
     """Add what the allocator holds beyond what is alive, and what CUDA and NCCL take."""
     moving = sum(peak.terms[name] for name in ("activations", "logits", "gathers"))
-    slack = FRAGMENTATION * moving + CONTEXT_BYTES
+    slack = FRAGMENTATION * moving + (CONTEXT_BYTES if cuda else 0.0)
     return Peak(peak.phase, {**peak.terms, "slack": slack})
 
 

@@ -18,7 +18,14 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.config import Config, ConfigError
-from rayapp.planner.advice import Suggestion, cheapest, scaling, suggestions
+from rayapp.planner.advice import (
+    Suggestion,
+    cheapest,
+    largest_micro_batch,
+    scaling,
+    suggestions,
+    with_micro_batch,
+)
 from rayapp.planner.answer import Answer, Band, answer
 from rayapp.planner.question import Question, ask, steps_of_run
 
@@ -31,6 +38,7 @@ __all__ = [
     "as_dict",
     "ask",
     "cheapest",
+    "largest_micro_batch",
     "plan",
     "scaling",
     "steps_of_run",
@@ -45,7 +53,10 @@ def plan(config: Config, **more: Any) -> Answer:
         ConfigError: the config cannot be planned; with every problem.
     """
     try:
-        return answer(ask(config, **more))
+        question = ask(config, **more)
+        if str(config.train.micro_batch) == "auto":
+            question = with_micro_batch(question, largest_micro_batch(question) or 1)
+        return answer(question)
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise

@@ -120,13 +120,34 @@ def _changed(
     layout = replace(question.layout, **fields)
     if question.rows_per_step % layout.micro_batch:
         return
-    assert question.job is not None
     if layout.strategy == "full_shard":
         layout = replace(layout, shards=question.workers)
     micro_batches = -(-question.rows_per_step // layout.micro_batch // question.workers)
     layout = replace(layout, accumulates=micro_batches > 1)
-    job = replace(question.job, layout=layout, micro_batches=micro_batches)
+    job = question.job
+    if job is not None:
+        job = replace(job, layout=layout, micro_batches=micro_batches)
     yield change, replace(question, layout=layout, job=job)
+
+
+def largest_micro_batch(question: Question) -> int | None:
+    """Return the most rows of a micro-batch that fit; None if not even one does, or unknown.
+
+    Micro-batches that a step divides into, and that leave no worker without one.
+    """
+    if question.job is None:
+        return None
+    rows = question.rows_per_step
+    for size in range(max(1, rows // question.workers), 0, -1):
+        if rows % size == 0 and answer(with_micro_batch(question, size)).fits:
+            return size
+    return None
+
+
+def with_micro_batch(question: Question, size: int) -> Question:
+    """Return the question with another micro-batch, which must divide the rows of a step."""
+    (changed,) = _changed(question, "", {"micro_batch": size})
+    return changed[1]
 
 
 def scaling(question: Question) -> list[Answer]:

@@ -133,7 +133,7 @@ def answer(question: Question) -> Answer:
         ValueError: the GPU cannot compute in this precision.
     """
     reasons: list[str] = []
-    peak = with_slack(peak_memory(question.layout))
+    peak = with_slack(peak_memory(question.layout), cuda=not question.layout.on_cpu)
     size = peak.total / GIB
     peak_gib = Band(size, size * (1 - MEMORY_BAND), size * (1 + MEMORY_BAND))
     capacity = _capacity_gib(question)

@@ -182,7 +182,7 @@ def _layout(
         cpu_offload=parallel["cpu_offload"],
         activation_offload=parallel.get("activation_offload", False),
         accumulates=micro_batches > 1,
-        on_cpu=one is None or one.gpu is None,
+        on_cpu=one is not None and one.gpu is None,
     )
 
 

@@ -94,7 +94,8 @@ def _memory(console: Console, found: Answer) -> None:
     for name, size in found.peak.terms.items():
         if size:
             drawn = "█" * max(1, round(BAR * size / GIB / largest))
-            note = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})" if name == "slack" else ""
+            cuda = name == "slack" and not found.question.layout.on_cpu
+            note = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})" if cuda else ""
             _say(console, f"  {name:12} {size / GIB:8.2f} GiB {drawn}{note}")
 
 
