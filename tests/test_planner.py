@@ -144,6 +144,16 @@ def test_hybrid_sharding_wins_where_the_network_is_slow() -> None:
     assert peak_memory(hybrid).total > peak_memory(whole).total
 
 
+@pytest.mark.parametrize("field", ["cpu_offload", "activation_offload"])
+def test_offloading_trades_time_for_memory(field: str) -> None:
+    here, context = machine(GPUS["A100-80GB"], 8, 400), mean_context([2048])
+    layout = Layout(shape_of(config_of("llama3.1-8b")), shards=8, micro_batch=2, seq_len=2048)
+    moved = replace(layout, **{field: True})
+    assert peak_memory(moved).total < 0.95 * peak_memory(layout).total
+    times = [step_time(Job(one, here, context)).total_s for one in (layout, moved)]
+    assert times[1] > 1.05 * times[0]
+
+
 def test_experts_are_cut_into_no_more_pieces_than_there_are() -> None:
     shape = shape_of(config_of("mixtral-8x7b"))
     eight, many = (

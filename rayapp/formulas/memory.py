@@ -271,7 +271,7 @@ def _moments(layout: Layout) -> list[Peak]:
     if layout.checkpointing != "none" or layout.activation_offload:
         again = (block_bytes(layout) + _adapter_bytes(layout)) * tokens
     flowing = tokens * e * (2 * hidden + 2 * _widest(shape.linears))
-    weights = (e + FP32) * block if trains_all else 0.0
+    weights = e * shape.block_parameters + FP32 * block if trains_all else 0.0
     working = whole + ahead + weights + (e * head if trains_all else 0.0)
     backward = {"gradients": first, "activations": kept + again + flowing, "gathers": working}
     of_blocks = gradients * (1 - shape.root_parameters / shape.parameters if trains_all else 1.0)

@@ -14,7 +14,7 @@ from typing import Any
 from rayapp.formulas import mfu, model_flops
 from rayapp.formulas.memory import Peak, checkpoint_bytes, peak_memory, with_slack
 from rayapp.planner.question import Question
-from rayapp.planner.step import StepTime, step_time
+from rayapp.planner.step import PINNED, StepTime, step_time
 
 GIB = 2**30
 # GPUs whose published training runs the model was compared with, and how far off speed may be:
@@ -22,8 +22,8 @@ GIB = 2**30
 COMPARED = ("A100-40GB", "A100-80GB", "H100", "H200")
 SPEED_BAND, SPEED_BAND_OTHERS = 0.15, 0.50
 MEMORY_BAND = 0.08
-# A copy to pinned host memory, as a share of PCIe; S3's share of a node's network, and its most.
-COPY, S3_SHARE, S3_BYTES_PER_S = 0.4, 0.3, 5e9
+# S3's share of a node's network, and its most.
+S3_SHARE, S3_BYTES_PER_S = 0.3, 5e9
 # From a failure to the next new step: measured with a small model (README), plus its reading back.
 RECOVERY_S = 30.0
 START_S = 120.0
@@ -219,7 +219,7 @@ def _saving(question: Question) -> Saving:
     machine, layout = question.job.machine, question.layout
     size = checkpoint_bytes(layout)
     copies = machine.ranks if layout.shards == 1 else layout.shards
-    stall = size / copies / (COPY * machine.gpu.pcie_bytes_per_s)
+    stall = size / copies / (PINNED * machine.gpu.pcie_bytes_per_s)
     network = min(S3_SHARE * machine.network_bits_per_s / 8, S3_BYTES_PER_S) * machine.nodes
     upload = size / network
     mtbf_s = 3600 * question.mtbf_hours / question.workers

@@ -12,7 +12,7 @@ block before it, and what is longer than that block is exposed; gradients leave 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayapp.formulas import (
     Flops,
@@ -20,7 +20,7 @@ from rayapp.formulas import (
     forward_flops,
     recomputed_flops,
 )
-from rayapp.formulas.memory import FP32, Layout, kept_linears
+from rayapp.formulas.memory import FP32, Layout, kept_bytes, kept_linears
 from rayapp.hardware import Gpu, Instance
 
 # Share of the measured rate of large products that the products of a step reach.
@@ -34,12 +34,16 @@ ATTENTION_BACKWARD = 0.35
 TRAFFIC = 0.75
 # Shares of the links' rates that collectives reach, and seconds a hop of a ring takes.
 NVLINK, PCIE, EFA, TCP = 0.75, 0.35, 0.75, 0.6
+# Share of PCIe that copies between pinned host memory and a GPU reach.
+PINNED = 0.4
 HOP_S, NODE_HOP_S = 2e-6, 15e-6
 # What a collective beside it takes of a block's compute: SMs and memory bandwidth.
 CONTENTION = 0.12
 # Seconds the host needs for a kernel, and kernels of a block's forward.
 LAUNCH_S = 6e-6
 KERNELS_EAGER, KERNELS_PLAIN, KERNELS_COMPILED = 60, 25, 15
+# Memory bandwidth that the host gives one rank, for an optimizer on the CPU.
+HOST_BYTES_PER_S = 20e9
 # Seconds of FSDP's hooks, each block and direction; of a step outside its micro-batches.
 HOOKS_S, STEP_S = 2e-4, 5e-3
 
@@ -122,55 +126,96 @@ def step_time(job: Job) -> StepTime:
     Raises:
         ValueError: the GPU cannot compute in this precision.
     """
+    layout, gpu = job.layout, job.machine.gpu
+    compute = _compute(job)
+    waiting = max(0.0, _host_s(job) - compute.total_s)
+    backward_s = compute.total_s - compute.forward_s
+    exposed = _exposed_s(job, compute.forward_s + waiting / 3, backward_s + waiting * 2 / 3)
+    loss = layout.tokens * loss_traffic_bytes(layout) / (TRAFFIC * gpu.memory_bytes_per_s)
+    count = job.micro_batches
+    return StepTime(
+        matrices_s=count * compute.matrices_s,
+        attention_s=count * compute.attention_s,
+        traffic_s=count * (compute.elementwise_s + loss + _copies_s(job)),
+        host_s=count * waiting,
+        exposed_s=count * (exposed + _transfers_s(job)),
+        optimizer_s=_optimizer_s(layout, gpu) + STEP_S,
+    )
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """Seconds of the blocks and the head in one micro-batch."""
+
+    matrices_s: float
+    attention_s: float
+    elementwise_s: float
+    forward_s: float
+    """The forward's part of all three."""
+
+    @property
+    def total_s(self) -> float:
+        return self.matrices_s + self.attention_s + self.elementwise_s
+
+
+def _compute(job: Job) -> _Compute:
     layout, shape, gpu = job.layout, job.layout.shape, job.machine.gpu
     tokens = layout.tokens
     forward = forward_flops(shape, job.context, layout.lora_rank, layout.lora_targets)
     backward = backward_flops(forward, frozen=layout.lora_rank is not None)
     again = recomputed_flops(shape, forward, layout.checkpointing, _kept_share(layout))
-    products = forward + backward + again
     rate = matmul_rate(gpu, layout.precision)
-    plain = matmul_rate(gpu, "bf16" if layout.precision == "fp8" else layout.precision)
+    # fp8 is for the blocks' linear layers; head, adapters and attention stay bf16.
+    plain = matmul_rate(gpu, "bf16") if layout.precision == "fp8" else rate
 
     def matrices(flops: Flops) -> float:
-        blocks = flops.linears / (rate if layout.precision == "fp8" else plain)
-        return tokens * (blocks + (flops.adapters + flops.head) / plain)
+        return tokens * (flops.linears / rate + (flops.adapters + flops.head) / plain)
 
-    def attention(flops: Flops, share: float) -> float:
-        return tokens * flops.attention / (share * plain)
-
-    traffic = TRAFFIC * gpu.memory_bytes_per_s
-    passes = {"none": 3.0, "selective": 4.0, "full": 4.0}[layout.checkpointing]
-    block_traffic = tokens * block_traffic_bytes(layout) / traffic
-    elementwise = passes * shape.layers * block_traffic
-    loss = tokens * loss_traffic_bytes(layout) / traffic
-    gathered = shape.layers * shape.block_parameters + shape.root_parameters
-    sharded = job.machine.ranks > 1
-    # Copies in and out of the buffers of collectives: bf16 twice a gather, and the reduction.
-    copies = gathered * layout.element * (2 * 2 if _frees(layout) else 2) + 6 * layout.trainable
-    copying = copies / traffic if sharded else 0.0
-
-    flash = attention(forward, ATTENTION_FORWARD)
-    flash_again = attention(again, ATTENTION_FORWARD)
-    flash_back = attention(backward, ATTENTION_BACKWARD) * 1.25  # scores are computed again
-    compute = matrices(products) + flash + flash_again + flash_back + elementwise
-    kernels = _kernels(layout)
-    directions = 2 + (1 if layout.checkpointing != "none" else 0)
-    host = shape.layers * (
-        LAUNCH_S * kernels * (1 + directions) + (2 * HOOKS_S if sharded else 0.0)
+    flash = tokens * forward.attention / (ATTENTION_FORWARD * plain)
+    flash_again = tokens * again.attention / (ATTENTION_FORWARD * plain)
+    # The backward computes the scores again: 2.5 forwards, of which 2 are counted.
+    flash_back = 1.25 * tokens * backward.attention / (ATTENTION_BACKWARD * plain)
+    once = shape.layers * tokens * block_traffic_bytes(layout)
+    once /= TRAFFIC * gpu.memory_bytes_per_s
+    passes = 3 if layout.checkpointing == "none" else 4
+    return _Compute(
+        matrices_s=matrices(forward + backward + again),
+        attention_s=flash + flash_again + flash_back,
+        elementwise_s=passes * once,
+        forward_s=matrices(forward) + flash + once,
     )
-    waiting = max(0.0, host - compute)
-    forward_s = matrices(forward) + flash + block_traffic * shape.layers
-    backward_s = compute - forward_s
-    exposed = _exposed(job, forward_s + waiting / 3, backward_s + waiting * 2 / 3)
-    count = job.micro_batches
-    return StepTime(
-        matrices_s=count * matrices(products),
-        attention_s=count * (flash + flash_again + flash_back),
-        traffic_s=count * (elementwise + loss + copying),
-        host_s=count * waiting,
-        exposed_s=count * exposed,
-        optimizer_s=_optimizer_s(layout, gpu) + STEP_S,
-    )
+
+
+def _host_s(job: Job) -> float:
+    """Return seconds that the host takes to launch a micro-batch."""
+    layout = job.layout
+    passes = 3 if layout.checkpointing == "none" else 4
+    hooks = 2 * HOOKS_S if job.machine.ranks > 1 else 0.0
+    return layout.shape.layers * (LAUNCH_S * _kernels(layout) * passes + hooks)
+
+
+def _copies_s(job: Job) -> float:
+    """Return seconds of copying into and out of the buffers of collectives."""
+    if job.machine.ranks == 1:
+        return 0.0
+    layout = job.layout
+    gathers = 2 if _frees(layout) else 1
+    gathered = 2 * layout.element * layout.shape.parameters * gathers
+    reduced = (layout.element + FP32) * layout.trainable
+    return (gathered + reduced) / (TRAFFIC * job.machine.gpu.memory_bytes_per_s)
+
+
+def _transfers_s(job: Job) -> float:
+    """Return seconds of moving what is offloaded between host and GPU, which nothing hides."""
+    layout, rate = job.layout, PINNED * job.machine.gpu.pcie_bytes_per_s
+    moved = 0.0
+    if layout.activation_offload:
+        kept = kept_bytes(replace(layout, activation_offload=False))
+        moved += 2 * kept * layout.shape.layers * layout.tokens
+    if layout.cpu_offload:  # fp32 shards to the GPU for each gather, gradients back
+        gathers = 2 if _frees(layout) else 1
+        moved += FP32 * (gathers * layout.shape.parameters + layout.trainable) / layout.shards
+    return moved / rate
 
 
 def block_traffic_bytes(layout: Layout) -> float:
@@ -247,12 +292,12 @@ def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
     """Return seconds of clipping and of a fused step: each number is read and written once."""
     bytes_each = {"adamw": 40, "adamw8bit": 26, "muon": 60}[layout.optimizer]
     shard = layout.trainable / layout.shards
-    if layout.cpu_offload:  # over PCIe and back, gradients out and parameters in, plus the host's
-        return shard * (2 * FP32) / gpu.pcie_bytes_per_s + shard * bytes_each / 100e9
+    if layout.cpu_offload:
+        return shard * bytes_each / HOST_BYTES_PER_S
     return shard * bytes_each / (TRAFFIC * gpu.memory_bytes_per_s)
 
 
-def _exposed(job: Job, forward_s: float, backward_s: float) -> float:
+def _exposed_s(job: Job, forward_s: float, backward_s: float) -> float:
     """Return seconds of a micro-batch in which nothing but communication goes on."""
     layout, machine, shape = job.layout, job.machine, job.layout.shape
     shards, replicas = layout.shards, machine.ranks // layout.shards
