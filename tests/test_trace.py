@@ -25,7 +25,7 @@ RANKS = (8, 32, 128)
 
 
 def both(
-    name: str, world: int, micro_batch: int, seq_len: int, **more: Any
+    name: str, world: int, micro_batch: int, seq_len: int, layers: int | None = None, **more: Any
 ) -> tuple[float, float, int, float]:
     """Return peaks in bytes by trace and formula, and parameter bytes of rank 0 by each."""
     checkpointing = more.get("activation_checkpointing", "none")
@@ -33,11 +33,11 @@ def both(
     replicas = more.get("replicas", 1)
     accumulation = more.get("accumulation", 1)
     fp32 = more.get("param_dtype", torch.bfloat16) is None
-    found = trace(
-        model.resolve(name).config, world=world, micro_batch=micro_batch, seq_len=seq_len, **more
-    )
+    config = copy.deepcopy(model.resolve(name).config)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    found = trace(config, world=world, micro_batch=micro_batch, seq_len=seq_len, **more)
     layout = Layout(
-        shape_of(config_of(name)),
+        shape_of({**config_of(name), "num_hidden_layers": config.num_hidden_layers}),
         shards=1 if strategy == "no_shard" else world // replicas,
         micro_batch=micro_batch,
         seq_len=seq_len,
@@ -57,11 +57,14 @@ def both(
         ("qwen3-0.6b", 8, {}),
         ("qwen3-0.6b", 128, {"activation_checkpointing": "full", "accumulation": 2}),
         ("qwen3-0.6b", 16, {"strategy": "hybrid_shard", "replicas": 2}),
+        ("qwen3-0.6b", 16, {"strategy": "shard_grad_op", "activation_checkpointing": "full"}),
         ("qwen3-0.6b", 4, {"strategy": "no_shard", "activation_checkpointing": "full"}),
+        ("dolly-v2-7b", 8, {}),
+        ("mixtral-8x7b", 32, {}),
     ],
 )
 def test_the_formula_is_what_the_step_takes(name: str, world: int, more: dict[str, Any]) -> None:
-    traced, planned, shards, planned_shards = both(name, world, 1, 1024, **more)
+    traced, planned, shards, planned_shards = both(name, world, 1, 1024, layers=4, **more)
     assert planned == pytest.approx(traced, rel=0.05)
     assert shards == pytest.approx(planned_shards, rel=0.01)
 
@@ -138,7 +141,7 @@ def test_the_trace_is_what_a_step_takes_on_this_machine() -> None:
 def test_a_config_is_traced_as_it_is_planned() -> None:
     config = from_dict(
         {
-            "model": {"path": "qwen3-0.6b"},
+            "model": {"path": "qwen3-0.6b", "overrides": {"num_hidden_layers": 3}},
             "data": {"seq_len": 512},
             "train": {"tokens_per_step": 8192, "micro_batch": 1},
             "cluster": {"workers": "8", "instance": "g5.48xlarge"},
