@@ -63,7 +63,20 @@ def test_further_runs_with_the_same_constants() -> None:
     assert len(errors) > 50
     assert sum(errors) / len(errors) < 0.10
     assert errors[int(0.9 * len(errors))] < 0.17, "the band that answers carry"
-    assert sum(error > 0.30 for error in errors) <= 1
+    assert errors[-1] < 0.30
+
+
+def test_scaling_from_8_to_128_gpus_is_the_published_one() -> None:
+    """torchtitan: 97.7 % for bf16, 98.2 % for fp8."""
+    for precision, published in (("bf16", 0.977), ("fp8", 0.982)):
+        by_ranks = {
+            run.job.machine.ranks: run.predicted
+            for run in LISTED
+            if run.job.layout.compiled
+            and run.job.layout.precision == precision
+            and "500 W" in run.what
+        }
+        assert by_ranks[128] / by_ranks[8] == pytest.approx(published, abs=0.02)
 
 
 def test_the_table_in_the_docs_is_today_s() -> None:

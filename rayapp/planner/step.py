@@ -12,6 +12,7 @@ block before it, and what is longer than that block is exposed; gradients leave 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from rayapp.formulas import (
@@ -39,6 +40,9 @@ PINNED = 0.4
 HOP_S, NODE_HOP_S = 2e-6, 15e-6
 # What a collective beside it takes of a block's compute: SMs and memory bandwidth.
 CONTENTION = 0.12
+# Spread of GPUs' speed (standard deviation over mean): all wait for the slowest. 5 % and more
+# between the fastest and the slowest of a node are usual (ml-engineering's table of products).
+SPREAD = 0.015
 # Seconds the host needs for a kernel, and kernels of a block's forward.
 LAUNCH_S = 6e-6
 KERNELS_EAGER, KERNELS_PLAIN, KERNELS_COMPILED = 60, 25, 15
@@ -95,6 +99,8 @@ class StepTime:
     """Waiting for the host to launch kernels."""
     exposed_s: float
     """Communication that is not behind compute, and what it slows compute by."""
+    stragglers_s: float
+    """Waiting for the slowest GPU."""
     optimizer_s: float
 
     @property
@@ -132,13 +138,17 @@ def step_time(job: Job) -> StepTime:
     backward_s = compute.total_s - compute.forward_s
     exposed = _exposed_s(job, compute.forward_s + waiting / 3, backward_s + waiting * 2 / 3)
     loss = layout.tokens * loss_traffic_bytes(layout) / (TRAFFIC * gpu.memory_bytes_per_s)
+    moved = compute.elementwise_s + loss + _copies_s(job)
+    # The slowest of n normal draws is about sqrt(2 ln n) standard deviations behind.
+    behind = SPREAD * math.sqrt(2 * math.log(job.machine.ranks))
     count = job.micro_batches
     return StepTime(
         matrices_s=count * compute.matrices_s,
         attention_s=count * compute.attention_s,
-        traffic_s=count * (compute.elementwise_s + loss + _copies_s(job)),
+        traffic_s=count * moved,
         host_s=count * waiting,
         exposed_s=count * (exposed + _transfers_s(job)),
+        stragglers_s=count * behind * (compute.matrices_s + compute.attention_s + moved),
         optimizer_s=_optimizer_s(layout, gpu) + STEP_S,
     )
 
