@@ -41,7 +41,8 @@ class WithLoss(torch.nn.Module):
         self, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
         hidden = self.model.model(input_ids=ids, position_ids=positions, use_cache=False)
-        return chunked_cross_entropy(hidden.last_hidden_state, self.model.lm_head.weight, labels)
+        head = self.model.lm_head.weight
+        return chunked_cross_entropy(hidden.last_hidden_state, head, labels)[0]
 
 
 def load_rows(config, folder: str) -> np.ndarray:

@@ -36,7 +36,7 @@ from transformers import LlamaConfig
 from rayapp import model
 from rayapp.checkpoint.saver import Checkpointer
 from rayapp.finetune.fit import CPU_ENVIRONMENT
-from rayapp.optim import adamw
+from rayapp.optim import make_optimizers
 from rayapp.storage import open_storage
 
 WORLD = 2
@@ -78,7 +78,8 @@ def build(million: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     mesh = model.device_mesh("cpu", strategy="full_shard", replicas=1)
     model.shard(lm, mesh, strategy="full_shard", param_dtype=None, cpu_offload=False)
     model.init_weights(lm, 0, torch.device("cpu"))
-    optimizer = adamw(lm, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    options = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    (optimizer,) = make_optimizers("adamw", lm, **options)
     for parameter in lm.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

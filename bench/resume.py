@@ -33,6 +33,7 @@ from rayapp.checkpoint.saver import Checkpointer
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.finetune import training
+from rayapp.finetune.parts import make_parts
 from rayapp.finetune.inputs import order_of
 from rayapp.finetune.job import Job
 from rayapp.order import Order
@@ -115,13 +116,13 @@ def make_runs(rank: int, init: str, storage: Path) -> None:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORKERS)
     torch.set_num_threads(1)
     job = job_of(storage, "first")
-    parts = training.make_parts(job, torch.device("cpu"))
+    parts = make_parts(job, torch.device("cpu"))
     training.restore(job, parts, open_storage(job.run_url))
     for name, epochs in PLACES.items():
         step = step_at(job.order, epochs)
         run = storage / "places" / name
         saver = Checkpointer(open_storage(str(run)), keep=1, asynchronous=False)
-        saver.save(step, training.state_tensors(parts), training.state_values(job, step))
+        saver.save(step, training.state_tensors(parts), training.state_values(job, step, None))
         saver.close()
         if rank == 0:
             line = lines_of(storage / "first")[-1]

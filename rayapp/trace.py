@@ -28,10 +28,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig, masking_utils
 
 from rayapp import model
-from rayapp.config import Config, ConfigError
+from rayapp.config import Config, ConfigError, Lora
 from rayapp.formulas.memory import Layout
 from rayapp.loss import chunked_cross_entropy
-from rayapp.optim import adamw
+from rayapp.optim import make_optimizers
 
 DEVICE = torch.device("cpu")  # fake tensors of a GPU need a build of PyTorch with CUDA
 
@@ -59,6 +59,7 @@ def trace(
     param_dtype: torch.dtype | None = torch.bfloat16,
     loss_chunk: int = 4096,
     accumulation: int = 1,
+    lora: Lora | None = None,
 ) -> Trace:
     """Run a step of rank 0 of `world` on fake tensors; the optimizer already has its state.
 
@@ -69,9 +70,11 @@ def trace(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         loss = partial(chunked_cross_entropy, chunk=loss_chunk)
-        lm = model.build(config, loss=loss)
-        if activation_checkpointing == "full":
-            lm.hf.activation_checkpointing_enable({"use_reentrant": False})
+        frozen = torch.float32 if lora is None else param_dtype or torch.float32
+        lm = model.build(config, loss=loss, dtype=frozen)
+        if lora is not None:
+            model.add_adapters(lm, lora)
+        model.checkpoint_activations(lm, activation_checkpointing)
         mesh = model.device_mesh(DEVICE.type, strategy=strategy, replicas=replicas)
         model.shard(lm, mesh, strategy=strategy, param_dtype=param_dtype)
         # Whether a row holds one document would be read off its positions, which here have no
@@ -89,9 +92,12 @@ def trace_config(config: Config, layout: Layout) -> Trace:
     Raises:
         ConfigError: it asks for what this trace cannot run.
     """
-    if layout.checkpointing == "selective" or layout.lora_rank is not None:
+    if layout.quantize != "none" or layout.optimizer != "adamw":
         raise ConfigError(
-            ["--trace=true is not available: it runs full fine-tuning alone. Plan without it"]
+            [
+                "--trace=true is not available: the libraries for 4-bit weights and 8-bit moments, "
+                "and Muon's iterations, do not run on fake tensors. Plan without it"
+            ]
         )
     source = model.resolve(config.model.path)
     values = {**config.model.overrides, "vocab_size": layout.shape.vocabulary}
@@ -110,15 +116,18 @@ def trace_config(config: Config, layout: Layout) -> Trace:
         param_dtype=None if layout.precision == "fp32" else torch.bfloat16,
         loss_chunk=layout.loss_chunk,
         accumulation=2 if layout.accumulates else 1,
+        lora=config.model.lora,
     )
 
 
 def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:
-    optimizer = adamw(lm, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    (optimizer,) = make_optimizers("adamw", lm, betas=(0.9, 0.95), **options)
     shards = sum(p.to_local().nbytes for p in lm.parameters())
     ids = torch.zeros(micro_batch, seq_len, dtype=torch.long, device=DEVICE)
     for parameter in lm.parameters():  # a first step, so that the second one finds its state
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     tracker = _Tracker(lm, optimizer)
@@ -128,7 +137,7 @@ def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:
         for number in range(accumulation):
             if number:
                 tracker.reset_mod_stats()
-            lm(ids, ids).backward()
+            lm(ids, ids)[0].backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
     peak = tracker.get_tracker_snapshot("peak")[DEVICE]

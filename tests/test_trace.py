@@ -156,6 +156,6 @@ def test_a_config_is_traced_as_it_is_planned() -> None:
 
 def test_what_it_cannot_run_is_refused() -> None:
     config = from_dict({"model": {"path": "tiny"}})
-    layout = Layout(**{**vars(ask(config).layout), "checkpointing": "selective"})
+    layout = Layout(**{**vars(ask(config).layout), "optimizer": "muon"})
     with pytest.raises(ConfigError, match="--trace=true is not available"):
         trace_config(config, layout)

@@ -67,18 +67,6 @@ class Layout:
         return FP32 if self.precision == "fp32" else 2
 
     @property
-    def padding(self) -> float:
-        """Numbers that experts take on all ranks over those they have, from 1.
-
-        A parameter is cut along its first dimension, which for experts is their number: 8 experts
-        over 32 ranks are 32 pieces of one expert each, of which 24 are padding.
-        """
-        experts = self.shape.experts
-        if experts == 1:
-            return 1.0
-        return self.shards * -(-experts // self.shards) / experts
-
-    @property
     def trainable(self) -> int:
         """Parameters that have a gradient."""
         if self.lora_rank is None:
@@ -178,15 +166,11 @@ def state_bytes(layout: Layout) -> dict[str, float]:
     """Return the bytes of one rank's parameters, gradients and optimizer state."""
     shape, shards = layout.shape, layout.shards
     trainable, frozen = float(layout.trainable), 0.0
-    padding = (layout.padding - 1) * shape.layers * _experts(shape)
-    if layout.lora_rank is None:
-        trainable += padding
-    else:
-        frozen = layout.element * padding
+    if layout.lora_rank is not None:
         quantized = 0
         if layout.quantize == "nf4":
             quantized = shape.layers * sum(one.parameters for one in shape.linears if one.module)
-        frozen += BYTES_NF4 * quantized + layout.element * (shape.parameters - quantized)
+        frozen = BYTES_NF4 * quantized + layout.element * (shape.parameters - quantized)
     return {
         "parameters": (frozen + FP32 * trainable) / shards,
         "gradients": FP32 * trainable / shards,
@@ -198,11 +182,6 @@ def checkpoint_bytes(layout: Layout) -> float:
     """Return the bytes of a checkpoint of all ranks: parameters and optimizer state, once."""
     trainable = float(layout.trainable)
     return FP32 * trainable + _optimizer_bytes(layout, trainable)
-
-
-def _experts(shape: Shape) -> int:
-    """Return the parameters of a block's experts."""
-    return sum(one.parameters for one in shape.linears if one.copies > 1)
 
 
 def _optimizer_bytes(layout: Layout, trainable: float) -> float:
@@ -303,7 +282,7 @@ def _moments(layout: Layout) -> list[Peak]:
 
 def _gathered_block(layout: Layout) -> float:
     """Return the parameters of a block as they are gathered, in numbers of compute precision."""
-    block = layout.shape.block_parameters + (layout.padding - 1) * _experts(layout.shape)
+    block = float(layout.shape.block_parameters)
     if layout.lora_rank is not None:
         block += layout.trainable / layout.shape.layers
     return block

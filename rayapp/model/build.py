@@ -16,6 +16,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
@@ -30,6 +31,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rayapp.model.attention import BY_BOUNDARIES, IMPLEMENTATIONS
@@ -200,6 +202,7 @@ def shard(
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     free_after_forward = strategy in ("full_shard", "hybrid_shard")
     blocks = find_blocks(model.hf)
+    placement = partial(_placement, mesh.size(mesh.ndim - 1))
     for block in blocks:
         # The last block's backward follows its forward at once, as does the root's: freeing in
         # between would only cost a second all-gather.
@@ -207,6 +210,7 @@ def shard(
             block,
             mesh=mesh,
             reshard_after_forward=free_after_forward and block is not blocks[-1],
+            shard_placement_fn=placement,
             mp_policy=precision,
             offload_policy=offload,
         )
@@ -236,6 +240,16 @@ def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
     if not lists:
         raise ValueError(f"{type(hf).__name__} has no transformer blocks to shard")
     return max(lists, key=len)
+
+
+def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
+    """Cut experts [experts, ...] along their rows where there are fewer of them than shards.
+
+    8 experts over 32 ranks would be 32 pieces of one expert each, 24 of them padding.
+    """
+    if parameter.ndim == 3 and parameter.shape[0] % shards and parameter.shape[1] % shards == 0:
+        return Shard(1)
+    return None
 
 
 def _prefetch(blocks: list[FSDPModule]) -> None:
