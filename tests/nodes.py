@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -62,28 +64,15 @@ class Node:
 
     def lose(self) -> None:
         """Kill all of its processes at once, as when a machine loses power."""
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        root = psutil.Process(self.process.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(timeout=60)
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.lose()
-
-
-def descendants(root: int) -> list[int]:
-    """Return the PIDs that a process and its children have started, and that still live."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found = list(children.get(root, []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
 
 
 @contextlib.contextmanager
