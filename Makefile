@@ -19,7 +19,7 @@ finetune: setup
 	$(BIN)/python -m rayapp.finetune configs/tiny_cpu.yaml $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not drill" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -q -m "not drill" -n 3 --maxschedchunk 1 $(ARGS)
 
 drills: setup
 	$(BIN)/python -m pytest -q -m drill $(ARGS)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ class Drill:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
 
+    def stop(self) -> None:
+        """Do what Ctrl-C does: it saves after its current step and leaves."""
+        self.process.send_signal(signal.SIGINT)
+        self.end(3)
+
     def kill(self, victim: str) -> None:
         """SIGKILL the driver, or one of its workers where none is to be restarted."""
         if victim == "driver":
@@ -133,24 +139,26 @@ class Undisturbed:
         self.folder, self.made = folder, dict[int, Lines]()
 
     def __call__(self, drill: Drill, workers: int) -> Lines:
-        """Return the lines of a run with the rows of a command that has ended."""
-        if workers not in self.made:
-            folder = self.folder / f"undisturbed-{workers}"
-            self.made[workers] = without_ray(drill.storage, drill.run.url, workers, folder)
-        plan = json.loads(drill.run.read("plan.json"))
-        lines = self.made[workers]
-        assert [line["step"] for line in lines] == list(range(1, plan["steps"] + 1))
+        """Return the lines of a run with a command's rows, as far as the command has come."""
+        result = drill.result()
+        done = result["status"] == "done"
+        steps = json.loads(drill.run.read("plan.json"))["steps"] if done else result["steps"]
+        if len(self.made.get(workers, [])) < steps:
+            folder = self.folder / f"undisturbed-{workers}-{steps}"
+            self.made[workers] = without_ray(drill.storage, drill.run.url, workers, folder, steps)
+        lines = self.made[workers][:steps]
+        assert [line["step"] for line in lines] == list(range(1, steps + 1))
         return lines
 
 
-def without_ray(storage: str, run: str, workers: int, folder: Path) -> Lines:
+def without_ray(storage: str, run: str, workers: int, folder: Path, steps: int) -> Lines:
     """Train again what a run has trained, by its config, on its rows, in plain processes."""
     folder.mkdir()
-    spawn(_train, workers, str(folder / "rendezvous"), storage, run, str(folder))
+    spawn(_train, workers, str(folder / "rendezvous"), storage, run, str(folder), steps)
     return metrics.read(open_storage(str(folder)))
 
 
-def _train(rank: int, world: int, storage: str, run: str, folder: str) -> None:
+def _train(rank: int, world: int, storage: str, run: str, folder: str, steps: int) -> None:
     asked, prepared_root = open_storage(run), open_storage(f"{storage}/{PREPARED}")
     config = from_dict(yaml.safe_load(asked.read("config.yaml")))
     off = config.checkpoint.model_copy(update={"every_steps": None})
@@ -161,9 +169,8 @@ def _train(rank: int, world: int, storage: str, run: str, folder: str) -> None:
     (tokenizer,) = [name for name in prepared_root.dirs() if name.startswith("tokenizer-")]
     order, rows = order_of(config, prepared), prepared.rows("train")
     job = Job(config, prepared, f"{prepared_root.url}/{tokenizer}", order, folder)
-    training.run(
-        job, torch.device("cpu"), lambda first: local_steps(rows, order, rank, world, first)
-    )
+    ahead = local_steps(rows, order, rank, world, 0)
+    training.run(job, torch.device("cpu"), lambda first: islice(ahead, first, steps))
 
 
 def assert_same(lines: Lines, expected: Lines) -> None:

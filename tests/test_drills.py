@@ -48,8 +48,7 @@ def test_what_happens_to_a_run_does_not_change_it(folder: Path, expected: Undist
     os.kill(hung, signal.SIGSTOP)
     first.wait_for_step(32, attempt=3)
     assert not psutil.pid_exists(hung)
-    first.process.send_signal(signal.SIGINT)
-    first.end(3)
+    first.stop()
     stopped = first.result()
     assert stopped["status"] == "stopped" and stopped["steps"] == first.lines()[-1]["step"] >= 32
     assert [event["kind"] for event in stopped["interruptions"]] == ["failure", "failure"]
@@ -258,8 +257,7 @@ def test_a_damaged_checkpoint_is_refused_and_named(
     draw = random.Random(name)
     drill = Drill(folder, name)
     drill.wait_for_step(25)
-    drill.process.send_signal(signal.SIGINT)
-    drill.end(3)
+    drill.stop()
     before, newest = sorted(Path(drill.run.url, FOLDER).iterdir())
     victim = draw.choice([path for path in newest.iterdir() if path.name != MARKER])
     data = bytearray(victim.read_bytes())

@@ -12,9 +12,9 @@ import pytest
 from drill import Drill, Lines, Undisturbed, assert_alike
 from nodes import Node, cluster
 
-# Long enough for a node to come back; slow enough in learning that another order of summing fp32
-# gradients stays within 1e-4 for so many steps.
-LONG: dict[str, Any] = {"train.epochs": 12, "train.lr": 1e-4, "cluster.max_failures": 1}
+# Longer than any of these drills, which stop when they have seen enough; slow enough in learning
+# that another order of summing fp32 gradients stays within 1e-4 for so many steps.
+LONG: dict[str, Any] = {"train.epochs": 40, "train.lr": 1e-4, "cluster.max_failures": 1}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,14 @@ def start(folder: Path, name: str, nodes: list[Node], workers: str) -> Drill:
     return Drill(folder, name, {**LONG, **placed, "cluster.workers": workers})
 
 
+def stop_after_change(drill: Drill, workers: int) -> None:
+    """Let the run do some steps with so many workers, which it has not had last, and stop it."""
+    attempt = max(line["attempt"] for line in drill.lines())
+    drill.wait_for(lambda line: line["attempt"] > attempt and line["workers"] == workers)
+    drill.wait_for_step(drill.lines()[-1]["step"] + 10)
+    drill.stop()
+
+
 def worker_counts(lines: Lines) -> list[int]:
     return [workers for workers, _ in groupby(line["workers"] for line in lines)]
 
@@ -58,7 +66,7 @@ def test_a_node_is_taken_away_and_another_comes(folder: Path, expected: Undistur
         nodes[1].preempt()
         drill.wait_for(lambda line: line["workers"] == 1)
         join(nodes, folder)
-        drill.end(0)
+        stop_after_change(drill, 2)
     assert_alike(drill.lines(), expected(drill, 1))
     assert worker_counts(drill.lines()) == [2, 1, 2]
     taken, grown = drill.result()["interruptions"]
@@ -73,7 +81,7 @@ def test_a_lost_node_is_left_behind(folder: Path, expected: Undisturbed) -> None
         drill = start(folder, "lost", nodes, "1:2")
         drill.wait_for_step(15)
         nodes[1].lose()
-        drill.end(0)
+        stop_after_change(drill, 1)
     assert_alike(drill.lines(), expected(drill, 1))
     workers = [line["workers"] for line in drill.lines()]
     assert worker_counts(drill.lines()) == [2, 1]
@@ -90,7 +98,7 @@ def test_three_nodes_shrink_to_two_and_grow_again(folder: Path, expected: Undist
         nodes[2].lose()
         drill.wait_for(lambda line: line["workers"] == 2)
         join(nodes, folder)
-        drill.end(0)
+        stop_after_change(drill, 3)
     assert_alike(drill.lines(), expected(drill, 1))
     assert worker_counts(drill.lines()) == [3, 2, 3]
     lost, grown = drill.result()["interruptions"]
@@ -110,7 +118,8 @@ def test_a_lost_head_ends_the_command_and_another_cluster_goes_on(
         assert first.process.wait(timeout=180) not in (0, 2, 3), first.log.read_text()
     with seats(folder, 2) as nodes:
         second = start(folder, "headless", nodes, "2")
-        second.end(0)
+        second.wait_for_step(30)
+        second.stop()
     assert_alike(second.lines(), expected(second, 1))
     kept = [line["attempt"] for line in second.lines()].count(1)
     assert kept >= 10 and kept % 10 == 0

@@ -359,7 +359,7 @@ def test_workers_of_ray_give_the_run_of_a_plain_process(
     argv = command(files, tmp_path, "three", "--cluster.workers=3", "--checkpoint.export=false")
     assert main(argv) == 0
     lines = lines_of(tmp_path / "three")
-    plain = without_ray(str(tmp_path), str(tmp_path / "three"), 1, tmp_path / "plain")
+    plain = without_ray(str(tmp_path), str(tmp_path / "three"), 1, tmp_path / "plain", 20)
     assert len(lines) == 20
     for name in ("step", "batch_digest", "lr", "tokens"):
         assert [line[name] for line in lines] == [line[name] for line in plain]
