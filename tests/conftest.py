@@ -9,6 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+# Ray's workers are nice by default and would starve beside tests that are not.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
+
 LONG = ("test_drills.py", "test_drills_nodes.py", "test_ray_job.py", "test_finetune.py")
 
 
