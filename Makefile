@@ -22,7 +22,7 @@ test: setup
 	$(BIN)/python -m pytest -q -m "not drill" -n 3 --maxschedchunk 1 $(ARGS)
 
 drills: setup
-	$(BIN)/python -m pytest -q -m drill $(ARGS)
+	$(BIN)/python -m pytest -q -m drill -n 2 --maxschedchunk 1 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 # Ray's workers are nice by default and would starve beside tests that are not.
@@ -31,6 +33,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items += [drill, *others[-1:]]
         others = others[:-1]
     items += others
+
+
+@pytest.fixture(autouse=True)
+def no_command_outlives_its_test() -> Iterator[None]:
+    """Kill the runs that a test which failed has left, and the Ray of each."""
+    yield
+    for process in psutil.Process().children():
+        if process.is_running() and "rayapp.finetune" in process.cmdline():
+            for each in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")

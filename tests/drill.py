@@ -48,6 +48,7 @@ SETTINGS = {
     "cluster.workers": 2,
     "cluster.max_failures": 3,
 }
+PATIENCE_S = 900.0  # of a test that waits for what should come within a minute
 Lines = list[dict[str, Any]]
 
 
@@ -99,7 +100,7 @@ class Drill:
 
     def wait_until(self, true: Callable[[], bool]) -> None:
         """Wait while the command runs."""
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + PATIENCE_S
         while not true():
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
@@ -128,7 +129,7 @@ class Drill:
         return sorted(found)
 
     def end(self, code: int) -> None:
-        assert self.process.wait(timeout=600) == code, self.log.read_text()
+        assert self.process.wait(timeout=PATIENCE_S) == code, self.log.read_text()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
