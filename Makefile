@@ -19,10 +19,10 @@ finetune: setup
 	$(BIN)/python -m rayapp.finetune configs/tiny_cpu.yaml $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not drill" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not drill" -n 2 --maxschedchunk 1 $(ARGS)
 
 drills: setup
-	$(BIN)/python -m pytest -q -m drill $(ARGS)
+	$(BIN)/python -m pytest -q -m drill -n 2 --maxschedchunk 1 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

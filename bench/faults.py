@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from nodes import Node, cluster, descendants  # noqa: E402
+from nodes import Node, cluster  # noqa: E402
 
 EVERY = 20  # steps between checkpoints
 PER_HOUR = {  # of a busy spot cluster, for the simulation
@@ -81,8 +83,8 @@ class Run:
 
     def worker(self, root: int) -> int:
         """Return the PID of the last training worker below a process."""
-        titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(root)}
-        return max(pid for pid, title in titles.items() if b"TrainWorker" in title)
+        below = psutil.Process(root).children(recursive=True)
+        return max(process.pid for process in below if "TrainWorker" in " ".join(process.cmdline()))
 
     def end(self) -> dict:
         assert self.process.wait() == 0, self.log.read_text()

@@ -33,9 +33,9 @@ from rayapp.checkpoint.saver import Checkpointer
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.finetune import training
-from rayapp.finetune.parts import make_parts
 from rayapp.finetune.inputs import order_of
 from rayapp.finetune.job import Job
+from rayapp.finetune.parts import make_parts
 from rayapp.order import Order
 from rayapp.storage import open_storage
 

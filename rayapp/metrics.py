@@ -24,6 +24,7 @@ from rayapp.storage import Storage, StorageError
 
 FILE = "metrics.jsonl"
 FLUSH_S = 5.0
+STORED_S = 150.0  # longer than the storage repeats a request
 TAIL_BYTES = 16 * 2**10  # hold several lines
 BYTES_PER_S = 2 * 2**20  # of rewriting an S3 object, on average
 
@@ -125,7 +126,9 @@ class MetricsLog:
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         if path:
             self._data.clear()  # from now on: what waits to be appended
-        self._changed, self._closed = threading.Event(), threading.Event()
+        self._changed, self._last, self._closed = (threading.Event() for _ in range(3))
+        self._newest = self._stored = first_step
+        self._progress, self._hurry, self._awaited = threading.Condition(), threading.Event(), 0
         self._error: Exception | None = None
         self._thread = None
         if path is None:
@@ -136,12 +139,16 @@ class MetricsLog:
         """Append one record; what a full disk refuses waits for the next one, or for `close`."""
         line = (json.dumps(_finite(asdict(record)), allow_nan=False) + "\n").encode()
         self._data += line
+        self._newest = record.step
         if self._file is None:
+            if record.step == self._awaited:
+                self._hurry.set()
             self._changed.set()
             return
         waited = len(self._data) > len(line)
         try:
             self._append()
+            self._have_stored(record.step)
         except StorageError as error:
             if not waited:  # once, not at every step
                 logger.warning("metrics are not stored yet: %s", error)
@@ -156,22 +163,53 @@ class MetricsLog:
         except OSError as error:
             raise self._storage_error(error.strerror) from error
 
+    def wait_stored(self, step: int) -> None:
+        """Wait until the record of a step is stored, also if it has still to be written.
+
+        A checkpoint that is committed before would leave a gap behind when the run is killed: what
+        resumes from it does not do that step again.
+
+        Raises:
+            StorageError: it takes too long, or the log was closed without it.
+        """
+        self._awaited = step
+        self._hurry.set()
+        with self._progress:
+            self._progress.wait_for(lambda: self._stored >= step or self._closed.is_set(), STORED_S)
+            if self._stored < step:
+                raise self._storage_error(f"step {step} is not stored")
+
+    def _have_stored(self, step: int) -> None:
+        with self._progress:
+            self._stored = step
+            self._progress.notify_all()
+
     def close(self) -> None:
         """Make everything written durable.
 
         Raises:
             StorageError: the storage has refused it.
         """
+        try:
+            self._store_the_rest()
+        finally:
+            with self._progress:
+                self._closed.set()
+                self._progress.notify_all()
+
+    def _store_the_rest(self) -> None:
         if self._file is not None and not self._file.closed:
             with self._file:
                 self._append()
+                self._have_stored(self._newest)
                 try:
                     os.fsync(self._file.fileno())
                 except OSError as error:
                     raise self._storage_error(error.strerror) from error
         if self._thread is not None:
-            self._closed.set()
+            self._last.set()
             self._changed.set()
+            self._hurry.set()
             self._thread.join()
             if self._error is not None:
                 raise self._error
@@ -181,17 +219,21 @@ class MetricsLog:
         last = False
         while not last:
             self._changed.wait()
-            self._changed.clear()  # before the look at `closed`, or its wake-up could be lost
-            last = self._closed.is_set()
+            self._changed.clear()  # before the look at `_last`, or its wake-up could be lost
+            last = self._last.is_set()
+            newest = self._newest  # before the data, which may then hold more
             data = bytes(self._data)
             try:
                 self.storage.write(FILE, data)
                 self._error = None
+                self._have_stored(newest)
             except Exception as error:  # storage has retried: close() raises the last one
                 self._error = error
                 self._changed.set()
                 logger.warning("metrics are not stored yet: %s", error)
-            self._closed.wait(max(FLUSH_S, len(data) / BYTES_PER_S))
+            if not last:
+                self._hurry.wait(max(FLUSH_S, len(data) / BYTES_PER_S))
+                self._hurry.clear()
 
     def _storage_error(self, why: str | None) -> StorageError:
         return StorageError("write", f"{self.storage.url}/{FILE}", str(why), "Free some space")

@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
 from collections.abc import Iterator
 
+import psutil
 import pytest
+
+# Ray's workers are nice by default and would starve beside tests that are not.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
+
+LONG = ("test_drills.py", "test_drills_nodes.py", "test_ray_job.py", "test_finetune.py")
+
+
+@pytest.hookimpl(trylast=True)  # what is deselected is gone by then
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what takes minutes first, so that the workers of pytest-xdist end together.
+
+    Each gets two tests at first and then one for every one it has done: what is behind a drill
+    waits for it, and had better be quick.
+    """
+    order = {name: place for place, name in enumerate(LONG)}
+    others = sorted(items, key=lambda item: order.get(item.path.name, len(order)))
+    drills = [item for item in others if item.path.name.startswith("test_drills")]
+    others = others[len(drills) :]
+    items.clear()
+    for drill in drills:
+        items += [drill, *others[-1:]]
+        others = others[:-1]
+    items += others
+
+
+@pytest.fixture(autouse=True)
+def no_command_outlives_its_test() -> Iterator[None]:
+    """Kill the runs that a test which failed has left, and the Ray of each."""
+    yield
+    for process in psutil.Process().children():
+        if process.is_running() and "rayapp.finetune" in process.cmdline():
+            for each in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")

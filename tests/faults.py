@@ -42,13 +42,15 @@ class Faults(http.server.ThreadingHTTPServer):
 
 
 class Storm(Faults):
-    """Spoil requests of every kind at random, and all of them during an outage."""
+    """Spoil requests of every kind at random, all of them during an outage, and hold up uploads."""
 
     def __init__(self, target: str, seed: int, rates: dict[str, float]) -> None:
         super().__init__(target)
         self.draw, self.rates = random.Random(seed), rates
         self.outage_until = 0.0
         self.spoilt: Counter[str] = Counter()
+        self.holding, self.end_of_held, self.let_go = "", "", threading.Event()
+        self.held_ports: list[int] = []
 
     def take(self, method: str, path: str) -> str:
         with self.lock:
@@ -57,6 +59,27 @@ class Storm(Faults):
                 kind = "slow"
             self.spoilt[kind] += bool(kind)
             return kind
+
+    def hold(self, part: str) -> None:
+        """From now on let no upload to a path with `part` get through."""
+        self.let_go.clear()
+        self.holding = part
+
+    def release(self, kind: str) -> None:
+        """End the hold; what was held up suffers `kind`."""
+        self.holding, self.end_of_held = "", kind
+        self.let_go.set()
+
+    def wait_for_release(self, method: str, path: str, port: int) -> str:
+        """Return at once for a request that is not held up; else once it is let go, with its end.
+
+        `port` is the client's, by which the process that sent it is known.
+        """
+        if not self.holding or self.holding not in path or method not in ("PUT", "POST"):
+            return ""
+        self.held_ports.append(port)
+        self.let_go.wait()
+        return self.end_of_held
 
     @property
     def url(self) -> str:
@@ -70,6 +93,9 @@ class FaultsHandler(http.server.BaseHTTPRequestHandler):
     def forward(self) -> None:
         fault = self.server.take(self.command, self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if isinstance(self.server, Storm):
+            port = self.client_address[1]
+            fault = self.server.wait_for_release(self.command, self.path, port) or fault
         if fault == "stall":
             time.sleep(STALL_S)
         if fault == "reset":

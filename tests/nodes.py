@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -42,8 +44,14 @@ class Node:
             command += [f"--temp-dir={self.temporary}", "--include-dashboard=false"]
         environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
         environment.pop("RAY_ADDRESS", None)
-        self.log = log
-        with log.open("a") as output:
+        for _ in range(3):  # Ray gives up a node that has not started within 30 s
+            if self._start(command, environment, log):
+                return
+        raise AssertionError(log.read_text())
+
+    def _start(self, command: list[str], environment: dict[str, str], log: Path) -> bool:
+        """Run `ray start`; say whether it has started."""
+        with log.open("w") as output:
             self.process = subprocess.Popen(
                 command,
                 env=environment,
@@ -51,10 +59,11 @@ class Node:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a process group that can be killed like a machine
             )
-        deadline = time.monotonic() + 90
-        while "Ray runtime started" not in log.read_text():
-            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+        while self.process.poll() is None:
+            if "Ray runtime started" in log.read_text():
+                return True
             time.sleep(0.1)
+        return False
 
     def preempt(self) -> None:
         """Do what a spot interruption or the end of a pod does: SIGTERM, then wait for the end."""
@@ -62,28 +71,15 @@ class Node:
 
     def lose(self) -> None:
         """Kill all of its processes at once, as when a machine loses power."""
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        root = psutil.Process(self.process.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(timeout=60)
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.lose()
-
-
-def descendants(root: int) -> list[int]:
-    """Return the PIDs that a process and its children have started, and that still live."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found = list(children.get(root, []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
 
 
 @contextlib.contextmanager

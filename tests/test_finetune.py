@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drill import without_ray
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -252,10 +253,20 @@ def test_a_mixture_trains_on_its_shares(
     assert plan["data"]["train"]["rows"] == rows and plan["epochs"] == 20 * 8 / rows
     digests = [line["batch_digest"] for line in lines_of(tmp_path / "mixture")]
     assert len(set(digests)) == 20
-    alone = "--cluster.workers=1"
-    argv = command(files, tmp_path, "mixture-1", "--data.path=stdlib", shares, alone)
-    assert main(argv) == 0
-    assert [line["batch_digest"] for line in lines_of(tmp_path / "mixture-1")] == digests
+
+
+@pytest.mark.drill
+def test_a_mixture_is_the_same_for_any_number_of_workers(
+    files: Path, tmp_path: Path, ray_here: None
+) -> None:
+    shares = f"--data.mixture={{{files / 'text.txt'}: 3, {files / 'good.jsonl'}: 1}}"
+    digests = []
+    for workers in (1, 2, 3):
+        name, count = f"mixture-{workers}", f"--cluster.workers={workers}"
+        argv = command(files, tmp_path, name, "--data.path=stdlib", shares, count)
+        assert main([*argv, "--checkpoint.export=false"]) == 0
+        digests.append([line["batch_digest"] for line in lines_of(tmp_path / name)])
+    assert digests[1:] == digests[:1] * 2 and len(set(digests[0])) == 20
 
 
 def test_checkpoints_are_validated_beside_training(
@@ -341,19 +352,20 @@ def test_after_no_step_the_export_is_the_input(files: Path, tmp_path: Path, ray_
     assert torch.equal(exported(ids).logits, before(ids).logits)
 
 
-def test_worker_counts_give_the_same_run(files: Path, tmp_path: Path, ray_here: None) -> None:
+def test_workers_of_ray_give_the_run_of_a_plain_process(
+    files: Path, tmp_path: Path, ray_here: None
+) -> None:
     """Through Ray Train and Ray Data; 8 rows in 4 micro-batches do not divide among 3."""
-    for workers in (1, 2, 3):
-        argv = command(files, tmp_path, f"w{workers}", f"--cluster.workers={workers}")
-        assert main([*argv, "--checkpoint.export=false"]) == 0
-    runs = [lines_of(tmp_path / f"w{workers}") for workers in (1, 2, 3)]
-    for other in runs[1:]:
-        assert [line["batch_digest"] for line in other] == [
-            line["batch_digest"] for line in runs[0]
-        ]
-        np.testing.assert_allclose(
-            [line["loss"] for line in other], [line["loss"] for line in runs[0]], rtol=0, atol=1e-4
-        )
+    argv = command(files, tmp_path, "three", "--cluster.workers=3", "--checkpoint.export=false")
+    assert main(argv) == 0
+    lines = lines_of(tmp_path / "three")
+    plain = without_ray(str(tmp_path), str(tmp_path / "three"), 1, tmp_path / "plain", 20)
+    assert len(lines) == 20
+    for name in ("step", "batch_digest", "lr", "tokens"):
+        assert [line[name] for line in lines] == [line[name] for line in plain]
+    np.testing.assert_allclose(
+        [line["loss"] for line in lines], [line["loss"] for line in plain], rtol=0, atol=1e-4
+    )
 
 
 def test_few_bad_rows_are_counted_and_many_stop_the_run(

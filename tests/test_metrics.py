@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,28 @@ def test_s3_is_rewritten_without_close(s3_bucket: str, monkeypatch: pytest.Monke
         while steps(storage)[-1:] != [step]:
             assert time.monotonic() < deadline
     log.close()
+
+
+def test_what_waits_for_a_step_goes_on_once_it_is_stored(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it waits before the step has its record; at once, not when the next flush is due."""
+    monkeypatch.setattr(metrics, "FLUSH_S", 600.0)
+    log = MetricsLog(storage, 0)
+    with ThreadPoolExecutor(1) as pool:
+        for step in range(1, 6):
+            waiting = pool.submit(lambda step=step: (log.wait_stored(step), steps(storage))[1])
+            if step % 2:
+                time.sleep(0.05)
+            assert not waiting.done()
+            log.write(record(step))
+            assert waiting.result(timeout=60) == list(range(1, step + 1))
+        never = pool.submit(log.wait_stored, 7)
+        log.write(record(6))
+        log.close()
+        with pytest.raises(StorageError, match="step 7 is not stored"):
+            never.result(timeout=10)
+    assert steps(storage) == [1, 2, 3, 4, 5, 6]
 
 
 def test_training_goes_on_while_s3_fails(

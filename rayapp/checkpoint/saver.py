@@ -38,9 +38,21 @@ logger = logging.getLogger("rayapp.checkpoint")
 
 
 class Checkpointer:
-    """Save a run's state; every rank makes one and calls `save` at the same steps."""
+    """Save a run's state; every rank makes one and calls `save` at the same steps.
 
-    def __init__(self, storage: Storage, *, keep: int, asynchronous: bool) -> None:
+    `before_commit` is called with the step on rank 0, in the upload's thread, when only the marker
+    is missing; it may wait for what the step leaves elsewhere, unless saves are synchronous.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        keep: int,
+        asynchronous: bool,
+        before_commit: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.before_commit = before_commit
         self.storage, self.keep, self.asynchronous = storage / FOLDER, keep, asynchronous
         self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
         self.rank = dist.get_rank()
@@ -172,6 +184,7 @@ class Checkpointer:
         files = {path.rpartition("/")[2]: file.to_dict() for path, file in written.items()}
         files[STATE] = digest.file().to_dict()
         marker = {"name": name, "step": step, "files": files}
+        self.before_commit(step)
         self.storage.write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
 
     def _sweep(self, newest: str) -> None:

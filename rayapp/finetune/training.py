@@ -71,8 +71,13 @@ def run(
     log = metrics.MetricsLog(storage, first_step) if rank == 0 else None
     attempt = [log.attempt if log else 0]
     dist.broadcast_object_list(attempt, src=0, group=control)
+    asynchronous = config.checkpoint.asynchronous
     saver = Checkpointer(
-        storage, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
+        storage,
+        keep=config.checkpoint.keep,
+        asynchronous=asynchronous,
+        # A synchronous save ends before its step has a record.
+        before_commit=log.wait_stored if log and asynchronous else lambda step: None,
     )
     leaving = Leaving(storage, room) if rank == 0 else None
     notices: list[str] = []

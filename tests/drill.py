@@ -1,0 +1,188 @@
+"""What a drill is made of: a real command with a Ray of its own, and the run that it must equal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from processes import spawn
+
+from rayapp import metrics
+from rayapp.config import from_dict
+from rayapp.data import prepared as prepared_data
+from rayapp.data.rows import local_steps
+from rayapp.finetune import training
+from rayapp.finetune.inputs import PREPARED, order_of
+from rayapp.finetune.job import Job
+from rayapp.storage import open_storage
+
+TEXT = "".join(
+    f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(3500)
+)
+SETTINGS = {
+    "data.seq_len": 128,
+    "model.tokenizer": "bytes",
+    "model.overrides": "{num_hidden_layers: 2, hidden_size: 64, intermediate_size: 128}",
+    "train.tokens_per_step": 4096,
+    "train.micro_batch": 8,
+    "train.epochs": 3,
+    "train.lr": 3e-3,
+    "train.precision": "fp32",
+    "checkpoint.every_steps": 10,
+    "checkpoint.every_s": "none",
+    "checkpoint.export": "false",
+    "cluster.workers": 2,
+    "cluster.max_failures": 3,
+}
+PATIENCE_S = 900.0  # of a test that waits for what should come within a minute
+Lines = list[dict[str, Any]]
+
+
+class Drill:
+    """One command in a process of its own; `more` overrides SETTINGS."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        more: dict[str, Any] | None = None,
+        storage: str = "",
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.storage = storage or str(folder / "runs")
+        self.run = open_storage(f"{self.storage}/{name}")
+        self.attempts_before = max((line["attempt"] for line in self.lines()), default=0)
+        self.temporary = tempfile.mkdtemp()
+        text = folder / "text.txt"
+        text.write_text(TEXT)
+        arguments = {"run.storage": self.storage, "run.name": name, "data.path": text}
+        command = [sys.executable, "-m", "rayapp.finetune"]
+        for field, value in {**arguments, **SETTINGS, **(more or {})}.items():
+            command.append(f"--{field}={value}")
+        own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self.temporary}
+        variables = {**os.environ, **own, **(environment or {})}
+        variables.pop("RAY_ADDRESS", None)
+        self.log = folder / f"{name}.log"
+        with self.log.open("a") as output:
+            self.process = subprocess.Popen(
+                command, env=variables, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def lines(self) -> Lines:
+        return metrics.read(self.run)
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.run.read("result.json"))
+        return found
+
+    def wait_for_step(self, step: int, attempt: int = 1) -> None:
+        """Wait until an attempt of this command (its first is 1) has done the step."""
+        number = self.attempts_before + attempt
+        self.wait_for(lambda line: line["step"] >= step and line["attempt"] >= number)
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for a line of metrics."""
+        self.wait_until(lambda: any(map(wanted, self.lines())))
+
+    def wait_until(self, true: Callable[[], bool]) -> None:
+        """Wait while the command runs."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not true():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Do what Ctrl-C does: it saves after its current step and leaves."""
+        self.process.send_signal(signal.SIGINT)
+        self.end(3)
+
+    def kill(self, victim: str) -> None:
+        """SIGKILL the driver, or one of its workers where none is to be restarted."""
+        if victim == "driver":
+            self.process.kill()
+            self.end(-signal.SIGKILL)
+        else:
+            os.kill(self.workers()[-1], signal.SIGKILL)
+            self.end(1)
+
+    def workers(self) -> list[int]:
+        """PIDs of this command's training workers, lowest first."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended while being looked at
+                if "TrainWorker" in (title := " ".join(process.cmdline())) and "ray::" in title:
+                    found.append(process.pid)
+        return sorted(found)
+
+    def end(self, code: int) -> None:
+        assert self.process.wait(timeout=PATIENCE_S) == code, self.log.read_text()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class Undisturbed:
+    """The runs that nothing happens to, each made once: expected(drill, workers)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.made = folder, dict[int, Lines]()
+
+    def __call__(self, drill: Drill, workers: int) -> Lines:
+        """Return the lines of a run with a command's rows, as far as the command has come."""
+        result = drill.result()
+        done = result["status"] == "done"
+        steps = json.loads(drill.run.read("plan.json"))["steps"] if done else result["steps"]
+        if len(self.made.get(workers, [])) < steps:
+            folder = self.folder / f"undisturbed-{workers}-{steps}"
+            self.made[workers] = without_ray(drill.storage, drill.run.url, workers, folder, steps)
+        lines = self.made[workers][:steps]
+        assert [line["step"] for line in lines] == list(range(1, steps + 1))
+        return lines
+
+
+def without_ray(storage: str, run: str, workers: int, folder: Path, steps: int) -> Lines:
+    """Train again what a run has trained, by its config, on its rows, in plain processes."""
+    folder.mkdir()
+    spawn(_train, workers, str(folder / "rendezvous"), storage, run, str(folder), steps)
+    return metrics.read(open_storage(str(folder)))
+
+
+def _train(rank: int, world: int, storage: str, run: str, folder: str, steps: int) -> None:
+    asked, prepared_root = open_storage(run), open_storage(f"{storage}/{PREPARED}")
+    config = from_dict(yaml.safe_load(asked.read("config.yaml")))
+    off = config.checkpoint.model_copy(update={"every_steps": None})
+    config = config.model_copy(update={"checkpoint": off})
+    fingerprint = json.loads(asked.read("plan.json"))["fingerprint"]
+    prepared = prepared_data.load(prepared_root / fingerprint)
+    assert prepared is not None
+    (tokenizer,) = [name for name in prepared_root.dirs() if name.startswith("tokenizer-")]
+    order, rows = order_of(config, prepared), prepared.rows("train")
+    job = Job(config, prepared, f"{prepared_root.url}/{tokenizer}", order, folder)
+    ahead = local_steps(rows, order, rank, world, 0)
+    training.run(job, torch.device("cpu"), lambda first: islice(ahead, first, steps))
+
+
+def assert_same(lines: Lines, expected: Lines) -> None:
+    """Bitwise: as at the same number of workers."""
+    for name in ("step", "batch_digest", "loss", "grad_norm"):
+        assert [line[name] for line in lines] == [line[name] for line in expected], name
+
+
+def assert_alike(lines: Lines, expected: Lines) -> None:
+    """The same rows in the same order; losses as fp32 sums in another order give them."""
+    for name in ("step", "batch_digest"):
+        assert [line[name] for line in lines] == [line[name] for line in expected], name
+    apart = [abs(a["loss"] - b["loss"]) for a, b in zip(lines, expected, strict=True)]
+    assert max(apart) <= 1e-4, apart
