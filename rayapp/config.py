@@ -279,6 +279,8 @@ class Cluster(Section):
     """One GPU per worker; auto: if the cluster has any."""
     instance: OptionalStr = None
     """EC2 instance type, e.g. p5.48xlarge, for plans and rendered clusters."""
+    ignore_plan: bool = False
+    """Start although the plan says that instance's memory is too small."""
     resources: Annotated[dict[str, float], BeforeValidator(_mapping)] = {}
     """More Ray resources per worker, e.g. `{accelerator_type:H100: 0.001}`."""
     max_failures: int = Field(default=3, ge=0)

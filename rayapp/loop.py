@@ -76,6 +76,8 @@ class Engine:
     """None: only what is not finite is bad."""
     skip_bad: bool = False
     """Leave the weights as they are after a bad step and go on, instead of raising BadLoss."""
+    mfu: Callable[[int, int, float], float | None] = field(default=lambda tokens, pairs, s: None)
+    """Model FLOP/s over the peak of all devices, from tokens, attended pairs and seconds."""
     evaluate: Callable[[], tuple[float, float | None]] | None = None
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
     peaks: Peaks = field(init=False)
@@ -90,6 +92,8 @@ class Totals:
 
     targets: int
     tokens: int
+    pairs: int
+    """Pairs of tokens of which one attends to the other: n (n + 1) / 2 in a document of n."""
     target_bytes: int
     digest: str
     save: bool
@@ -139,7 +143,7 @@ def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
             tokens=totals.targets,
             tokens_per_s=totals.tokens / busy_s,
             tokens_per_s_per_gpu=totals.tokens / busy_s / world,
-            mfu=None,
+            mfu=engine.mfu(totals.tokens, totals.pairs, busy_s),
             step_s=step_s,
             data_wait_s=data_wait_s,
             checkpoint_stall_s=stall_s,
@@ -172,6 +176,7 @@ def agree(engine: Engine, batch: Any) -> Totals:
         [
             int((batch.labels != IGNORE).sum()),
             int((batch.segments != 0).sum()),
+            packing.attended_pairs(batch.segments),
             int(batch.target_bytes.sum()),
             digest >> 32,  # in halves, so that sums over ranks cannot overflow an int64
             digest & 0xFFFFFFFF,
@@ -182,9 +187,16 @@ def agree(engine: Engine, batch: Any) -> Totals:
         dtype=torch.int64,
     )
     dist.all_reduce(message, group=engine.control)
-    targets, tokens, target_bytes, high, low, save, leave, look = map(int, message)
+    targets, tokens, pairs, target_bytes, high, low, save, leave, look = map(int, message)
     return Totals(
-        targets, tokens, target_bytes, order.combine([high << 32, low]), save > 0, leave, look > 0
+        targets,
+        tokens,
+        pairs,
+        target_bytes,
+        order.combine([high << 32, low]),
+        save > 0,
+        leave,
+        look > 0,
     )
 
 

@@ -91,8 +91,12 @@ def make_optimizers(
     if kind == "adamw":
         return [torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)]
     if kind == "adamw8bit":
+        from torch._functorch import config as functorch_config
         from torchao.optim import AdamW8bit
 
+        # torchao compiles its step. The cache on disk does not tell its 8-bit tensors of one size
+        # from those of another (they have no stable hash), and ranks hold shards of other sizes.
+        functorch_config.enable_autograd_cache = False
         return [AdamW8bit(groups, lr=lr, betas=betas)]
     assert kind == "muon", kind
     hidden = {id(p) for p in hidden_matrices(model)}

@@ -173,6 +173,15 @@ def boundaries(segments: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     return np.append(starts, segments.size).astype(np.int32)
 
 
+def attended_pairs(segments: npt.NDArray[Any]) -> int:
+    """Count the pairs of tokens of which one attends to the other: causal, within documents.
+
+    >>> attended_pairs(np.array([[1, 1, 2, 0], [1, 1, 1, 1]]))   # 3 + 1, and 10
+    14
+    """
+    return int((position_ids(segments) + 1)[segments != 0].sum())
+
+
 def _cut(offsets: Ints, num_positions: Ints, seq_len: int) -> tuple[Ints, Ints]:
     """Cut documents into pieces: [D], [D] -> first token and positions of each piece, [P], [P]."""
     num_pieces = -(-num_positions // seq_len)  # [D]

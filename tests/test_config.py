@@ -39,7 +39,7 @@ SURFACE = {
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps checkpoints prompts",
-    "cluster": "workers gpu instance resources max_failures max_preemptions mtbf_hours"
+    "cluster": "workers gpu instance ignore_plan resources max_failures max_preemptions mtbf_hours"
     " collective_timeout_s"
     " address",
     "model.lora": "rank alpha dropout targets quantize merge",

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,18 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rayapp import loop
+from rayapp import loop, metrics, model
+from rayapp.checkpoint.loader import saved_names
 from rayapp.checkpoint.marker import latest
 from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
 from rayapp.finetune import pace
-from rayapp.finetune.training import Job, StartAgain, run
+from rayapp.finetune.training import Job, StartAgain, mfu_of, run
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
@@ -258,6 +261,136 @@ def test_a_run_resumes_bitwise_where_it_was(
     assert [line["attempt"] for line in lines] == [1] * 12 + [2] * (STEPS - 12)
     for name in ("loss", "grad_norm", "batch_digest", "lr"):
         assert [line[name] for line in lines] == [line[name] for line in expected], name
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("lora", {"model": {"lora": {"rank": 4, "dropout": 0.1}}}),
+        ("muon", {"train": {"optimizer": "muon", "schedule": "wsd"}}),
+        ("adamw8bit", {"train": {"optimizer": "adamw8bit", "on_spike": "skip"}}),
+    ],
+)
+def test_every_optimizer_and_adapters_resume_bitwise(
+    inputs: Path, name: str, fields: dict[str, Any]
+) -> None:
+    def config(run: str) -> Config:
+        tree = config_of(inputs, run).model_dump(mode="json")
+        for section, values in fields.items():
+            tree[section] |= values
+        return from_dict(tree)
+
+    expected, whole = train(config(f"{name}-whole"), inputs, 2, num_steps=8)
+    cut = config(f"{name}-cut")
+    processes.spawn(stopped_worker, 2, str(inputs / f"{name}-a"), job_of(cut, inputs, 8), 5)
+    lines, summary = train(cut, inputs, 2, num_steps=8)
+    assert summary["first_step"] == 5
+    for field in ("loss", "grad_norm", "batch_digest", "lr"):
+        assert [line[field] for line in lines] == [line[field] for line in expected], field
+    assert summary["eval_loss"] == whole["eval_loss"]
+    if name == "lora":  # adapters and their moments alone are saved, and exported as peft does
+        names = saved_names(open_storage(f"{inputs}/runs/{cut.run.name}"), "step-00000008")
+        tensors = {name for name in names if name.startswith(("model.", "optimizer.state."))}
+        assert tensors and all(".lora_" in name for name in tensors)
+        base = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
+        adapted = PeftModel.from_pretrained(base, summary["model_path"])
+        rows = job_of(cut, inputs).prepared.rows("eval")
+        row = rows.read(np.arange(1))[0]
+        ids = torch.from_numpy(row["input_ids"][None].astype(int))
+        with torch.no_grad():
+            changed = adapted(input_ids=ids).logits
+            with adapted.disable_adapter():
+                assert (adapted(input_ids=ids).logits - changed).abs().max() > 1e-3
+
+
+def test_mfu_counts_flops_of_documents_over_the_gpus_peak(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of known tokens and pairs, on a GPU of known peak, by the formulas of the paper."""
+    shape = LlamaConfig.from_pretrained(inputs / "model")
+    lm = model.build(shape, loss=lambda *a, **k: None)  # type: ignore[arg-type]
+    parts: Any = SimpleNamespace(lm=lm)
+    job: Any = SimpleNamespace(config=config_of(inputs, "mfu", precision="bf16"))
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    documents = [5, 100, 33]
+    tokens, pairs = sum(documents), sum(n * (n + 1) // 2 for n in documents)
+    matrices = sum(p.numel() for n, p in lm.named_parameters() if p.ndim == 2 and "embed" not in n)
+    # Scores and values: 2 products of 2 FLOPs, 2 layers, 32 wide, and twice that backward.
+    expected = 6 * matrices * tokens + 3 * 2 * 2 * 2 * 32 * pairs
+    found = mfu_of(job, parts, gpu)(tokens, pairs, 0.5)
+    assert found == pytest.approx(expected / 0.5 / (2 * 989.4e12), rel=1e-3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    assert mfu_of(job, parts, gpu)(tokens, pairs, 0.5) is None
+    assert mfu_of(job, parts, torch.device("cpu"))(tokens, pairs, 0.5) is None
+
+
+@pytest.mark.parametrize("on_spike", ["skip", "stop"])
+def test_a_spike_is_skipped_or_stops_and_names_its_rows(inputs: Path, on_spike: str) -> None:
+    config = config_of(inputs, f"spike-{on_spike}", on_spike=on_spike, lr=1e-4)
+    job = job_of(config, inputs, num_steps=22)
+    bad_row = int(job.order.rows(19)[3])
+    processes.spawn(spiked_worker, 2, str(inputs / f"spike-{on_spike}-a"), job, bad_row)
+    lines = metrics.read(open_storage(job.run_url))
+    if on_spike == "stop":
+        assert [line["step"] for line in lines] == list(range(1, 20))
+        return
+    assert [line["step"] for line in lines if line["skipped"]] == [20]
+    assert lines[19]["loss"] > 1.02 * lines[18]["loss"] > lines[20]["loss"]
+    found, _ = latest(open_storage(job.run_url))
+    assert found is not None
+    losses = [line["loss"] for line in lines if not line["skipped"]]
+    assert found.state["losses"] == pytest.approx(losses, rel=1e-12)
+
+
+def spiked_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
+    """Train on rows of which one, in step 20, makes the model very sure of what is wrong."""
+    rows = job.prepared.rows("train")
+    marker = 258  # a token of the vocabulary that the text never holds
+    before: dict[int, Any] = {}
+
+    def steps(first: int) -> Any:
+        for batch in local_steps(rows, job.order, rank, world, first):
+            if batch.step == 19:
+                batch.input_ids[batch.rows == bad_row] = marker
+            yield batch
+
+    from rayapp.finetune import training
+
+    make_parts = training.make_parts
+
+    def with_hooks(job: Job, device: torch.device) -> training.Parts:
+        parts = make_parts(job, device)
+        marked: list[torch.Tensor] = []
+        lm = parts.lm.hf
+        lm.get_input_embeddings().register_forward_hook(
+            lambda module, args, output: marked.append((args[0] == marker).any(1)[:, None, None])
+        )
+        lm.model.norm.register_forward_hook(
+            lambda module, args, output: torch.where(marked[-1], output * 40, output)
+        )
+        return parts
+
+    training.make_parts = with_hooks
+    original = loop.report_bad
+
+    def report_bad(engine: loop.Engine, batch: Any, *found: Any) -> None:
+        before[batch.step] = [p.detach().clone() for p in engine.model.parameters()]
+        try:
+            original(engine, batch, *found)
+        finally:
+            after = [p.detach() for p in engine.model.parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(before[batch.step], after, strict=True))
+
+    loop.report_bad = report_bad
+    if job.config.train.on_spike == "skip":
+        run(job, torch.device("cpu"), steps)
+    else:
+        said = rf"step 20: .* is a spike .* highest are rows {bad_row} \("
+        with pytest.raises(loop.BadLoss, match=said):
+            run(job, torch.device("cpu"), steps)
+    assert list(before) == [19]
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rayapp import model
-from rayapp.config import ConfigError, from_dict
+from rayapp.config import ConfigError, Lora, from_dict
 from rayapp.formulas import shape_of
 from rayapp.formulas.memory import Layout, peak_memory, state_bytes
 from rayapp.planner import ask
@@ -33,6 +33,7 @@ def both(
     replicas = more.get("replicas", 1)
     accumulation = more.get("accumulation", 1)
     fp32 = more.get("param_dtype", torch.bfloat16) is None
+    lora = more.get("lora")
     config = copy.deepcopy(model.resolve(name).config)
     config.num_hidden_layers = layers or config.num_hidden_layers
     found = trace(config, world=world, micro_batch=micro_batch, seq_len=seq_len, **more)
@@ -45,6 +46,7 @@ def both(
         checkpointing=checkpointing,
         precision="fp32" if fp32 else "bf16",
         accumulates=accumulation > 1,
+        lora_rank=None if lora is None else lora.rank,
         on_cpu=True,
     )
     planned = peak_memory(layout).total
@@ -59,6 +61,9 @@ def both(
         ("qwen3-0.6b", 16, {"strategy": "hybrid_shard", "replicas": 2}),
         ("qwen3-0.6b", 16, {"strategy": "shard_grad_op", "activation_checkpointing": "full"}),
         ("qwen3-0.6b", 4, {"strategy": "no_shard", "activation_checkpointing": "full"}),
+        ("qwen3-0.6b", 8, {"activation_checkpointing": "selective"}),
+        ("qwen3-0.6b", 8, {"lora": Lora(rank=16)}),
+        ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
         ("dolly-v2-7b", 8, {}),
         ("mixtral-8x7b", 32, {}),
     ],
@@ -86,7 +91,7 @@ import json, resource, sys, torch, torch.distributed as dist
 from functools import partial
 from rayapp import model
 from rayapp.loss import chunked_cross_entropy
-from rayapp.optim import adamw
+from rayapp.optim import make_optimizers
 values, rows, seq_len = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -96,7 +101,7 @@ for name, value in values.items():
 
 def step(lm, optimizer, rows, seq_len):
     ids = torch.zeros(rows, seq_len, dtype=torch.long)
-    lm(ids, ids).backward()
+    lm(ids, ids)[0].backward()
     torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -106,7 +111,8 @@ def make(config):
     mesh = model.device_mesh("cpu", strategy="full_shard")
     model.shard(lm, mesh)
     model.init_weights(lm, 0, torch.device("cpu"))
-    return lm.train(), adamw(lm, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    (adamw,) = make_optimizers('adamw', lm, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    return lm.train(), adamw
 
 step(*make(model.resolve("tiny").config), 1, 64)  # libraries and buffers that a first step loads
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

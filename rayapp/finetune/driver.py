@@ -15,6 +15,7 @@ from rich.console import Console
 from rayapp.config import Config, ConfigError
 from rayapp.finetune import checks, display
 from rayapp.finetune.fit import fit
+from rayapp.finetune.forecast import forecast, misfit
 from rayapp.finetune.inputs import (
     count_parameters,
     order_of,
@@ -25,7 +26,7 @@ from rayapp.finetune.inputs import (
 from rayapp.finetune.job import STOP_FILE, Job
 from rayapp.finetune.lease import held
 from rayapp.finetune.outcome import RunFailed, result_of
-from rayapp.finetune.parts import technique_problems
+from rayapp.finetune.parts import model_shape, overridden, technique_problems
 from rayapp.finetune.session import (
     ENVIRONMENT,
     address_of,
@@ -59,6 +60,9 @@ def finetune(
     ready = checks.check(
         config, (os.cpu_count() or 1) if local else None, gpus_here() if local else 0
     )
+    problem = misfit(forecast(ready.config, overridden(ready.model, config)))
+    if problem and not config.cluster.ignore_plan:
+        raise ConfigError([problem])
     phases = {"import": entered - started, "check": time.time() - entered}
     config = ready.config
     with held(ready.run, lambda text: console.print(text, highlight=False)) as lease:
@@ -78,11 +82,14 @@ def finetune(
             phases["data"] = time.time() - started - sum(phases.values())
             order = order_of(config, prepared)
             job = Job(config, prepared, tokenizer_url, order, ready.run.url)
-            parameters = count_parameters(ready, config, len(tokenizer))
+            shape = model_shape(ready.model, config, len(tokenizer))
+            parameters = count_parameters(shape)
+            planned = forecast(config, shape, order.num_steps)
+            plan = plan_of(config, prepared, order, parameters)
             ready.run.write("config.yaml", config.to_yaml().encode())
             ready.run.write(
                 "plan.json",
-                json.dumps(plan_of(config, prepared, order, parameters), indent=1).encode(),
+                json.dumps((planned.as_dict() if planned else {}) | plan, indent=1).encode(),
             )
             ready.run.delete(STOP_FILE)
             display.plan(console, config, prepared, order, parameters)

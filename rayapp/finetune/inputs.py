@@ -14,7 +14,6 @@ from rayapp.config import Config, ConfigError
 from rayapp.data import prepare, tokens
 from rayapp.data.prepared import Prepared, mixed
 from rayapp.finetune import checks
-from rayapp.finetune.parts import model_shape
 from rayapp.order import Order, fingerprint
 from rayapp.storage import open_storage
 
@@ -118,9 +117,8 @@ def order_of(config: Config, prepared: Prepared) -> Order:
     return Order.for_steps(rows, *sizes, train.max_steps)
 
 
-def count_parameters(ready: checks.Ready, config: Config, vocabulary: int) -> int:
-    """Return the parameters of the model that will be trained, tied ones once."""
-    shape = model_shape(ready.model, config, vocabulary)
+def count_parameters(shape: Any) -> int:
+    """Return the parameters of a model of this shape, tied ones once."""
     return model.num_parameters(model.build(shape, loss=lambda *a, **k: None))  # type: ignore[arg-type]
 
 

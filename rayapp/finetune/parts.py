@@ -140,7 +140,7 @@ def technique_problems(config: Config, source: model.Source, device_type: str) -
                 f"Install rayapp[gpu], or {package}"
             )
     if lora is not None and lora.targets:
-        names = model.linear_names(model.build(source.config, loss=_no_loss).hf)
+        names = model.linear_names(model.build(overridden(source, config), loss=_no_loss).hf)
         problem = model.unknown_targets(lora.targets, names)
         found += [problem] if problem else []
     return found
@@ -160,10 +160,21 @@ def num_nodes() -> int:
 
 
 def model_shape(source: model.Source, config: Config, vocabulary: int) -> Any:
-    """Return the model's config: a preset takes its tokenizer's vocabulary, then the overrides."""
+    """Return the model's config: a preset takes a trained tokenizer's vocabulary, then overrides.
+
+    With a tokenizer that was not made for it, a preset keeps its own vocabulary if that is larger.
+    """
+    shape = overridden(source, config)
+    own = config.model.tokenizer
+    made = own is None or own == "bytes" or own.startswith("bpe:")
+    if source.preset and "vocab_size" not in config.model.overrides:
+        shape.vocab_size = vocabulary if made else max(vocabulary, shape.vocab_size)
+    return shape
+
+
+def overridden(source: model.Source, config: Config) -> Any:
+    """Return a copy of the model's config with the run's overrides."""
     shape = copy.deepcopy(source.config)
-    if source.preset:
-        shape.vocab_size = vocabulary
     for name, value in config.model.overrides.items():
         setattr(shape, name, value)
     return shape

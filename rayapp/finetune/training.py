@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from rayapp import loop, metrics, model
+from rayapp import formulas, hardware, loop, metrics, model
 from rayapp.checkpoint import loader, marker
 from rayapp.checkpoint.saver import Checkpointer
 from rayapp.data.rows import StepRows, sequential_batches
@@ -159,6 +159,7 @@ def make_engine(
         rows_per_epoch=job.order.num_rows,
         rows_per_step=job.order.rows_per_step,
         spikes=spikes,
+        mfu=mfu_of(job, parts, device),
         skip_bad=config.train.on_spike == "skip",
         save=lambda step: saver.save(step, state_tensors(parts), state_values(job, step, spikes)),
         save_due=cadence.save_due if rank == 0 else lambda step: False,
@@ -172,6 +173,30 @@ def make_engine(
             engine, sequential_batches(rows, config.train.micro_batch, rank, world)
         )
     return engine
+
+
+def mfu_of(
+    job: Job, parts: Parts, device: torch.device
+) -> Callable[[int, int, float], float | None]:
+    """Return what computes model FLOP/s over the peak, None for what has no known peak or shape."""
+    if device.type != "cuda":
+        return lambda tokens, pairs, seconds: None
+    gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
+    peak = None if gpu is None else gpu.flops[job.config.train.precision]
+    lora = job.config.model.lora
+    options = (None, ()) if lora is None else (lora.rank, lora.targets)
+    try:
+        shape = formulas.shape_of(parts.lm.hf.config.to_dict())
+    except formulas.UnknownShape:
+        peak = None
+    if peak is None:
+        return lambda tokens, pairs, seconds: None
+    of_token = formulas.model_flops(shape, 0.0, *options)
+    of_pair = formulas.model_flops(shape, 1.0, *options) - of_token  # linear in what is attended
+    all_of_them = peak * dist.get_world_size()
+    return lambda tokens, pairs, seconds: (
+        (tokens * of_token + pairs * of_pair) / seconds / all_of_them
+    )
 
 
 def state_tensors(parts: Parts) -> dict[str, Any]:

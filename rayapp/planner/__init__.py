@@ -47,7 +47,7 @@ __all__ = [
 
 
 def plan(config: Config, **more: Any) -> Answer:
-    """Plan a run; `more` is what `ask` takes: region, usd_per_hour, steps.
+    """Plan a run; `more` is what `ask` takes: region, usd_per_hour, steps, model.
 
     Raises:
         ConfigError: the config cannot be planned; with every problem.

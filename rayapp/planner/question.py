@@ -83,15 +83,18 @@ def ask(
     region: str = hardware.DEFAULT_REGION,
     usd_per_hour: float | None = None,
     steps: int | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> Question:
     """Look up what the config names; `usd_per_hour` (of one instance) is for spot and contracts.
+
+    `model` is the model's config.json where the caller has it, overrides included.
 
     Raises:
         ConfigError: with every problem.
     """
     problems: list[str] = []
     tree = config.model_dump()
-    shape = _shape(config, problems)
+    shape = _shape(config, model, problems)
     one = _instance(config, problems)
     workers = config.cluster.min_workers
     nodes = 1 if one is None or not one.gpus else -(-workers // one.gpus)
@@ -196,15 +199,18 @@ def _instance(config: Config, problems: list[str]) -> Instance | None:
         return None
 
 
-def _shape(config: Config, problems: list[str]) -> Shape | None:
-    values = _config_json(config, problems)
-    if values is None:
-        return None
+def _shape(config: Config, model: Mapping[str, Any] | None, problems: list[str]) -> Shape | None:
     path, tokenizer = config.model.path, config.model.tokenizer or ""
-    if path in PRESETS and tokenizer.startswith("bpe:"):
-        values = {**values, "vocab_size": int(tokenizer.partition(":")[2])}
+    values = model
+    if values is None:
+        values = _config_json(config, problems)
+        if values is None:
+            return None
+        if path in PRESETS and tokenizer.startswith("bpe:"):
+            values = {**values, "vocab_size": int(tokenizer.partition(":")[2])}
+        values = {**values, **config.model.overrides}
     try:
-        return shape_of({**values, **config.model.overrides})
+        return shape_of(values)
     except UnknownShape as error:
         problems.append(f"model.path={path} is not known: {error}")
         return None

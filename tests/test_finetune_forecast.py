@@ -1,0 +1,71 @@
+"""Check that a run that cannot fit is refused before anything starts, and what would fit named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, BertConfig
+
+from rayapp import model
+from rayapp.config import from_dict
+from rayapp.finetune import finetune
+from rayapp.finetune.forecast import forecast, misfit
+
+
+def config(**cluster: Any) -> Any:
+    return from_dict(
+        {
+            "model": {"path": "llama3.1-8b", "from_scratch": True},
+            "data": {"seq_len": 4096},
+            "train": {"tokens_per_step": 32 * 4096, "micro_batch": 1, "precision": "bf16"},
+            "cluster": {"gpu": "true", **cluster},
+        }
+    )
+
+
+def shape() -> AutoConfig:
+    return model.resolve("llama3.1-8b").config
+
+
+def test_what_cannot_fit_is_refused_and_what_would_is_named() -> None:
+    small = config(workers="1", instance="g5.xlarge")
+    found = misfit(forecast(small, shape()))
+    assert found is not None
+    assert found.startswith("cluster.instance=g5.xlarge is too small: the plan is 1")
+    assert found.endswith("or start it all the same with cluster.ignore_plan=true")
+    assert "cluster.workers=" in found or "lora" in found
+    assert misfit(forecast(config(workers="8", instance="p5.48xlarge"), shape())) is None
+
+
+def test_what_is_not_known_is_no_misfit() -> None:
+    assert misfit(forecast(config(workers="1"), shape())) is None  # no instance is named
+    assert forecast(config(workers="1"), BertConfig()) is None
+
+
+def test_the_forecast_knows_the_steps_and_the_shape_it_is_given() -> None:
+    some = config(workers="8", instance="p5.48xlarge")
+    smaller = model.resolve("llama3.1-8b").config
+    smaller.num_hidden_layers = 16
+    half, whole = forecast(some, smaller, 100), forecast(some, shape(), 100)
+    assert half is not None and whole is not None
+    assert half.hours is not None and whole.hours is not None
+    assert half.hours.value < whole.hours.value
+    assert half.peak_gib.value < whole.peak_gib.value
+
+
+def test_the_command_refuses_before_it_holds_anything(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    tree = {
+        "run": {"storage": str(tmp_path)},
+        "model": {"path": "tiny", "overrides": {"num_hidden_layers": 4000}},
+        "data": {"path": __file__, "format": "text"},
+        "cluster": {"instance": "g5.xlarge", "workers": "1", "address": "local"},
+    }
+    with pytest.raises(ValueError, match=r"cluster.instance=g5.xlarge is too small: "):
+        finetune(from_dict(tree))
+    assert not ray.is_initialized()
+    assert not (tmp_path / "tiny").exists()
