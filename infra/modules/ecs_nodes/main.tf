@@ -7,7 +7,7 @@ resource "aws_launch_template" "this" {
   user_data = base64encode(templatefile("${path.module}/user_data.sh", {
     cluster         = var.cluster
     gpus            = var.gpus
-    efa             = var.efa_interfaces > 0
+    efa             = anytrue([for kind in var.interfaces : startswith(kind, "efa")])
     agent_parameter = var.agent_parameter
   }))
 
@@ -31,14 +31,15 @@ resource "aws_launch_template" "this" {
     }
   }
 
-  # Card 0 carries IP traffic beside EFA; the others only EFA, which spares an address each.
+  # As the instance type has them: card 0 carries IP traffic, beside EFA where it can; the others only EFA,
+  # which spares an address each.
   dynamic "network_interfaces" {
-    for_each = range(max(1, var.efa_interfaces))
+    for_each = var.interfaces
     content {
-      device_index                = network_interfaces.value == 0 ? 0 : 1
-      network_card_index          = network_interfaces.value
-      interface_type              = var.efa_interfaces == 0 ? null : (network_interfaces.value == 0 ? "efa" : "efa-only")
-      associate_public_ip_address = network_interfaces.value == 0 ? false : null
+      device_index                = network_interfaces.key == 0 ? 0 : 1
+      network_card_index          = network_interfaces.key
+      interface_type              = network_interfaces.value
+      associate_public_ip_address = network_interfaces.key == 0 ? false : null
       security_groups             = [var.security_group_id]
       delete_on_termination       = true
     }

@@ -10,8 +10,10 @@ ECS_AWSVPC_BLOCK_IMDS=true
 EOF
 %{ if efa ~}
 if [ ! -e /dev/infiniband/uverbs0 ]; then
-  echo "the image has no EFA driver: see docs/ecs.md" >&2
-  exit 1
+  cd /tmp
+  curl -fsSO https://efa-installer.amazonaws.com/aws-efa-installer-1.43.2.tar.gz
+  tar xf aws-efa-installer-1.43.2.tar.gz
+  (cd aws-efa-installer && ./efa_installer.sh -y --minimal)
 fi
 %{ endif ~}
 dnf install -y amazon-cloudwatch-agent

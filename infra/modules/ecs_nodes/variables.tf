@@ -23,9 +23,13 @@ variable "gpus" {
   type        = number
 }
 
-variable "efa_interfaces" {
-  description = "Elastic Fabric Adapters of one host, one per network card; 0 for none."
-  type        = number
+variable "interfaces" {
+  description = "Kind of each network card's interface, in order: interface, efa, or efa-only."
+  type        = list(string)
+  validation {
+    condition     = length(var.interfaces) > 0 && contains(["interface", "efa"], var.interfaces[0]) && alltrue([for kind in slice(var.interfaces, 1, length(var.interfaces)) : kind == "efa-only"])
+    error_message = "interfaces must begin with interface or efa (card 0 has the address), and go on with efa-only."
+  }
 }
 
 variable "disk_gib" {

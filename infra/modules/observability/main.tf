@@ -156,7 +156,7 @@ resource "aws_cloudwatch_metric_alarm" "idle" {
   comparison_operator = "LessThanThreshold"
   threshold           = 5
   treat_missing_data  = "notBreaching" # no nodes
-  alarm_actions       = concat([aws_sns_topic.alarms.arn], var.idle_actions)
+  alarm_actions       = concat([aws_sns_topic.alarms.arn], lookup(var.idle_actions, each.key, []))
 }
 
 resource "aws_cloudwatch_metric_alarm" "stalled" {

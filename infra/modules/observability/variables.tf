@@ -32,8 +32,8 @@ variable "idle_minutes" {
 }
 
 variable "idle_actions" {
-  description = "What the idle alarm does beside notifying, e.g. a scaling policy."
-  type        = list(string)
+  description = "What a group's idle alarm does beside notifying, e.g. a scaling policy."
+  type        = map(list(string))
 }
 
 variable "stalled_minutes" {
