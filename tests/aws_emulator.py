@@ -480,7 +480,7 @@ def create_data_repository_association(self: Any) -> str:
     link["CreationTime"] = time.time()
     store(self.fsx_backend, "links")[name] = link
     if link["Tags"]:
-        self.fsx_backend.tag_resource(arn, link["Tags"])
+        self.fsx_backend.tag_resource(arn, {tag["Key"]: tag["Value"] for tag in link["Tags"]})
     return json.dumps({"Association": link})
 
 
@@ -518,16 +518,16 @@ def _with_conditions(
     """Hold a statement whose condition is not met to say nothing; moto would take it as it is.
 
     Only keys that requests here carry are judged: the transport, which is taken for TLS as a real
-    endpoint's would be. What the emulator cannot know of a request (s3:prefix, namespaces) counts as
-    met, so the documents' conditions are tested as documents.
+    endpoint's would be. What the emulator cannot know of a request (s3:prefix, namespaces) counts
+    as met, so the documents' conditions are tested as documents.
     """
     known = {"aws:SecureTransport": "true", **(incoming_condition_values or {})}
     for operator, block in (self._statement.get("Condition") or {}).items():
         for key, wanted in block.items():
             wanted = [wanted] if isinstance(wanted, str) else wanted
-            if key in known and operator in ("Bool", "StringEquals", "StringLike"):
-                if str(known[key]).lower() not in [str(value).lower() for value in wanted]:
-                    return PermissionResult.NEUTRAL
+            judged = key in known and operator in ("Bool", "StringEquals", "StringLike")
+            if judged and str(known[key]).lower() not in [str(v).lower() for v in wanted]:
+                return PermissionResult.NEUTRAL
     bare = {key: value for key, value in self._statement.items() if key != "Condition"}
     return original(
         IAMPolicyStatement(bare), action, resource, principal, incoming_condition_values

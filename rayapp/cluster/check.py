@@ -66,9 +66,7 @@ def _ray_container_rules(where: str, container: Mapping[str, Any]) -> Iterator[s
         yield f"{where}: killed after {stop_s} s, before Ray has drained"
 
 
-def check_manifests(
-    documents: Iterable[Mapping[str, Any]], crds: Path | None = None
-) -> list[str]:
+def check_manifests(documents: Iterable[Mapping[str, Any]], crds: Path | None = None) -> list[str]:
     """Return what is wrong with Kubernetes objects; with a folder of CRDs, by their schemas too."""
     documents = list(documents)
     problems = [] if crds is None else _schema_problems(documents, crds)

@@ -26,7 +26,9 @@ def cost_line(platform: str, fleet: Fleet, head: Instance, region: str, market: 
             f"{region}, {PRICE_DATE}"
         )
     if price is None:
-        return f"cost: {nodes}: no on-demand price known in {region}, {_idle(head, head_usd, fixed)}"
+        return (
+            f"cost: {nodes}: no on-demand price known in {region}, {_idle(head, head_usd, fixed)}"
+        )
     busy = "unknown" if head_usd is None else f"{fleet.max_nodes * price + head_usd + fixed:.2f}"
     return (
         f"cost: {busy} USD/h with {nodes} ({price:g} each, on demand), "

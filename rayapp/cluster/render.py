@@ -112,7 +112,10 @@ def _option_problems(platform: str, options: Options) -> list[str]:
         "name": (r"[a-z][a-z0-9-]{1,19}", "2 to 20 lower-case letters, digits and dashes"),
         "region": (r"[a-z]{2}(-[a-z]+)+-[0-9]", "a region such as us-west-2"),
         "tag": (r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image"),
-        "reservation": (r"cr-[0-9a-f]{8,17}", "a capacity reservation such as cr-0123456789abcdef0"),
+        "reservation": (
+            r"cr-[0-9a-f]{8,17}",
+            "a capacity reservation such as cr-0123456789abcdef0",
+        ),
     }
     for field, (pattern, what) in patterns.items():
         value = getattr(options, field)
@@ -168,7 +171,9 @@ def _machines(
         why = why if one.gpus else "Fargate gives Ray's object store no shared memory"
         problems.append(f"launch=fargate is impossible: {why}. Leave --launch out")
     storage = config.run.storage
-    if storage.startswith("s3://") and not f"{storage}/".startswith(f"s3://{bucket(options)}/runs/"):
+    if storage.startswith("s3://") and not f"{storage}/".startswith(
+        f"s3://{bucket(options)}/runs/"
+    ):
         problems.append(
             f"run.storage={storage} is out of reach: a run's role may write to "
             f"s3://{bucket(options)}/runs alone. Set it to that"
@@ -240,7 +245,10 @@ def _ecs(values: dict[str, Any]) -> dict[str, str]:
     )
     paths = [f"/dev/infiniband/uverbs{card}" for card in range(efa)]
     values["worker_efa_devices"] = json.dumps(
-        [{"hostPath": path, "containerPath": path, "permissions": ["read", "write"]} for path in paths]
+        [
+            {"hostPath": path, "containerPath": path, "permissions": ["read", "write"]}
+            for path in paths
+        ]
     )
     files = {}
     for role in ("head", "worker"):
@@ -264,7 +272,13 @@ def _kuberay(
         chosen.append("efa")
     storage = config.run.storage
     storage = storage if storage.startswith("s3://") else f"s3://{bucket(options)}/runs"
-    command = ["python", "-m", "rayapp.finetune", "/etc/rayapp/run.yaml", f"--run.storage={storage}"]
+    command = [
+        "python",
+        "-m",
+        "rayapp.finetune",
+        "/etc/rayapp/run.yaml",
+        f"--run.storage={storage}",
+    ]
     values |= {
         "components": json.dumps([f"../components/{name}" for name in sorted(chosen)]),
         "entrypoint": json.dumps(shlex.join(command)),
@@ -283,9 +297,7 @@ def _kuberay(
     wanted = [ROOT / "kuberay" / name for name in ("base", "cluster", "job")]
     wanted += [ROOT / "kuberay" / "components" / name for name in chosen]
     paths = [path for top in wanted for path in top.rglob("*.yaml")]
-    files = {
-        str(path.relative_to(ROOT / "kuberay")): _fill(path, values) for path in sorted(paths)
-    }
+    files = {str(path.relative_to(ROOT / "kuberay")): _fill(path, values) for path in sorted(paths)}
     for text in files.values():
         list(yaml.safe_load_all(text))  # what was filled in has left it YAML
     files["cluster/run.yaml"] = config.to_yaml()
