@@ -2,9 +2,9 @@
 
     python tests/aws_emulator.py -p 5000
 
-moto writes its answers from botocore's model of a service, so an action it lacks is a function that
-returns a dict in the API's own shape; `@action` adds it. `@fill` adds to what moto stores the fields
-that it takes and forgets, without which every second plan of Terraform would show a change.
+moto writes its answers from botocore's model of a service, so an action it lacks is a function
+that returns a dict in the API's own shape; `@action` adds it. `@fill` adds to what moto stores the
+fields that it takes and forgets, without which a second plan of Terraform would show a change.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         eks_only = {"workers": groups, "lustre_gib": 1200, "admin_role_arns": admins, "nat": False}
         cloud.variables("eks", {**eks[0], **eks_only})
         with ThreadPoolExecutor(3) as pool:
-            # The provider watches the bucket's lifecycle rules for a minute; the others need not wait.
+            # The provider watches the bucket's lifecycle rules for a minute: others go ahead.
             base = pool.submit(cloud.apply, "base")
             wait_for(lambda: cloud.client("ecr").describe_repositories(), base)
             wait_for(lambda: cloud.client("kms").describe_key(KeyId="alias/rayapp"), base)

@@ -119,9 +119,9 @@ def _pod_rules(pod: Mapping[str, Any]) -> Iterator[str]:
         for variable in container.get("env", []):
             if SECRET.search(variable.get("name", "")) and "value" in variable:
                 yield f"{where}: {variable['name']} is a secret in plain sight; use valueFrom"
-            if variable.get("name") == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S":
-                if float(variable["value"]) >= grace_s:
-                    yield f"{where}: killed after {grace_s} s, before Ray has drained"
+            drains = variable.get("name") == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+            if drains and float(variable["value"]) >= grace_s:
+                yield f"{where}: killed after {grace_s} s, before Ray has drained"
 
 
 def _schema_problems(documents: list[Mapping[str, Any]], crds: Path) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rayapp.cluster.sizes import Fleet
 from rayapp.hardware import PRICE_DATE, Instance, usd_per_hour
 
-# us-east-1 and us-west-2; AWS's pages of VPC, PrivateLink and EKS as of 2025-11. Data through a NAT
-# gateway (0.045 USD per GB) and stored logs come on top; traffic to S3 through its endpoint is free.
+# us-east-1 and us-west-2; AWS's pages of VPC, PrivateLink and EKS as known in 2025. Data through a
+# NAT gateway (0.045 USD per GB) and stored logs come on top; S3 through its endpoint is free.
 NAT_USD_PER_HOUR = 0.045
 ENDPOINT_USD_PER_HOUR = 0.01
 EKS_USD_PER_HOUR = 0.10
