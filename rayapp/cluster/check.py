@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ def _cluster_rules(spec: Mapping[str, Any]) -> Iterator[str]:
     groups = [("head", spec.get("headGroupSpec", {}))]
     groups += [(group.get("groupName"), group) for group in spec.get("workerGroupSpecs", [])]
     for name, group in groups:
-        least, most = group.get("minReplicas", 0), group.get("maxReplicas", 2**31)
-        if not least <= group.get("replicas", least) <= most:
+        counts = [group.get(key) for key in ("minReplicas", "replicas", "maxReplicas")]
+        known = [count for count in counts if isinstance(count, int)]
+        if known != sorted(known):
             yield f"{name}: replicas is not between minReplicas and maxReplicas"
         template = group.get("template", {})
         overwritten = template.get("metadata", {}).get("annotations", {})
@@ -124,7 +126,9 @@ def _pod_rules(pod: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{where}: killed after {grace_s} s, before Ray has drained"
 
 
-def _schema_problems(documents: list[Mapping[str, Any]], crds: Path) -> list[str]:
+@lru_cache(maxsize=1)
+def _validators(crds: Path) -> dict[tuple[str, str], Any]:
+    """Return {(version, kind): validator} of a folder of CRDs; reading them takes seconds."""
     from jsonschema import Draft202012Validator
 
     schemas = {}
@@ -136,6 +140,11 @@ def _schema_problems(documents: list[Mapping[str, Any]], crds: Path) -> list[str
             schema = _strict(one["schema"]["openAPIV3Schema"])
             schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
             schemas[key] = Draft202012Validator(schema)
+    return schemas
+
+
+def _schema_problems(documents: list[Mapping[str, Any]], crds: Path) -> list[str]:
+    schemas = _validators(crds)
     group = {key[0].split("/")[0] for key in schemas}
     problems = []
     for document in documents:

@@ -108,7 +108,7 @@ data "aws_iam_policy_document" "results" {
     sid       = "TlsOnly"
     effect    = "Deny"
     actions   = ["s3:*"] # a denial
-    resources = [aws_s3_bucket.results.arn, "${aws_s3_bucket.results.arn}/*"]
+    resources = [aws_s3_bucket.results.arn, "${aws_s3_bucket.results.arn}/*"] # a denial
     principals {
       type        = "*"
       identifiers = ["*"]
