@@ -107,7 +107,7 @@ data "aws_iam_policy_document" "results" {
   statement {
     sid       = "TlsOnly"
     effect    = "Deny"
-    actions   = ["s3:*"] # a denial
+    actions   = ["s3:*"]                                                      # a denial
     resources = [aws_s3_bucket.results.arn, "${aws_s3_bucket.results.arn}/*"] # a denial
     principals {
       type        = "*"
