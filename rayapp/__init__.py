@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayapp.config import Config, ConfigError, load
+    from rayapp.planner import plan
 
 _HOMES = {
     "Config": "rayapp.config",
     "ConfigError": "rayapp.config",
     "load": "rayapp.config",
+    "plan": "rayapp.planner",
 }
-__all__ = ["Config", "ConfigError", "load"]
+__all__ = ["Config", "ConfigError", "load", "plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,8 @@ L40S and H100 2024, H200 2024, Blackwell 2025), dense figures: where only the sp
 it is halved. Instances: EC2's DescribeInstanceTypes as of 2026-11; the p3 sizes AWS no longer lists
 there: their page of 2023. Prices: on demand, Linux, from the AWS price list as of 2026-11 (after
 the cut of P4 and P5 of June 2025); p5e is sold in capacity blocks alone and has no such price.
+Measured products: A100, B200, B300 mamf-finder (ml-engineering, its table of 2026), A10G and L4
+gpu_benchmark (2024), H100 and H200 SemiAnalysis (2024-12-22: shapes of a Llama, sustained).
 Units: GiB is 2**30 bytes; FLOP/s, bytes/s and bits/s are decimal.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PRICE_DATE = "2026-11-21"
 PRICE_SOURCE = "AWS price list, on demand, Linux"
@@ -39,6 +41,8 @@ class Gpu:
     compute_capability: str
     device_names: tuple[str, ...] = ()
     """What the driver calls it."""
+    measured_flops: Mapping[str, float] = field(default_factory=dict)
+    """Dense FLOP/s that large matrix products were measured to reach; absent: not measured."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ GPUS = {
             32e9,
             "8.6",
             ("NVIDIA A10G",),
+            {"bf16": 69.7e12},
         ),
         Gpu(
             "L4",
@@ -161,6 +166,7 @@ GPUS = {
             32e9,
             "8.9",
             ("NVIDIA L4",),
+            {"bf16": 91.4e12},
         ),
         Gpu(
             "L40S",
@@ -181,6 +187,7 @@ GPUS = {
             32e9,
             "8.0",
             ("NVIDIA A100-SXM4-40GB",),
+            {"bf16": 271.2e12},
         ),
         Gpu(
             "A100-80GB",
@@ -191,6 +198,7 @@ GPUS = {
             32e9,
             "8.0",
             ("NVIDIA A100-SXM4-80GB",),
+            {"bf16": 271.2e12},
         ),
         Gpu(
             "H100",
@@ -201,6 +209,7 @@ GPUS = {
             64e9,
             "9.0",
             ("NVIDIA H100 80GB HBM3",),
+            {"bf16": 720e12, "fp8": 1280e12},
         ),
         Gpu(
             "H200",
@@ -211,6 +220,7 @@ GPUS = {
             64e9,
             "9.0",
             ("NVIDIA H200",),
+            {"bf16": 720e12, "fp8": 1280e12},
         ),
         Gpu(
             "B200",
@@ -221,6 +231,7 @@ GPUS = {
             64e9,
             "10.0",
             ("NVIDIA B200",),
+            {"bf16": 1745e12, "fp8": 3432e12},
         ),
         Gpu(
             "B300",
@@ -231,6 +242,7 @@ GPUS = {
             128e9,
             "10.3",
             ("NVIDIA B300 SXM6 AC",),
+            {"bf16": 1769e12, "fp8": 3353e12},
         ),
     )
 }

@@ -1,0 +1,265 @@
+"""What a config.json amounts to: linear layers of a block, parameters, LoRA's adapters.
+
+    shape = shape_of(json.load(open("config.json")))
+    shape.parameters, shape.active_parameters, lora_parameters(shape, rank=16)
+
+Families are those that transformers 5 calls llama, mistral, mixtral, qwen2, qwen3 and gpt_neox;
+another one is refused, as a guess at its shape would be wrong in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class UnknownShape(ValueError):
+    """The config.json does not say, or not in words known here, what the model is."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A matrix of a block, [outputs, inputs], and how often a block has it."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    copies: int = 1
+    """More than 1: experts."""
+    active: int = 1
+    """Copies that one token goes through."""
+    module: bool = True
+    """False: not a linear module of its own, so that no adapter can be put on it."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all copies."""
+        return self.copies * (self.inputs * self.outputs + (self.outputs if self.bias else 0))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of equal blocks between an embedding and a head."""
+
+    model_type: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    """Embedding and head are one matrix."""
+    linears: tuple[Linear, ...]
+    """Of one block, in the order of their use."""
+    gated: bool
+    """Two matrices into the MLP, one through the activation."""
+    fp32_norms: bool
+    """Norms compute in fp32 and keep an fp32 copy of their input."""
+    rotary: float
+    """Share of a head's dimensions that positions turn, 0-1."""
+    block_norm_parameters: int
+    final_norm_parameters: int
+    experts: int = 1
+    active_experts: int = 1
+    max_positions: int | None = None
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block."""
+        return sum(one.parameters for one in self.linears) + self.block_norm_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding, and so of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameters outside the blocks, tied ones once."""
+        matrices = 1 if self.tied else 2
+        return matrices * self.embedding_parameters + self.final_norm_parameters
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, tied ones once."""
+        return self.layers * self.block_parameters + self.root_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token goes through: all but the experts not chosen."""
+        idle = sum(
+            (one.copies - one.active) * one.inputs * one.outputs
+            for one in self.linears
+            if one.copies > 1
+        )
+        return self.parameters - self.layers * idle
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """Read a config.json.
+
+    Raises:
+        UnknownShape: another family, or a field is missing; says which.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in _FAMILIES:
+        near = difflib.get_close_matches(kind, _FAMILIES, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(_FAMILIES)}"
+        raise UnknownShape(f"model_type={kind} is unknown: its shape cannot be planned. {hint}")
+    try:
+        return _FAMILIES[kind](config)
+    except KeyError as error:
+        raise UnknownShape(
+            f"config.json is incomplete: {error.args[0]} of a {kind} is not in it. "
+            "Give the model's own config.json"
+        ) from error
+
+
+def lora_parameters(shape: Shape, rank: int, targets: Sequence[str] = ()) -> int:
+    """Count the adapters' parameters: rank * (inputs + outputs) for each linear.
+
+    Raises:
+        UnknownShape: a target is no linear layer of the blocks.
+    """
+    return shape.layers * rank * sum(one.inputs + one.outputs for one in targeted(shape, targets))
+
+
+def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
+    """Return the linear layers of a block that get adapters; no targets means all.
+
+    Raises:
+        UnknownShape: a target is no linear layer of the blocks.
+    """
+    can = {one.name: one for one in shape.linears if one.module}
+    wrong = [name for name in targets if name not in can]
+    if wrong:
+        raise UnknownShape(
+            f"model.lora.targets={','.join(wrong)} is unknown: a block of {shape.model_type} has "
+            f"the linear layers {', '.join(can)}. Set some of these, or none for all"
+        )
+    return tuple(can[name] for name in targets) if targets else tuple(can.values())
+
+
+def _attention(config: Mapping[str, Any], bias: bool, out_bias: bool) -> tuple[Linear, ...]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = _head_dim(config)
+    keys = (config.get("num_key_value_heads") or heads) * head_dim
+    return (
+        Linear("q_proj", hidden, heads * head_dim, bias),
+        Linear("k_proj", hidden, keys, bias),
+        Linear("v_proj", hidden, keys, bias),
+        Linear("o_proj", heads * head_dim, hidden, out_bias),
+    )
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _shape(
+    config: Mapping[str, Any],
+    linears: tuple[Linear, ...],
+    block_norms: int,
+    **more: Any,
+) -> Shape:
+    heads = config["num_attention_heads"]
+    values: dict[str, Any] = {
+        "model_type": config["model_type"],
+        "hidden": config["hidden_size"],
+        "layers": config["num_hidden_layers"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": _head_dim(config),
+        "intermediate": config["intermediate_size"],
+        "vocabulary": config["vocab_size"],
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "linears": linears,
+        "gated": True,
+        "fp32_norms": True,
+        "rotary": 1.0,
+        "block_norm_parameters": block_norms,
+        "final_norm_parameters": config["hidden_size"],
+        "max_positions": config.get("max_position_embeddings"),
+    }
+    return Shape(**{**values, **more})
+
+
+def _mlp(config: Mapping[str, Any], bias: bool = False) -> tuple[Linear, ...]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    return (
+        Linear("gate_proj", hidden, inner, bias),
+        Linear("up_proj", hidden, inner, bias),
+        Linear("down_proj", inner, hidden, bias),
+    )
+
+
+def _llama(config: Mapping[str, Any]) -> Shape:
+    bias = bool(config.get("attention_bias", False))
+    linears = _attention(config, bias, bias) + _mlp(config, bool(config.get("mlp_bias", False)))
+    return _shape(config, linears, 2 * config["hidden_size"])
+
+
+def _mistral(config: Mapping[str, Any]) -> Shape:
+    return _shape(
+        config, _attention(config, False, False) + _mlp(config), 2 * config["hidden_size"]
+    )
+
+
+def _qwen2(config: Mapping[str, Any]) -> Shape:
+    return _shape(config, _attention(config, True, False) + _mlp(config), 2 * config["hidden_size"])
+
+
+def _qwen3(config: Mapping[str, Any]) -> Shape:
+    bias = bool(config.get("attention_bias", False))
+    linears = _attention(config, bias, bias) + _mlp(config)
+    # q and k have a norm of their own, over a head.
+    return _shape(config, linears, 2 * config["hidden_size"] + 2 * _head_dim(config))
+
+
+def _mixtral(config: Mapping[str, Any]) -> Shape:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts, active = config["num_local_experts"], config["num_experts_per_tok"]
+    linears = (
+        *_attention(config, False, False),
+        Linear("router", hidden, experts, module=False),
+        # transformers 5 keeps an expert's gate and up as one matrix.
+        Linear("gate_up_proj", hidden, 2 * inner, copies=experts, active=active, module=False),
+        Linear("down_proj", inner, hidden, copies=experts, active=active, module=False),
+    )
+    return _shape(config, linears, 2 * hidden, experts=experts, active_experts=active)
+
+
+def _gpt_neox(config: Mapping[str, Any]) -> Shape:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    bias = bool(config.get("attention_bias", True))
+    linears = (
+        Linear("query_key_value", hidden, 3 * hidden, bias),
+        Linear("dense", hidden, hidden, bias),
+        Linear("dense_h_to_4h", hidden, inner, True),
+        Linear("dense_4h_to_h", inner, hidden, True),
+    )
+    # LayerNorm has a weight and a bias, and computes without an fp32 copy.
+    return _shape(
+        config,
+        linears,
+        4 * hidden,
+        gated=False,
+        fp32_norms=False,
+        rotary=config.get("rotary_pct", 0.25),
+        final_norm_parameters=2 * hidden,
+    )
+
+
+_FAMILIES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "gpt_neox": _gpt_neox,
+}

@@ -1,0 +1,75 @@
+"""Will it fit, how long will it take, what will it cost: before a machine is paid for.
+
+    found = plan(rayapp.load("configs/llama3_8b_sft.yaml"))
+    found.fits, found.peak_gib, found.hours, found.cost_usd        # each with a band
+    cheapest(found.question, deadline_hours=24).question.instance.name
+
+question.py  the config, with shape and machines looked up
+step.py      seconds of a step
+answer.py    memory, time, cost, checkpoints, goodput
+advice.py    what would fit or be faster, other node counts, the cheapest
+report.py    tables for people
+
+No torch, no network, well under a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayapp.config import Config, ConfigError
+from rayapp.planner.advice import (
+    Suggestion,
+    cheapest,
+    largest_micro_batch,
+    scaling,
+    suggestions,
+    with_micro_batch,
+)
+from rayapp.planner.answer import Answer, Band, answer
+from rayapp.planner.question import Question, ask, steps_of_run
+
+__all__ = [
+    "Answer",
+    "Band",
+    "Question",
+    "Suggestion",
+    "answer",
+    "as_dict",
+    "ask",
+    "cheapest",
+    "largest_micro_batch",
+    "plan",
+    "scaling",
+    "steps_of_run",
+    "suggestions",
+]
+
+
+def plan(config: Config, **more: Any) -> Answer:
+    """Plan a run; `more` is what `ask` takes: region, usd_per_hour, steps.
+
+    Raises:
+        ConfigError: the config cannot be planned; with every problem.
+    """
+    try:
+        question = ask(config, **more)
+        if str(config.train.micro_batch) == "auto":
+            question = with_micro_batch(question, largest_micro_batch(question) or 1)
+        return answer(question)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError([str(error)]) from error
+
+
+def as_dict(
+    found: Answer, others: list[Suggestion], table: list[Answer], best: Answer | None
+) -> dict[str, Any]:
+    """Return what `plan --json` prints: the plan, suggestions, scaling, and the cheapest."""
+    return {
+        **found.as_dict(),
+        "suggestions": [one.as_dict() for one in others],
+        "scaling": [one.as_dict() for one in table],
+        "cheapest": None if best is None else best.as_dict(),
+    }

@@ -1,0 +1,252 @@
+"""What else could be done: what makes it fit or faster, more nodes, and the cheapest machines.
+
+suggestions(question)                     # ranked: the fastest that fits first
+scaling(question)                         # tokens/s, hours and cost over node counts
+cheapest(question, deadline_hours=24)     # over all instances and node counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rayapp.config import ConfigError
+from rayapp.formulas import mean_context
+from rayapp.hardware import INSTANCES
+from rayapp.planner.answer import Answer, answer
+from rayapp.planner.question import Question
+from rayapp.planner.step import Job, machine_of
+
+NODE_COUNTS = (1, 2, 4, 8, 16, 32)
+GAIN = 1.03  # less is within the noise of the model
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of the config and what the plan says of it."""
+
+    change: str
+    answer: Answer
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        rate = self.answer.tokens_per_s
+        return {
+            "set": self.change,
+            "fits": self.answer.fits,
+            "peak_gib": self.answer.peak_gib.as_dict(),
+            "tokens_per_s": None if rate is None else rate.as_dict(),
+        }
+
+
+def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
+    """Return changes that fit, the fastest first; where the plan fits already, only faster ones."""
+    if question.job is None:
+        return []
+    now = answer(question)
+    found = []
+    for change, other in _variants(question, bool(now.fits)):
+        try:
+            then = answer(other)
+        except ValueError:  # a precision that this GPU cannot compute in
+            continue
+        if then.fits:
+            found.append(Suggestion(change, then))
+    if now.fits:
+        assert now.tokens_per_s is not None
+        limit = GAIN * now.tokens_per_s.value / question.workers
+        found = [one for one in found if _per_worker(one) > limit]
+    found.sort(key=_per_worker, reverse=True)
+    shown = found[:most]
+    # More of the same machines changes nothing in what is trained: it is always named.
+    nodes = [one for one in found if one.answer.workers > question.workers]
+    if nodes and nodes[0] not in shown:
+        shown = [*shown[:-1], nodes[0]]
+    return shown
+
+
+def _per_worker(one: Suggestion) -> float:
+    assert one.answer.tokens_per_s is not None
+    return one.answer.tokens_per_s.value / one.answer.workers
+
+
+def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
+    """Yield (what to set, the question with it): a change alone, or with full checkpointing."""
+    layout = question.layout
+    singles: list[tuple[str, dict[str, Any]]] = []
+    for mode in ("none", "selective", "full"):
+        if mode != layout.checkpointing:
+            singles.append((f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}))
+    sizes = {1, layout.micro_batch // 2, layout.micro_batch * 2, layout.micro_batch * 4}
+    for size in sorted(sizes - {0, layout.micro_batch}, reverse=True):
+        singles.append((f"train.micro_batch={size}", {"micro_batch": size}))
+    if layout.strategy != "full_shard":
+        singles.append(("parallel.strategy=full_shard", {"strategy": "full_shard"}))
+    if not layout.compiled:
+        singles.append(("train.compile=true", {"compiled": True}))
+    if layout.optimizer == "adamw":
+        singles.append(("train.optimizer=adamw8bit", {"optimizer": "adamw8bit"}))
+    if not layout.cpu_offload:
+        singles.append(("parallel.cpu_offload=true", {"cpu_offload": True}))
+    if not layout.activation_offload:
+        singles.append(("parallel.activation_offload=true", {"activation_offload": True}))
+    if (
+        layout.lora_rank is None and not fits
+    ):  # another task, worth it only where this is impossible
+        singles.append(("model.lora={rank: 16}", {"lora_rank": 16}))
+    full = {"checkpointing": "full"}
+    for change, fields in singles:
+        yield from _changed(question, change, fields)
+        if "checkpointing" not in fields and layout.checkpointing != "full":
+            both = f"{change} parallel.activation_checkpointing=full"
+            yield from _changed(question, both, {**fields, **full})
+    one = question.instance
+    assert one is not None
+    for nodes in (2 * question.nodes, 4 * question.nodes):
+        other = question.on(one, nodes)
+        if other is not None:
+            change = f"cluster.workers={other.workers}"
+            yield change, other
+            if layout.checkpointing != "full":
+                both = f"{change} parallel.activation_checkpointing=full"
+                yield from _changed(other, both, full)
+
+
+def _changed(
+    question: Question, change: str, fields: dict[str, Any]
+) -> Iterator[tuple[str, Question]]:
+    """Yield the question on the same machines with fields of the layout changed."""
+    layout = replace(question.layout, **fields)
+    if question.rows_per_step % layout.micro_batch:
+        return
+    if layout.strategy == "full_shard":
+        layout = replace(layout, shards=question.workers)
+    micro_batches = -(-question.rows_per_step // layout.micro_batch // question.workers)
+    layout = replace(layout, accumulates=micro_batches > 1)
+    job = question.job
+    if job is not None:
+        job = replace(job, layout=layout, micro_batches=micro_batches)
+    yield change, replace(question, layout=layout, job=job)
+
+
+def largest_micro_batch(question: Question) -> int | None:
+    """Return the most rows of a micro-batch that fit; None if not even one does, or unknown.
+
+    Micro-batches that a step divides into, and that leave no worker without one.
+    """
+    if question.job is None:
+        return None
+    rows = question.rows_per_step
+    for size in range(max(1, rows // question.workers), 0, -1):
+        if rows % size == 0 and answer(with_micro_batch(question, size)).fits:
+            return size
+    return None
+
+
+def with_micro_batch(question: Question, size: int) -> Question:
+    """Return the question with another micro-batch, which must divide the rows of a step."""
+    (changed,) = _changed(question, "", {"micro_batch": size})
+    return changed[1]
+
+
+def scaling(question: Question) -> list[Answer]:
+    """Return the plan for other node counts of the same instance, the same step on each."""
+    if question.instance is None or question.job is None:
+        return []
+    counts = sorted({*NODE_COUNTS, question.nodes})
+    answers = []
+    for nodes in counts:
+        other = question.on(question.instance, nodes)
+        if other is not None and other.workers <= question.rows_per_step:
+            answers.append(answer(other))
+    return answers
+
+
+def cheapest(
+    question: Question,
+    *,
+    deadline_hours: float | None = None,
+    budget_usd: float | None = None,
+) -> Answer:
+    """Return the cheapest machines and settings that meet both limits.
+
+    Every instance with a price in the region, node counts up to 32, activation checkpointing and
+    micro-batch are tried; the model, the rows of a step and all else stay.
+
+    Raises:
+        ConfigError: none does; says what the fastest and the cheapest would be.
+    """
+    if question.steps is None:
+        raise ConfigError(
+            [
+                "train.max_steps=none is missing: without the number of steps there is no "
+                "deadline or budget to meet. Set train.max_steps"
+            ]
+        )
+    found = list(_candidates(question))
+    if not found:
+        raise ConfigError(
+            [
+                f"cluster.instance is without an answer: nothing in {question.region} with a known "
+                "price holds this model in up to 32 nodes. Set model.lora or a smaller model"
+            ]
+        )
+    meet = [
+        (cost, hours, one)
+        for cost, hours, one in found
+        if (deadline_hours is None or hours <= deadline_hours)
+        and (budget_usd is None or cost <= budget_usd)
+    ]
+    if meet:
+        return min(meet, key=lambda row: row[:2])[2]
+    fast = min(found, key=lambda row: (row[1], row[0]))
+    cheap = min(found, key=lambda row: row[:2])
+    limits = {"deadline_hours": deadline_hours, "budget_usd": budget_usd}
+    asked = " ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
+    raise ConfigError(
+        [
+            f"{asked} is impossible: the fastest is {_named(fast)}, the cheapest {_named(cheap)}. "
+            "Set fewer train.max_steps, or limits that one of them meets"
+        ]
+    )
+
+
+def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
+    """Yield (USD, hours, answer) of the fastest setting that fits, for all machines."""
+    base = question
+    if base.job is None:  # no instance is named: any will do to start from
+        one = INSTANCES["p5.48xlarge"]
+        start = replace(base, job=_any_job(base))
+        base = start.on(one, 1) or start
+    sizes = {1, 2, 4, 8, base.layout.micro_batch}
+    for one in INSTANCES.values():
+        if one.gpu is None or base.region not in one.usd_per_hour:
+            continue
+        if one.gpu.flops.get(base.layout.precision) is None:
+            continue
+        for nodes in NODE_COUNTS:
+            best: tuple[float, float, Answer] | None = None
+            for size in sizes:
+                for mode in ("none", "selective", "full"):
+                    other = base.on(one, nodes, micro_batch=size, checkpointing=mode)
+                    if other is None or other.workers > base.rows_per_step // size:
+                        continue
+                    then = answer(other)
+                    if then.fits and then.cost_usd is not None and then.hours is not None:
+                        row = (then.cost_usd.value, then.hours.value, then)
+                        best = row if best is None or row[1] < best[1] else best
+            if best is not None:
+                yield best
+
+
+def _any_job(question: Question) -> Job:
+    context = mean_context([question.layout.seq_len])
+    return Job(question.layout, machine_of(INSTANCES["p5.48xlarge"], 1), context)
+
+
+def _named(row: tuple[float, float, Answer]) -> str:
+    cost, hours, one = row
+    assert one.question.instance is not None
+    name = one.question.instance.name
+    return f"{one.question.nodes} x {name} with {hours:.3g} hours and ${cost:,.0f}"

@@ -1,0 +1,230 @@
+"""What is asked of a plan: the config, with the model's shape and the machines looked up.
+
+    question = ask(config, region="us-west-2")
+    question.job.layout, question.machine, question.usd_per_hour
+
+Only local files are read, never the network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rayapp import hardware
+from rayapp.config import Config, ConfigError
+from rayapp.formulas import Shape, UnknownShape, mean_context, shape_of
+from rayapp.formulas.memory import Layout
+from rayapp.hardware import Instance, UnknownInstance
+from rayapp.planner.step import Job, machine_of
+from rayapp.presets import PRESETS, config_of
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run as the planner sees it."""
+
+    name: str
+    job: Job | None
+    """None: no instance is named, or one without a GPU."""
+    layout: Layout
+    instance: Instance | None
+    nodes: int
+    workers: int
+    rows_per_step: int
+    steps: int | None
+    region: str
+    usd_per_hour: float | None
+    """Of one instance."""
+    mtbf_hours: float
+    """Of one worker."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step of all workers."""
+        return self.rows_per_step * self.layout.seq_len
+
+    def on(self, one: Instance, nodes: int, **changes: Any) -> Question | None:
+        """Return the question for other machines; None where the step cannot be dealt out so.
+
+        `changes` are fields of the layout. One worker on each GPU.
+        """
+        workers = nodes * one.gpus
+        layout = replace(self.layout, **changes)
+        if self.rows_per_step % layout.micro_batch:
+            return None
+        micro_batches = -(-self.rows_per_step // layout.micro_batch // workers)
+        shards = {"full_shard": workers, "shard_grad_op": workers, "no_shard": 1}.get(
+            layout.strategy, one.gpus
+        )
+        layout = replace(layout, shards=shards, accumulates=micro_batches > 1)
+        assert self.job is not None
+        job = Job(layout, machine_of(one, nodes), self.job.context, micro_batches)
+        price = hardware.usd_per_hour(one, self.region)
+        same = self.instance is not None and one.name == self.instance.name
+        return replace(
+            self,
+            job=job,
+            layout=layout,
+            instance=one,
+            nodes=nodes,
+            workers=workers,
+            usd_per_hour=self.usd_per_hour if same else price,
+        )
+
+
+def ask(
+    config: Config,
+    *,
+    region: str = hardware.DEFAULT_REGION,
+    usd_per_hour: float | None = None,
+    steps: int | None = None,
+) -> Question:
+    """Look up what the config names; `usd_per_hour` (of one instance) is for spot and contracts.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems: list[str] = []
+    tree = config.model_dump()
+    shape = _shape(config, problems)
+    one = _instance(config, problems)
+    workers = config.cluster.min_workers
+    nodes = 1 if one is None or not one.gpus else -(-workers // one.gpus)
+    strategy = config.parallel.strategy
+    replicas = config.parallel.replicas or nodes
+    if strategy == "hybrid_shard" and workers % replicas:
+        problems.append(
+            f"parallel.replicas={replicas} does not divide {workers} workers: every replica must "
+            f"have the same number. Set one of "
+            f"{', '.join(str(n) for n in range(1, workers + 1) if workers % n == 0)}"
+        )
+    if problems or shape is None:
+        raise ConfigError(problems)
+    shards = {"hybrid_shard": workers // replicas, "no_shard": 1}.get(strategy, workers)
+    micro_batch = tree["train"]["micro_batch"]
+    rows = config.train.tokens_per_step // config.data.seq_len
+    size = 1 if micro_batch == "auto" else int(micro_batch)
+    micro_batches = -(-rows // size // workers)
+    layout = _layout(config, tree, shape, one, shards, size, micro_batches)
+    job = None
+    if one is not None and one.gpu is not None:
+        used = -(-workers // nodes)
+        job = Job(layout, machine_of(one, nodes, used), _context(config), micro_batches)
+    price = usd_per_hour
+    if price is None and one is not None:
+        price = hardware.usd_per_hour(one, region)
+    return Question(
+        name=config.run.name,
+        job=job,
+        layout=layout,
+        instance=one,
+        nodes=nodes,
+        workers=workers,
+        rows_per_step=rows,
+        steps=steps if steps is not None else config.train.max_steps,
+        region=region,
+        usd_per_hour=price,
+        mtbf_hours=config.cluster.mtbf_hours,
+    )
+
+
+def steps_of_run(folder: str) -> int | None:
+    """Return the steps that a run's plan.json found when its data were prepared, None without."""
+    path = Path(folder) / "plan.json"
+    if not path.is_file():
+        return None
+    steps = json.loads(path.read_text(encoding="utf-8")).get("steps")
+    return int(steps) if steps is not None else None
+
+
+def _context(config: Config) -> float:
+    """Return the tokens that a token attends to: of whole rows, as documents' lengths are unknown.
+
+    Packed rows hold shorter documents, so that attention takes less than this.
+    """
+    return mean_context([config.data.seq_len])
+
+
+def _layout(
+    config: Config,
+    tree: Mapping[str, Any],
+    shape: Shape,
+    one: Instance | None,
+    shards: int,
+    micro_batch: int,
+    micro_batches: int,
+) -> Layout:
+    train, parallel = tree["train"], tree["parallel"]
+    precision = train["precision"]
+    if precision == "auto":
+        has_bf16 = one is None or one.gpu is None or one.gpu.flops["bf16"] is not None
+        precision = "bf16" if has_bf16 else "fp32"
+    lora = tree["model"]["lora"]
+    return Layout(
+        shape=shape,
+        shards=shards,
+        micro_batch=micro_batch,
+        seq_len=config.data.seq_len,
+        strategy=parallel["strategy"],
+        checkpointing=parallel["activation_checkpointing"],
+        precision=precision,
+        optimizer=train.get("optimizer", "adamw"),
+        compiled=train["compile"],
+        loss_chunk=train["loss_chunk"],
+        lora_rank=None if lora is None else lora["rank"],
+        lora_targets=() if lora is None else tuple(lora["targets"]),
+        quantize="none" if lora is None else lora.get("quantize", "none"),
+        cpu_offload=parallel["cpu_offload"],
+        activation_offload=parallel.get("activation_offload", False),
+        accumulates=micro_batches > 1,
+        on_cpu=one is not None and one.gpu is None,
+    )
+
+
+def _instance(config: Config, problems: list[str]) -> Instance | None:
+    if config.cluster.instance is None:
+        return None
+    try:
+        return hardware.instance(config.cluster.instance)
+    except UnknownInstance as error:
+        problems.append(str(error))
+        return None
+
+
+def _shape(config: Config, problems: list[str]) -> Shape | None:
+    values = _config_json(config, problems)
+    if values is None:
+        return None
+    path, tokenizer = config.model.path, config.model.tokenizer or ""
+    if path in PRESETS and tokenizer.startswith("bpe:"):
+        values = {**values, "vocab_size": int(tokenizer.partition(":")[2])}
+    try:
+        return shape_of({**values, **config.model.overrides})
+    except UnknownShape as error:
+        problems.append(f"model.path={path} is not known: {error}")
+        return None
+
+
+def _config_json(config: Config, problems: list[str]) -> Mapping[str, Any] | None:
+    path = config.model.path
+    by_source = {preset.source: name for name, preset in PRESETS.items()}
+    name = by_source.get(path, path)
+    if name in PRESETS:
+        return config_of(name)
+    file = Path(os.path.expanduser(path)) / "config.json"
+    if file.is_file():
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            problems.append(f"{file} is not valid JSON: {error}. Copy it anew")
+            return None
+    problems.append(
+        f"model.path={path} is not at hand: a plan needs the model's config.json and never uses "
+        f"the network. Give a local folder, or one of {', '.join(PRESETS)}"
+    )
+    return None

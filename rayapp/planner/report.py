@@ -1,0 +1,176 @@
+"""A plan as people read it: tables and bars in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from rayapp.formulas.memory import CONTEXT_BYTES
+from rayapp.hardware import PRICE_DATE, PRICE_SOURCE
+from rayapp.planner.advice import Suggestion
+from rayapp.planner.answer import GIB, Answer, Band
+
+BAR = 40
+
+
+def show(
+    console: Console,
+    found: Answer,
+    others: list[Suggestion],
+    table: list[Answer],
+    best: Answer | None,
+) -> None:
+    """Print the answer: memory, time and cost, what else could be done."""
+    _headline(console, found)
+    _memory(console, found)
+    if found.step is not None:
+        _time(console, found)
+    if others:
+        _suggestions(console, found, others)
+    if len(table) > 1:
+        _scaling(console, table)
+    if best is not None:
+        _say(console, f"\n[bold]cheapest[/bold]  {machines(best)}: {_settings(best)}")
+        _say(console, f"          {_figures(best)}")
+    for reason in found.reasons:
+        _say(console, f"[yellow]note[/yellow]  {reason}")
+    if found.question.usd_per_hour is not None:
+        _say(console, f"[dim]prices: {PRICE_SOURCE}, {PRICE_DATE}, {found.question.region}[/dim]")
+
+
+def machines(one: Answer) -> str:
+    """Name nodes and workers."""
+    question = one.question
+    if question.instance is None:
+        return f"{question.workers} workers"
+    return f"{question.nodes} x {question.instance.name}, {question.workers} workers"
+
+
+def band(value: Band | None, form: str = ",.3g", unit: str = "") -> str:
+    """Write a figure with its band.
+
+    >>> band(Band(2.0, 1.5, 2.5), ".1f", " h")
+    '2.0 h (1.5 to 2.5)'
+    """
+    if value is None:
+        return "n/a"
+    return f"{value.value:{form}}{unit} ({value.low:{form}} to {value.high:{form}})"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _headline(console: Console, found: Answer) -> None:
+    layout, question = found.question.layout, found.question
+    verdict = {
+        True: "[green]fits[/green]",
+        False: "[red]does not fit[/red]",
+        None: "[yellow]may or may not fit[/yellow]",
+    }[found.fits]
+    trains = "" if layout.lora_rank is None else f", {layout.trainable:,} trained (LoRA)"
+    _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(found)}")
+    _say(
+        console,
+        f"model     {layout.shape.parameters:,} parameters{trains}; {layout.strategy}, "
+        f"{layout.precision}, {layout.optimizer}, activation checkpointing {layout.checkpointing}",
+    )
+    rows, size = question.rows_per_step, layout.micro_batch
+    _say(
+        console,
+        f"step      {rows} rows x {layout.seq_len} = {question.tokens_per_step:,} tokens; "
+        f"{rows // size} micro-batches of {size} / {question.workers} workers",
+    )
+
+
+def _memory(console: Console, found: Answer) -> None:
+    unit = "GPU" if found.question.job is not None else "worker"
+    room = "" if found.capacity_gib is None else f" of {found.capacity_gib:.1f}"
+    _say(
+        console, f"\n[bold]memory[/bold]    {band(found.peak_gib, '.1f', ' GiB')}{room} per {unit}"
+    )
+    _say(console, f"          at its most in: {found.peak.phase}")
+    largest = max(found.peak.total / GIB, found.capacity_gib or 0.0)
+    for name, size in found.peak.terms.items():
+        if size:
+            drawn = "█" * max(1, round(BAR * size / GIB / largest))
+            cuda = name == "slack" and not found.question.layout.on_cpu
+            note = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})" if cuda else ""
+            _say(console, f"  {name:12} {size / GIB:8.2f} GiB {drawn}{note}")
+
+
+def _time(console: Console, found: Answer) -> None:
+    assert found.step is not None
+    _say(console, f"\n[bold]step[/bold]      {band(found.step_s, '.3g', ' s')}")
+    for name, seconds in vars(found.step).items():
+        share = seconds / found.step.total_s
+        drawn = "█" * round(BAR * share)
+        _say(console, f"  {name.removesuffix('_s'):12} {seconds:8.3f} s   {share:4.0%} {drawn}")
+    per_gpu = found.tokens_per_s
+    assert per_gpu is not None
+    per_gpu = per_gpu.times(1 / found.workers)
+    _say(console, f"[bold]speed[/bold]     {band(found.tokens_per_s, ',.0f', ' tokens/s')}")
+    _say(console, f"          {band(per_gpu, ',.0f', ' a GPU')}, MFU {band(found.mfu, '.1%')}")
+    _say(console, f"[bold]run[/bold]       {_figures(found)}")
+    saving = found.saving
+    if saving is not None and found.goodput is not None:
+        _say(
+            console,
+            f"saving    {saving.size_gib:.1f} GiB a checkpoint, {saving.stall_s:.2g} s stalled, "
+            f"{saving.upload_s:.0f} s to upload; one every {saving.every_s / 60:.0f} min costs "
+            f"least; goodput {found.goodput:.1%}",
+        )
+
+
+def _figures(one: Answer) -> str:
+    return (
+        f"{band(one.hours, ',.3g', ' h')}, ${band(one.cost_usd, ',.0f')}, "
+        f"${band(one.usd_per_1m_tokens, ',.3g')} per 1M tokens"
+    )
+
+
+def _settings(one: Answer) -> str:
+    layout = one.question.layout
+    return (
+        f"train.micro_batch={layout.micro_batch} "
+        f"parallel.activation_checkpointing={layout.checkpointing}"
+    )
+
+
+def _suggestions(console: Console, found: Answer, others: list[Suggestion]) -> None:
+    title = "faster" if found.fits else "what would fit"
+    table = Table("set", "GiB", "tokens/s", title=title, title_justify="left", title_style="bold")
+    for one in others:
+        table.add_row(
+            one.change.replace("[", r"\["),
+            band(one.answer.peak_gib, ".1f"),
+            band(one.answer.tokens_per_s, ",.0f"),
+        )
+    console.print()
+    console.print(table)
+
+
+def _scaling(console: Console, answers: list[Answer]) -> None:
+    table = Table(
+        *("nodes", "GPUs", "fits", "GiB", "tokens/s", "efficiency", "hours", "USD"),
+        title="more or fewer nodes, the same step",
+        title_justify="left",
+        title_style="bold",
+    )
+    first = next((one for one in answers if one.fits), answers[0])
+    assert first.tokens_per_s is not None
+    for one in answers:
+        assert one.tokens_per_s is not None
+        each = one.tokens_per_s.value / one.workers
+        table.add_row(
+            str(one.question.nodes),
+            str(one.workers),
+            "yes" if one.fits else "no",
+            f"{one.peak_gib.value:.1f}",
+            f"{one.tokens_per_s.value:,.0f}",
+            f"{each * first.workers / first.tokens_per_s.value:.0%}",
+            "n/a" if one.hours is None else f"{one.hours.value:,.3g}",
+            "n/a" if one.cost_usd is None else f"{one.cost_usd.value:,.0f}",
+        )
+    console.print()
+    console.print(table)

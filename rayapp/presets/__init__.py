@@ -1,0 +1,121 @@
+"""Published model shapes: one config.json each, with what its makers say of it.
+
+    PRESETS["llama3.1-8b"].licence            # to be accepted before its weights are used
+    config_of("llama3.1-8b")["num_hidden_layers"]
+
+A preset is a shape and brings no weights. `parameters` is what its makers publish: total_size of
+the safetensors index over 2 bytes (2023 files also hold rotary frequencies, taken off here), as
+read on 2026-11-21, not what the shape amounts to: a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What its makers publish about a model."""
+
+    model_type: str
+    block: str
+    """Class of a transformer block in transformers."""
+    parameters: int | None
+    """Exact where an index gives it; None: only a rounded figure is published."""
+    billions: float
+    """The rounded figure of paper or model card."""
+    licence: str
+    source: str
+
+
+_LLAMA2 = "Llama 2 Community Licence"
+_LLAMA31 = "Llama 3.1 Community Licence"
+_LLAMA32 = "Llama 3.2 Community Licence"
+
+PRESETS = {
+    "tiny": Preset("llama", "LlamaDecoderLayer", None, 0.004, "Apache-2.0", "rayapp's own"),
+    "llama2-7b": Preset(
+        "llama", "LlamaDecoderLayer", 6_738_415_616, 6.7, _LLAMA2, "meta-llama/Llama-2-7b-hf"
+    ),
+    "llama2-13b": Preset(
+        "llama", "LlamaDecoderLayer", 13_015_864_320, 13.0, _LLAMA2, "meta-llama/Llama-2-13b-hf"
+    ),
+    "llama2-70b": Preset(
+        "llama", "LlamaDecoderLayer", 68_976_648_192, 69.0, _LLAMA2, "meta-llama/Llama-2-70b-hf"
+    ),
+    "llama3.1-8b": Preset(
+        "llama", "LlamaDecoderLayer", 8_030_261_248, 8.0, _LLAMA31, "meta-llama/Llama-3.1-8B"
+    ),
+    "llama3.1-70b": Preset(
+        "llama", "LlamaDecoderLayer", 70_553_706_496, 70.6, _LLAMA31, "meta-llama/Llama-3.1-70B"
+    ),
+    "llama3.2-1b": Preset(
+        "llama", "LlamaDecoderLayer", 1_235_814_400, 1.24, _LLAMA32, "meta-llama/Llama-3.2-1B"
+    ),
+    "llama3.2-3b": Preset(
+        "llama", "LlamaDecoderLayer", 3_212_749_824, 3.21, _LLAMA32, "meta-llama/Llama-3.2-3B"
+    ),
+    "mathstral-7b": Preset(
+        "mistral",
+        "MistralDecoderLayer",
+        7_248_023_552,
+        7.25,
+        "Apache-2.0",
+        "mistralai/Mathstral-7B-v0.1",
+    ),
+    "mixtral-8x7b": Preset(
+        "mixtral",
+        "MixtralDecoderLayer",
+        46_702_792_704,
+        46.7,
+        "Apache-2.0",
+        "mistralai/Mixtral-8x7B-v0.1",
+    ),
+    # Only pickled weights are published, without an index of sizes.
+    "dolly-v2-7b": Preset("gpt_neox", "GPTNeoXLayer", None, 6.9, "MIT", "databricks/dolly-v2-7b"),
+    # The two smallest are published with a second copy of the tied matrix, taken off here.
+    "qwen3-0.6b": Preset(
+        "qwen3",
+        "Qwen3DecoderLayer",
+        751_632_384 - 151_936 * 1024,
+        0.6,
+        "Apache-2.0",
+        "Qwen/Qwen3-0.6B",
+    ),
+    "qwen3-1.7b": Preset(
+        "qwen3",
+        "Qwen3DecoderLayer",
+        2_031_739_904 - 151_936 * 2048,
+        1.7,
+        "Apache-2.0",
+        "Qwen/Qwen3-1.7B",
+    ),
+    "qwen3-4b": Preset(
+        "qwen3", "Qwen3DecoderLayer", 4_022_468_096, 4.0, "Apache-2.0", "Qwen/Qwen3-4B"
+    ),
+    "qwen3-8b": Preset(
+        "qwen3", "Qwen3DecoderLayer", 8_190_735_360, 8.2, "Apache-2.0", "Qwen/Qwen3-8B"
+    ),
+    "qwen3-14b": Preset(
+        "qwen3", "Qwen3DecoderLayer", 14_768_307_200, 14.8, "Apache-2.0", "Qwen/Qwen3-14B"
+    ),
+    "qwen3-32b": Preset(
+        "qwen3", "Qwen3DecoderLayer", 32_762_123_264, 32.8, "Apache-2.0", "Qwen/Qwen3-32B"
+    ),
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Return a preset's config.json.
+
+    Raises:
+        KeyError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise KeyError(name)
+    return json.loads((FOLDER / name / "config.json").read_text(encoding="utf-8"))

@@ -1,0 +1,130 @@
+"""Counts against what PyTorch counts, the literature's figures, and each other."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from rayapp import model
+from rayapp.formulas import (
+    UnknownShape,
+    backward_flops,
+    forward_flops,
+    hardware_flops,
+    lora_parameters,
+    mean_context,
+    mfu,
+    model_flops,
+    recomputed_flops,
+    shape_of,
+)
+from rayapp.model.build import find_blocks
+from rayapp.presets import config_of
+
+SMALL = {"num_hidden_layers": 2, "vocab_size": 320}
+
+
+@pytest.mark.parametrize("name", ["shape", "flops", "memory"])
+def test_doctests(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"rayapp.formulas.{name}")).failed == 0
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
+def test_context_is_the_mean_over_tokens(lengths: list[int]) -> None:
+    attended = [position + 1 for length in lengths for position in range(length)]
+    assert mean_context(lengths) == pytest.approx(sum(attended) / len(attended))
+    assert mean_context(lengths) <= mean_context([sum(lengths)])
+
+
+def meta_model(name: str, tokens: int) -> tuple[model.LanguageModel, torch.Tensor]:
+    config = model.resolve(name).config
+    for field, value in SMALL.items():
+        setattr(config, field, value)
+    built = model.build(config, loss=lambda *args, **kwargs: 0, attention="sdpa")
+    return built, torch.zeros(1, tokens, dtype=torch.long, device="meta")
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3.1-8b", "qwen3-0.6b", "dolly-v2-7b"])
+def test_forward_and_backward_flops_are_what_pytorch_counts(name: str) -> None:
+    tokens = 64
+    config = {**config_of(name), **SMALL, "hidden_size": 64, "intermediate_size": 96}
+    config |= {"num_attention_heads": 4, "head_dim": 16}
+    config |= {"num_key_value_heads": 2} if "num_key_value_heads" in config else {}
+    hf_config = type(model.resolve(name).config).from_dict(config)
+    hf = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager")
+    forward = forward_flops(shape_of(config), tokens)  # eager attention has no causal shortcut
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        logits = hf(input_ids=ids, use_cache=False).logits
+    assert counter.get_total_flops() == pytest.approx(forward.total * tokens, rel=1e-3)
+    with FlopCounterMode(display=False) as counter:
+        logits.sum().backward()
+    backward = backward_flops(forward, frozen=False)
+    assert counter.get_total_flops() == pytest.approx(backward.total * tokens, rel=1e-3)
+
+
+def test_experts_that_are_not_chosen_cost_nothing() -> None:
+    config = {**config_of("mixtral-8x7b")}
+    two = forward_flops(shape_of(config), 1.0)
+    one = forward_flops(shape_of({**config, "num_experts_per_tok": 1}), 1.0)
+    expert = 3 * config["hidden_size"] * config["intermediate_size"]
+    assert two.linears - one.linears == 2 * 32 * expert
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("tiny", ()), ("tiny", ("q_proj", "v_proj")), ("dolly-v2-7b", ())]
+)
+def test_lora_counts_two_factors_for_each_linear_module(name: str, targets: tuple[str]) -> None:
+    built, _ = meta_model(name, 8)
+    expected = sum(
+        8 * (module.in_features + module.out_features)
+        for block in find_blocks(built.hf)
+        for path, module in block.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and (not targets or path.rpartition(".")[2] in targets)
+    )
+    assert lora_parameters(shape_of({**config_of(name), **SMALL}), 8, targets) == expected
+
+
+def test_an_unknown_target_is_refused() -> None:
+    shape = shape_of(config_of("tiny"))
+    with pytest.raises(UnknownShape, match=r"targets=qkv is unknown.*q_proj, k_proj"):
+        lora_parameters(shape, 8, ("qkv",))
+
+
+def test_what_no_family_is_known_for_is_refused() -> None:
+    with pytest.raises(UnknownShape, match=r"model_type=qwen4 is unknown.*qwen"):
+        shape_of({"model_type": "qwen4"})
+    with pytest.raises(UnknownShape, match=r"num_attention_heads of a llama is not in it"):
+        shape_of({"model_type": "llama", "hidden_size": 8})
+
+
+def test_published_flops_per_token() -> None:
+    """torchtitan counts 57.9 GFLOP a token for 8B at 8k, without the causal mask."""
+    shape = shape_of(config_of("llama3.1-8b"))
+    forward = forward_flops(shape, 8192)
+    assert 3 * forward.total / 1e9 == pytest.approx(57.9, abs=0.05)
+    # AutoModel's LoRA figure, 402 TFLOP/s at 12,473 tokens/s: 32.2 GFLOP a token.
+    assert model_flops(shape, mean_context([4096]), 16) / 1e9 == pytest.approx(32.2, rel=0.05)
+
+
+def test_checkpointing_adds_less_than_a_forward_and_keeping_all_adds_nothing() -> None:
+    shape = shape_of(config_of("llama3.1-8b"))
+    forward = forward_flops(shape, 2048.0)
+    full = recomputed_flops(shape, forward, "full")
+    assert 0.6 * forward.linears < full.linears < forward.linears  # down_proj is not run again
+    assert recomputed_flops(shape, forward, "selective").total == 0
+    assert recomputed_flops(shape, forward, "none").total == 0
+    assert hardware_flops(shape, 2048.0, "full") > hardware_flops(shape, 2048.0)
+
+
+def test_mfu_is_a_share_of_the_peak() -> None:
+    assert mfu(100.0, 1e9, gpus=2, peak_flops=1e11) == pytest.approx(0.5)
+    assert mfu(100.0, 1e9, gpus=2, peak_flops=None) is None

@@ -1,0 +1,64 @@
+"""Presets: what we count, what transformers builds, and what the makers publish are one number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayapp import model, presets
+from rayapp.formulas import shape_of
+from rayapp.model.build import find_blocks
+
+NAMES = sorted(path.parent.name for path in presets.FOLDER.glob("*/config.json"))
+
+
+def no_loss(*args: object, **kwargs: object) -> torch.Tensor:
+    raise AssertionError("shapes only")
+
+
+def test_the_table_lists_every_folder() -> None:
+    assert sorted(presets.PRESETS) == NAMES
+    with pytest.raises(KeyError):
+        presets.config_of("llama9")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_those_of_the_model_and_the_published_ones(name: str) -> None:
+    preset = presets.PRESETS[name]
+    shape = shape_of(presets.config_of(name))
+    built = model.build(model.resolve(name).config, loss=no_loss)
+    assert shape.parameters == model.num_parameters(built)
+    if preset.parameters is not None:
+        assert shape.parameters == preset.parameters
+    assert shape.parameters / 1e9 == pytest.approx(preset.billions, rel=0.08), "as rounded"
+    blocks = find_blocks(built.hf)
+    assert len(blocks) == shape.layers
+    assert {type(block).__name__ for block in blocks} == {preset.block}
+    one_block = sum(parameter.numel() for parameter in blocks[0].parameters())
+    assert shape.block_parameters == one_block
+    assert built.hf.config.model_type == preset.model_type == shape.model_type
+    assert built.plain_head, "the chunked loss applies"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "theta"),
+    [
+        ("llama2-7b", "default", 1e4),
+        ("llama3.1-8b", "llama3", 5e5),
+        ("llama3.2-1b", "llama3", 5e5),
+        ("mixtral-8x7b", "default", 1e6),
+        ("qwen3-8b", "default", 1e6),
+    ],
+)
+def test_rope_is_the_published_one(name: str, kind: str, theta: float) -> None:
+    rope = model.resolve(name).config.rope_parameters
+    assert (rope["rope_type"], rope["rope_theta"]) == (kind, theta)
+
+
+def test_dolly_turns_a_quarter_of_each_head() -> None:
+    assert model.resolve("dolly-v2-7b").config.rope_parameters["partial_rotary_factor"] == 0.25
+
+
+def test_mixtral_goes_through_the_published_12_9_billion() -> None:
+    shape = shape_of(presets.config_of("mixtral-8x7b"))
+    assert shape.active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)  # arXiv 2401.04088

@@ -1,0 +1,158 @@
+"""The trace against the formula, and against what a real step takes on this machine."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayapp import model
+from rayapp.config import ConfigError, from_dict
+from rayapp.formulas import shape_of
+from rayapp.formulas.memory import Layout, peak_memory, state_bytes
+from rayapp.planner import ask
+from rayapp.presets import PRESETS, config_of
+from rayapp.trace import trace, trace_config
+
+ROOT = Path(__file__).parent.parent
+RANKS = (8, 32, 128)
+
+
+def both(
+    name: str, world: int, micro_batch: int, seq_len: int, **more: Any
+) -> tuple[float, float, int, float]:
+    """Return peaks in bytes by trace and formula, and parameter bytes of rank 0 by each."""
+    checkpointing = more.get("activation_checkpointing", "none")
+    strategy = more.get("strategy", "full_shard")
+    replicas = more.get("replicas", 1)
+    accumulation = more.get("accumulation", 1)
+    fp32 = more.get("param_dtype", torch.bfloat16) is None
+    found = trace(
+        model.resolve(name).config, world=world, micro_batch=micro_batch, seq_len=seq_len, **more
+    )
+    layout = Layout(
+        shape_of(config_of(name)),
+        shards=1 if strategy == "no_shard" else world // replicas,
+        micro_batch=micro_batch,
+        seq_len=seq_len,
+        strategy=strategy,
+        checkpointing=checkpointing,
+        precision="fp32" if fp32 else "bf16",
+        accumulates=accumulation > 1,
+        on_cpu=True,
+    )
+    planned = peak_memory(layout).total
+    return found.peak_bytes, planned, found.parameter_bytes, state_bytes(layout)["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "more"),
+    [
+        ("qwen3-0.6b", 8, {}),
+        ("qwen3-0.6b", 128, {"activation_checkpointing": "full", "accumulation": 2}),
+        ("qwen3-0.6b", 16, {"strategy": "hybrid_shard", "replicas": 2}),
+        ("qwen3-0.6b", 4, {"strategy": "no_shard", "activation_checkpointing": "full"}),
+    ],
+)
+def test_the_formula_is_what_the_step_takes(name: str, world: int, more: dict[str, Any]) -> None:
+    traced, planned, shards, planned_shards = both(name, world, 1, 1024, **more)
+    assert planned == pytest.approx(traced, rel=0.05)
+    assert shards == pytest.approx(planned_shards, rel=0.01)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("world", RANKS)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"tiny"}))
+def test_every_preset_on_8_32_and_128_ranks(name: str, checkpointing: str, world: int) -> None:
+    traced, planned, shards, planned_shards = both(
+        name, world, 1, 2048, activation_checkpointing=checkpointing
+    )
+    assert planned == pytest.approx(traced, rel=0.10)
+    assert shards == pytest.approx(planned_shards, rel=0.01)
+
+
+REAL = """
+import json, resource, sys, torch, torch.distributed as dist
+from functools import partial
+from rayapp import model
+from rayapp.loss import chunked_cross_entropy
+from rayapp.optim import adamw
+values, rows, seq_len = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+config = model.resolve("tiny").config
+for name, value in values.items():
+    setattr(config, name, value)
+
+def step(lm, optimizer, rows, seq_len):
+    ids = torch.zeros(rows, seq_len, dtype=torch.long)
+    lm(ids, ids).backward()
+    torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+def make(config):
+    lm = model.build(config, loss=partial(chunked_cross_entropy, chunk=4096))
+    mesh = model.device_mesh("cpu", strategy="full_shard")
+    model.shard(lm, mesh)
+    model.init_weights(lm, 0, torch.device("cpu"))
+    return lm.train(), adamw(lm, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+
+step(*make(model.resolve("tiny").config), 1, 64)  # libraries and buffers that a first step loads
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+lm, optimizer = make(config)
+for _ in range(2):
+    step(lm, optimizer, rows, seq_len)
+print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
+"""
+
+
+def test_the_trace_is_what_a_step_takes_on_this_machine() -> None:
+    values = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+    values |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    rows, seq_len = 2, 1024
+    done = subprocess.run(
+        [sys.executable, "-c", REAL, json.dumps(values), str(rows), str(seq_len)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        # Freed memory goes back at once, so that the peak is of what is alive.
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])
+    config = copy.deepcopy(model.resolve("tiny").config)
+    for name, value in values.items():
+        setattr(config, name, value)
+    traced = trace(config, world=1, micro_batch=rows, seq_len=seq_len, param_dtype=None)
+    assert traced.peak_bytes == pytest.approx(measured, rel=0.15)
+
+
+def test_a_config_is_traced_as_it_is_planned() -> None:
+    config = from_dict(
+        {
+            "model": {"path": "qwen3-0.6b"},
+            "data": {"seq_len": 512},
+            "train": {"tokens_per_step": 8192, "micro_batch": 1},
+            "cluster": {"workers": "8", "instance": "g5.48xlarge"},
+        }
+    )
+    layout = ask(config).layout
+    assert layout.accumulates
+    found = trace_config(config, layout)
+    planned = peak_memory(Layout(**{**vars(layout), "on_cpu": True})).total
+    assert planned == pytest.approx(found.peak_bytes, rel=0.05)
+
+
+def test_what_it_cannot_run_is_refused() -> None:
+    config = from_dict({"model": {"path": "tiny"}})
+    layout = Layout(**{**vars(ask(config).layout), "checkpointing": "selective"})
+    with pytest.raises(ConfigError, match="--trace=true is not available"):
+        trace_config(config, layout)
