@@ -7,6 +7,6 @@ Sizes come from `rayapp.hardware` alone. The files in cluster/ are declarative, 
 something is filled in; which names there are is in `render.py`.
 """
 
-from rayapp.cluster.render import PLATFORMS, Options, render, write
+from rayapp.cluster.render import PLATFORMS, Options, cost, render, write
 
-__all__ = ["PLATFORMS", "Options", "render", "write"]
+__all__ = ["PLATFORMS", "Options", "cost", "render", "write"]

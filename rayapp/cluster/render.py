@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from rayapp.cluster.check import check_task_definition
+from rayapp.cluster.prices import cost_line
 from rayapp.cluster.sizes import (
     HEAD_DISK_GIB,
     HUGEPAGES_HOST_MIB,
@@ -78,6 +79,16 @@ def render(platform: str, config: Config, options: Options) -> dict[str, str]:
     variables = _terraform(platform, options, head, workers)
     files["terraform.tfvars.json"] = json.dumps(variables, indent=2) + "\n"
     return files
+
+
+def cost(platform: str, config: Config, options: Options) -> str:
+    """Return one line: dollars an hour, busy and idle."""
+    problems: list[str] = []
+    machines = _machines(platform, config, options, problems)
+    if machines is None or problems:
+        raise ConfigError(problems)
+    head, workers = machines
+    return cost_line(platform, workers, head.instance, options.region, options.market)
 
 
 def write(files: dict[str, str], folder: Path) -> None:
@@ -185,11 +196,11 @@ def _machines(
     kube = platform == "kuberay"
     worker = node(one, efa, 0, HUGEPAGES_HOST_MIB if kube and efa and one.efa_interfaces else 0)
     system = node(head, False, *((SYSTEM_CPUS, SYSTEM_MIB) if kube else (0, 0)))
-    for what, found in (("cluster.instance", worker), ("head", system)):
-        if found.cpus < 1 or found.memory_mib < 4096:
+    for what, room in (("cluster.instance", worker), ("head", system)):
+        if room.cpus < 1 or room.memory_mib < 4096:
             problems.append(
-                f"{what}={found.instance.name} is too small: {found.cpus} CPUs and "
-                f"{found.memory_mib} MiB are left for Ray. Set a larger one"
+                f"{what}={room.instance.name} is too small: {room.cpus} CPUs and "
+                f"{room.memory_mib} MiB are left for Ray. Set a larger one"
             )
     workers = fleet(config, worker, problems)
     return None if workers is None else (system, workers)
