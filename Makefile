@@ -54,10 +54,11 @@ security: setup
 	$(BIN)/python -m pytest -q tests/test_security.py $(ARGS)
 
 # A cluster in two commands: `make up-ecs CONFIG=run.yaml`, `python -m rayapp connect ecs`. RENDER passes on
-# options of `python -m rayapp render`, ARGS Terraform's. Applying asks for a yes; the cost is printed before.
+# options of `python -m rayapp render`, ARGS those of Terraform for the cluster's stack, BASE_ARGS for the base
+# stack's. Applying asks for a yes; the cost is printed before.
 up-base:
 	$(TF)/base init -input=false
-	$(TF)/base apply -var=name=$(NAME) -var=region=$(REGION) $(ARGS)
+	$(TF)/base apply -var=name=$(NAME) -var=region=$(REGION) $(BASE_ARGS)
 
 image:
 	url=$$($(TF)/base output -raw repository_url) && tag=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("rayapp"))') && \
@@ -97,8 +98,8 @@ down-eks:
 
 # Without the bucket's name it fails while there are results, images or not.
 down-base:
-	$(TF)/base apply -var=name=$(NAME) -var=region=$(REGION) -var=destroy_results_of=$(BUCKET) $(ARGS)
-	$(TF)/base destroy -var=name=$(NAME) -var=region=$(REGION) -var=destroy_results_of=$(BUCKET) $(ARGS)
+	$(TF)/base apply -var=name=$(NAME) -var=region=$(REGION) -var=destroy_results_of=$(BUCKET) $(BASE_ARGS)
+	$(TF)/base destroy -var=name=$(NAME) -var=region=$(REGION) -var=destroy_results_of=$(BUCKET) $(BASE_ARGS)
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

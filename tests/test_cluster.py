@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,33 @@ def test_images_are_pinned() -> None:
     first = (TEMPLATES / "Dockerfile").read_text().splitlines()
     sources = [line for line in first if line.startswith("FROM ")]
     assert sources and all("@sha256:" in line or re.search(r":\d", line) for line in sources)
+
+
+def test_hosts_and_image_have_the_same_efa_installer() -> None:
+    """The driver of the host and the library of the container belong together."""
+    pattern = re.compile(r"EFA_INSTALLER=([0-9.]+)|aws-efa-installer-([0-9.]+)\.tar")
+    script = ROOT / "infra" / "modules" / "ecs_nodes" / "user_data.sh"
+    found = {
+        version
+        for path in (TEMPLATES / "Dockerfile", script)
+        for match in pattern.finditer(path.read_text())
+        for version in match.groups()
+        if version
+    }
+    assert len(found) == 1, found
+
+
+@pytest.mark.drill
+def test_the_image_installs_in_a_clean_environment(tmp_path: Path) -> None:
+    """The Dockerfile's pip line, with what it copies, in an environment of its own."""
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "rayapp", tmp_path / "rayapp")
+    text = (TEMPLATES / "Dockerfile").read_text()
+    (line,) = re.findall(r"^RUN (pip install .*)$", text, re.M)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    command = [str(tmp_path / "venv" / "bin" / "python"), "-m", *line.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ray = [str(tmp_path / "venv" / "bin" / "ray"), "--version"]
+    assert "2.60" in subprocess.run(ray, capture_output=True, text=True, check=True).stdout

@@ -11,8 +11,8 @@ EOF
 %{ if efa ~}
 if [ ! -e /dev/infiniband/uverbs0 ]; then
   cd /tmp
-  curl -fsSO https://efa-installer.amazonaws.com/aws-efa-installer-1.43.2.tar.gz
-  tar xf aws-efa-installer-1.43.2.tar.gz
+  curl -fsSO https://efa-installer.amazonaws.com/aws-efa-installer-1.48.0.tar.gz
+  tar xf aws-efa-installer-1.48.0.tar.gz
   (cd aws-efa-installer && ./efa_installer.sh -y --minimal)
 fi
 %{ endif ~}
