@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +89,44 @@ def test_connect_says_what_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("failed: kubectl") and "Traceback" not in done.stderr
+
+
+def test_what_the_docs_render(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every `render` of the docs renders, and the costs that they name are those printed."""
+    root = Path(__file__).parent.parent
+    text = "".join(path.read_text() for path in sorted((root / "docs").glob("*.md")))
+    lustre = '{"id": "fs-1", "dns_name": "a", "mount_name": "b", "capacity_gib": 4800}'
+    more = ["--account=123456789012", f"--out={tmp_path}"]
+    lines = re.findall(r"^python -m rayapp render (.+)$", text, re.M)
+    assert len(lines) >= 2
+    for line in lines:
+        words = shlex.split(re.sub(r'--lustre="[^"]+"', "--lustre", line))
+        words = [f"--lustre={lustre}" if word == "--lustre" else word for word in words]
+        words = ["configs/dolly_v2_7b_ecs.yaml" if word == "CONFIG" else word for word in words]
+        assert main(["render", *words, *more]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    for platform, config, named in (
+        ("ecs", "dolly_v2_7b_ecs", "11.88 USD/h with 2 x g5.12xlarge, 0.54 idle"),
+        ("kuberay", "llama3_1_8b_c4_eks", "220.81 USD/h with 4 x p5.48xlarge, 0.65 idle"),
+    ):
+        assert named in " ".join(text.split())
+        assert main(["render", platform, f"{root}/configs/{config}.yaml", *more]) == 0
+        busy, idle = re.findall(r"([\d.]+) USD/h", capsys.readouterr().out)
+        assert f"{busy} USD/h" in named and f"{idle} idle" in named
+
+
+@pytest.mark.parametrize("home", ["ecs", "eks"])
+def test_up_renders_and_tells_the_cost_before_it_applies(home: str) -> None:
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        ["make", "-n", f"up-{home}", "CONFIG=run.yaml"], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    steps = ("-m rayapp render", "infra/base apply", "docker push", f"infra/{home} apply")
+    places = [done.stdout.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "-auto-approve" not in done.stdout
+    down = subprocess.run(
+        ["make", "-n", f"down-{home}"], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert "infra/base destroy" not in down.stdout and f"infra/{home} destroy" in down.stdout
