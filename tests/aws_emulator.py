@@ -463,6 +463,15 @@ def _known_file_systems(original: Any, self: Any) -> Any:
     return original(self)
 
 
+@fill(FSxResponse, "delete_file_system")
+def _gone_at_once(original: Any, self: Any) -> Any:
+    """Say that it was not there: told that it is being deleted, the provider waits ten minutes."""
+    original(self)
+    kind = "FileSystemNotFound"
+    text = json.dumps({"__type": kind, "message": "It does not exist any more."})
+    return 400, {"status": 400, "x-amzn-ErrorType": kind}, text
+
+
 @action(FSxResponse)
 def create_data_repository_association(self: Any) -> str:
     asked = json.loads(self.body)
