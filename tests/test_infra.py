@@ -450,7 +450,11 @@ def leftovers(cloud: Cloud) -> dict[str, list[str]]:
     scaling, logs = cloud.client("autoscaling"), cloud.client("logs")
     return {
         "vpcs": [v["VpcId"] for v in ec2.describe_vpcs()["Vpcs"] if not v["IsDefault"]],
-        "endpoints": [v["VpcEndpointId"] for v in ec2.describe_vpc_endpoints()["VpcEndpoints"]],
+        "endpoints": [
+            v["VpcEndpointId"]
+            for v in ec2.describe_vpc_endpoints()["VpcEndpoints"]
+            if v["State"] != "deleted"
+        ],
         "templates": [str(t) for t in ec2.describe_launch_templates()["LaunchTemplates"]],
         "groups": [str(g) for g in scaling.describe_auto_scaling_groups()["AutoScalingGroups"]],
         "placement": [str(g) for g in ec2.describe_placement_groups()["PlacementGroups"]],
