@@ -167,9 +167,23 @@ def answer(url: str) -> int:
         return error.code
 
 
-@pytest.mark.parametrize(
-    "cluster", ["ecs", pytest.param("kuberay", marks=pytest.mark.drill)], indirect=True
-)
+@pytest.mark.parametrize("cluster", ["ecs", "kuberay"], indirect=True)
+def test_a_job_runs_and_a_worker_leaves(cluster: Cluster) -> None:
+    """Submitted with the token, run on the worker, which ends by itself after SIGTERM."""
+    worker = cluster.start("worker")
+    code = "import ray; ray.init(); print(ray.get(ray.remote(lambda: 6 * 7).remote()), 'it is')"
+    command = [str(BIN / "ray"), "job", "submit", "--", "python", "-c", code]
+    done = subprocess.run(
+        command, env=cluster.client(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "42 it is" in done.stdout, done.stdout[-3000:] + done.stderr
+    worker.process.send_signal(signal.SIGTERM)
+    worker.process.wait(timeout=GRACE_S)
+    assert "Node" in worker.log.read_text() and "draining" in worker.log.read_text().lower()
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("cluster", ["ecs", "kuberay"], indirect=True)
 def test_a_job_outlives_its_node(cluster: Cluster, s3_bucket: str, tmp_path: Path) -> None:
     """Submitted over HTTP with the token; SIGTERM to a worker's process; nothing is lost."""
     workers = [cluster.start("worker"), cluster.start("worker")]
