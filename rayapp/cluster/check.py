@@ -1,0 +1,181 @@
+"""Check rendered files as the services would, and for what the services let pass.
+
+ECS refuses a definition by the shape that botocore knows; the API server of Kubernetes by the
+CRD's schema. The rules on top are those of ECS's and KubeRay's own code, which no schema has, and
+ours: token authentication, no secret in plain sight, time enough to save.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
+STOP_TIMEOUT_MAX_S = 120  # of ECS
+RULED_RESOURCES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")  # limit = request
+
+
+def check_task_definition(definition: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the arguments of ECS's RegisterTaskDefinition."""
+    from botocore.loaders import Loader
+    from botocore.model import ServiceModel
+    from botocore.validate import ParamValidator
+
+    model = ServiceModel(Loader().load_service_model("ecs", "service-2"))
+    shape = model.operation_model("RegisterTaskDefinition").input_shape
+    report = ParamValidator().validate(dict(definition), shape)
+    problems = [report.generate_report()] if report.has_errors() else []
+    return problems + list(_task_rules(definition))
+
+
+def _task_rules(definition: Mapping[str, Any]) -> Iterator[str]:
+    family, containers = definition.get("family"), definition.get("containerDefinitions", [])
+    volumes = {volume.get("name") for volume in definition.get("volumes", [])}
+    fargate = "FARGATE" in definition.get("requiresCompatibilities", [])
+    for container in containers:
+        where = f"{family}.{container.get('name')}"
+        linux = container.get("linuxParameters", {})
+        gpus = [r for r in container.get("resourceRequirements", []) if r.get("type") == "GPU"]
+        if fargate and (gpus or linux.get("devices") or linux.get("sharedMemorySize")):
+            yield f"{where}: Fargate has no GPUs, devices or shared memory"
+        for mount in container.get("mountPoints", []):
+            if mount.get("sourceVolume") not in volumes:
+                yield f"{where}: no volume {mount.get('sourceVolume')}"
+        for variable in container.get("environment", []):
+            if SECRET.search(variable.get("name", "")):
+                yield f"{where}: {variable['name']} is a secret in plain sight; use `secrets`"
+        if container.get("command", [])[:2] == ["ray", "start"]:
+            yield from _ray_container_rules(where, container)
+
+
+def _ray_container_rules(where: str, container: Mapping[str, Any]) -> Iterator[str]:
+    variables = {v.get("name"): v.get("value") for v in container.get("environment", [])}
+    secrets = {secret.get("name") for secret in container.get("secrets", [])}
+    if variables.get("RAY_AUTH_MODE") != "token" or "RAY_AUTH_TOKEN" not in secrets:
+        yield f"{where}: without token authentication whoever reaches it runs code on it"
+    if "--block" not in container["command"]:
+        yield f"{where}: `ray start` without --block ends at once, and the task with it"
+    stop_s = container.get("stopTimeout", 30)
+    if stop_s > STOP_TIMEOUT_MAX_S:
+        yield f"{where}: stopTimeout={stop_s} is more than ECS allows ({STOP_TIMEOUT_MAX_S})"
+    if float(variables.get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 0)) >= stop_s:
+        yield f"{where}: killed after {stop_s} s, before Ray has drained"
+
+
+def check_manifests(documents: Iterable[Mapping[str, Any]], crds: Path | None = None) -> list[str]:
+    """Return what is wrong with Kubernetes objects; with a folder of CRDs, by their schemas too."""
+    documents = list(documents)
+    problems = [] if crds is None else _schema_problems(documents, crds)
+    for document in documents:
+        kind, spec = document.get("kind"), document.get("spec", {})
+        where = f"{kind} {document.get('metadata', {}).get('name')}"
+        if kind == "RayJob":
+            if spec.get("clusterSelector") and spec.get("rayClusterSpec"):
+                problems.append(f"{where}: clusterSelector and rayClusterSpec exclude each other")
+            if len(document["metadata"]["name"]) > 47:
+                problems.append(f"{where}: KubeRay takes names of at most 47 letters")
+            spec = spec.get("rayClusterSpec", {})
+        if kind in ("RayCluster", "RayJob"):
+            problems += [f"{where}: {problem}" for problem in _cluster_rules(spec)]
+    return problems
+
+
+def _cluster_rules(spec: Mapping[str, Any]) -> Iterator[str]:
+    if spec.get("authOptions", {}).get("mode") != "token":
+        yield "without authOptions.mode=token whoever reaches it runs code on it"
+    groups = [("head", spec.get("headGroupSpec", {}))]
+    groups += [(group.get("groupName"), group) for group in spec.get("workerGroupSpecs", [])]
+    for name, group in groups:
+        counts = [group.get(key) for key in ("minReplicas", "replicas", "maxReplicas")]
+        known = [count for count in counts if isinstance(count, int)]
+        if known != sorted(known):
+            yield f"{name}: replicas is not between minReplicas and maxReplicas"
+        template = group.get("template", {})
+        overwritten = template.get("metadata", {}).get("annotations", {})
+        if overwritten.get("ray.io/overwrite-container-cmd") != "true":
+            yield f"{name}: KubeRay's own shell would keep SIGTERM from `ray start`"
+        yield from (f"{name}: {problem}" for problem in _pod_rules(template.get("spec", {})))
+
+
+def _pod_rules(pod: Mapping[str, Any]) -> Iterator[str]:
+    volumes = {volume.get("name") for volume in pod.get("volumes", [])}
+    grace_s = pod.get("terminationGracePeriodSeconds", 30)
+    for container in pod.get("containers", []):
+        where = container.get("name")
+        for mount in container.get("volumeMounts", []):
+            if mount.get("name") not in volumes:
+                yield f"{where}: no volume {mount.get('name')}"
+        for port in container.get("ports", []):
+            if len(port.get("name", "")) > 15:
+                yield f"{where}: port name {port['name']} is longer than 15 letters"
+        limits = container.get("resources", {}).get("limits", {})
+        requests = container.get("resources", {}).get("requests", {})
+        for name in RULED_RESOURCES:
+            if limits.get(name) != requests.get(name):
+                yield f"{where}: limit and request of {name} differ"
+        for variable in container.get("env", []):
+            if SECRET.search(variable.get("name", "")) and "value" in variable:
+                yield f"{where}: {variable['name']} is a secret in plain sight; use valueFrom"
+            drains = variable.get("name") == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+            if drains and float(variable["value"]) >= grace_s:
+                yield f"{where}: killed after {grace_s} s, before Ray has drained"
+
+
+@lru_cache(maxsize=1)
+def _validators(crds: Path) -> dict[tuple[str, str], Any]:
+    """Return {(version, kind): validator} of a folder of CRDs; reading them takes seconds."""
+    from jsonschema import Draft202012Validator
+
+    schemas = {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for path in sorted(crds.glob("*.yaml")):
+        crd = yaml.load(path.read_text(encoding="utf-8"), loader)
+        for one in crd["spec"]["versions"]:
+            key = (f"{crd['spec']['group']}/{one['name']}", crd["spec"]["names"]["kind"])
+            schema = _strict(one["schema"]["openAPIV3Schema"])
+            schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
+            schemas[key] = Draft202012Validator(schema)
+    return schemas
+
+
+def _schema_problems(documents: list[Mapping[str, Any]], crds: Path) -> list[str]:
+    schemas = _validators(crds)
+    group = {key[0].split("/")[0] for key in schemas}
+    problems = []
+    for document in documents:
+        key = (str(document.get("apiVersion")), str(document.get("kind")))
+        if key in schemas:
+            where = f"{key[1]} {document.get('metadata', {}).get('name')}"
+            for error in schemas[key].iter_errors(document):
+                place = ".".join(str(part) for part in error.absolute_path)
+                problems.append(f"{where}: {place}: {error.message[:200]}")
+        elif key[0].split("/")[0] in group:
+            problems.append(f"{key[1]}: there is no {key[0]} {key[1]}")
+    return problems
+
+
+def _strict(schema: Any) -> Any:
+    """Return a CRD's structural schema as a JSON schema in which an unknown field is an error."""
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    if "properties" in out:
+        out["properties"] = {name: _strict(one) for name, one in out["properties"].items()}
+        if "additionalProperties" not in out and not out.get(
+            "x-kubernetes-preserve-unknown-fields"
+        ):
+            out["additionalProperties"] = False
+    for name in ("items", "additionalProperties"):
+        if isinstance(out.get(name), dict):
+            out[name] = _strict(out[name])
+    if out.get("nullable"):
+        out["type"] = [out["type"], "null"]
+    if out.get("x-kubernetes-int-or-string"):
+        out.pop("type", None)
+        out["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    return out

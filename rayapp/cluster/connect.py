@@ -1,0 +1,99 @@
+"""The way into a cluster that nothing reaches from outside: a forwarded port, and the token.
+
+ECS: an SSM session into the head's container, which needs the AWS CLI with its session manager
+plug-in. EKS: `kubectl port-forward`. Either way the dashboard and the Jobs API are then on this
+machine's loopback, and whoever asks them shows the token.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DASHBOARD_PORT = 8265
+HOMES = ("ecs", "eks")
+SECRET_KEY = "auth_token"  # in the secret that KubeRay makes, named as the cluster
+
+
+class NotReachable(RuntimeError):
+    """There is no head to connect to; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to reach a head: the command that forwards its port, and the token it wants."""
+
+    command: list[str]
+    token: str
+
+
+def to_ecs(name: str, region: str, port: int, client: Callable[[str], Any]) -> Way:
+    """Return the way to the head of infra/ecs; `client` makes boto3's.
+
+    Raises:
+        NotReachable: no head is running.
+    """
+    stack, ecs = f"{name}-ecs", client("ecs")
+    running = ecs.list_tasks(cluster=stack, serviceName="head", desiredStatus="RUNNING")["taskArns"]
+    tasks = ecs.describe_tasks(cluster=stack, tasks=running)["tasks"] if running else []
+    tasks = [task for task in tasks if task.get("lastStatus") == "RUNNING"]
+    if not tasks:
+        raise NotReachable(
+            f"{stack} has no running head: its host takes some minutes to start. Look with "
+            f"`aws ecs describe-services --region {region} --cluster {stack} --services head`"
+        )
+    (container,) = [one for one in tasks[0]["containers"] if one["name"] == "ray"]
+    task = tasks[0]["taskArn"].rpartition("/")[2]
+    ports = {"portNumber": [str(DASHBOARD_PORT)], "localPortNumber": [str(port)]}
+    command = ["aws", "ssm", "start-session", "--region", region]
+    command += ["--target", f"ecs:{stack}_{task}_{container['runtimeId']}"]
+    command += ["--document-name", "AWS-StartPortForwardingSession"]
+    command += ["--parameters", json.dumps(ports)]
+    found = client("ssm").get_parameter(Name=f"/{stack}/ray-token", WithDecryption=True)
+    return Way(command, str(found["Parameter"]["Value"]))
+
+
+def to_eks(port: int) -> Way:
+    """Return the way to the head of cluster/kuberay, by kubectl's current context.
+
+    Raises:
+        NotReachable: kubectl finds no such cluster.
+    """
+    path = f"jsonpath={{.data.{SECRET_KEY}}}"
+    asked = ["kubectl", "--namespace=rayapp", "get", "secret", "rayapp", f"--output={path}"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise NotReachable("kubectl is not installed. Install it") from None
+    if done.returncode != 0 or not done.stdout:
+        raise NotReachable(
+            f"kubectl finds no Ray cluster: {done.stderr.strip()[-500:] or 'no token'}. "
+            "Set its context with `aws eks update-kubeconfig`, then apply the rendered cluster"
+        )
+    command = ["kubectl", "--namespace=rayapp", "port-forward", "service/rayapp-head-svc"]
+    command += [f"{port}:{DASHBOARD_PORT}"]
+    return Way(command, base64.b64decode(done.stdout).decode())
+
+
+def keep(token: str, home: str, folder: Path) -> Path:
+    """Write the token where only this user reads it; return the file."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"{home}.token"
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(token, encoding="utf-8")
+    return path
+
+
+def variables(path: Path, port: int) -> dict[str, str]:
+    """Return what Ray's clients, and with them `rayapp submit`, read from the environment."""
+    return {
+        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(path),
+    }

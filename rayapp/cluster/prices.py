@@ -1,0 +1,42 @@
+"""What a cluster costs by the hour: while it trains, and while it waits."""
+
+from __future__ import annotations
+
+from rayapp.cluster.sizes import Fleet
+from rayapp.hardware import PRICE_DATE, Instance, usd_per_hour
+
+# us-east-1 and us-west-2; AWS's pages of VPC, PrivateLink and EKS as known in 2025. Data through a
+# NAT gateway (0.045 USD per GB) and stored logs come on top; S3 through its endpoint is free.
+NAT_USD_PER_HOUR = 0.045
+ENDPOINT_USD_PER_HOUR = 0.01
+EKS_USD_PER_HOUR = 0.10
+ENDPOINTS = {"ecs": 11, "kuberay": 12}  # the lists in infra/ecs/main.tf and infra/eks/main.tf
+
+
+def cost_line(platform: str, fleet: Fleet, head: Instance, region: str, market: str) -> str:
+    """Return one line for a person who is about to pay."""
+    worker, price = fleet.worker.instance, usd_per_hour(fleet.worker.instance, region)
+    head_usd = usd_per_hour(head, region)
+    fixed = NAT_USD_PER_HOUR + ENDPOINTS[platform] * ENDPOINT_USD_PER_HOUR
+    fixed += EKS_USD_PER_HOUR if platform == "kuberay" else 0.0
+    nodes = f"{fleet.max_nodes} x {worker.name}"
+    if market != "on-demand":
+        return (
+            f"cost: {nodes} ({market}: price not known here), {_idle(head, head_usd, fixed)}, "
+            f"{region}, {PRICE_DATE}"
+        )
+    if price is None:
+        return (
+            f"cost: {nodes}: no on-demand price known in {region}, {_idle(head, head_usd, fixed)}"
+        )
+    busy = "unknown" if head_usd is None else f"{fleet.max_nodes * price + head_usd + fixed:.2f}"
+    return (
+        f"cost: {busy} USD/h with {nodes} ({price:g} each, on demand), "
+        f"{_idle(head, head_usd, fixed)}, {region}, {PRICE_DATE}"
+    )
+
+
+def _idle(head: Instance, head_usd: float | None, fixed: float) -> str:
+    if head_usd is None:
+        return f"idle {fixed:.2f} USD/h and the head {head.name} of unknown price"
+    return f"idle {head_usd + fixed:.2f} USD/h with the head {head.name}"

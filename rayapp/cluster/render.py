@@ -1,0 +1,342 @@
+"""Fill in the files of cluster/ for a config; refuse what no cluster could run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from rayapp.cluster.check import check_task_definition
+from rayapp.cluster.prices import cost_line
+from rayapp.cluster.sizes import (
+    HEAD_DISK_GIB,
+    HUGEPAGES_HOST_MIB,
+    HUGEPAGES_POD_MIB,
+    WORKER_DISK_GIB,
+    Fleet,
+    Node,
+    fleet,
+    node,
+)
+from rayapp.config import Config, ConfigError
+from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
+
+ROOT = Path(__file__).parents[2] / "cluster"
+PLATFORMS = ("ecs", "kuberay")
+# A spot notice is 2 minutes and so is ECS's longest stopTimeout: Ray drains for less, and is killed
+# after. Kubernetes allows more, but its nodes' notice is the same.
+DRAIN_S, GRACE_S = 100, 120
+# The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
+SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
+AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
+COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a config does not say: where the cluster stands and how its machines are bought."""
+
+    account: str | None = None
+    name: str = "rayapp"
+    region: str = DEFAULT_REGION
+    tag: str | None = None
+    """Of the image in the account's registry; none is rayapp's version."""
+    head: str = "m6i.2xlarge"
+    market: str = "on-demand"
+    reservation: str | None = None
+    """Capacity reservation, or capacity block with market=capacity-block."""
+    efa: str = "auto"
+    """auto: where the instance has it."""
+    launch: str = "ec2"
+    components: tuple[str, ...] = ()
+    lustre: str | None = None
+    """Terraform's output `lustre` as JSON, for the component."""
+    retries: int = 2
+    """New clusters a RayJob may start after a failure."""
+
+
+def render(platform: str, config: Config, options: Options) -> dict[str, str]:
+    """Return {path: text} of everything a platform needs, Terraform's variables among it.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems = _option_problems(platform, options)
+    machines = _machines(platform, config, options, problems)
+    if problems:
+        raise ConfigError(problems)
+    assert machines is not None
+    head, workers = machines
+    values = _values(platform, config, options, head, workers)
+    files = _ecs(values) if platform == "ecs" else _kuberay(values, config, options, workers)
+    variables = _terraform(platform, options, head, workers)
+    files["terraform.tfvars.json"] = json.dumps(variables, indent=2) + "\n"
+    return files
+
+
+def cost(platform: str, config: Config, options: Options) -> str:
+    """Return one line: dollars an hour, busy and idle."""
+    problems: list[str] = []
+    machines = _machines(platform, config, options, problems)
+    if machines is None or problems:
+        raise ConfigError(problems)
+    head, workers = machines
+    return cost_line(platform, workers, head.instance, options.region, options.market)
+
+
+def write(files: dict[str, str], folder: Path) -> None:
+    """Write rendered files below a folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def bucket(options: Options) -> str:
+    """Return the name of the bucket that infra/base makes."""
+    return f"{options.name}-{options.account}-{options.region}"
+
+
+def stack(platform: str, options: Options) -> str:
+    """Return the prefix of the names that infra/ecs or infra/eks gives."""
+    return f"{options.name}-{'ecs' if platform == 'ecs' else 'eks'}"
+
+
+def _option_problems(platform: str, options: Options) -> list[str]:
+    problems = []
+    if platform not in PLATFORMS:
+        problems.append(f"{platform} is unknown: no such platform. Set one of ecs, kuberay")
+    if options.account is None:
+        problems.append(
+            "account=none is missing: roles and images are named by it, and no credentials tell "
+            "which it is. Set --account=123456789012"
+        )
+    patterns = {
+        "account": (r"[0-9]{12}", "12 digits"),
+        "name": (r"[a-z][a-z0-9-]{1,19}", "2 to 20 lower-case letters, digits and dashes"),
+        "region": (r"[a-z]{2}(-[a-z]+)+-[0-9]", "a region such as us-west-2"),
+        "tag": (r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image"),
+        "reservation": (
+            r"cr-[0-9a-f]{8,17}",
+            "a capacity reservation such as cr-0123456789abcdef0",
+        ),
+    }
+    for field, (pattern, what) in patterns.items():
+        value = getattr(options, field)
+        if value is not None and not re.fullmatch(pattern, value):
+            problems.append(f"{field}={value} is malformed: {what} is expected. Set --{field}")
+    choices = {
+        "market": ("on-demand", "spot", "capacity-block"),
+        "efa": ("auto", "true", "false"),
+        "launch": ("ec2", "fargate"),
+    }
+    for field, allowed in choices.items():
+        if (value := getattr(options, field)) not in allowed:
+            problems.append(f"{field}={value} is unknown. Set one of {', '.join(allowed)}")
+    if options.market == "capacity-block" and options.reservation is None:
+        problems.append(
+            "reservation=none is missing: a capacity block is used by its id. Set --reservation"
+        )
+    for component in options.components:
+        if component not in COMPONENTS:
+            problems.append(f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}")
+        elif platform == "ecs":
+            problems.append(f"component {component} is impossible: ECS has none. Leave it out")
+    if "lustre" in options.components and options.lustre is None:
+        problems.append(
+            "lustre=none is missing: the volume is that of infra/eks. "
+            'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
+        )
+    return problems
+
+
+def _machines(
+    platform: str, config: Config, options: Options, problems: list[str]
+) -> tuple[Node, Fleet] | None:
+    """Return the head and the workers; add to `problems` what cannot be placed."""
+    if config.cluster.instance is None:
+        problems.append(
+            "cluster.instance=none is missing: a cluster is made of machines. "
+            "Set an EC2 instance type, e.g. g5.12xlarge"
+        )
+        return None
+    try:
+        one, head = instance(config.cluster.instance), instance(options.head, "head")
+    except UnknownInstance as error:
+        problems.append(str(error))
+        return None
+    if options.efa == "true" and one.efa_interfaces == 0:
+        problems.append(
+            f"efa=true is impossible: {one.name} has no Elastic Fabric Adapter. "
+            "Leave --efa out, or set cluster.instance to one that has, e.g. p4d.24xlarge"
+        )
+    if options.launch == "fargate":
+        why = f"Fargate has no GPUs, {one.name} has {one.gpus}"
+        why = why if one.gpus else "Fargate gives Ray's object store no shared memory"
+        problems.append(f"launch=fargate is impossible: {why}. Leave --launch out")
+    storage = config.run.storage
+    if storage.startswith("s3://") and not f"{storage}/".startswith(
+        f"s3://{bucket(options)}/runs/"
+    ):
+        problems.append(
+            f"run.storage={storage} is out of reach: a run's role may write to "
+            f"s3://{bucket(options)}/runs alone. Set it to that"
+        )
+    for what, found in ((config.cluster.instance, one), (options.head, head)):
+        if "x86_64" not in found.architectures:
+            problems.append(f"{what} is impossible: the image is for x86_64. Set another instance")
+    efa = options.efa != "false"
+    kube = platform == "kuberay"
+    worker = node(one, efa, 0, HUGEPAGES_HOST_MIB if kube and efa and one.efa_interfaces else 0)
+    system = node(head, False, *((SYSTEM_CPUS, SYSTEM_MIB) if kube else (0, 0)))
+    for what, room in (("cluster.instance", worker), ("head", system)):
+        if room.cpus < 1 or room.memory_mib < 4096:
+            problems.append(
+                f"{what}={room.instance.name} is too small: {room.cpus} CPUs and "
+                f"{room.memory_mib} MiB are left for Ray. Set a larger one"
+            )
+    workers = fleet(config, worker, problems)
+    return None if workers is None else (system, workers)
+
+
+def _values(
+    platform: str, config: Config, options: Options, head: Node, workers: Fleet
+) -> dict[str, Any]:
+    """Return what `${name}` stands for in the files, the same names on both platforms."""
+    worker, name = workers.worker, stack(platform, options)
+    registry = f"{options.account}.dkr.ecr.{options.region}.amazonaws.com"
+    values = {
+        "account": options.account,
+        "region": options.region,
+        "stack": name,
+        "log_group": f"/{name}/ray",
+        "image": f"{registry}/{options.name}:{options.tag or version('rayapp')}",
+        "agent_image": AGENT_IMAGE,
+        "ray_version": version("ray"),
+        "drain_s": DRAIN_S,
+        "grace_s": GRACE_S,
+        "instance": worker.instance.name,
+        "nodes": workers.max_nodes,
+        "min_nodes": workers.min_nodes,
+        "max_nodes": workers.max_nodes,
+        "worker_cpus": worker.cpus,
+        "worker_cpu_units": worker.cpus * 1024,
+        "worker_gpus": worker.instance.gpus if config.cluster.gpu != "false" else 0,
+        "worker_efa": worker.efa,
+        "hugepages_mib": HUGEPAGES_POD_MIB,
+        "head_pod_cpus": head.cpus,
+        "head_cpu_units": head.cpus * 1024,
+    }
+    for role, one in (("head", head), ("worker", worker)):
+        values[f"{role}_memory_mib"] = one.memory_mib
+        values[f"{role}_object_store_bytes"] = one.object_store_bytes
+        values[f"{role}_shared_memory_mib"] = one.shared_memory_mib
+    for key, file in (("agent_config", "agent.json"), ("prometheus_config", "prometheus.yaml")):
+        text = _fill(ROOT / "cloudwatch" / file, values)
+        values[key] = json.dumps(text)  # a JSON string is a YAML scalar too
+    return values
+
+
+def _fill(path: Path, values: dict[str, Any]) -> str:
+    return Template(path.read_text(encoding="utf-8")).substitute(values)
+
+
+def _ecs(values: dict[str, Any]) -> dict[str, str]:
+    """Return the task definitions, in the form that `aws ecs register-task-definition` reads."""
+    gpus, efa = values["worker_gpus"], values["worker_efa"]
+    values["worker_gpu_requirements"] = json.dumps(
+        [{"type": "GPU", "value": str(gpus)}] if gpus else []
+    )
+    paths = [f"/dev/infiniband/uverbs{card}" for card in range(efa)]
+    values["worker_efa_devices"] = json.dumps(
+        [
+            {"hostPath": path, "containerPath": path, "permissions": ["read", "write"]}
+            for path in paths
+        ]
+    )
+    files = {}
+    for role in ("head", "worker"):
+        definition = json.loads(_fill(ROOT / "ecs" / f"{role}.json", values))
+        problems = check_task_definition(definition)
+        assert not problems, problems
+        files[f"{role}.json"] = json.dumps(definition, indent=2) + "\n"
+    return files
+
+
+def _kuberay(
+    values: dict[str, Any], config: Config, options: Options, workers: Fleet
+) -> dict[str, str]:
+    """Return kustomize folders: `cluster` is a RayCluster that stays, `job` a run with its own."""
+    chosen = [name for name in COMPONENTS if name in options.components]
+    if options.market == "spot" and "spot" not in chosen:
+        chosen.append("spot")
+    if values["worker_gpus"]:
+        chosen.append("gpu")
+    if values["worker_efa"]:
+        chosen.append("efa")
+    storage = config.run.storage
+    storage = storage if storage.startswith("s3://") else f"s3://{bucket(options)}/runs"
+    command = [
+        "python",
+        "-m",
+        "rayapp.finetune",
+        "/etc/rayapp/run.yaml",
+        f"--run.storage={storage}",
+    ]
+    values |= {
+        "components": json.dumps([f"../components/{name}" for name in sorted(chosen)]),
+        "entrypoint": json.dumps(shlex.join(command)),
+        "run_name": re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-")[:40],
+        "retries": options.retries,
+        "quota_cpus": workers.max_nodes * workers.worker.cpus + values["head_pod_cpus"] + 1,
+        "quota_memory_mib": workers.max_nodes * values["worker_memory_mib"]
+        + values["head_memory_mib"]
+        + 512,
+        "quota_gpus": workers.max_nodes * values["worker_gpus"],
+    }
+    if options.lustre is not None:
+        lustre = json.loads(options.lustre)
+        values |= {f"lustre_{name}": lustre[name] for name in ("id", "dns_name", "mount_name")}
+        values["lustre_gib"] = lustre["capacity_gib"]
+    wanted = [ROOT / "kuberay" / name for name in ("base", "cluster", "job")]
+    wanted += [ROOT / "kuberay" / "components" / name for name in chosen]
+    paths = [path for top in wanted for path in top.rglob("*.yaml")]
+    files = {str(path.relative_to(ROOT / "kuberay")): _fill(path, values) for path in sorted(paths)}
+    for text in files.values():
+        list(yaml.safe_load_all(text))  # what was filled in has left it YAML
+    files["cluster/run.yaml"] = config.to_yaml()
+    return files
+
+
+def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> dict[str, Any]:
+    """Return the sizes of a stack as Terraform's variables."""
+    worker = workers.worker
+    group = {
+        **_machine(worker, WORKER_DISK_GIB),
+        "nodes": 0 if "autoscaling" in options.components else workers.max_nodes,
+        "max_nodes": workers.max_nodes,
+        "market": options.market,
+        "reservation_id": options.reservation,
+    }
+    return {
+        "name": options.name,
+        "region": options.region,
+        "head": _machine(head, HEAD_DISK_GIB),
+        "workers": {options.market if platform == "ecs" else "workers": group},
+    }
+
+
+def _machine(one: Node, disk_gib: int) -> dict[str, Any]:
+    return {
+        "instance_type": one.instance.name,
+        "gpus": one.instance.gpus,
+        "interfaces": list(one.interfaces),
+        "disk_gib": disk_gib,
+    }

@@ -1,0 +1,351 @@
+"""What `rayapp.cluster` renders: golden files, schemas, refusals, and sizes that stand once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayapp import hardware
+from rayapp.cluster import PLATFORMS, Options, render, write
+from rayapp.cluster.check import check_manifests, check_task_definition
+from rayapp.cluster.render import ROOT as TEMPLATES
+from rayapp.cluster.sizes import fleet, node
+from rayapp.config import Config, ConfigError, load
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).with_name("golden")
+CRDS = ROOT.parent / "shared" / "crds"
+ACCOUNT = "123456789012"
+LUSTRE = json.dumps(
+    {
+        "id": "fs-0123456789abcdef0",
+        "dns_name": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
+        "mount_name": "abcdefgh",
+        "capacity_gib": 1200,
+    }
+)
+CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "cpu": ({"cluster.instance": "m6i.4xlarge", "cluster.workers": "1:4"}, {}),
+    "g5": ({"cluster.instance": "g5.12xlarge", "cluster.workers": "8"}, {}),
+    "p3": ({"cluster.instance": "p3.16xlarge", "cluster.workers": "16"}, {}),
+    "p4d": ({"cluster.instance": "p4d.24xlarge", "cluster.workers": "16"}, {}),
+    "p4de": ({"cluster.instance": "p4de.24xlarge", "cluster.workers": "16"}, {}),
+    "p5": ({"cluster.instance": "p5.48xlarge", "cluster.workers": "16:64"}, {}),
+    "spot": (
+        {"cluster.instance": "g5.48xlarge", "cluster.workers": "8:32"},
+        {"market": "spot", "components": ("autoscaling", "kueue", "lustre"), "lustre": LUSTRE},
+    ),
+}
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl is not installed"
+)
+needs_crds = pytest.mark.skipif(
+    not CRDS.is_dir(), reason="KubeRay's CRDs (1.7.0) are not beside this checkout"
+)
+
+
+def config_of(case: str) -> Config:
+    return load(None, {"run.name": "demo", **CASES[case][0]})
+
+
+def options_of(case: str, platform: str) -> Options:
+    asked = dict(CASES[case][1])
+    if platform == "ecs":
+        asked = {name: asked[name] for name in asked if name == "market"}
+    return Options(account=ACCOUNT, **asked)
+
+
+def rendered(case: str, platform: str) -> dict[str, str]:
+    return render(platform, config_of(case), options_of(case, platform))
+
+
+def same_as_golden(name: str, text: str) -> None:
+    """Compare with the file; with GOLDEN=write in the environment, write it."""
+    path = GOLDEN / name
+    if os.environ.get("GOLDEN") == "write":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert path.read_text() == text, f"{path} differs; if meant so, run with GOLDEN=write"
+
+
+def build(folder: Path) -> str:
+    """Return what `kubectl apply -k` would send."""
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_task_definitions(case: str) -> None:
+    files = rendered(case, "ecs")
+    assert sorted(files) == ["head.json", "terraform.tfvars.json", "worker.json"]
+    for name, text in files.items():
+        same_as_golden(f"ecs-{case}/{name}", text)
+    for role in ("head", "worker"):
+        assert check_task_definition(json.loads(files[f"{role}.json"])) == []
+
+
+@needs_kubectl
+@pytest.mark.parametrize("case", CASES)
+def test_manifests(case: str, tmp_path: Path) -> None:
+    """The built cluster and job are as they were, and as KubeRay's rules want them."""
+    files = rendered(case, "kuberay")
+    write(files, tmp_path)
+    same_as_golden(f"kuberay-{case}/terraform.tfvars.json", files["terraform.tfvars.json"])
+    for what in ("cluster", "job"):
+        text = build(tmp_path / what)
+        if what == "cluster" or case == "p5":
+            same_as_golden(f"kuberay-{case}/{what}.yaml", text)
+        assert check_manifests(yaml.safe_load_all(text)) == []
+
+
+@needs_kubectl
+@needs_crds
+@pytest.mark.parametrize("case", CASES)
+def test_manifests_are_valid_against_the_crds(case: str, tmp_path: Path) -> None:
+    write(rendered(case, "kuberay"), tmp_path)
+    for what, kind in (("cluster", "RayCluster"), ("job", "RayJob")):
+        documents = list(yaml.safe_load_all(build(tmp_path / what)))
+        assert kind in {document["kind"] for document in documents}
+        assert check_manifests(documents, CRDS) == []
+
+
+def _worker(cluster: dict[str, Any]) -> dict[str, Any]:
+    group: dict[str, Any] = cluster["spec"]["workerGroupSpecs"][0]
+    return group
+
+
+def _container(cluster: dict[str, Any]) -> dict[str, Any]:
+    container: dict[str, Any] = _worker(cluster)["template"]["spec"]["containers"][0]
+    return container
+
+
+BREAKS: dict[str, tuple[Callable[[dict[str, Any]], Any], bool]] = {
+    "an unknown field": (lambda c: c["spec"].update(workerGroupSpec=[]), True),
+    "a deep unknown field": (lambda c: _container(c).update(imagePullPolicyy="Always"), True),
+    "a number as text": (lambda c: _worker(c).update(replicas="2"), True),
+    "text as a number": (lambda c: _worker(c)["rayStartParams"].update({"num-gpus": 8}), True),
+    "no group name": (lambda c: _worker(c).pop("groupName"), True),
+    "an unknown choice": (lambda c: c["spec"]["authOptions"].update(mode="tokens"), True),
+    "an unknown version": (lambda c: c.update(apiVersion="ray.io/v2"), True),
+    "too few replicas": (lambda c: _worker(c).update(minReplicas=99), False),
+    "no volume": (lambda c: _container(c)["volumeMounts"].append({"name": "no"}), False),
+    "GPU limits": (lambda c: _container(c)["resources"]["requests"].pop("nvidia.com/gpu"), False),
+    "a secret": (lambda c: _container(c)["env"].append({"name": "HF_TOKEN", "value": "x"}), False),
+    "no token": (lambda c: c["spec"].pop("authOptions"), False),
+    "too little grace": (
+        lambda c: _worker(c)["template"]["spec"].update(terminationGracePeriodSeconds=30),
+        False,
+    ),
+    "KubeRay's shell": (lambda c: _worker(c)["template"]["metadata"].pop("annotations"), False),
+}
+
+
+@needs_kubectl
+@pytest.mark.parametrize("what", BREAKS)
+def test_what_is_wrong_with_a_cluster_is_found(what: str, tmp_path: Path) -> None:
+    change, by_schema = BREAKS[what]
+    if by_schema and not CRDS.is_dir():
+        pytest.skip("KubeRay's CRDs (1.7.0) are not beside this checkout")
+    write(rendered("p4d", "kuberay"), tmp_path)
+    documents = list(yaml.safe_load_all(build(tmp_path / "cluster")))
+    cluster = next(document for document in documents if document["kind"] == "RayCluster")
+    broken = copy.deepcopy(cluster)
+    change(broken)
+    assert check_manifests([cluster], CRDS if by_schema else None) == []
+    assert len(check_manifests([broken], CRDS if by_schema else None)) >= 1
+
+
+def _ray(definition: dict[str, Any]) -> dict[str, Any]:
+    container: dict[str, Any] = definition["containerDefinitions"][0]
+    return container
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(famly="x"),
+        lambda d: d.update(cpu=4),
+        lambda d: _ray(d).update(ulimits={"name": "nofile"}),
+        lambda d: d.update(requiresCompatibilities=["FARGATE"]),
+        lambda d: _ray(d)["environment"].append({"name": "HF_TOKEN", "value": "x"}),
+        lambda d: _ray(d).update(secrets=[]),
+        lambda d: _ray(d).update(stopTimeout=300),
+        lambda d: _ray(d).update(stopTimeout=60),
+        lambda d: _ray(d)["command"].remove("--block"),
+        lambda d: _ray(d).update(mountPoints=[{"sourceVolume": "no", "containerPath": "/x"}]),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_found(change: Callable[[dict[str, Any]], Any]) -> None:
+    definition = json.loads(rendered("p4d", "ecs")["worker.json"])
+    change(definition)
+    assert len(check_task_definition(definition)) >= 1
+
+
+def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str:
+    config = load(None, {"cluster.instance": "g5.12xlarge", **(overrides or {})})
+    with pytest.raises(ConfigError) as caught:
+        render(platform, config, Options(**{"account": ACCOUNT, **options}))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        ({"cluster.instance": "none"}, {}, "cluster.instance=none is missing"),
+        ({"cluster.instance": "g5.13xlarge"}, {}, "Did you mean g5.1"),
+        ({"cluster.resources": "{CPU: 47}"}, {}, "cluster.resources.CPU=47 is too much"),
+        ({"cluster.resources": "{GPU: 8}"}, {}, "can have 4"),
+        ({"cluster.resources": "{memory: 300e9}"}, {}, "cluster.resources.memory=3e+11"),
+        ({"cluster.resources": "{seat: 1}"}, {}, "can have 0"),
+        (
+            {"cluster.resources": "{accelerator_type:H100: 0.001}"},
+            {},
+            "cluster.resources.accelerator_type:H100=0.001 is too much",
+        ),
+        ({"cluster.instance": "m6i.4xlarge", "cluster.gpu": "true"}, {}, "has no GPU"),
+        ({"cluster.instance": "g5.2xlarge"}, {"efa": "true"}, "no Elastic Fabric Adapter"),
+        ({}, {"launch": "fargate"}, "Fargate has no GPUs, g5.12xlarge has 4"),
+        ({"cluster.instance": "m6i.4xlarge"}, {"launch": "fargate"}, "no shared memory"),
+        ({}, {"account": None}, "account=none is missing"),
+        ({}, {"account": "12"}, "12 digits"),
+        ({}, {"name": "Ray_App"}, "name=Ray_App is malformed"),
+        ({}, {"market": "spott"}, "market=spott is unknown"),
+        ({}, {"market": "capacity-block"}, "reservation=none is missing"),
+        ({}, {"head": "g5"}, "head=g5 is unknown"),
+        ({}, {"components": ("kueue",)}, "ECS has none"),
+        ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs alone"),
+    ],
+)
+def test_what_no_cluster_could_run_is_refused(
+    overrides: dict[str, str], options: dict[str, Any], message: str
+) -> None:
+    assert message in refused("ecs", overrides, **options)
+
+
+def test_all_problems_at_once() -> None:
+    text = refused("ecs", {"cluster.resources": "{GPU: 8, CPU: 99}"}, account="12", efa="maybe")
+    assert len(text.splitlines()) == 4, text
+
+
+def test_the_lustre_component_needs_its_file_system() -> None:
+    assert "lustre=none is missing" in refused("kuberay", components=("lustre",))
+
+
+def test_nodes_follow_from_workers() -> None:
+    def machines(instance: str, workers: str, **more: str) -> tuple[int, int]:
+        asked = {"cluster.instance": instance, "cluster.workers": workers}
+        config = load(None, {**asked, **{f"cluster.{name}": v for name, v in more.items()}})
+        problems: list[str] = []
+        found = fleet(config, node(hardware.instance(instance), efa=True), problems)
+        assert found is not None and not problems
+        return found.min_nodes, found.max_nodes
+
+    assert machines("g5.12xlarge", "8") == (2, 2)
+    assert machines("g5.12xlarge", "1:9") == (1, 3)
+    assert machines("p5.48xlarge", "16:64") == (2, 8)
+    assert machines("m5.xlarge", "2") == (1, 1)
+    assert machines("m5.xlarge", "3") == (1, 2)  # a CPU stays for Ray Data
+    assert machines("m5.xlarge", "1:2", resources="{CPU: 2}") == (1, 2)
+
+
+def differing(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {name for name in before if before[name] != after[name]}
+
+
+def test_every_size_stands_in_hardware_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One figure changed there changes every file that it is in, and no file has one of its own."""
+    before = {platform: rendered("p4d", platform) for platform in PLATFORMS}
+    one = hardware.INSTANCES["p4d.24xlarge"]
+    for change, ecs, kuberay in (
+        (
+            {"efa_interfaces": 2, "network_cards": 2},
+            {"worker.json", "terraform.tfvars.json"},
+            {"components/efa/kustomization.yaml", "terraform.tfvars.json"},
+        ),
+        (
+            {"gpus": 4},
+            {"worker.json", "terraform.tfvars.json"},
+            {"components/gpu/kustomization.yaml", "base/raycluster.yaml", "terraform.tfvars.json"},
+        ),
+        ({"vcpus": 64}, {"worker.json"}, {"base/raycluster.yaml"}),
+        ({"memory_gib": 512.0}, {"worker.json"}, {"base/raycluster.yaml"}),
+    ):
+        table = {**hardware.INSTANCES, one.name: dataclasses.replace(one, **change)}
+        monkeypatch.setattr(hardware, "INSTANCES", table)
+        after = {platform: rendered("p4d", platform) for platform in PLATFORMS}
+        assert differing(before["ecs"], after["ecs"]) == ecs, change
+        assert differing(before["kuberay"], after["kuberay"]) == kuberay, change
+
+
+def test_no_instance_type_stands_in_the_files() -> None:
+    pattern = re.compile(r"\b[a-z]\d[a-z0-9-]*\.(\d*xlarge|large|metal)\b")
+    paths = [path for path in TEMPLATES.rglob("*") if path.is_file()]
+    paths += (ROOT / "infra").rglob("*.tf")
+    assert len(paths) > 30
+    found = [
+        f"{path}: {name[0]}"
+        for path in paths
+        for name in [pattern.search(path.read_text())]
+        if name is not None
+    ]
+    assert not found
+
+
+def test_nothing_rendered_is_secret() -> None:
+    for platform in PLATFORMS:
+        for name, text in rendered("p5", platform).items():
+            for match in re.finditer(r'"?(\w*(TOKEN|SECRET|PASSWORD)\w*)"?[:=]\s*"?(\S+)', text):
+                pytest.fail(f"{name}: {match[0]}")
+
+
+def test_images_are_pinned() -> None:
+    for platform in PLATFORMS:
+        for text in rendered("p5", platform).values():
+            for image in re.findall(r'"?image"?: "?([^\s",}]+)', text):
+                assert re.search(r":[0-9][\w.-]+$", image), image
+    first = (TEMPLATES / "Dockerfile").read_text().splitlines()
+    sources = [line for line in first if line.startswith("FROM ")]
+    assert sources and all("@sha256:" in line or re.search(r":\d", line) for line in sources)
+
+
+def test_hosts_and_image_have_the_same_efa_installer() -> None:
+    """The driver of the host and the library of the container belong together."""
+    pattern = re.compile(r"EFA_INSTALLER=([0-9.]+)|aws-efa-installer-([0-9.]+)\.tar")
+    script = ROOT / "infra" / "modules" / "ecs_nodes" / "user_data.sh"
+    found = {
+        version
+        for path in (TEMPLATES / "Dockerfile", script)
+        for match in pattern.finditer(path.read_text())
+        for version in match.groups()
+        if version
+    }
+    assert len(found) == 1, found
+
+
+@pytest.mark.drill
+def test_the_image_installs_in_a_clean_environment(tmp_path: Path) -> None:
+    """The Dockerfile's pip line, with what it copies, in an environment of its own."""
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "rayapp", tmp_path / "rayapp")
+    text = (TEMPLATES / "Dockerfile").read_text()
+    (line,) = re.findall(r"^RUN (pip install .*)$", text, re.M)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    command = [str(tmp_path / "venv" / "bin" / "python"), "-m", *line.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ray = [str(tmp_path / "venv" / "bin" / "ray"), "--version"]
+    assert "2.60" in subprocess.run(ray, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,132 @@
+"""The way into a cluster: what is run, where the token is kept, what the commands print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+
+from rayapp.__main__ import main
+from rayapp.cluster.connect import NotReachable, keep, to_ecs, variables
+
+ARN = "arn:aws:ecs:us-west-2:123456789012:task/rayapp-ecs/0123456789abcdef"
+LISTED = {"cluster": "rayapp-ecs", "serviceName": "head", "desiredStatus": "RUNNING"}
+
+
+def clients(tasks: list[dict[str, Any]]) -> Any:
+    """Return boto3's clients with answers that are checked against AWS's model."""
+    keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-west-2"}
+    made = {name: boto3.client(name, **keys) for name in ("ecs", "ssm")}
+    ecs, ssm = Stubber(made["ecs"]), Stubber(made["ssm"])
+    arns = [task["taskArn"] for task in tasks]
+    ecs.add_response("list_tasks", {"taskArns": arns}, LISTED)
+    asked = {"cluster": "rayapp-ecs", "tasks": arns}
+    if tasks:
+        ecs.add_response("describe_tasks", {"tasks": tasks}, asked)
+    parameter = {"Parameter": {"Name": "/rayapp-ecs/ray-token", "Value": "s3cret"}}
+    wanted = {"Name": "/rayapp-ecs/ray-token", "WithDecryption": True}
+    ssm.add_response("get_parameter", parameter, wanted)
+    ecs.activate()
+    ssm.activate()
+    return made.__getitem__
+
+
+def test_the_way_to_an_ecs_head() -> None:
+    containers = [{"name": "metrics", "runtimeId": "m-1"}, {"name": "ray", "runtimeId": "r-1"}]
+    task = {"taskArn": ARN, "lastStatus": "RUNNING", "containers": containers}
+    way = to_ecs("rayapp", "us-west-2", 9000, clients([task]))
+    assert way.token == "s3cret"
+    assert "ecs:rayapp-ecs_0123456789abcdef_r-1" in way.command
+    assert '{"portNumber": ["8265"], "localPortNumber": ["9000"]}' in way.command
+    assert way.token not in " ".join(way.command)  # it would show in the process list
+
+
+@pytest.mark.parametrize(
+    "tasks", [[], [{"taskArn": ARN, "lastStatus": "PENDING", "containers": []}]]
+)
+def test_no_head(tasks: list[dict[str, Any]]) -> None:
+    with pytest.raises(NotReachable, match="no running head"):
+        to_ecs("rayapp", "us-west-2", 8265, clients(tasks))
+
+
+def test_the_token_is_for_this_user_alone(tmp_path: Path) -> None:
+    path = keep("first", "rayapp-ecs", tmp_path / "tokens")
+    path = keep("s3cret", "rayapp-ecs", tmp_path / "tokens")
+    assert path.read_text() == "s3cret"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    assert "s3cret" not in str(variables(path, 8265))
+
+
+def test_render_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cluster.instance=p5.48xlarge", "--cluster.workers=16", "--account=123456789012"]
+    assert main(["render", "ecs", *words, f"--out={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "cost: 110.62 USD/h with 2 x p5.48xlarge (55.04 each, on demand)" in out
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "head.json",
+        "worker.json",
+        "terraform.tfvars.json",
+    }
+    assert main(["render", "ecs", *words, "--marked=spot"]) == 2
+    assert "--marked=spot is unknown" in capsys.readouterr().err
+    assert main(["render", "ecss", *words]) == 2
+    assert "ecss is unknown" in capsys.readouterr().err
+    assert main(["connect", "mars"]) == 2
+
+
+def test_connect_says_what_is_missing(tmp_path: Path) -> None:
+    """Without a cluster, a reason and exit code 1, no traceback."""
+    command = [sys.executable, "-m", "rayapp", "connect", "eks"]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "KUBECONFIG": "/dev/null"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("failed: kubectl") and "Traceback" not in done.stderr
+
+
+def test_what_the_docs_render(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every `render` of the docs renders, and the costs that they name are those printed."""
+    root = Path(__file__).parent.parent
+    text = "".join(path.read_text() for path in sorted((root / "docs").glob("*.md")))
+    lustre = '{"id": "fs-1", "dns_name": "a", "mount_name": "b", "capacity_gib": 4800}'
+    more = ["--account=123456789012", f"--out={tmp_path}"]
+    lines = re.findall(r"^python -m rayapp render (.+)$", text, re.M)
+    assert len(lines) >= 2
+    for line in lines:
+        words = shlex.split(re.sub(r'--lustre="[^"]+"', "--lustre", line))
+        words = [f"--lustre={lustre}" if word == "--lustre" else word for word in words]
+        words = ["configs/dolly_v2_7b_ecs.yaml" if word == "CONFIG" else word for word in words]
+        assert main(["render", *words, *more]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    for platform, config, named in (
+        ("ecs", "dolly_v2_7b_ecs", "11.88 USD/h with 2 x g5.12xlarge, 0.54 idle"),
+        ("kuberay", "llama3_1_8b_c4_eks", "220.81 USD/h with 4 x p5.48xlarge, 0.65 idle"),
+    ):
+        assert named in " ".join(text.split())
+        assert main(["render", platform, f"{root}/configs/{config}.yaml", *more]) == 0
+        busy, idle = re.findall(r"([\d.]+) USD/h", capsys.readouterr().out)
+        assert f"{busy} USD/h" in named and f"{idle} idle" in named
+
+
+@pytest.mark.parametrize("home", ["ecs", "eks"])
+def test_up_renders_and_tells_the_cost_before_it_applies(home: str) -> None:
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        ["make", "-n", f"up-{home}", "CONFIG=run.yaml"], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    steps = ("-m rayapp render", "infra/base apply", "docker push", f"infra/{home} apply")
+    places = [done.stdout.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "-auto-approve" not in done.stdout
+    down = subprocess.run(
+        ["make", "-n", f"down-{home}"], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert "infra/base destroy" not in down.stdout and f"infra/{home} destroy" in down.stdout

@@ -1,0 +1,495 @@
+"""The stacks of infra/, applied with the real provider, read back, planned again and destroyed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from terraform import ACCOUNT, REGION, ROOT, Cloud, mirror
+
+from rayapp.cluster import Options, render, write
+from rayapp.config import Config, load
+from rayapp.hardware import INSTANCES, instance
+
+ECS_INSTANCE = "p4d.24xlarge"
+EKS_INSTANCES = ("g5.12xlarge", "p3.16xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
+BUCKET = f"rayapp-{ACCOUNT}-{REGION}"
+GPU_METRICS = {  # of the CloudWatch agent; the seeds' list
+    *("utilization_gpu", "utilization_memory", "memory_total", "memory_used", "memory_free"),
+    *("clocks_current_graphics", "clocks_current_sm", "clocks_current_memory"),
+    *("temperature_gpu", "power_draw"),
+}
+
+needs_terraform = pytest.mark.skipif(
+    shutil.which("terraform") is None, reason="terraform is not installed"
+)
+pytestmark = needs_terraform
+
+
+def config(instance_type: str, workers: str = "8:16") -> Config:
+    return load(None, {"cluster.instance": instance_type, "cluster.workers": workers})
+
+
+def tfvars(platform: str, instance_type: str, **options: Any) -> dict[str, Any]:
+    files = render(platform, config(instance_type), Options(account=ACCOUNT, **options))
+    return json.loads(files["terraform.tfvars.json"])
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    """All three stacks applied, two kinds of ECS workers and five of EKS; results in the bucket."""
+    cloud = Cloud(tmp_path_factory.mktemp("cloud"))
+    try:
+        first = cloud.init("base")
+        if first.returncode and mirror() is None:
+            pytest.skip(f"the AWS provider cannot be had here: {first.stderr[-300:]}")
+        assert first.returncode == 0, first.stderr
+        for stack in ("ecs", "eks"):
+            assert (done := cloud.init(stack)).returncode == 0, done.stderr
+        rendered = cloud.folder / "rendered"
+        write(render("ecs", config(ECS_INSTANCE), Options(account=ACCOUNT)), rendered)
+        ecs, spot = tfvars("ecs", ECS_INSTANCE), tfvars("ecs", ECS_INSTANCE, market="spot")
+        ecs["workers"] |= spot["workers"]
+        eks = [tfvars("kuberay", one) for one in EKS_INSTANCES]
+        groups = {
+            name.split(".")[0]: one["workers"]["workers"]
+            for name, one in zip(EKS_INSTANCES, eks, strict=True)
+        }
+        groups["p5"] |= {"market": "capacity-block", "reservation_id": "cr-0123456789abcdef0"}
+        admins = [f"arn:aws:iam::{ACCOUNT}:role/admins"]
+        cloud.variables("base", {"region": REGION})
+        cloud.variables("ecs", {**ecs, "rendered": str(rendered), "alarm_email": "a@example.com"})
+        eks_only = {"workers": groups, "lustre_gib": 1200, "admin_role_arns": admins, "nat": False}
+        cloud.variables("eks", {**eks[0], **eks_only})
+        with ThreadPoolExecutor(3) as pool:
+            # The provider watches the bucket's lifecycle rules for a minute: others go ahead.
+            base = pool.submit(cloud.apply, "base")
+            wait_for(lambda: cloud.client("ecr").describe_repositories(), base)
+            wait_for(lambda: cloud.client("kms").describe_key(KeyId="alias/rayapp"), base)
+            for done in [pool.submit(cloud.apply, stack) for stack in ("ecs", "eks")] + [base]:
+                done.result()
+        cloud.client("s3").put_object(Bucket=BUCKET, Key="runs/demo/model/x", Body=b"weights")
+        yield cloud
+    finally:
+        cloud.end()
+
+
+def wait_for(ask: Callable[[], Any], applying: Any) -> None:
+    """Wait until AWS knows of a thing."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            found = ask()
+        except ClientError:
+            found = None
+        if found and found.get("repositories", True):
+            return
+        assert not applying.done() or applying.result() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("stack", ["base", "ecs", "eks"])
+def test_a_second_plan_is_empty(cloud: Cloud, stack: str) -> None:
+    done = cloud.plan(stack)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+
+
+def test_nothing_comes_in_from_anywhere(cloud: Cloud) -> None:
+    ec2 = cloud.client("ec2")
+    vpcs = {vpc["VpcId"] for vpc in ec2.describe_vpcs()["Vpcs"] if not vpc["IsDefault"]}
+    assert len(vpcs) == 2
+    groups = [g for g in ec2.describe_security_groups()["SecurityGroups"] if g["VpcId"] in vpcs]
+    assert len(groups) >= 7  # nodes, endpoints and the default one of each, Lustre's, EKS's own
+    for group in groups:
+        for rule in group["IpPermissions"]:
+            assert not rule.get("IpRanges") and not rule.get("Ipv6Ranges"), group
+            known = {other["GroupId"] for other in groups}
+            assert {pair["GroupId"] for pair in rule["UserIdGroupPairs"]} <= known
+    for subnet in ec2.describe_subnets()["Subnets"]:
+        assert subnet["VpcId"] not in vpcs or not subnet["MapPublicIpOnLaunch"]
+    cluster = cloud.client("eks").describe_cluster(name="rayapp-eks")["cluster"]
+    assert cluster["resourcesVpcConfig"]["endpointPublicAccess"] is False
+    services = cloud.client("ecs")
+    for name in ("head", "worker-on-demand", "worker-spot"):
+        (one,) = services.describe_services(cluster="rayapp-ecs", services=[name])["services"]
+        network = one["networkConfiguration"]["awsvpcConfiguration"]
+        assert network.get("assignPublicIp", "DISABLED") == "DISABLED"
+
+
+def test_without_nat_there_is_no_way_out(cloud: Cloud) -> None:
+    """EKS here has nat = false, ECS has it: one gateway, and HTTPS the only way through."""
+    ec2 = cloud.client("ec2")
+    (gateway,) = ec2.describe_nat_gateways()["NatGateways"]
+    subnet = cloud.client("eks").describe_cluster(name="rayapp-eks")["cluster"]
+    assert gateway["VpcId"] != subnet["resourcesVpcConfig"]["vpcId"]
+    for group in ec2.describe_security_groups()["SecurityGroups"]:
+        if "-nodes-" in group["GroupName"]:
+            wide = [rule for rule in group["IpPermissionsEgress"] if rule["IpRanges"]]
+            assert [(rule["FromPort"], rule["ToPort"]) for rule in wide] == [(443, 443)]
+    endpoints = ec2.describe_vpc_endpoints()["VpcEndpoints"]
+    kinds = [one["VpcEndpointType"] for one in endpoints if one["ServiceName"].endswith(".s3")]
+    assert kinds == ["Gateway", "Gateway"]
+
+
+def launch_templates(cloud: Cloud) -> dict[str, dict[str, Any]]:
+    """Return {group: data} of every launch template's newest version."""
+    ec2, found = cloud.client("ec2"), {}
+    for template in ec2.describe_launch_templates()["LaunchTemplates"]:
+        (newest,) = ec2.describe_launch_template_versions(
+            LaunchTemplateId=template["LaunchTemplateId"], Versions=["$Latest"]
+        )["LaunchTemplateVersions"]
+        name = re.sub(r"-[0-9a-z]{26}$", "", template["LaunchTemplateName"])
+        found[name] = newest["LaunchTemplateData"]
+    return found
+
+
+def test_hosts_are_closed_and_encrypted(cloud: Cloud) -> None:
+    templates = launch_templates(cloud)
+    assert len(templates) == 3 + 1 + len(EKS_INSTANCES)
+    for name, data in templates.items():
+        assert data["MetadataOptions"]["HttpTokens"] == "required", name
+        assert data["MetadataOptions"]["HttpPutResponseHopLimit"] == 1, name
+        assert all(disk["Ebs"]["Encrypted"] for disk in data["BlockDeviceMappings"]), name
+        assert "KeyName" not in data, name
+        for card in data["NetworkInterfaces"]:
+            assert not card.get("AssociatePublicIpAddress"), name
+        script = base64.b64decode(data["UserData"]).decode()
+        assert "AmazonCloudWatch" in script or "amazon-cloudwatch-agent" in script, name
+    assert (
+        "ECS_ENABLE_SPOT_INSTANCE_DRAINING=true"
+        in base64.b64decode(templates["rayapp-ecs-worker-spot"]["UserData"]).decode()
+    )
+
+
+def test_every_node_has_all_its_fabric_adapters(cloud: Cloud) -> None:
+    wanted = {f"rayapp-eks-{name.split('.')[0]}": name for name in EKS_INSTANCES}
+    wanted |= {"rayapp-ecs-worker-on-demand": ECS_INSTANCE, "rayapp-ecs-worker-spot": ECS_INSTANCE}
+    templates = launch_templates(cloud)
+    for group, name in wanted.items():
+        cards = templates[group]["NetworkInterfaces"]
+        efa = [card for card in cards if card.get("InterfaceType", "").startswith("efa")]
+        assert len(efa) == instance(name).efa_interfaces, group
+        assert [card["NetworkCardIndex"] for card in cards] == list(range(len(cards)))
+        assert [card["DeviceIndex"] for card in cards] == [0] + [1] * (len(cards) - 1)
+
+
+def test_the_placement_group_is_on_every_group(cloud: Cloud) -> None:
+    (ecs, eks) = sorted(
+        group["GroupName"]
+        for group in cloud.client("ec2").describe_placement_groups()["PlacementGroups"]
+    )
+    groups = cloud.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]
+    of_ecs = [group for group in groups if group["AutoScalingGroupName"].startswith("rayapp-ecs")]
+    assert len(of_ecs) == 3 and {group["PlacementGroup"] for group in of_ecs} == {ecs}
+    assert all(group["MinSize"] == 0 for group in of_ecs)
+    of_eks = {
+        name: data
+        for name, data in launch_templates(cloud).items()
+        if name.startswith("rayapp-eks")
+    }
+    assert {data["Placement"]["GroupName"] for data in of_eks.values()} == {eks}
+
+
+def test_capacity_is_bought_as_asked(cloud: Cloud) -> None:
+    templates = launch_templates(cloud)
+    market = {name: data.get("InstanceMarketOptions") for name, data in templates.items()}
+    assert market["rayapp-ecs-worker-spot"] == {"MarketType": "spot"}
+    assert market["rayapp-ecs-worker-on-demand"] is None
+    block = templates["rayapp-eks-p5"]
+    assert block["InstanceMarketOptions"] == {"MarketType": "capacity-block"}
+    target = block["CapacityReservationSpecification"]["CapacityReservationTarget"]
+    assert target == {"CapacityReservationId": "cr-0123456789abcdef0"}
+    assert block["InstanceType"] == "p5.48xlarge"
+    eks = cloud.client("eks")
+    group = eks.describe_nodegroup(clusterName="rayapp-eks", nodegroupName="rayapp-eks-p4d")
+    (taint,) = group["nodegroup"]["taints"]
+    assert taint == {"key": "nvidia.com/gpu", "value": "true", "effect": "NO_SCHEDULE"}
+    assert group["nodegroup"]["scalingConfig"]["minSize"] == 0
+
+
+@pytest.mark.parametrize("stack", ["ecs", "eks"])
+def test_the_dashboard_has_every_gpu(cloud: Cloud, stack: str) -> None:
+    body = cloud.client("cloudwatch").get_dashboard(DashboardName=f"rayapp-{stack}")
+    widgets = json.loads(body["DashboardBody"])["widgets"]
+    seen = set()
+    for widget in widgets:
+        for (metric,) in widget["properties"]["metrics"]:
+            pattern = r'"nvidia_smi_(\w+)" AutoScalingGroupName="([^"]+)" index="(\d+)"'
+            for found in re.finditer(pattern, metric["expression"]):
+                seen.add((found[2], found[1], int(found[3])))
+    names = [ECS_INSTANCE, ECS_INSTANCE] if stack == "ecs" else list(EKS_INSTANCES)
+    assert len(seen) == len(GPU_METRICS) * sum(instance(name).gpus for name in names)
+    assert {metric for _, metric, _ in seen} == GPU_METRICS
+    agent = cloud.client("ssm").get_parameter(Name=f"/rayapp-{stack}/cloudwatch-agent")
+    collected = json.loads(agent["Parameter"]["Value"])["metrics"]
+    assert set(collected["metrics_collected"]["nvidia_gpu"]["measurement"]) == GPU_METRICS
+    places = [(w["x"], w["y"]) for w in widgets]
+    assert len(set(places)) == len(places), "widgets lie on one another"
+
+
+def test_alarms_tell_and_stop(cloud: Cloud) -> None:
+    alarms = cloud.client("cloudwatch").describe_alarms()["MetricAlarms"]
+    names = {alarm["AlarmName"] for alarm in alarms}
+    for stack in ("ecs", "eks"):
+        assert {f"rayapp-{stack}-no-progress", f"rayapp-{stack}-head-down"} <= names
+    idle = {alarm["AlarmName"]: alarm for alarm in alarms if alarm["AlarmName"].endswith("-idle")}
+    assert len(idle) == 2 + len(EKS_INSTANCES)
+    scaled = cloud.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]
+    groups = {group["AutoScalingGroupName"] for group in scaled}
+    eks = cloud.client("eks")
+    for name in eks.list_nodegroups(clusterName="rayapp-eks")["nodegroups"]:
+        group = eks.describe_nodegroup(clusterName="rayapp-eks", nodegroupName=name)["nodegroup"]
+        groups |= {one["name"] for one in group["resources"]["autoScalingGroups"]}
+    assert {alarm["Dimensions"][0]["Value"] for alarm in idle.values()} <= groups
+    scaling = cloud.client("application-autoscaling")
+    policies = scaling.describe_scaling_policies(ServiceNamespace="ecs")["ScalingPolicies"]
+    for policy in policies:
+        (step,) = policy["StepScalingPolicyConfiguration"]["StepAdjustments"]
+        assert step["ScalingAdjustment"] == 0
+    arns = {policy["PolicyARN"] for policy in policies}
+    acted = {arn for alarm in idle.values() for arn in alarm["AlarmActions"]}
+    assert len(arns) == 2 and arns <= acted
+    for group in cloud.client("logs").describe_log_groups()["logGroups"]:
+        assert group["retentionInDays"] == 365 and group["kmsKeyId"], group["logGroupName"]
+
+
+def test_the_bucket_keeps_results_and_nothing_else_reaches_them(cloud: Cloud) -> None:
+    s3 = cloud.client("s3")
+    assert s3.get_bucket_versioning(Bucket=BUCKET)["Status"] == "Enabled"
+    block = s3.get_public_access_block(Bucket=BUCKET)["PublicAccessBlockConfiguration"]
+    assert set(block.values()) == {True}
+    (rule,) = s3.get_bucket_encryption(Bucket=BUCKET)["ServerSideEncryptionConfiguration"]["Rules"]
+    assert rule["ApplyServerSideEncryptionByDefault"]["SSEAlgorithm"] == "aws:kms"
+    (tls,) = json.loads(s3.get_bucket_policy(Bucket=BUCKET)["Policy"])["Statement"]
+    assert tls["Effect"] == "Deny"
+    assert tls["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+    for rule in s3.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]:
+        # Nothing that is current ever expires: neither the newest checkpoint nor model/.
+        expiration = rule.get("Expiration", {})
+        assert "Days" not in expiration and "Date" not in expiration and "Transitions" not in rule
+    key = cloud.client("kms").describe_key(KeyId="alias/rayapp")["KeyMetadata"]
+    assert cloud.client("kms").get_key_rotation_status(KeyId=key["KeyId"])["KeyRotationEnabled"]
+    (repository,) = cloud.client("ecr").describe_repositories()["repositories"]
+    assert repository["imageScanningConfiguration"]["scanOnPush"]
+    assert repository["imageTagMutability"] == "IMMUTABLE"
+
+
+def allowed(call: Callable[[], Any]) -> bool:
+    """Say whether IAM let a call through; what it found then does not matter."""
+    try:
+        call()
+    except ClientError as error:
+        code = error.response["Error"]["Code"]
+        return code not in ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403")
+    return True
+
+
+@pytest.mark.parametrize("role", ["rayapp-ecs-task", "rayapp-eks-run", "rayapp-ecs-execution"])
+def test_a_role_reaches_its_own_and_nothing_else(cloud: Cloud, role: str) -> None:
+    """Real calls with the role's credentials, IAM on."""
+    admin = cloud.client("s3")
+    for key in ("runs/r/x", "data/x", "secrets/x"):
+        admin.put_object(Bucket=BUCKET, Key=key, Body=b"1")
+    elsewhere = f"other-{role}"
+    place = {"LocationConstraint": REGION}
+    admin.create_bucket(Bucket=elsewhere, CreateBucketConfiguration=place)
+    given = cloud.client("sts").assume_role(
+        RoleArn=f"arn:aws:iam::{ACCOUNT}:role/{role}", RoleSessionName="test"
+    )["Credentials"]
+    as_role = {
+        "aws_access_key_id": given["AccessKeyId"],
+        "aws_secret_access_key": given["SecretAccessKey"],
+        "aws_session_token": given["SessionToken"],
+    }
+    s3, ssm = cloud.client("s3", **as_role), cloud.client("ssm", **as_role)
+    cloud.post("reset-auth", "0")
+    try:
+        found = {
+            "put runs": allowed(lambda: s3.put_object(Bucket=BUCKET, Key="runs/r/y", Body=b"")),
+            "get runs": allowed(lambda: s3.get_object(Bucket=BUCKET, Key="runs/r/x")),
+            "delete runs": allowed(lambda: s3.delete_object(Bucket=BUCKET, Key="runs/r/y")),
+            "get data": allowed(lambda: s3.get_object(Bucket=BUCKET, Key="data/x")),
+            "put data": allowed(lambda: s3.put_object(Bucket=BUCKET, Key="data/y", Body=b"")),
+            "get others": allowed(lambda: s3.get_object(Bucket=BUCKET, Key="secrets/x")),
+            "put elsewhere": allowed(lambda: s3.put_object(Bucket=elsewhere, Key="x", Body=b"")),
+            "change the bucket": allowed(lambda: s3.delete_bucket_policy(Bucket=BUCKET)),
+            "parameters": allowed(lambda: ssm.describe_parameters()),
+            "iam": allowed(cloud.client("iam", **as_role).list_users),
+            "ec2": allowed(cloud.client("ec2", **as_role).describe_instances),
+            "ecs": allowed(cloud.client("ecs", **as_role).list_clusters),
+            "secrets": allowed(cloud.client("secretsmanager", **as_role).list_secrets),
+        }
+    finally:
+        cloud.post("reset-auth", str(10**9))
+    mine = {"put runs", "get runs", "delete runs", "get data"}
+    mine = set() if role.endswith("execution") else mine
+    assert {what for what, yes in found.items() if yes} == mine
+
+
+def test_ecs_may_read_the_token_and_no_task_may(cloud: Cloud) -> None:
+    """By the documents: the emulator judges resources of S3 alone."""
+    iam = cloud.client("iam")
+    token = f"arn:aws:ssm:{REGION}:{ACCOUNT}:parameter/rayapp-ecs/ray-token"
+    readers = {}
+    for role in iam.list_roles()["Roles"]:
+        for name in iam.list_role_policies(RoleName=role["RoleName"])["PolicyNames"]:
+            document = iam.get_role_policy(RoleName=role["RoleName"], PolicyName=name)
+            for statement in document["PolicyDocument"]["Statement"]:
+                if "ssm:GetParameter" in str(statement["Action"]):
+                    readers[role["RoleName"]] = statement["Resource"]
+    agents = {name: arn for name, arn in readers.items() if name.endswith(("-host", "-node"))}
+    assert all(arn.endswith("/cloudwatch-agent") for arn in agents.values())
+    rest = {name: arn for name, arn in readers.items() if name not in agents}
+    assert rest == {"rayapp-ecs-execution": token}
+
+
+def test_no_policy_has_a_wildcard_that_is_not_argued() -> None:
+    """In every document, an action or a resource with a `*` has its reason on the same line."""
+    argued = 0
+    for path in sorted((ROOT / "infra").rglob("*.tf")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if re.match(r"\s*(actions|resources|not_actions)\s*=", line) and "*" in line:
+                assert re.search(r"\]\s*#\s*\S+", line), f"{path}:{number}: {line.strip()}"
+                argued += 1
+    assert argued >= 10  # the pattern still finds them
+
+
+def test_roles_have_no_action_with_a_wildcard(cloud: Cloud) -> None:
+    iam, seen = cloud.client("iam"), 0
+    for role in iam.list_roles()["Roles"]:
+        for name in iam.list_role_policies(RoleName=role["RoleName"])["PolicyNames"]:
+            document = iam.get_role_policy(RoleName=role["RoleName"], PolicyName=name)
+            for statement in document["PolicyDocument"]["Statement"]:
+                actions = statement["Action"]
+                actions = [actions] if isinstance(actions, str) else actions
+                assert not [action for action in actions if "*" in action], (role, statement)
+                seen += 1
+    assert seen > 15
+
+
+def test_the_token_is_in_no_state_and_no_file(cloud: Cloud) -> None:
+    found = cloud.client("ssm").get_parameter(Name="/rayapp-ecs/ray-token", WithDecryption=True)
+    token = found["Parameter"]["Value"]
+    assert re.fullmatch(r"[A-Za-z0-9]{64}", token) and found["Parameter"]["Type"] == "SecureString"
+    places = [path for path in cloud.folder.rglob("*") if path.is_file()]
+    places = [path for path in places if ".terraform" not in path.parts]
+    assert len([path for path in places if path.name == "terraform.tfstate"]) == 3
+    assert not [path for path in places if token.encode() in path.read_bytes()]
+    definitions = cloud.client("ecs").list_task_definitions()["taskDefinitionArns"]
+    for arn in definitions:
+        described = cloud.client("ecs").describe_task_definition(taskDefinition=arn)
+        assert token not in json.dumps(described, default=str)
+
+
+def test_tasks_run_as_rendered(cloud: Cloud) -> None:
+    ecs = cloud.client("ecs")
+    for role in ("head", "worker"):
+        wanted = json.loads((cloud.folder / "rendered" / f"{role}.json").read_text())
+        found = ecs.describe_task_definition(taskDefinition=f"rayapp-ecs-{role}")["taskDefinition"]
+        for name in ("cpu", "memory", "networkMode", "taskRoleArn", "executionRoleArn"):
+            assert found[name] == wanted[name]
+        for one, other in zip(
+            found["containerDefinitions"], wanted["containerDefinitions"], strict=True
+        ):
+            assert {key: one[key] for key in other} == other
+
+
+def test_pods_get_their_role(cloud: Cloud) -> None:
+    eks = cloud.client("eks")
+    found = eks.list_pod_identity_associations(clusterName="rayapp-eks")["associations"]
+    accounts = {(one["namespace"], one["serviceAccount"]) for one in found}
+    assert ("rayapp", "rayapp") in accounts and len(accounts) == 4
+    link = cloud.client("fsx").describe_data_repository_associations()["Associations"]
+    assert {one["DataRepositoryPath"] for one in link} == {
+        f"s3://{BUCKET}/data",
+        f"s3://{BUCKET}/models",
+    }
+
+
+@pytest.mark.parametrize(
+    ("stack", "values", "message"),
+    [
+        ("eks", {"api_cidrs": '["0.0.0.0/0"]'}, "not for everyone"),
+        ("ecs", {"head_count": "2"}, "two heads"),
+    ],
+)
+def test_what_is_not_safe_is_refused(
+    cloud: Cloud, stack: str, values: dict[str, str], message: str
+) -> None:
+    arguments = [f"-var={name}={value}" for name, value in values.items()]
+    done = cloud.plan(stack, "-refresh=false", *arguments)
+    assert done.returncode == 1 and message in " ".join(done.stderr.split())
+
+
+def test_every_instance_is_of_a_known_size() -> None:
+    assert {*EKS_INSTANCES, ECS_INSTANCE} <= INSTANCES.keys()
+
+
+def test_variables_are_typed_and_told() -> None:
+    for path in sorted((ROOT / "infra").rglob("variables.tf")):
+        for block in re.split(r"\n(?=variable )", path.read_text()):
+            assert re.search(r"^  description = ", block, re.M), f"{path}: {block[:40]}"
+            assert re.search(r"^  type +=", block, re.M), f"{path}: {block[:40]}"
+    for folder in {path.parent for path in (ROOT / "infra").rglob("*.tf")}:
+        names = {path.name for path in folder.glob("*.tf")}
+        assert names == {"main.tf", "variables.tf", "outputs.tf", "versions.tf"}, folder
+
+
+def leftovers(cloud: Cloud) -> dict[str, list[str]]:
+    """Return what an account still has, by kind, without what AWS itself put there."""
+    ec2, iam = cloud.client("ec2"), cloud.client("iam")
+    scaling, logs = cloud.client("autoscaling"), cloud.client("logs")
+    return {
+        "vpcs": [v["VpcId"] for v in ec2.describe_vpcs()["Vpcs"] if not v["IsDefault"]],
+        "endpoints": [
+            v["VpcEndpointId"]
+            for v in ec2.describe_vpc_endpoints()["VpcEndpoints"]
+            if v["State"] != "deleted"
+        ],
+        "templates": [str(t) for t in ec2.describe_launch_templates()["LaunchTemplates"]],
+        "groups": [str(g) for g in scaling.describe_auto_scaling_groups()["AutoScalingGroups"]],
+        "placement": [str(g) for g in ec2.describe_placement_groups()["PlacementGroups"]],
+        "ecs": [
+            c["clusterName"]
+            for c in cloud.client("ecs").describe_clusters(clusters=["rayapp-ecs"])["clusters"]
+            if c["status"] == "ACTIVE"
+        ],
+        "eks": cloud.client("eks").list_clusters()["clusters"],
+        "roles": [r["RoleName"] for r in iam.list_roles()["Roles"]],
+        "logs": [g["logGroupName"] for g in logs.describe_log_groups()["logGroups"]],
+        "alarms": [str(a) for a in cloud.client("cloudwatch").describe_alarms()["MetricAlarms"]],
+        "topics": [str(t) for t in cloud.client("sns").list_topics()["Topics"]],
+        "file systems": [
+            str(f) for f in cloud.client("fsx").describe_file_systems()["FileSystems"]
+        ],
+        "parameters": [
+            p["Name"]
+            for p in cloud.client("ssm").describe_parameters()["Parameters"]
+            if p["Name"].startswith("/rayapp")
+        ],
+    }
+
+
+def test_z_teardown_leaves_the_results(cloud: Cloud) -> None:
+    """Last: it destroys what the others look at."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(cloud.destroy, ("ecs", "eks")):
+            assert done.returncode == 0, done.stderr[-3000:]
+    left = {kind: names for kind, names in leftovers(cloud).items() if names}
+    assert not left
+    s3 = cloud.client("s3")
+    assert s3.get_object(Bucket=BUCKET, Key="runs/demo/model/x")["Body"].read() == b"weights"
+    assert cloud.plan("base").returncode == 0
+    # Not even destroying the base stack takes results: only asked by the bucket's name.
+    refused = cloud.destroy("base")
+    assert refused.returncode == 1 and "BucketNotEmpty" in refused.stderr
+    assert s3.get_object(Bucket=BUCKET, Key="runs/demo/model/x")["Body"].read() == b"weights"
