@@ -12,6 +12,7 @@ CONFIG ?=
 RENDER ?=
 NAME ?= rayapp
 REGION ?= us-west-2
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 TF = terraform -chdir=infra
 
 .PHONY: setup finetune test check check-infra security bench drills image
@@ -29,10 +30,10 @@ finetune: setup
 	$(BIN)/python -m rayapp.finetune configs/tiny_cpu.yaml $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not drill" -n 2 --maxschedchunk 1 $(ARGS)
+	$(BIN)/python -m pytest -q -m "not drill" $(TWO) $(ARGS)
 
 drills: setup
-	$(BIN)/python -m pytest -q -m drill -n 2 --maxschedchunk 1 $(ARGS)
+	$(BIN)/python -m pytest -q -m drill $(TWO) $(ARGS)
 
 check: setup check-infra
 	$(BIN)/ruff check .

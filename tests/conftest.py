@@ -14,25 +14,30 @@ import pytest
 # Ray's workers are nice by default and would starve beside tests that are not.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
 
-LONG = ("test_drills.py", "test_drills_nodes.py", "test_ray_job.py", "test_finetune.py")
+# What takes minutes goes first, so that the workers of pytest-xdist end together.
+LONG = (
+    "test_drills.py",
+    "test_drills_nodes.py",
+    "test_infra.py",
+    "test_finetune.py",
+    "test_ray_job.py",
+    "test_finetune_parts.py",
+    "test_loop.py",
+    "test_model.py",
+)
+APART = ("test_drills.py", "test_drills_nodes.py", "test_finetune.py", "test_ray_job.py")
 
 
-@pytest.hookimpl(trylast=True)  # what is deselected is gone by then
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep the tests of a file on one worker, which then makes its fixtures once; not the long."""
+    if item.path.name not in APART:
+        item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what takes minutes first, so that the workers of pytest-xdist end together.
-
-    Each gets two tests at first and then one for every one it has done: what is behind a drill
-    waits for it, and had better be quick.
-    """
+    """Sort by LONG."""
     order = {name: place for place, name in enumerate(LONG)}
-    others = sorted(items, key=lambda item: order.get(item.path.name, len(order)))
-    drills = [item for item in others if item.path.name.startswith("test_drills")]
-    others = others[len(drills) :]
-    items.clear()
-    for drill in drills:
-        items += [drill, *others[-1:]]
-        others = others[:-1]
-    items += others
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(autouse=True)

@@ -375,13 +375,16 @@ def spiked_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
     training.make_parts = with_hooks
     original = loop.report_bad
 
+    def weights(engine: loop.Engine) -> list[torch.Tensor]:
+        state = engine.model.state_dict()  # a forward pass leaves some whole; this shards them
+        return [tensor.to_local().clone() for tensor in state.values()]
+
     def report_bad(engine: loop.Engine, batch: Any, *found: Any) -> None:
-        before[batch.step] = [p.detach().clone() for p in engine.model.parameters()]
+        before[batch.step] = weights(engine)
         try:
             original(engine, batch, *found)
         finally:
-            after = [p.detach() for p in engine.model.parameters()]
-            assert all(torch.equal(a, b) for a, b in zip(before[batch.step], after, strict=True))
+            assert all(map(torch.equal, before[batch.step], weights(engine)))
 
     loop.report_bad = report_bad
     if job.config.train.on_spike == "skip":
