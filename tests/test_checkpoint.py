@@ -45,7 +45,7 @@ from rayapp.checkpoint.marker import (
     refuse,
 )
 from rayapp.checkpoint.saver import MAX_FAILURES, Checkpointer
-from rayapp.optim import adamw
+from rayapp.optim import make_optimizers
 from rayapp.storage import Storage, StorageError, open_storage
 
 SPAWN_S = 120.0  # after which a group of processes is taken to hang
@@ -103,7 +103,8 @@ class Trained:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             fully_shard(self.model[0], mesh=mesh)
             fully_shard(self.model, mesh=mesh)
-        self.optimizer = adamw(self.model, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+        options = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+        (self.optimizer,) = make_optimizers("adamw", self.model, **options)
         for _ in range(2):
             self.step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -17,9 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
-from nodes import descendants, free_port
+from nodes import free_port
 
 from rayapp import metrics
 from rayapp.cluster import Options, render
@@ -106,11 +108,11 @@ class Machine:
             time.sleep(0.2)
 
     def end(self) -> None:
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by itself
+            whole = psutil.Process(self.process.pid)
+            for process in [*whole.children(recursive=True), whole]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.process.wait(timeout=60)
 
 

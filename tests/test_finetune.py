@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from drill import without_ray
+from nodes import free_port
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -96,6 +97,9 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             address="local",
             num_cpus=4,
             include_dashboard=False,
+            # Ray Train's cleaner asks this port whether the controller lives. Without a dashboard
+            # Ray tells 8265 whether it was free or not, and another Ray may be there.
+            dashboard_port=free_port(),
             object_store_memory=200 * 2**20,
             log_to_driver=False,
             _temp_dir=temporary,

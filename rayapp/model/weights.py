@@ -77,7 +77,7 @@ class Conversion:
         return (
             isinstance(merge, MergeModulelist)
             and merge.dim == 0
-            and all(isinstance(op, Concatenate) and op.dim > 0 for op in rest)
+            and all(isinstance(op, Concatenate) and op.dim == 1 for op in rest)
         )
 
 
@@ -283,6 +283,10 @@ def _load_one(
     offsets, sizes = local_slice(target.packed if isinstance(target, Linear4bit) else target)
     if math.prod(sizes) == 0:
         return 0
+    if len(sizes) == 3 and conversion.converter is not None and sizes[1] < target.shape[1]:
+        value = _rows_of_experts(conversion, reader, offsets[1], sizes[1])
+        local_part(target).copy_(value)
+        return value.nbytes
     if conversion.converter is None:
         ((pattern, (key,)),) = conversion.sources.items()
         part = reader.rows(key, offsets[0], sizes[0]) if sizes else reader.rows(key)
@@ -299,6 +303,21 @@ def _load_one(
         value = value.narrow(dim, offsets[dim], sizes[dim])
     local_part(target).copy_(value)
     return num_bytes
+
+
+def _rows_of_experts(conversion: Conversion, reader: _Reader, start: int, count: int) -> Tensor:
+    """Read the same rows of all experts, [experts, count, ...], of a stack cut along dimension 1.
+
+    Where several tensors make an expert (gate and up), their rows follow one another.
+    """
+    parts, first = [], 0
+    for keys in conversion.sources.values():
+        rows = reader.stored[keys[0]].shape[0]
+        low, high = max(start, first), min(start + count, first + rows)
+        if low < high:
+            parts.append(torch.stack([reader.rows(k, low - first, high - low) for k in keys]))
+        first += rows
+    return torch.cat(parts, 1)
 
 
 def _num_bytes(tensors: Mapping[str, list[Tensor]]) -> int:
