@@ -26,13 +26,19 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# What only some settings need (4-bit weights, 8-bit moments, fp8) is tested too. Not before: transformers imports
+# torchao where it is there, which without a GPU says so on every start.
+.venv/.optional: .venv/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
+	touch $@
+
 finetune: setup
 	$(BIN)/python -m rayapp.finetune configs/tiny_cpu.yaml $(ARGS)
 
-test: setup
+test: .venv/.optional
 	$(BIN)/python -m pytest -q -m "not drill" $(TWO) $(ARGS)
 
-drills: setup
+drills: .venv/.optional
 	$(BIN)/python -m pytest -q -m drill $(TWO) $(ARGS)
 
 check: setup check-infra
