@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 from drill import without_ray
-from nodes import free_port
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,8 +28,10 @@ from transformers import (
     MixtralConfig,
 )
 
+from rayapp.config import from_dict
 from rayapp.data import tokens
 from rayapp.finetune.__main__ import main
+from rayapp.finetune.session import connected
 
 TEXT = "".join(
     f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900)
@@ -97,9 +98,6 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             address="local",
             num_cpus=4,
             include_dashboard=False,
-            # Ray Train's cleaner asks this port whether the controller lives. Without a dashboard
-            # Ray tells 8265 whether it was free or not, and another Ray may be there.
-            dashboard_port=free_port(),
             object_store_memory=200 * 2**20,
             log_to_driver=False,
             _temp_dir=temporary,
@@ -354,6 +352,21 @@ def test_after_no_step_the_export_is_the_input(files: Path, tmp_path: Path, ray_
     before = AutoModelForCausalLM.from_pretrained(files / name)
     ids = torch.arange(40)[None] + 10
     assert torch.equal(exported(ids).logits, before(ids).logits)
+
+
+def test_ray_without_a_dashboard_asks_no_other_ray(ray_here: None) -> None:
+    """Ray tells 8265 all the same; the run's actors must not ask who is there."""
+    import ray
+    from ray.dashboard.utils import get_address_for_submission_client
+    from ray.util.state import get_actor
+    from ray.util.state.exception import ServerUnavailable
+
+    with connected(from_dict({"cluster": {"workers": "1"}}), "local"):
+        assert not get_address_for_submission_client(None).endswith(":8265")
+        with pytest.raises(ServerUnavailable):
+            get_actor("0" * 32, timeout=5)
+        assert os.environ["RAY_ADDRESS"] == ray.get_runtime_context().gcs_address
+    assert "RAY_ADDRESS" not in os.environ and "RAY_API_SERVER_ADDRESS" not in os.environ
 
 
 def test_workers_of_ray_give_the_run_of_a_plain_process(

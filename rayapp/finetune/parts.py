@@ -88,7 +88,8 @@ def make_parts(job: Job, device: torch.device) -> Parts:
         model.compile_blocks(lm)
     if parallel.activation_offload:
         model.offload_activations(lm)
-    replicas = parallel.replicas or num_nodes()
+    hybrid = parallel.strategy == "hybrid_shard"
+    replicas = (parallel.replicas or num_nodes()) if hybrid else 1
     mesh = model.device_mesh(device.type, strategy=parallel.strategy, replicas=replicas)
     model.shard(
         lm,

@@ -36,6 +36,9 @@ def address_of(config: Config) -> str:
     return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
+NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
+
+
 @contextmanager
 def connected(config: Config, address: str) -> Iterator[None]:
     """Connect to the cluster, or start Ray here and end it after."""
@@ -66,21 +69,28 @@ def connected(config: Config, address: str) -> Iterator[None]:
 def _address_is_known() -> Iterator[None]:
     """Let Ray Train's actors find this Ray, whatever others run here, and hand on its time limit.
 
-    Its PlacementGroupCleaner asks "the" Ray of its machine whether the controller lives. Where that
-    is another Ray, which knows of none, it ends all workers.
+    Its PlacementGroupCleaner asks "the" Ray of its machine whether the controller lives, and where
+    that is another Ray, which knows of none, ends all workers. A Ray without a dashboard tells port
+    8265 whether it got it or not; asked where nobody listens, the cleaner goes on watching.
     """
     import ray
+    from ray._private.worker import get_dashboard_url
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
-    before = os.environ.get("RAY_ADDRESS")
-    ENV_VARS_TO_PROPAGATE.update(("RAY_ADDRESS", "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"))
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    known = {
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        "RAY_API_SERVER_ADDRESS": "" if get_dashboard_url() else NOBODY,  # "": as RAY_ADDRESS says
+    }
+    before = {name: os.environ.get(name) for name in known}
+    ENV_VARS_TO_PROPAGATE.update((*known, "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"))
+    os.environ |= known
     try:
         yield
     finally:
-        del os.environ["RAY_ADDRESS"]
-        if before is not None:
-            os.environ["RAY_ADDRESS"] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def check_cluster(config: Config) -> None:
