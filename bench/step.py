@@ -24,42 +24,21 @@ from typing import Any
 
 import numpy as np
 
+from rayapp.formulas import mean_context, model_flops
+from rayapp.formulas import shape_of as formula_shape
+from rayapp.presets import config_of
+
 WARM_UP_STEPS = 4
-SHAPES: dict[str, dict[str, int]] = {
-    "small": {
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "1b": {  # Llama 3.2 1B
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
-    "3b": {  # Llama 3.2 3B
-        "vocab_size": 128256,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "8b": {  # Llama 3.1 8B
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+SHAPES = {"1b": "llama3.2-1b", "3b": "llama3.2-3b", "8b": "llama3.1-8b"}  # presets
+SMALL = {  # 8 million parameters
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
 }
 BASE: dict[str, Any] = {
     "engine": "rayapp",
@@ -120,8 +99,11 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-# What rayapp sets for its CPU workers: see CPU_ENVIRONMENT in rayapp/finetune/fit.py.
-CPU_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+
+
+def values_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the model's config.json."""
+    return SMALL if options.shape == "small" else dict(config_of(SHAPES[options.shape]))
 
 
 def lengths(options: argparse.Namespace, rank: int) -> list[list[int]]:
@@ -157,7 +139,7 @@ def micro_batches(options: argparse.Namespace, rank: int) -> list[dict[str, Any]
 def shape_of(options: argparse.Namespace) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**SHAPES[options.shape], max_position_embeddings=options.seq_len)
+    return LlamaConfig(**values_of(options) | {"max_position_embeddings": options.seq_len})
 
 
 def run_rayapp(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, float]:
@@ -360,6 +342,8 @@ def measure(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, float
         command += [f"--{name}", str(getattr(options, name))]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if options.device == "cpu" and row["engine"] == "rayapp":
+        from rayapp.finetune.fit import CPU_ENVIRONMENT
+
         environment |= CPU_ENVIRONMENT
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
@@ -369,23 +353,15 @@ def measure(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, float
 
 
 def flops_per_token(options: argparse.Namespace, lora: int) -> float:
-    """Model FLOPs of a token, forward and backward: 6 a weight in matmuls (4 where frozen),
-    and 6 * layers * hidden * attended tokens, for documents as drawn."""
-    s = SHAPES[options.shape]
-    head = s.get("head_dim", s["hidden_size"] // s["num_attention_heads"])
-    query, key = s["num_attention_heads"] * head, s["num_key_value_heads"] * head
-    block = 2 * s["hidden_size"] * (query + key) + 3 * s["hidden_size"] * s["intermediate_size"]
-    weights = s["num_hidden_layers"] * block + s["hidden_size"] * s["vocab_size"]
-    drawn = [length for row in lengths(options, 0) for length in row]
-    attended = sum(length**2 for length in drawn) / sum(drawn) / 2
-    attention = s["num_hidden_layers"] * 2 * 2 * query * attended
-    return (4 if lora else 6) * weights + 3 * attention
+    """Return the model FLOPs of a token, forward and backward, for documents as drawn."""
+    context = mean_context([length for row in lengths(options, 0) for length in row])
+    return model_flops(formula_shape(values_of(options)), context, lora or None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", default="small", choices=SHAPES)
+    parser.add_argument("--shape", default="small", choices=["small", *SHAPES])
     parser.add_argument("--seq_len", type=int, default=512)
     parser.add_argument("--micro_batch", type=int, default=4)
     parser.add_argument("--workers", type=int, default=None)
@@ -395,7 +371,7 @@ def main() -> None:
     parser.add_argument("--peak_flops", type=float, default=None, help="of one device, dense")
     parser.add_argument("--row", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.vocabulary = SHAPES[options.shape]["vocab_size"]
+    options.vocabulary = values_of(options)["vocab_size"]
     options.workers = options.workers or (2 if options.device == "cpu" else 1)
     if options.row:
         worker(options, json.loads(options.row))

@@ -105,10 +105,9 @@ def run(
         if leaving:
             leaving.close()
     steps = last.step if last else first_step
-    moved = engine.left == loop.MOVE
     summary: dict[str, Any] = {
         "entered": entered,
-        "status": "done" if steps >= job.order.num_steps else "moved" if moved else "stopped",
+        "status": status_of(engine, steps >= job.order.num_steps),
         "steps": steps,
         "first_step": first_step,
         "attempt": attempt[0],
@@ -122,6 +121,13 @@ def run(
         summary |= finish(job, parts, engine, storage, clock)
     summary["seconds"] = clock.seconds
     return summary
+
+
+def status_of(engine: loop.Engine, complete: bool) -> str:
+    """Say how training ended: done, moved (to start again elsewhere) or stopped."""
+    if complete:
+        return "done"
+    return "moved" if engine.left == loop.MOVE else "stopped"
 
 
 def make_engine(

@@ -24,6 +24,7 @@ from rayapp.model.build import (
     Loss,
     build,
     device_mesh,
+    no_loss,
     num_parameters,
     shard,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "linear_names",
     "load_tokenizer",
     "load_weights",
+    "no_loss",
     "num_parameters",
     "offload_activations",
     "problems",

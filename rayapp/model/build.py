@@ -51,6 +51,13 @@ class Loss(Protocol):
         """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars."""
 
 
+def no_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Stand for the loss of a model that is built for its shapes alone."""
+    raise AssertionError("this model was built for its shapes")
+
+
 class LanguageModel(nn.Module):
     """Wrap a Hugging Face causal language model so that its forward returns a summed loss.
 

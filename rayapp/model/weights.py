@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from rayapp.model.build import LanguageModel, base_state, build
+from rayapp.model.build import LanguageModel, base_state, build, no_loss
 from rayapp.model.files import Stored, read_header, read_headers, weight_files
 from rayapp.model.init import allocate, fill, local_part, local_slice
 from rayapp.model.quantize import Linear4bit
@@ -151,21 +151,15 @@ def problems(source: Source, from_scratch: bool) -> list[str]:
             found.append(str(error))
     if found := found or _build_problems(source, config):
         return found
-    hf = build(config, loss=_no_loss, attention="eager").hf
+    hf = build(config, loss=no_loss, attention="eager").hf
     plan, _ = _plan(hf, stored)
     return _misfits(hf, plan, source.name, source.storage.url)
-
-
-def _no_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    raise AssertionError("this model was built for its shapes")
 
 
 def _build_problems(source: Source, config: PretrainedConfig) -> list[str]:
     """Say why transformers cannot build this configuration; [] if it can."""
     try:
-        build(config, loss=_no_loss, attention="eager")
+        build(config, loss=no_loss, attention="eager")
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
         return [
             f"model.path={source.name} cannot be built from {source.folder.url}/config.json: "
