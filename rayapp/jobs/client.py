@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rayapp.config import ConfigError
 from rayapp.jobs.package import RUN_KEY, TAG_PREFIX, Order
 
 if TYPE_CHECKING:
@@ -106,14 +107,18 @@ class Cluster:
         """Start a run as a job; return its submission id: the run's name, then `name-2` and on.
 
         Raises:
-            JobError: a job of this run is live, or the cluster refuses.
+            ConfigError: a job of this run is live.
+            JobError: the cluster refuses.
         """
         jobs = self.jobs()
         for job in jobs:
             if job.run_url == order.run_url and not job.ended:
-                raise JobError(
-                    f"run.name={order.name} is running: job {job.submission_id} at {self.address} "
-                    f"is at work on {order.run_url}. Stop it, or set another run.name"
+                raise ConfigError(
+                    [
+                        f"run.name={order.name} is running: job {job.submission_id} at "
+                        f"{self.address} is at work on {order.run_url}. Stop it, or set another "
+                        "run.name"
+                    ]
                 )
         taken, number = {job.submission_id for job in jobs}, 1
         while (submission_id := order.name + (f"-{number}" if number > 1 else "")) in taken:
@@ -203,6 +208,7 @@ class Cluster:
 
 def _chunks(client: JobSubmissionClient, submission_id: str, skip: int) -> Iterator[str]:
     """Yield a job's output from the websocket, all but the first `skip` characters."""
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # "closed" is said
     loop = asyncio.new_event_loop()
     chunks: Any = client.tail_job_logs(submission_id)
     try:
@@ -254,9 +260,13 @@ def _said(address: str, origin: str = "") -> Iterator[None]:
         ) from error
     except (ConnectionError, requests.exceptions.ConnectionError, requests.Timeout) as error:
         raise Unreachable(
-            f"no Ray cluster answers at {where}. Start one, forward its port with "
+            f"no Ray cluster answers at {where} ({_last_line(error)}). Start one, forward its port with "
             "`python -m rayapp connect`, or set RAY_API_SERVER_ADDRESS"
         ) from error
     except (RuntimeError, requests.RequestException) as error:
-        text = str(error).strip().splitlines()
-        raise JobError(f"the cluster at {where} refuses: {text[-1] if text else error}") from error
+        raise JobError(f"the cluster at {where} refuses: {_last_line(error)}") from error
+
+
+def _last_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[-1] if text else type(error).__name__

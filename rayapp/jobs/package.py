@@ -24,6 +24,12 @@ LIMIT_MIB = 100  # of a package: what the dashboard takes (Ray 2.60, DASHBOARD_C
 RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
 TAG_PREFIX = "rayapp.tag."
 STOP_WAIT_S = 120  # from a hard stop's SIGTERM, which saves, to SIGKILL
+QUIET = {  # what Ray would otherwise write between a run's own lines
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_DATA_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::DeprecationWarning",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 LOCAL_FIELDS = ("data.path", "data.eval_path", "model.path", "model.tokenizer")
 PINNED = re.compile(r"^[A-Za-z0-9._\[\],-]+(==|\s*@\s*)\S+$")
 LOOKS_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|(^|_)KEY$|API_KEY)", re.IGNORECASE)
@@ -62,10 +68,12 @@ class Order:
     def runtime_env(self, folder: str) -> dict[str, Any]:
         """Return Ray's runtime_env; the package is written into `folder` for the upload."""
         shipment = self.shipment
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **shipment.env}
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **QUIET, **shipment.env}
         if shipment.secrets:
             variables[VARIABLE] = encode(shipment.secrets)
         env: dict[str, Any] = {"env_vars": variables}
+        if shipment.secrets:  # in every worker process; the driver calls it itself
+            env["worker_process_setup_hook"] = "rayapp.credentials.load"
         if shipment.pip:
             env["pip"] = list(shipment.pip)
         if self.package is not None:

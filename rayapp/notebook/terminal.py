@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +44,8 @@ def render(name: str, status: str, now: Progress | None, lines: list[dict[str, A
     """Return the view of one moment."""
     parts: list[Any] = [Text.assemble((name, "bold"), f"  {status}")]
     if now is not None:
-        parts.append(ProgressBar(total=now.num_steps or 1, completed=now.step, width=COLUMNS))
+        done = round(COLUMNS * now.step / now.num_steps) if now.num_steps else 0
+        parts.append(Text.assemble(("━" * done, "green"), ("━" * (COLUMNS - done), "dim")))
         table = Table.grid(padding=(0, 2))
         values = figures(now)
         for _ in range(5):
