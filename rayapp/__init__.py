@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayapp.config import Config, ConfigError, load
+    from rayapp.generation import generate
     from rayapp.planner import plan
 
 _HOMES = {
     "Config": "rayapp.config",
     "ConfigError": "rayapp.config",
+    "generate": "rayapp.generation",
     "load": "rayapp.config",
     "plan": "rayapp.planner",
 }
-__all__ = ["Config", "ConfigError", "load", "plan"]
+__all__ = ["Config", "ConfigError", "generate", "load", "plan"]
 
 
 def __getattr__(name: str) -> Any:

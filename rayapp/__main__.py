@@ -3,6 +3,8 @@
 plan      will it fit, how long will it take, what will it cost
 render    the files of a cluster on ECS or KubeRay, and what it costs
 connect   forward a cluster's dashboard and Jobs API to this machine
+report    report.html of a run, or one page that compares several
+generate  let a run's model write
 """
 
 from __future__ import annotations
@@ -191,10 +193,84 @@ def connect(argv: list[str]) -> int:
         return DONE
 
 
+GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
+
+REPORT = """python -m rayapp report RUN [RUN ...] [--out=FILE]
+
+RUN is a run's folder or s3:// URL. One run: report.html in its folder, or FILE. Several: one page
+that compares them, comparison.html or FILE."""
+
+
+def report(argv: list[str]) -> int:
+    """Write the report of runs; see REPORT."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(REPORT)
+        return DONE if argv else BAD_CONFIG
+    from rayapp import arguments, progress
+    from rayapp import report as pages
+    from rayapp.storage import StorageError, open_storage
+
+    runs, asked = arguments.words(argv, {"out": "none"})
+    if not runs:
+        raise ConfigError([f"RUN=none is not valid: there is nothing to report on. {GIVE_RUN}"])
+    out = None if asked["out"] == "none" else asked["out"]
+    try:
+        folders = [open_storage(run) for run in runs]
+        if len(folders) == 1:
+            print(pages.write(folders[0], out))
+        else:
+            print(pages.compare(folders, out or "comparison.html"))
+    except progress.NoRun as error:
+        raise ConfigError([f"RUN={error}. {GIVE_RUN}"]) from None
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+GENERATE = """python -m rayapp generate RUN [--prompt=TEXT] [--option=value ...]
+
+RUN is a run's folder or s3:// URL. Without --prompt each line of the standard input is one; in a
+terminal that is a conversation, which Ctrl-D ends.
+
+  --max_tokens=256     most that it writes
+  --temperature=0.7    0 takes the likeliest token each time
+  --chat               through the tokenizer's chat template, as a run on chats does by itself;
+                       --chat=false does not"""
+
+
+def generate(argv: list[str]) -> int:
+    """Let a run's model write; see GENERATE."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(GENERATE)
+        return DONE if argv else BAD_CONFIG
+    from rayapp import arguments, generation
+    from rayapp.storage import StorageError
+
+    argv = ["--chat=true" if word == "--chat" else word for word in argv]
+    known = {"prompt": "", "max_tokens": "256", "temperature": "0.7", "chat": "none"}
+    runs, asked = arguments.words(argv, known)
+    settings = generation.settings_of(**asked)
+    if len(runs) != 1:
+        found = " ".join(runs) or "none"
+        raise ConfigError([f"RUN={found} is not valid: one run is expected. {GIVE_RUN}"])
+    try:
+        with generation.load(runs[0]) as model:
+            generation.talk(model, settings)
+    except KeyboardInterrupt:
+        print()
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "connect": connect,
+    "generate": generate,
     "plan": plan,
     "render": render,
+    "report": report,
 }
 
 

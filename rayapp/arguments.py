@@ -2,6 +2,7 @@
 
 paths, overrides = split(["run.yaml", "--train.lr=1e-3"])
 config, options = read(argv, options={"json": "false"})    # options: --names without a dot
+runs, options = words(argv, options={"out": "none"})       # a command without a config
 """
 
 from __future__ import annotations
@@ -39,11 +40,7 @@ def read(argv: Sequence[str], options: Mapping[str, str]) -> tuple[Config, dict[
             "Write --section.field=value"
         )
     own = {name: value for name, value in overrides.items() if "." not in name}
-    unknown = [name for name in own if name not in options]
-    for name in unknown:
-        near = difflib.get_close_matches(name, options, n=1)
-        hint = f"Did you mean --{near[0]}?" if near else f"Known are --{', --'.join(options)}"
-        problems.append(f"--{name}={own[name]} is unknown: it is no option here. {hint}")
+    problems += _unknown(own, options)
     rest = {name: value for name, value in overrides.items() if "." in name}
     try:
         config = load(paths[0] if paths else None, rest)
@@ -52,3 +49,24 @@ def read(argv: Sequence[str], options: Mapping[str, str]) -> tuple[Config, dict[
     if problems:
         raise ConfigError(problems)
     return config, {**options, **own}
+
+
+def words(argv: Sequence[str], options: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return what stands alone, and the command's options, by default as given.
+
+    Raises:
+        ConfigError: with every option that is unknown.
+    """
+    alone, own = split(argv)
+    if problems := _unknown(own, options):
+        raise ConfigError(problems)
+    return alone, {**options, **own}
+
+
+def _unknown(own: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
+    problems = []
+    for name in [name for name in own if name not in options]:
+        near = difflib.get_close_matches(name, options, n=1)
+        hint = f"Did you mean --{near[0]}?" if near else f"Known are --{', --'.join(options)}"
+        problems.append(f"--{name}={own[name]} is unknown: it is no option here. {hint}")
+    return problems
