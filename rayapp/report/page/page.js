@@ -111,7 +111,7 @@
       return { ...base, width: known > 1 ? 1 : 0, dash: [3, 4], points: mark };
     }
     if (line.role === "faint") {
-      return { ...base, stroke: lineColor(line) + "59", width: 1, points: { show: known === 1 } };
+      return { ...base, stroke: lineColor(line) + "80", width: 1, points: { show: known === 1 } };
     }
     return { ...base, width: 2, dash: DASHES[line.dash % 4], points: { show: known <= 2, size: 7 } };
   });
