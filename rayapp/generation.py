@@ -170,6 +170,8 @@ def _answer(model: Loaded, prompt: str | Sequence[Message], settings: Settings) 
 
 def _converse(model: Loaded, settings: Settings) -> None:
     """Take prompts until Ctrl-D; on chats each follows those before. Ctrl-C ends an answer."""
+    import readline  # noqa: F401, input() then edits lines and knows those before
+
     chat = model.chat if settings.chat is None else settings.chat
     print("Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
     messages: list[Message] = []

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rayapp import metrics, progress
-from rayapp.accounts import Account, Event, commands, read_events
+from rayapp import progress
+from rayapp.accounts import OF_A_STEP, Account, Event, commands, read_events
 from rayapp.config import parse_yaml
-from rayapp.report.curves import Array, columns_of
+from rayapp.report.curves import Array, columns_of, read_steps
 from rayapp.storage import Storage
 
+ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
 WARM_UP_SHARE = 0.1  # of the steps, left out of mean rates
 
 
@@ -58,7 +59,7 @@ class Run:
     versions: dict[str, str]
     events: list[Event]
     account: Account | None
-    """None for a run that has left no events."""
+    """None for a run that has left no events, or has only begun."""
     columns: dict[str, Array]
     """metrics.jsonl by field: [steps], NaN where a line has none."""
     held: list[Held]
@@ -181,8 +182,9 @@ def read(storage: Storage) -> Run:
         NoRun: nothing there is a run's.
         StorageError: it cannot be read.
     """
-    lines = metrics.read(storage)
-    now = progress.read(storage, lines)
+    steps = read_steps(storage)
+    columns = columns_of(steps)
+    now = progress.read(storage, steps.select(ACCOUNTED).to_pylist())
     events = read_events(storage)
     result = _json(storage, "result.json")
     text = _text(storage, "config.yaml")
@@ -202,9 +204,9 @@ def read(storage: Storage) -> Run:
         result=current,
         versions=result.get("versions", {}),
         events=events,
-        account=now.account if events else None,
-        columns=columns_of(lines),
-        held=held_out(lines, _validations(storage), current),
+        account=now.account if events and now.account.wall_s > 0 else None,
+        columns=columns,
+        held=held_out(_evaluated(columns), _validations(storage), current),
     )
 
 
@@ -219,6 +221,18 @@ def held_out(
             step = int(one["step"])
             found[step] = Held(step, one["eval_loss"], one.get("eval_loss_per_byte"))
     return [found[step] for step in sorted(found)]
+
+
+def _evaluated(columns: dict[str, Array]) -> list[dict[str, Any]]:
+    """Return the steps after which training has evaluated."""
+    names = ("step", "eval_loss", "eval_loss_per_byte")
+    known = ~np.isnan(columns["eval_loss"])
+    rows = zip(*(columns[name][known].tolist() for name in names), strict=True)
+    return [{"step": s, "eval_loss": e, "eval_loss_per_byte": _known(b)} for s, e, b in rows]
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else value
 
 
 def _validations(storage: Storage) -> list[dict[str, Any]]:

@@ -61,34 +61,29 @@ class Row:
 def headline(run: Run) -> list[Figure]:
     """Return what one looks for first."""
     held = run.held[-1] if run.held else None
-    per_token = "" if run.cost_usd is None else f"{_usd_per_1m(run)} per 1M tokens"
     rate = None if run.account is None else run.account.usd_per_hour
+    price = f"{words.dollars(rate)} per hour" if rate else "no price is known"
     total = run.plan.get("steps")
+    per_byte, per_worker = run.last("loss_per_byte"), run.rate("tokens_per_s_per_gpu")
     return [
         Figure(
             "Held-out loss",
             words.fixed(held.loss if held else None, 4),
-            f"{words.fixed(held.per_byte, 4)} per byte, step {held.step:,}"
-            if held
-            else "nats/token",
+            f"{words.fixed(held.per_byte, 4)} per byte, step {held.step:,}" if held else "",
         ),
         Figure(
             "Training loss",
             words.fixed(run.last("loss"), 4),
-            f"{words.fixed(run.last('loss_per_byte'), 4)} nats per byte",
+            "" if per_byte is None else f"{words.fixed(per_byte, 4)} nats per byte",
         ),
         Figure(
             "Tokens/s",
             words.amount(run.rate("tokens_per_s")),
-            f"{words.amount(run.rate('tokens_per_s_per_gpu'))} per worker",
+            "" if per_worker is None else f"{words.amount(per_worker)} per worker",
         ),
         Figure("MFU", words.share(run.rate("mfu")), "of the hardware's peak FLOP/s"),
         Figure("Goodput", words.share((run.goodput or {}).get("step")), "of the time in steps"),
-        Figure(
-            "Cost",
-            words.dollars(run.cost_usd),
-            per_token or (f"{words.dollars(rate)} per hour" if rate else "no price is known"),
-        ),
+        Figure("Cost", words.dollars(run.cost_usd), _usd_per_1m(run) or price),
         Figure(
             "Steps",
             words.number(run.step, 12),
@@ -98,12 +93,10 @@ def headline(run: Run) -> list[Figure]:
 
 
 def _usd_per_1m(run: Run) -> str:
-    tokens = float(run.tokens[-1]) if run.num_lines else 0.0
-    return (
-        UNKNOWN
-        if run.cost_usd is None or not tokens
-        else words.dollars(1e6 * run.cost_usd / tokens)
-    )
+    """Say what a million tokens have cost, if that is known."""
+    if run.cost_usd is None or not run.num_lines or not run.tokens[-1]:
+        return ""
+    return f"{words.dollars(1e6 * run.cost_usd / float(run.tokens[-1]))} per 1M tokens"
 
 
 def subtitle(run: Run) -> str:
@@ -113,7 +106,8 @@ def subtitle(run: Run) -> str:
     workers = run.last("workers")
     instance = run.config.get("cluster", {}).get("instance")
     parts = [
-        f"{model['path']} ({words.amount(parameters)} parameters)" if "path" in model else "",
+        str(model.get("path", "")),
+        f"{words.amount(parameters)} parameters" if parameters else "",
         f"LoRA rank {model['lora'].get('rank')}" if isinstance(model.get("lora"), dict) else "",
         f"on {data['path']}" if "path" in data and not data.get("mixture") else "",
         f"on a mixture of {len(data['mixture'])}" if data.get("mixture") else "",
