@@ -14,7 +14,7 @@
   const figure = (value) => {
     if (value == null) return "–";
     const size = Math.abs(value);
-    if (size !== 0 && size < 1e-3) return value.toExponential(2);
+    if (size !== 0 && size < 1e-3) return String(Number(value.toPrecision(3)));
     return size >= 1e5 ? short.format(value) : exact.format(value);
   };
   const tickText = (value) => {
@@ -131,7 +131,7 @@
         y: { distr: state.log.has(spec.id) ? 3 : 1, range: yRange(spec) },
       },
       axes: [
-        { ...axis, size: 30, space: 64, values: (u, ticks) => ticks.map(xText), grid: { show: false } },
+        { ...axis, size: 30, space: 64, filter: (u, ticks) => ticks.map((tick) => (state.x !== "step" || Number.isInteger(tick) ? tick : null)), values: (u, ticks) => ticks.map((tick) => (tick == null ? "" : xText(tick))), grid: { show: false } },
         { ...axis, size: 56, values: (u, ticks) => ticks.map(tickText) },
       ],
       series: [{ label: "at", value: (u, value, row, index) => across(index == null ? longest : value, longest) }, ...series(spec, values, longest)],
