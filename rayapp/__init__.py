@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayapp.config import Config, ConfigError, load
+    from rayapp.generation import generate
     from rayapp.notebook import Job, Result, job, submit
     from rayapp.planner import plan
 
 _HOMES = {
     "Config": "rayapp.config",
     "ConfigError": "rayapp.config",
+    "generate": "rayapp.generation",
     "Job": "rayapp.notebook",
     "Result": "rayapp.notebook",
     "job": "rayapp.notebook",
@@ -27,7 +29,7 @@ _HOMES = {
     "plan": "rayapp.planner",
     "submit": "rayapp.notebook",
 }
-__all__ = ["Config", "ConfigError", "Job", "Result", "job", "load", "plan", "submit"]
+__all__ = ["Config", "ConfigError", "Job", "Result", "generate", "job", "load", "plan", "submit"]
 
 
 def __getattr__(name: str) -> Any:

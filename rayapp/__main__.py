@@ -7,6 +7,8 @@ watch     the same, live;   logs    what its driver prints
 stop      save and leave
 render    the files of a cluster on ECS or KubeRay, and what it costs
 connect   forward a cluster's dashboard and Jobs API to this machine
+report    report.html of a run, or one page that compares several
+generate  let a run's model write
 
 Exit codes: 0 done (or still going on), 1 failed, 2 not possible as asked, 3 stopped on request.
 """
@@ -30,6 +32,8 @@ COMMANDS = {  # name: module and function of rayapp.commands
     "stop": "jobs.stop",
     "render": "clusters.render",
     "connect": "clusters.connect",
+    "report": "results.report",
+    "generate": "results.generate",
 }
 
 

@@ -75,6 +75,18 @@ def read_plain(
     return words[0] if what else "", {**options, **own}
 
 
+def read_words(argv: Sequence[str], options: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words that a command is about, however many, and its options.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    words, own = split(argv)
+    if problems := _unknown(own, options):
+        raise ConfigError(problems)
+    return words, {**options, **own}
+
+
 def flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
     """Return argv with `--name` alone written out as `--name=true`, for names that are switches."""
     return [f"{word}=true" if word.removeprefix("--") in names else word for word in argv]

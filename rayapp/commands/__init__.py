@@ -3,4 +3,5 @@
 planning.py  plan
 clusters.py  render, connect
 jobs.py      submit, list, status, logs, watch, stop, resume
+results.py   report, generate
 """

@@ -1,0 +1,341 @@
+"""Let a run's model write, piece by piece as it comes.
+
+    for text in generate("s3://bucket/runs/demo", "Once upon a time", max_tokens=100):
+        print(text, end="", flush=True)
+    model = load("runs/demo"); "".join(generate(model, "Hello", chat=True))    # loaded once
+
+A run's model/ is whole, or adapters that peft puts on their base. From s3:// it is copied to a
+temporary folder first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rayapp import progress
+from rayapp.config import ConfigError, parse_yaml
+from rayapp.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL, WHOLE, ADAPTER = "model", "config.json", "adapter_config.json"
+COPY_BYTES = 8 * 2**20
+
+Message: TypeAlias = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to write."""
+
+    max_tokens: int = 256
+    temperature: float = 0.7
+    """0 takes the likeliest token each time."""
+    chat: bool | None = None
+    """Whether prompts go through the chat template; None: if the run was on chats."""
+    prompt: str = ""
+
+
+def settings_of(max_tokens: str, temperature: str, chat: str, prompt: str) -> Settings:
+    """Read the options of the command line.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems, chats = [], {"none": None, "true": True, "false": False}
+    if not max_tokens.isdecimal() or int(max_tokens) == 0:
+        problems.append(
+            f"--max_tokens={max_tokens} is not valid: it must be a count above 0. Set 256"
+        )
+    try:
+        heat = float(temperature)
+    except ValueError:
+        heat = -1.0
+    if not 0 <= heat < float("inf"):
+        problems.append(f"--temperature={temperature} is not valid: it must be 0 or above. Set 0.7")
+    if chat.lower() not in chats:
+        problems.append(f"--chat={chat} is not valid: it must be true or false. Leave it out")
+    if problems:
+        raise ConfigError(problems)
+    return Settings(int(max_tokens), heat, chats[chat.lower()], prompt)
+
+
+def generate(
+    run: str | Loaded,
+    prompt: str | Sequence[Message],
+    *,
+    max_tokens: int = Settings.max_tokens,
+    temperature: float = Settings.temperature,
+    chat: bool | None = None,
+) -> Iterator[str]:
+    """Yield the continuation of a prompt, or the answer to it, in pieces as they come.
+
+    `run` is a run's folder or s3:// URL, or what `load` returned. `chat` says whether the prompt
+    goes through the tokenizer's chat template; None: if the run was trained on chats. A list of
+    messages always does.
+
+    Raises:
+        ConfigError: there is no such run or no model in it yet, or the prompt does not fit.
+    """
+    with ExitStack() as stack:
+        model = stack.enter_context(load(run)) if isinstance(run, str) else run
+        yield from model.stream(prompt, Settings(max_tokens, temperature, chat))
+
+
+@dataclass
+class Loaded:
+    """A run's model in memory; a context that deletes the copy that was made of it."""
+
+    model: Any
+    tokenizer: Any
+    chat: bool
+    """It was trained on chats, and its tokenizer has a template."""
+    copies: ExitStack
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.copies.close()
+
+    def stream(self, prompt: str | Sequence[Message], settings: Settings) -> Iterator[str]:
+        """Yield what the model writes after a prompt; see `generate`."""
+        ids = self._ids(prompt, settings.chat).to(self.model.device)
+        limit, room = (
+            getattr(self.model.config, "max_position_embeddings", None),
+            settings.max_tokens,
+        )
+        if limit is not None:
+            room = min(room, limit - ids.shape[1])
+        if room < 1:
+            raise ConfigError(
+                [
+                    f"--prompt of {ids.shape[1]} tokens is too long: the model has room for "
+                    f"{limit}. Shorten it"
+                ]
+            )
+        # All three are given, as a model's own generation_config.json may set others.
+        drawn: dict[str, Any] = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
+        if settings.temperature == 0:
+            drawn = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        else:
+            drawn["do_sample"] = True
+        yield from _stream(self.model, self.tokenizer, ids, {"max_new_tokens": room, **drawn})
+
+    def _ids(self, prompt: str | Sequence[Message], chat: bool | None) -> torch.Tensor:
+        """Return the prompt's token ids: [1, tokens]."""
+        chat = self.chat if chat is None else chat
+        if isinstance(prompt, str) and not chat:
+            return self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        if not self.tokenizer.chat_template:
+            why = "the model's tokenizer has no chat template"
+            raise ConfigError([f"--chat=true is not possible: {why}. Leave it out"])
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+
+
+def talk(model: Loaded, settings: Settings) -> None:
+    """Answer the prompt, else each line of the standard input; in a terminal, converse."""
+    if settings.prompt:
+        _answer(model, settings.prompt, settings)
+    elif not sys.stdin.isatty():
+        for line in sys.stdin:
+            if line.strip():
+                _answer(model, line.rstrip("\n"), settings)
+    else:
+        _converse(model, settings)
+
+
+def _answer(model: Loaded, prompt: str | Sequence[Message], settings: Settings) -> str:
+    """Print an answer as it comes, and return it."""
+    parts = []
+    for text in model.stream(prompt, settings):
+        parts.append(text)
+        print(text, end="", flush=True)
+    print(flush=True)
+    return "".join(parts)
+
+
+def _converse(model: Loaded, settings: Settings) -> None:
+    """Take prompts until Ctrl-D; on chats each follows those before. Ctrl-C ends an answer."""
+    import readline  # noqa: F401, input() then edits lines and knows those before
+
+    chat = model.chat if settings.chat is None else settings.chat
+    print("Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
+    messages: list[Message] = []
+    while True:
+        try:
+            prompt = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if not prompt.strip():
+            continue
+        asked = [*messages, {"role": "user", "content": prompt}]
+        try:
+            answer = _answer(model, asked if chat else prompt, settings)
+        except KeyboardInterrupt:
+            print()
+            continue
+        except ConfigError as error:  # no room left: the conversation begins anew
+            print(error, file=sys.stderr)
+            messages = []
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def load(run: str) -> Loaded:
+    """Load the model that a run has exported; on a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such run, or no model in it yet, or its base is not to be had.
+        StorageError: it cannot be read.
+    """
+    storage = open_storage(run)
+    folder = storage / MODEL
+    adapter = folder.exists(ADAPTER)
+    if not adapter and not folder.exists(WHOLE):
+        raise ConfigError([_why_none(run, storage)])
+    import torch
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    with ExitStack() as stack:
+        path = _local(folder, stack)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        if adapter:
+            model = _adapted(run, path, stack)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        chats = bool(tokenizer.chat_template) and _kind(storage) == "chat"
+        return Loaded(model.to(device).eval(), tokenizer, chats, stack.pop_all())
+
+
+def _why_none(run: str, storage: Storage) -> str:
+    """Say why a run has no model."""
+    try:
+        now = progress.read(storage)
+    except progress.NoRun:
+        return (
+            f"RUN={run} is no run: there is no config.yaml in it. Give the folder that "
+            "`python -m rayapp.finetune` has named, <run.storage>/<run.name>"
+        )
+    if now.live:
+        of = f" of {now.num_steps}" if now.num_steps else ""
+        return (
+            f"RUN={run} is without a model: it is {now.status}, at step {now.step}{of}, and "
+            "exports at the end. Wait for it"
+        )
+    config = _config(storage)
+    if config.get("checkpoint", {}).get("export") is False:
+        return (
+            f"RUN={run} is without a model: checkpoint.export was false. Run the config again with "
+            "checkpoint.export=true and another run.name"
+        )
+    return (
+        f"RUN={run} is without a model: it is {now.status} at step {now.step}, and a model is "
+        "exported at the end. Run the same command again to go on"
+    )
+
+
+def _adapted(run: str, path: str, stack: ExitStack) -> Any:
+    """Put adapters on the base that they were trained on."""
+    import peft
+    import transformers
+
+    from rayapp import model
+
+    base = json.loads(Path(path, ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    try:
+        source = model.resolve(base)
+    except ValueError as error:
+        raise ConfigError([f"RUN={run} has adapters without their base: {error}"]) from error
+    if source.storage is None:
+        raise ConfigError(
+            [
+                f"RUN={run} has adapters on the preset {base}, which has no weights: they were "
+                "drawn when the run began. Train adapters on a model folder"
+            ]
+        )
+    whole = _local(source.storage, stack)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype="auto")
+    return peft.PeftModel.from_pretrained(hf, path)
+
+
+def _local(folder: Storage, stack: ExitStack) -> str:
+    """Return a path on this machine's disk: the folder's own, or that of a copy."""
+    path = folder.local_path("")
+    if path is not None:
+        return path
+    copy = stack.enter_context(tempfile.TemporaryDirectory())
+    for entry in folder.list():
+        target = Path(copy, entry.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with folder.open_read(entry.name) as source, open(target, "wb") as out:
+            shutil.copyfileobj(source, out, COPY_BYTES)
+    return copy
+
+
+def _stream(
+    model: Any, tokenizer: Any, ids: torch.Tensor, settings: dict[str, Any]
+) -> Iterator[str]:
+    """Generate in a thread and yield the text; leaving early ends it after the token under way."""
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+
+    left, failed = threading.Event(), []
+
+    class Left(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), left.is_set(), device=input_ids.device)
+
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def work() -> None:
+        try:
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([Left()]),
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+                **settings,
+            )
+        except BaseException as error:  # raised again by the one who reads
+            failed.append(error)
+            streamer.end()
+
+    thread = threading.Thread(target=work, name="generate", daemon=True)
+    thread.start()
+    try:
+        yield from (text for text in streamer if text)
+    finally:
+        left.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _kind(storage: Storage) -> str | None:
+    kind = _config(storage).get("data", {}).get("kind")
+    return None if kind is None else str(kind)
+
+
+def _config(storage: Storage) -> dict[str, Any]:
+    """Return a run's config as plain values: that of an older rayapp too; {} without one."""
+    if not storage.exists("config.yaml"):
+        return {}
+    return dict(parse_yaml(storage.read("config.yaml").decode()))

@@ -1,0 +1,74 @@
+"""The report of a run, or of several side by side: one HTML file that needs no network.
+
+    write(open_storage("s3://bucket/runs/demo"))        # report.html in the run's folder
+    compare([one, another], "comparison.html")
+
+It is made of the run's folder alone, at any time: of a run that has not begun, goes on, was stopped
+or has failed it says what there is, and "n/a" for the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rayapp.report.folder import Run, read
+from rayapp.report.render import comparison_page, run_page
+from rayapp.storage import Storage, StorageError, open_storage
+
+__all__ = ["FILE", "compare", "write", "write_for"]
+
+FILE = "report.html"
+
+logger = logging.getLogger("rayapp.report")
+
+
+def write(run: Storage, out: str | None = None) -> str:
+    """Write the report of a run to its folder, or to the file `out`; return where it is.
+
+    Raises:
+        NoRun: nothing in this folder is a run's.
+        StorageError: it cannot be read or written.
+    """
+    page = run_page(read(run))
+    if out is not None:
+        return _save(page, out)
+    run.write(FILE, page)
+    return f"{run.url}/{FILE}"
+
+
+def compare(runs: Sequence[Storage], out: str) -> str:
+    """Write one page of several runs to the file `out`; return where it is.
+
+    Raises:
+        NoRun: one of the folders holds no run.
+        StorageError: one cannot be read, or the page not be written.
+    """
+    return _save(comparison_page(_told_apart([read(run) for run in runs])), out)
+
+
+def write_for(run: Storage) -> None:
+    """Write the report of a run that has just ended, which a storage that fails must not change."""
+    try:
+        logger.info("report in %s", write(run))
+    except StorageError as error:
+        logger.warning("the report is not written: %s", error)
+
+
+def _save(page: bytes, out: str) -> str:
+    folder, _, name = out.replace("\\", "/").rpartition("/")
+    storage = open_storage(folder or ("/" if out.startswith("/") else "."))
+    storage.write(name, page)
+    return f"{storage.url.rstrip('/')}/{name}"
+
+
+def _told_apart(runs: Sequence[Run]) -> list[Run]:
+    """Call runs of one name by their folders."""
+    names = [run.name for run in runs]
+    return [
+        replace(run, name="/".join(run.url.rstrip("/").split("/")[-2:]))
+        if names.count(run.name) > 1
+        else run
+        for run in runs
+    ]

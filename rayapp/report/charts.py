@@ -1,0 +1,335 @@
+"""The curves of a page: which points, which lines, which figures beside them in words.
+
+charts = of_run(run)           # or of_runs([one, another])
+charts[0].spec()               # what page.js draws
+charts[0].rows                 # the same as a table, for those who do not see it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rayapp.report import words
+from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of
+from rayapp.report.folder import Run
+
+TABLE_ROWS = 12
+TOKEN, BYTE = "token", "byte"
+PHASES = {"forward": "peak_forward_gib", "backward": "peak_backward_gib"}
+PHASES |= {"optimizer": "peak_optimizer_gib"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: where its points are, how it is drawn."""
+
+    label: str
+    points: str
+    y: dict[str, str]
+    """Column by unit; a single one is drawn whatever unit is chosen."""
+    color: int
+    role: str = "line"
+    """line, faint (each step behind a smooth line) or dots (held-out losses)."""
+    dash: int = 0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A planned figure, drawn across, with the band it may lie in."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure of the page."""
+
+    id: str
+    title: str
+    unit: str
+    lines: list[Line]
+    points: dict[str, dict[str, list[float | int | None]]]
+    """Columns by the name that lines refer to: step, tokens, seconds, and what is drawn."""
+    summary: str
+    marks: list[Mark] = field(default_factory=list)
+    zero: bool = False
+    """The scale begins at 0."""
+    log: bool = False
+    """The scale can be logarithmic."""
+    wide: bool = False
+    """It takes the whole width."""
+    note: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """Say whether there is nothing to draw."""
+        return not any(
+            value is not None
+            for line in self.lines
+            for column in line.y.values()
+            for value in self.points[line.points][column]
+        )
+
+    def spec(self) -> dict[str, Any]:
+        """Return what page.js draws."""
+        return {
+            "id": self.id,
+            "title": self.title,
+            "unit": self.unit,
+            "zero": self.zero,
+            "log": self.log,
+            "wide": self.wide,
+            "lines": [vars(line) for line in self.lines],
+            "marks": [vars(mark) for mark in self.marks],
+            "points": self.points,
+        }
+
+    @property
+    def head(self) -> list[str]:
+        """Name the columns of `rows`."""
+        return ["step", *(line.label for line in self.lines if line.role != "faint")]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Return some of the points as a table, evenly spread; at held-out losses if there are."""
+        shown = [line for line in self.lines if line.role != "faint"]
+        dots = [line for line in shown if line.role == "dots"]
+        steps = sorted({int(step or 0) for line in dots or shown for step in self._steps(line)})
+        if not steps:
+            return []
+        places = sorted({round(p) for p in np.linspace(0, len(steps) - 1, TABLE_ROWS)})
+        every = [steps[place] for place in places]
+        return [[f"{step:,}", *(self._at(line, step) for line in shown)] for step in every]
+
+    def _steps(self, line: Line) -> list[float | int | None]:
+        return self.points[line.points]["step"]
+
+    def _at(self, line: Line, step: int) -> str:
+        """Write a line's value at a step, or at the last one drawn before it."""
+        steps = np.array(self._steps(line), np.float64)
+        place = int(np.searchsorted(steps, step, side="right")) - 1
+        if place < 0 or step > steps[-1] or (line.role == "dots" and steps[place] != step):
+            return ""
+        return words.number(self.points[line.points][next(iter(line.y.values()))][place], 5)
+
+
+def of_run(run: Run) -> list[Chart]:
+    """Return the curves of one run."""
+    return [
+        _loss([run]),
+        _throughput([run]),
+        _memory(run),
+        _step_time(run),
+        _gradient([run]),
+        _rate([run]),
+    ]
+
+
+def of_runs(runs: Sequence[Run]) -> list[Chart]:
+    """Return the curves of several runs, one over another."""
+    memory = _overlaid(runs, "memory", "Memory of rank 0", "GiB", "peak_gib", zero=True)
+    return [_loss(runs), _throughput(runs), memory, _gradient(runs), _rate(runs)]
+
+
+def points(
+    run: Run, columns: dict[str, Array], smoothed: Sequence[str] = (), buckets: int = BUCKETS
+) -> dict[str, list[float | int | None]]:
+    """Return the points to draw of some columns, with their steps, tokens and seconds."""
+    kept = thin(list(columns.values()), buckets)
+    axes = {"step": run.columns["step"], "tokens": run.tokens, "seconds": run.seconds}
+    found = {**axes, **columns}
+    found |= {f"{name}_smooth": smooth(columns[name]) for name in smoothed}
+    return {name: plain(values[kept]) for name, values in found.items()}
+
+
+def _loss(runs: Sequence[Run]) -> Chart:
+    every: dict[str, dict[str, list[float | int | None]]] = {}
+    lines: list[Line] = []
+    alone = len(runs) == 1
+    for place, run in enumerate(runs):
+        color, label = place, "" if alone else f"{run.name} "
+        both = {"loss": run.columns["loss"], "loss_per_byte": run.columns["loss_per_byte"]}
+        every[f"{place}"] = points(run, both, smoothed=list(both))
+        every[f"{place}-held"] = _held_points(run)
+        smooth_y = {TOKEN: "loss_smooth", BYTE: "loss_per_byte_smooth"}
+        if alone:
+            raw = {TOKEN: "loss", BYTE: "loss_per_byte"}
+            lines.append(Line("each step", f"{place}", raw, color, "faint"))
+        lines.append(Line(f"{label}train", f"{place}", smooth_y, color, dash=place))
+        if run.held:
+            y = {TOKEN: "eval_loss", BYTE: "eval_loss_per_byte"}
+            dots = Line(f"{label}held out", f"{place}-held", y, color + (1 if alone else 0), "dots")
+            lines.append(dots)
+    title = "Loss" if alone else "Loss, smoothed"
+    summary = "; ".join(_trend(run, "loss", "training loss", alone) for run in runs)
+    if alone and runs[0].held:
+        summary += f"; held-out loss {words.fixed(runs[0].held[-1].loss, 4)}"
+    return Chart(
+        "loss",
+        title,
+        "nats",
+        lines,
+        every,
+        summary,
+        log=True,
+        wide=True,
+        note=_loss_note(runs, alone),
+    )
+
+
+def _held_points(run: Run) -> dict[str, list[float | int | None]]:
+    """Return held-out losses with the tokens and seconds of their steps."""
+    steps = np.array([one.step for one in run.held], np.float64)
+    found: dict[str, list[float | int | None]] = {"step": plain(steps)}
+    places = np.searchsorted(run.columns["step"], steps, side="right") - 1
+    for name, values in (("tokens", run.tokens), ("seconds", run.seconds)):
+        known = [values[place] if place >= 0 else 0.0 for place in places]
+        found[name] = plain(np.array(known, np.float64))
+    found["eval_loss"] = plain(np.array([one.loss for one in run.held], np.float64))
+    per_byte = np.array([one.per_byte for one in run.held], np.float64)
+    return found | {"eval_loss_per_byte": plain(per_byte)}
+
+
+def _loss_note(runs: Sequence[Run], alone: bool) -> str:
+    """Say how the lines came about, and which steps are not in them."""
+    parts = []
+    if alone and runs[0].num_lines:
+        run = runs[0]
+        window = window_of(run.num_lines)
+        parts.append(
+            f"The strong line is the mean of the {window} steps around each." * (window > 1)
+        )
+        missing = int(np.isnan(run.columns["loss"]).sum())
+        if missing:
+            parts.append(f"{missing:,} steps have a loss that is not finite.")
+        skipped = int(np.nansum(run.columns["skipped"]))
+        if skipped:
+            parts.append(f"{skipped:,} steps were skipped: the weights stayed as they were.")
+    return " ".join(part for part in parts if part)
+
+
+def _throughput(runs: Sequence[Run]) -> Chart:
+    chart = _overlaid(runs, "throughput", "Throughput", "tokens/s", "tokens_per_s", zero=True)
+    if len(runs) > 1:
+        return chart
+    first = chart.lines[0]
+    faint = Line("each step", first.points, {TOKEN: "tokens_per_s"}, 0, "faint")
+    chart.lines.insert(0, faint)
+    chart.marks.extend(_planned(runs[0], "tokens_per_s"))
+    return chart
+
+
+def _memory(run: Run) -> Chart:
+    columns = {name: run.columns[name] for name in PHASES.values()}
+    lines = [
+        Line(phase, "0", {TOKEN: name}, place, dash=place)
+        for place, (phase, name) in enumerate(PHASES.items())
+    ]
+    marks = _planned(run, "peak_gib")
+    capacity = run.plan.get("capacity_gib")
+    if capacity:
+        marks.append(Mark("a GPU has", capacity, capacity, capacity))
+    highest = words.number(run.highest("peak_gib"))
+    summary = f"Most memory that rank 0 held in each phase of a step; {highest} GiB at most"
+    every = {"0": points(run, columns, buckets=BUCKETS // 2)}
+    return Chart("memory", "Memory by phase", "GiB", lines, every, summary, marks, zero=True)
+
+
+def _step_time(run: Run) -> Chart:
+    names = {
+        "whole step": "step_s",
+        "data wait": "data_wait_s",
+        "checkpoint stall": "checkpoint_stall_s",
+        "evaluation": "eval_s",
+    }
+    columns = {name: run.columns[name] for name in names.values()}
+    lines = [
+        Line(label, "0", {TOKEN: name}, place, dash=place)
+        for place, (label, name) in enumerate(names.items())
+    ]
+    every = {"0": points(run, columns, buckets=BUCKETS // 2)}
+    shares = [
+        f"{label} {words.share(_part(run, name))}"
+        for label, name in names.items()
+        if _part(run, name)
+    ]
+    summary = f"Seconds of each step: {', '.join(shares[1:]) or 'nothing but the step itself'}"
+    return Chart(
+        "step-time",
+        "Time of a step, and what held it up",
+        "s",
+        lines,
+        every,
+        summary,
+        _planned(run, "step_s"),
+        zero=True,
+        log=True,
+        wide=True,
+    )
+
+
+def _part(run: Run, name: str) -> float | None:
+    """Return the share of all steps' time that a field has."""
+    whole = float(np.nansum(run.columns["step_s"]))
+    return float(np.nansum(run.columns[name])) / whole if whole else None
+
+
+def _gradient(runs: Sequence[Run]) -> Chart:
+    return _overlaid(runs, "gradient", "Gradient norm", "", "grad_norm", log=True)
+
+
+def _rate(runs: Sequence[Run]) -> Chart:
+    return _overlaid(runs, "rate", "Learning rate", "", "lr", zero=True, smoothed=False)
+
+
+def _overlaid(
+    runs: Sequence[Run],
+    id: str,
+    title: str,
+    unit: str,
+    column: str,
+    *,
+    zero: bool = False,
+    log: bool = False,
+    smoothed: bool = True,
+) -> Chart:
+    """Return one line a run, smoothed unless its values are exact."""
+    smoothed = smoothed and column != "peak_gib"
+    every, lines = {}, []
+    for place, run in enumerate(runs):
+        own = {column: run.columns[column]}
+        every[f"{place}"] = points(run, own, smoothed=list(own) if smoothed else ())
+        label = run.name if len(runs) > 1 else title.lower()
+        y = {TOKEN: f"{column}_smooth" if smoothed else column}
+        lines.append(Line(label, f"{place}", y, place, dash=place))
+    alone = len(runs) == 1
+    summary = "; ".join(_trend(run, column, title.lower(), alone) for run in runs)
+    return Chart(id, title, unit, lines, every, summary, zero=zero, log=log)
+
+
+def _planned(run: Run, name: str) -> list[Mark]:
+    """Return a figure of plan.json, if it was planned."""
+    band = run.plan.get(name)
+    return [Mark("plan", band["value"], band["low"], band["high"])] if band else []
+
+
+def _trend(run: Run, column: str, what: str, alone: bool) -> str:
+    """Say in words how a column went."""
+    values = run.columns[column]
+    known = np.flatnonzero(~np.isnan(values))
+    name = "" if alone else f"{run.name}: "
+    if not len(known):
+        return f"{name}{what} {words.UNKNOWN}"
+    first, last = known[0], known[-1]
+    steps = run.columns["step"]
+    return (
+        f"{name}{what} from {words.number(float(values[first]))} at step {steps[first]:,.0f} "
+        f"to {words.number(float(values[last]))} at step {steps[last]:,.0f}"
+    )

@@ -1,0 +1,143 @@
+"""A run's steps as curves that a page can hold: columns, a smooth line, the points worth drawing.
+
+    columns = columns_of(read_steps(run))
+    kept = thin([columns["loss"]], buckets=600)
+    smooth(columns["loss"])[kept]
+
+A million steps are drawn as the lowest and the highest of each bucket, so that no spike is lost.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pa_json
+
+from rayapp.metrics import FILE, StepRecord
+from rayapp.storage import Storage
+
+BUCKETS = 600  # about one for each 2 pixels of a wide screen
+SMOOTH_SHARE = 0.02  # of the steps, that a point of the smooth line is the mean of
+BLOCK_BYTES = 16 * 2**20
+TEXTS = ("batch_digest",)
+TYPES = {"skipped": pa.bool_()}  # the others are numbers
+SCHEMA = pa.schema(
+    [
+        (field.name, TYPES.get(field.name, pa.float64()))
+        for field in fields(StepRecord)
+        if field.name not in TEXTS
+    ]
+)
+
+logger = logging.getLogger("rayapp.report")
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def read_steps(run: Storage) -> pa.Table:
+    """Return the numbers of a run's metrics.jsonl, block by block: a table takes 200 bytes a step.
+
+    What is not a whole line is left out.
+    """
+    size, rest, tables = run.size(FILE) or 0, b"", [SCHEMA.empty_table()]
+    for start in range(0, size, BLOCK_BYTES):
+        data = rest + run.read(FILE, start, min(BLOCK_BYTES, size - start))
+        whole, newline, rest = data.rpartition(b"\n")
+        if whole:
+            tables.append(_table(whole + newline, f"{run.url}/{FILE}"))
+    return pa.concat_tables(tables)
+
+
+def _table(data: bytes, where: str) -> pa.Table:
+    try:
+        return pa_json.read_json(
+            io.BytesIO(data),
+            pa_json.ReadOptions(block_size=len(data)),
+            pa_json.ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="ignore"),
+        )
+    except pa.ArrowInvalid:
+        return pa.Table.from_pylist(list(_lines(data, where)), SCHEMA)
+
+
+def _lines(data: bytes, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines that can be read, of a block with one that cannot."""
+    for text in data.splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:
+            logger.warning("%s: a line is not readable: %.40r", where, text)
+
+
+def columns_of(table: pa.Table) -> dict[str, Array]:
+    """Return a table's columns: [steps]; NaN where a line has none."""
+    found = {name: table[name].cast(pa.float64()).to_numpy() for name in table.column_names}
+    return {name: np.asarray(column, np.float64) for name, column in found.items()}
+
+
+def thin(columns: Sequence[Array], buckets: int = BUCKETS) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return the places to draw: of each bucket where each column is lowest and highest.
+
+    The first and the last are always among them, and all where there are few.
+
+    >>> thin([np.array([3.0, 1.0, 2.0, 9.0, 4.0, 4.0, 5.0, 5.0])], buckets=2).tolist()
+    [0, 1, 3, 4, 6, 7]
+    """
+    count = len(columns[0])
+    if count <= 2 * buckets:
+        return np.arange(count)
+    kept = {0, count - 1}
+    edges = np.linspace(0, count, buckets + 1).astype(int)
+    for column in columns:
+        for start, end in pairwise(edges):
+            part = column[start:end]
+            if not np.isnan(part).all():
+                kept |= {int(start + np.nanargmin(part)), int(start + np.nanargmax(part))}
+    return np.array(sorted(kept), np.intp)
+
+
+def window_of(count: int) -> int:
+    """Return how many steps a point of the smooth line is the mean of; odd.
+
+    >>> [window_of(count) for count in (1, 30, 150, 10_000)]
+    [1, 1, 5, 201]
+    """
+    return 2 * round(count * SMOOTH_SHARE / 2) + 1
+
+
+def smooth(values: Array, window: int | None = None) -> Array:
+    """Return the mean of the window around each value, shorter at the ends; NaN is left out.
+
+    >>> smooth(np.array([1.0, np.nan, 5.0, 3.0]), window=3).tolist()
+    [1.0, 3.0, 4.0, 4.0]
+    """
+    half = (window or window_of(len(values))) // 2
+    known = ~np.isnan(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    places = np.arange(len(values))
+    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return (sums[high] - sums[low]) / (counts[high] - counts[low])
+
+
+def plain(values: Array) -> list[float | int | None]:
+    """Return what JSON can hold: 6 digits, whole numbers as such, None for NaN.
+
+    >>> plain(np.array([1.23456789, 3.0, np.nan]))
+    [1.23457, 3, None]
+    """
+    found: list[float | int | None] = []
+    for value in values.tolist():
+        if not np.isfinite(value):
+            found.append(None)
+        else:
+            found.append(int(value) if value == int(value) else float(f"{value:.6g}"))
+    return found

@@ -1,0 +1,262 @@
+"""What a run's folder says, read once for a page; what is not there is None or empty.
+
+run = read(open_storage("runs/demo"))
+run.status, run.columns["loss"], run.account
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import yaml
+
+from rayapp import progress
+from rayapp.accounts import OF_A_STEP, Account, Event, commands, read_events
+from rayapp.config import parse_yaml
+from rayapp.report.curves import Array, columns_of, read_steps
+from rayapp.storage import Storage
+
+ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
+WARM_UP_SHARE = 0.1  # of the steps, left out of mean rates
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A time between two commands, in which nothing ran: Unix seconds."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """A held-out loss after a step, in nats per token and per byte."""
+
+    step: int
+    loss: float
+    per_byte: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its folder has it."""
+
+    name: str
+    url: str
+    status: str
+    reason: str | None
+    config_yaml: str | None
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    result: dict[str, Any]
+    """Empty while the run goes on: what an earlier command left is out of date."""
+    versions: dict[str, str]
+    events: list[Event]
+    account: Account | None
+    """None for a run that has left no events, or has only begun."""
+    columns: dict[str, Array]
+    """metrics.jsonl by field: [steps], NaN where a line has none."""
+    held: list[Held]
+    """By step."""
+
+    @property
+    def num_lines(self) -> int:
+        """Steps that are recorded."""
+        return len(self.columns["step"])
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.columns["step"][-1]) if self.num_lines else 0
+
+    @cached_property
+    def tokens(self) -> Array:
+        """Loss-bearing tokens seen up to each step."""
+        return np.asarray(np.cumsum(np.nan_to_num(self.columns["tokens"])))
+
+    @cached_property
+    def pauses(self) -> list[Pause]:
+        """Times between the run's commands: from the last sign of life to the next start."""
+        found = []
+        every, times = commands(self.events), self.columns["time"]
+        for one, following in pairwise(every):
+            start = following[0]["time"]
+            before = times[(times >= one[0]["time"]) & (times < start)]
+            seen = [event["time"] for event in one] + before[-1:].tolist()
+            until = following[0].get("seen_until") or 0.0
+            found.append(Pause(min(max([*seen, until]), start), start))
+        return found
+
+    @cached_property
+    def began(self) -> float:
+        """Unix seconds of the first command, else of the first step's start."""
+        starts = [event["time"] for event in self.events[:1]]
+        if self.num_lines:
+            starts.append(float(self.columns["time"][0] - self.columns["step_s"][0]))
+        return min(starts, default=0.0)
+
+    def active_s(self, times: Any) -> Array:
+        """Return the seconds since the run began in which a command ran, at given Unix times."""
+        found = np.asarray(times, np.float64)
+        idle = sum(
+            (np.clip(found - pause.start, 0.0, pause.end - pause.start) for pause in self.pauses),
+            np.zeros_like(found),
+        )
+        return np.asarray(found - idle - self.began)
+
+    @cached_property
+    def seconds(self) -> Array:
+        """`active_s` of each step; never falling, also where a clock was set back."""
+        return np.asarray(np.maximum.accumulate(self.active_s(self.columns["time"])))
+
+    @property
+    def warm_up(self) -> int:
+        """Number of first steps that mean rates leave out."""
+        return int(self.num_lines * WARM_UP_SHARE)
+
+    @cached_property
+    def busy_s(self) -> Array:
+        """Seconds of each step without its stalls by saves and evaluations."""
+        parts = ("step_s", "checkpoint_stall_s", "eval_s")
+        step_s, stall_s, eval_s = (np.nan_to_num(self.columns[part]) for part in parts)
+        return np.asarray(step_s - stall_s - eval_s)
+
+    def rate(self, name: str) -> float | None:
+        """Return a rate of all steps but the first tenth, weighted by the time they took."""
+        result = self.result.get(name)
+        if isinstance(result, int | float):
+            return float(result)
+        busy_s, values = self.busy_s[self.warm_up :], self.columns[name][self.warm_up :]
+        known = ~np.isnan(values)
+        weight = float(busy_s[known].sum())
+        return float((values * busy_s)[known].sum()) / weight if weight > 0 else None
+
+    def last(self, name: str) -> float | None:
+        """Return a field of the last step, None where it has none."""
+        column = self.columns[name]
+        return None if not len(column) or np.isnan(column[-1]) else float(column[-1])
+
+    def highest(self, name: str) -> float | None:
+        """Return a field's highest value."""
+        column = self.columns[name]
+        return None if not len(column) or np.isnan(column).all() else float(np.nanmax(column))
+
+    @property
+    def goodput(self) -> dict[str, float] | None:
+        """Fractions of wall time by cause; of an older run those of its last command."""
+        return self.account.goodput if self.account else self.result.get("goodput")
+
+    @property
+    def wall_s(self) -> float | None:
+        """Seconds in which a command ran."""
+        return self.account.wall_s if self.account else self.result.get("wall_s")
+
+    @property
+    def cost_usd(self) -> float | None:
+        """What its machines have cost."""
+        return self.account.cost_usd if self.account else self.result.get("cost_usd")
+
+    @property
+    def interruptions(self) -> list[dict[str, Any]]:
+        """Each with time, kind, reason, step, workers, lost_steps and to_first_step_s."""
+        if self.account:
+            return self.account.interruptions
+        return list(self.result.get("interruptions", []))
+
+    @property
+    def lost_steps(self) -> int | None:
+        """Steps done in vain."""
+        return self.account.lost_steps if self.account else self.result.get("lost_steps")
+
+
+def read(storage: Storage) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        NoRun: nothing there is a run's.
+        StorageError: it cannot be read.
+    """
+    steps = read_steps(storage)
+    columns = columns_of(steps)
+    now = progress.read(storage, steps.select(ACCOUNTED).to_pylist())
+    events = read_events(storage)
+    result = _json(storage, "result.json")
+    text = _text(storage, "config.yaml")
+    config = _mapping(text)
+    status, reason = now.status, now.reason
+    if not events and not now.live and result:  # an older run, whose end result.json alone tells
+        status, reason = str(result.get("status", status)), result.get("reason")
+    current = {} if now.live else result
+    return Run(
+        name=str(config.get("run", {}).get("name") or storage.url.rstrip("/").rpartition("/")[2]),
+        url=storage.url,
+        status=status,
+        reason=reason,
+        config_yaml=text,
+        config=config,
+        plan=_json(storage, "plan.json"),
+        result=current,
+        versions=result.get("versions", {}),
+        events=events,
+        account=now.account if events and now.account.wall_s > 0 else None,
+        columns=columns,
+        held=held_out(_evaluated(columns), _validations(storage), current),
+    )
+
+
+def held_out(
+    lines: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], result: dict[str, Any]
+) -> list[Held]:
+    """Return the held-out losses by step: from training, from checkpoints, from the end."""
+    last = {"step": result.get("steps"), **result}
+    found: dict[int, Held] = {}
+    for one in (*validations, *lines, last):
+        if one.get("step") is not None and one.get("eval_loss") is not None:
+            step = int(one["step"])
+            found[step] = Held(step, one["eval_loss"], one.get("eval_loss_per_byte"))
+    return [found[step] for step in sorted(found)]
+
+
+def _evaluated(columns: dict[str, Array]) -> list[dict[str, Any]]:
+    """Return the steps after which training has evaluated."""
+    names = ("step", "eval_loss", "eval_loss_per_byte")
+    known = ~np.isnan(columns["eval_loss"])
+    rows = zip(*(columns[name][known].tolist() for name in names), strict=True)
+    return [{"step": s, "eval_loss": e, "eval_loss_per_byte": _known(b)} for s, e, b in rows]
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else value
+
+
+def _validations(storage: Storage) -> list[dict[str, Any]]:
+    text = _text(storage, "validation.jsonl") or ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _text(storage: Storage, name: str) -> str | None:
+    try:
+        return storage.read(name).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return None
+
+
+def _json(storage: Storage, name: str) -> dict[str, Any]:
+    return json.loads(_text(storage, name) or "{}")
+
+
+def _mapping(text: str | None) -> dict[str, Any]:
+    """Return the sections of a config, also of an older rayapp's, which `load` would refuse."""
+    try:
+        tree = parse_yaml(text or "")
+    except yaml.YAMLError:  # the page then shows the text alone
+        return {}
+    if not isinstance(tree, dict):
+        return {}
+    return {section: values for section, values in tree.items() if isinstance(values, dict)}

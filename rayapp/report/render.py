@@ -1,0 +1,140 @@
+"""Put a page together: one HTML file that needs nothing else and may fetch nothing.
+
+What a run has written is shown as text wherever it stands (Jinja2's autoescape, and JSON without
+`<`). Besides, the page's policy names its own scripts and styles by their digests, so that a
+browser runs no other, and allows no connection at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from rayapp.report import charts, tables, timeline, words
+from rayapp.report.curves import BUCKETS
+from rayapp.report.folder import Run
+
+HERE = Path(__file__).parent
+STYLES = ("vendor/uPlot.min.css", "page/page.css")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "page/page.js")
+
+
+def run_page(run: Run) -> bytes:
+    """Return the page of one run."""
+    stretches, data = timeline.segments(run), run.plan.get("data", {})
+    total_s = max([one.end_s for one in stretches] + [1e-9])
+    return _page(
+        "run.html",
+        [run],
+        charts.of_run(run),
+        run=run,
+        subtitle=tables.subtitle(run),
+        headline=tables.headline(run),
+        segments=stretches,
+        moments=timeline.moments(run),
+        total_s=total_s,
+        stretches=[
+            [one.text, words.duration(one.start_s), words.duration(one.end_s)] for one in stretches
+        ],
+        goodput=tables.goodput(run),
+        planned=tables.planned(run),
+        interruptions=tables.interruptions(run),
+        data_facts=tables.data_facts(run),
+        lengths=tables.lengths(data["train"]["lengths"]) if data else [],
+        bad_rows=tables.bad_rows(data),
+        examples=data.get("examples", []),
+        records=f"{data.get('records', 0):,}",
+        sources=tables.sources(run),
+        samples=run.result.get("samples") or [],
+        settings=tables.settings(run),
+        environment=tables.environment(run),
+    )
+
+
+def comparison_page(runs: Sequence[Run]) -> bytes:
+    """Return the page of several runs."""
+    return _page(
+        "runs.html",
+        runs,
+        charts.of_runs(runs),
+        runs=runs,
+        results=tables.results(runs),
+        differing=tables.differing(runs),
+        goodput=[(run, tables.goodput(run)) for run in runs],
+        folders=[[run.name, run.url] for run in runs],
+    )
+
+
+def _page(name: str, of: Sequence[Run], found: Sequence[charts.Chart], **values: Any) -> bytes:
+    styles, scripts = _texts(STYLES), _texts(SCRIPTS)
+    text = (
+        _environment()
+        .get_template(name)
+        .render(
+            charts=found,
+            data={"charts": [one.spec() for one in found if not one.empty]},
+            styles=styles,
+            scripts=scripts,
+            policy=_policy(styles, scripts),
+            thinned=_thinned(of),
+            version=version("rayapp"),
+            written=words.moment(time.time()),
+            **values,
+        )
+    )
+    return text.encode()
+
+
+def _thinned(runs: Sequence[Run]) -> str:
+    """Say which curves do not show every step."""
+    most = max(run.num_lines for run in runs)
+    if most <= 2 * BUCKETS:
+        return ""
+    return (
+        f"Of {most:,} steps the curves show the lowest and the highest of every "
+        f"{-(-most // BUCKETS):,}; all of them are in metrics.jsonl."
+    )
+
+
+def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
+    """Return a Content-Security-Policy that allows this page's own parts and nothing else."""
+
+    def sources(texts: Sequence[str]) -> str:
+        digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {sources(scripts)}; style-src {sources(styles)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def _texts(names: Sequence[str]) -> tuple[Markup, ...]:
+    """Return parts of the package as they go into the page, which must not end their element."""
+    texts = tuple(Markup((HERE / name).read_text(encoding="utf-8").strip()) for name in names)
+    assert not any("</s" in text.lower() for text in texts), "a part would end its own element"
+    return texts
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(HERE / "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.filters |= {"number": words.number, "duration": words.duration}
+    return environment

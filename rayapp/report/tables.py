@@ -1,0 +1,378 @@
+"""What a page says in words and figures beside its curves; what is not known is "n/a".
+
+headline(run)[0]                # Figure("held-out loss", "3.2014", "nats per token")
+differing([one, another])       # the fields in which their configs differ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayapp.config import Config
+from rayapp.report import words
+from rayapp.report.folder import Run
+from rayapp.report.words import UNKNOWN
+
+CAUSES = {
+    "step": "steps that count",
+    "data_wait": "waiting for data",
+    "checkpoint_stall": "checkpoint stalls",
+    "evaluation": "evaluation",
+    "start": "start",
+    "recovery": "recovery",
+    "lost_work": "steps done in vain",
+    "export": "samples and export",
+    "other": "other",
+}
+OWN = ("run.name", "run.storage")  # differ between any two runs
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of the figures at the top."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a table with a bar: `share` of the whole, `width` of the longest, 0-1."""
+
+    label: str
+    share: float
+    width: float
+    cells: list[str]
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the comparison; `best` are the places of the best values."""
+
+    label: str
+    cells: list[str]
+    best: frozenset[int] = frozenset()
+
+
+def headline(run: Run) -> list[Figure]:
+    """Return what one looks for first."""
+    held = run.held[-1] if run.held else None
+    rate = None if run.account is None else run.account.usd_per_hour
+    price = f"{words.dollars(rate)} per hour" if rate else "no price is known"
+    total = run.plan.get("steps")
+    per_byte, per_worker = run.last("loss_per_byte"), run.rate("tokens_per_s_per_gpu")
+    return [
+        Figure(
+            "Held-out loss",
+            words.fixed(held.loss if held else None, 4),
+            f"{words.fixed(held.per_byte, 4)} per byte, step {held.step:,}" if held else "",
+        ),
+        Figure(
+            "Training loss",
+            words.fixed(run.last("loss"), 4),
+            "" if per_byte is None else f"{words.fixed(per_byte, 4)} nats per byte",
+        ),
+        Figure(
+            "Tokens/s",
+            words.amount(run.rate("tokens_per_s")),
+            "" if per_worker is None else f"{words.amount(per_worker)} per worker",
+        ),
+        Figure("MFU", words.share(run.rate("mfu")), "of the hardware's peak FLOP/s"),
+        Figure("Goodput", words.share((run.goodput or {}).get("step")), "of the time in steps"),
+        Figure("Cost", words.dollars(run.cost_usd), _usd_per_1m(run) or price),
+        Figure(
+            "Steps",
+            words.number(run.step, 12),
+            (f"of {total:,}; " if total else "") + words.duration(run.wall_s),
+        ),
+    ]
+
+
+def _usd_per_1m(run: Run) -> str:
+    """Say what a million tokens have cost, if that is known."""
+    if run.cost_usd is None or not run.num_lines or not run.tokens[-1]:
+        return ""
+    return f"{words.dollars(1e6 * run.cost_usd / float(run.tokens[-1]))} per 1M tokens"
+
+
+def subtitle(run: Run) -> str:
+    """Say what was trained on what."""
+    model, data = run.config.get("model", {}), run.config.get("data", {})
+    parameters = run.plan.get("parameters")
+    workers = run.last("workers")
+    instance = run.config.get("cluster", {}).get("instance")
+    parts = [
+        str(model.get("path", "")),
+        f"{words.amount(parameters)} parameters" if parameters else "",
+        f"LoRA rank {model['lora'].get('rank')}" if isinstance(model.get("lora"), dict) else "",
+        f"on {data['path']}" if "path" in data and not data.get("mixture") else "",
+        f"on a mixture of {len(data['mixture'])}" if data.get("mixture") else "",
+        f"{workers:.0f} worker{'s' if workers > 1 else ''}" if workers else "",
+        str(instance) if instance else "",
+        run.config.get("train", {}).get("precision", ""),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def planned(run: Run) -> list[list[str]]:
+    """Return figures as planned and as measured: name, plan, measured, ratio, verdict, band."""
+    measured = {
+        "peak_gib": run.highest("peak_gib"),
+        "step_s": _typical_step_s(run),
+        "tokens_per_s": run.rate("tokens_per_s"),
+        "tokens_per_s_per_gpu": run.rate("tokens_per_s_per_gpu"),
+        "mfu": run.rate("mfu"),
+        "hours": None if run.wall_s is None or run.status != "done" else run.wall_s / 3600.0,
+        "cost_usd": run.cost_usd if run.status == "done" else None,
+    }
+    names = {
+        "peak_gib": "peak memory, GiB",
+        "step_s": "step, s",
+        "tokens_per_s": "tokens/s",
+        "tokens_per_s_per_gpu": "tokens/s per worker",
+        "mfu": "MFU, 0-1",
+        "hours": "hours, all told",
+        "cost_usd": "cost, USD",
+    }
+    rows = []
+    for name, label in names.items():
+        band, value = run.plan.get(name), measured[name]
+        if band is None:
+            rows.append([label, UNKNOWN, words.number(value), "", "", ""])
+            continue
+        ratio = "" if value is None or not band["value"] else f"{value / band['value']:.2f}"
+        verdict = ""
+        if value is not None:
+            inside = band["low"] <= value <= band["high"]
+            verdict = "within" if inside else ("below" if value < band["low"] else "above")
+        both = [words.number(band["value"]), words.number(value)]
+        width = f"{words.number(band['low'])} to {words.number(band['high'])}"
+        rows.append([label, *both, ratio, verdict, width])
+    return rows
+
+
+def _typical_step_s(run: Run) -> float | None:
+    """Return the mean seconds of a step, its stalls by saves and evaluations left out."""
+    busy_s = run.busy_s[run.warm_up :]
+    return float(busy_s.mean()) if len(busy_s) else None
+
+
+def goodput(run: Run) -> list[Bar]:
+    """Return where the time went, and the money with it."""
+    shares = run.goodput or {}
+    bars = []
+    for cause, label in {**CAUSES, **{name: name for name in shares if name not in CAUSES}}.items():
+        if cause not in shares:
+            continue
+        value = shares[cause]
+        time = None if run.wall_s is None else value * run.wall_s
+        cost = None if run.cost_usd is None else value * run.cost_usd
+        cells = [words.share(value), words.duration(time), words.dollars(cost)]
+        bars.append(Bar(label, value, value / max(shares.values()), cells, cause))
+    return bars
+
+
+def interruptions(run: Run) -> list[list[str]]:
+    """Return each interruption: when, what, why, at which step, what it cost."""
+    return [
+        [
+            words.moment(one.get("time")),
+            str(one.get("kind", UNKNOWN)),
+            str(one.get("reason", UNKNOWN)),
+            words.number(one.get("step"), 12),
+            words.number(one.get("lost_steps"), 12),
+            words.duration(one.get("to_first_step_s")),
+        ]
+        for one in run.interruptions
+    ]
+
+
+def lengths(counts: dict[str, int]) -> list[Bar]:
+    """Return documents by length in tokens, with the lengths between that none has.
+
+    >>> [(bar.label, bar.cells[0]) for bar in lengths({"2^3": 1, "2^5": 40})]
+    [('8 to 15', '1'), ('16 to 31', '0'), ('32 to 63', '40')]
+    """
+    by_power = {int(name.removeprefix("2^")): count for name, count in counts.items()}
+    total, most = sum(by_power.values()), max(by_power.values(), default=1)
+    return [
+        Bar(
+            f"{2**power:,} to {2 ** (power + 1) - 1:,}" if power else "1",
+            by_power.get(power, 0) / total,
+            by_power.get(power, 0) / most,
+            [f"{by_power.get(power, 0):,}", words.share(by_power.get(power, 0) / total)],
+        )
+        for power in range(min(by_power, default=0), max(by_power, default=-1) + 1)
+    ]
+
+
+def bad_rows(data: dict[str, Any]) -> list[Bar]:
+    """Return the unusable records by reason, the most frequent first."""
+    bad: dict[str, int] = data.get("bad", {})
+    total, most = max(data.get("records", 0), 1), max(bad.values(), default=1)
+    return [
+        Bar(reason, count / total, count / most, [f"{count:,}", words.share(count / total)])
+        for reason, count in sorted(bad.items(), key=lambda item: -item[1])
+    ]
+
+
+def data_facts(run: Run) -> list[Figure]:
+    """Return what the data are, in figures."""
+    data = run.plan.get("data", {})
+    if not data:
+        return []
+    train, held = data["train"], data["eval"]
+    return [
+        Figure("Documents", words.amount(train["documents"]), f"{held['documents']:,} held out"),
+        Figure("Tokens", words.amount(train["tokens"]), f"{words.amount(held['tokens'])} held out"),
+        Figure("Rows", words.amount(train["rows"]), f"{held['rows']:,} held out"),
+        Figure("Fill", words.share(data["fill"]), "of the rows is no padding"),
+        Figure("Bears loss", words.share(data["loss_share"]), "of the tokens"),
+        Figure("Epochs", words.number(run.plan.get("epochs"), 3), "as planned"),
+        Figure("Repeats", words.share(data["duplicates"]), "of the documents repeat another"),
+        Figure(
+            "Cut",
+            words.amount(train["truncated"]),
+            f"truncated ({words.amount(train['cut_tokens'])} tokens); {train['split']:,} split",
+        ),
+    ]
+
+
+def sources(run: Run) -> list[list[str]]:
+    """Return the parts of a mixture: path, share of the rows, documents, tokens, fill, bad rows."""
+    parts = run.plan.get("data", {}).get("sources", {})
+    mixture = run.config.get("data", {}).get("mixture") or {}
+    whole = sum(mixture.values())
+    return [
+        [
+            path,
+            words.share(mixture[path] / whole if path in mixture else None),
+            words.amount(part["train"]["documents"]),
+            words.amount(part["train"]["tokens"]),
+            words.share(part["fill"]),
+            words.number(sum(part["bad"].values()), 12),
+        ]
+        for path, part in parts.items()
+    ]
+
+
+def environment(run: Run) -> list[tuple[str, str]]:
+    """Return versions, machines and places."""
+    first = run.events[0] if run.events else {}
+    last = [event for event in run.events if event["event"] == "workers"][-1:] or [{}]
+    machines = run.config.get("cluster", {}).get("instance") or last[0].get("instance")
+    attempts = int(run.last("attempt") or 0)
+    rate = run.account.usd_per_hour if run.account else None
+    ended = [event["time"] for event in run.events if event["event"] == "ended"]
+    rows = [
+        ("folder", run.url),
+        *((name, text) for name, text in run.versions.items()),
+        ("instance", str(machines) if machines else UNKNOWN),
+        ("nodes", words.number(last[0].get("nodes"), 12)),
+        ("workers", words.number(run.last("workers"), 12)),
+        ("attempts", words.number(attempts or None, 12)),
+        ("price", UNKNOWN if rate is None else f"{words.dollars(rate)} per hour"),
+        ("first command on", str(first.get("host") or UNKNOWN)),
+        ("first command at", words.moment(first.get("time"))),
+        ("ended at", words.moment(ended[-1] if ended and run.result else None)),
+        ("data fingerprint", str(run.plan.get("fingerprint", UNKNOWN))),
+    ]
+    return rows
+
+
+def settings(run: Run) -> list[list[str]]:
+    """Return the fields of the config that are not at their defaults: field, value, default."""
+    defaults, own = flat(Config().model_dump(mode="json")), flat(run.config)
+    return [
+        [name, shown(value), shown(defaults.get(name))]
+        for name, value in own.items()
+        if shown(value) != shown(defaults.get(name))
+    ]
+
+
+def differing(runs: Sequence[Run]) -> list[Row]:
+    """Return the fields of the configs that are not the same in all runs."""
+    every = [flat(run.config) for run in runs]
+    names = list(dict.fromkeys(name for one in every for name in one))
+    rows = []
+    for name in names:
+        cells = [shown(one[name]) if name in one else UNKNOWN for one in every]
+        if len(set(cells)) > 1 and name not in OWN:
+            rows.append(Row(name, cells))
+    return rows
+
+
+def results(runs: Sequence[Run]) -> list[Row]:
+    """Return the figures of several runs side by side."""
+    tokens = [float(run.tokens[-1]) if run.num_lines else None for run in runs]
+    columns: list[tuple[str, list[Any], Any, Any]] = [
+        ("status", [run.status for run in runs], str, None),
+        ("parameters", [run.plan.get("parameters") for run in runs], words.amount, None),
+        ("steps", [run.step for run in runs], lambda value: words.number(value, 12), None),
+        ("tokens", tokens, words.amount, None),
+        ("held-out loss", [_held(run, "loss") for run in runs], _loss, min),
+        ("held-out loss per byte", [_held(run, "per_byte") for run in runs], _loss, min),
+        ("training loss", [run.last("loss") for run in runs], _loss, min),
+        ("tokens/s", [run.rate("tokens_per_s") for run in runs], words.amount, max),
+        (
+            "tokens/s per worker",
+            [run.rate("tokens_per_s_per_gpu") for run in runs],
+            words.amount,
+            max,
+        ),
+        ("MFU", [run.rate("mfu") for run in runs], words.share, max),
+        ("peak memory, GiB", [run.highest("peak_gib") for run in runs], words.number, min),
+        ("goodput", [(run.goodput or {}).get("step") for run in runs], words.share, max),
+        ("wall time", [run.wall_s for run in runs], words.duration, None),
+        ("cost", [run.cost_usd for run in runs], words.dollars, None),
+        ("interruptions", [len(run.interruptions) for run in runs], str, None),
+        ("steps done in vain", [run.lost_steps for run in runs], words.number, None),
+    ]
+    return [
+        Row(label, [write(value) for value in values], _best(values, prefer))
+        for label, values, write, prefer in columns
+    ]
+
+
+def _held(run: Run, name: str) -> float | None:
+    return getattr(run.held[-1], name) if run.held else None
+
+
+def _loss(value: float | None) -> str:
+    return words.fixed(value, 4)
+
+
+def _best(values: Sequence[float | None], prefer: Any) -> frozenset[int]:
+    """Return the places of the best value; none where all are alike or nothing is better."""
+    known = [value for value in values if value is not None]
+    if prefer is None or len(known) < 2 or len(set(known)) == 1:
+        return frozenset()
+    return frozenset(place for place, value in enumerate(values) if value == prefer(known))
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a config as `section.field: value`."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and (value or not prefix):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def shown(value: Any) -> str:
+    """Write a value as a config has it.
+
+    >>> shown(None), shown(True), shown([1, "a"]), shown({})
+    ('none', 'true', '1, a', '{}')
+    """
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return ", ".join(shown(one) for one in value) or "[]"
+    return str(value)

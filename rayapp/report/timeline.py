@@ -1,0 +1,115 @@
+"""When a run trained, and when it started, recovered or ended; the time between commands left out.
+
+for one in segments(run): one.kind, one.start_s, one.end_s
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayapp.accounts import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS
+from rayapp.report import words
+from rayapp.report.folder import Run
+
+START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A time of one kind: seconds since the run began in which a command ran."""
+
+    kind: str
+    start_s: float
+    end_s: float
+    workers: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An interruption, or a time between two commands."""
+
+    kind: str
+    at_s: float
+    text: str
+
+
+def segments(run: Run) -> list[Segment]:
+    """Return the times of a run in order; of a run without events those of its attempts alone."""
+    if not run.events:
+        return _attempts(run)
+    found: list[Segment] = []
+    kind, since, workers = START, run.events[0]["time"], None
+
+    def until(time: float, following: str, rest: float | None = None) -> None:
+        nonlocal kind, since
+        start, end = (float(each) for each in run.active_s([since, time]))
+        if end - start > 0:
+            found.append(Segment(kind, start, end, workers, _text(kind, workers, end - start)))
+        kind, since = following, time if rest is None else rest
+
+    for event in run.events:
+        if event["event"] == STARTED:
+            if event is not run.events[0]:
+                until(_last_sign(run, since, event["time"]), START, event["time"])
+            workers = None
+        elif event["event"] == WORKERS:
+            workers = event["workers"]
+        elif event["event"] == RESUMED:
+            until(max(since, event["time"] - event["first_step_s"]), TRAIN)
+        elif event["event"] == INTERRUPTED:
+            if kind == TRAIN:
+                until(event["trained_until"] or event["time"], RECOVERY)
+        elif event["event"] == ENDED and kind == TRAIN:
+            until(_last_sign(run, since, event["time"]), END)
+            until(event["time"], END)
+        elif event["event"] == ENDED:
+            until(event["time"], END)
+    if run.events[-1]["event"] != ENDED:
+        last = float(run.columns["time"][-1]) if run.num_lines else since
+        until(max(last, run.events[-1]["time"]), END)
+    return found
+
+
+def moments(run: Run) -> list[Moment]:
+    """Return the interruptions and the pauses between commands."""
+    found = []
+    for one in run.interruptions:
+        at_s = float(run.active_s([one["time"]])[0])
+        found.append(Moment(one["kind"], at_s, f"{one['kind']} at step {one['step']:,}"))
+    for pause in run.pauses:
+        idle = words.duration(pause.end - pause.start)
+        at_s = float(run.active_s([pause.start])[0])
+        found.append(Moment("pause", at_s, f"nothing ran for {idle}"))
+    return sorted(found, key=lambda one: one.at_s)
+
+
+def _last_sign(run: Run, since: float, before: float) -> float:
+    """Return the time of the last step that was done between two times, else the first of them."""
+    times = run.columns["time"]
+    inside = times[(times > since) & (times <= before)]
+    return float(inside[-1]) if len(inside) else since
+
+
+def _attempts(run: Run) -> list[Segment]:
+    attempts, found = run.columns["attempt"], []
+    for attempt in sorted(set(attempts.tolist())):
+        own = attempts == attempt
+        first, last = own.argmax(), len(own) - 1 - own[::-1].argmax()
+        start_s = float(run.seconds[first] - (run.columns["step_s"][first] or 0.0))
+        end_s = float(run.seconds[last])
+        workers = int(run.columns["workers"][last])
+        text = _text(TRAIN, workers, end_s - start_s)
+        found.append(Segment(TRAIN, max(0.0, start_s), end_s, workers, text))
+    return found
+
+
+def _text(kind: str, workers: int | None, seconds: float) -> str:
+    what = {
+        START: "start: cluster, data, model",
+        TRAIN: "training",
+        RECOVERY: "recovery",
+        END: "evaluation, samples, export",
+    }[kind]
+    on = f" on {workers} workers" if kind == TRAIN and workers else ""
+    return f"{what}{on}, {words.duration(seconds)}"

@@ -1,0 +1,102 @@
+"""Figures as people read them; what is not known is "n/a".
+
+>>> duration(3723.0), amount(123_456_789.0), share(0.9449)
+('1 h 2 min', '123.5M', '94.5 %')
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+UNKNOWN = "n/a"
+SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k"))
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Write a figure with that many significant digits.
+
+    >>> number(1234.5678), number(0.000012345), number(2.0), number(None)
+    ('1,235', '1.234e-05', '2', 'n/a')
+    """
+    if value is None:
+        return UNKNOWN
+    if value == int(value) or abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def fixed(value: float | None, decimals: int) -> str:
+    """Write a figure with that many decimals."""
+    return UNKNOWN if value is None else f"{value:,.{decimals}f}"
+
+
+def amount(value: float | None) -> str:
+    """Write a large count shortly: whole up to ten thousand.
+
+    >>> amount(9999), amount(1.5e9), amount(17808.5)
+    ('9,999', '1.5B', '17.81k')
+    """
+    if value is None:
+        return UNKNOWN
+    for scale, letter in SCALES:
+        if abs(value) >= scale:
+            return f"{value / (1e3 if letter == 'k' else scale):.4g}{letter}"
+    return number(value)
+
+
+def share(value: float | None) -> str:
+    """Write a ratio as a percentage.
+
+    >>> share(0.0004), share(0.0), share(0.0384), share(0.618), share(1.0)
+    ('< 0.1 %', '0 %', '3.8 %', '61.8 %', '100 %')
+    """
+    if value is None:
+        return UNKNOWN
+    if 0 < value < 0.001:
+        return "< 0.1 %"
+    return f"{100 * value:.{2 if value < 0.1 else 3}g} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Write a time in at most two units.
+
+    >>> duration(0.0123), duration(5.04), duration(65.0), duration(200_000.0)
+    ('12 ms', '5 s', '1 min 5 s', '2 d 7 h')
+    """
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 1.0:
+        return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
+    if seconds < 10.0:
+        return f"{seconds:.2g} s"
+    parts: list[str] = []
+    rest = round(seconds)
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")):
+        whole, rest = divmod(rest, size)
+        if whole or parts:
+            parts.append(f"{whole} {unit}" if whole else "")
+    return " ".join(part for part in parts[:2] if part)
+
+
+def dollars(value: float | None) -> str:
+    """Write a cost.
+
+    >>> dollars(0.0042), dollars(12.3), dollars(4567.8), dollars(None)
+    ('< $0.01', '$12.30', '$4,568', 'n/a')
+    """
+    if value is None:
+        return UNKNOWN
+    if value >= 1000:
+        return f"${value:,.0f}"
+    return "< $0.01" if 0 < value < 0.01 else f"${value:.2f}"
+
+
+def moment(unix_s: float | None) -> str:
+    """Write a time of day, in UTC.
+
+    >>> moment(0.0)
+    '1970-01-01 00:00 UTC'
+    """
+    if not unix_s and unix_s != 0.0:
+        return UNKNOWN
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,690 @@
+"""The report of a run: it shows what the run recorded, in a page that a browser shows well."""
+
+from __future__ import annotations
+
+import base64
+import doctest
+import hashlib
+import html.parser
+import itertools
+import json
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Browser, Page, needs_chromium
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_folders import HOSTILE, RunFolder, eventful
+
+from rayapp import metrics, report
+from rayapp.__main__ import main
+from rayapp.accounts import account, read_events
+from rayapp.report import charts, curves, folder, render, tables, timeline, words
+from rayapp.report.curves import BUCKETS, smooth, thin
+from rayapp.storage import Storage, StorageError, open_storage
+
+TINY = str(Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml")
+VOID = {"meta", "link", "img", "input", "br"}
+
+
+class Reader(html.parser.HTMLParser):
+    """A page's elements: their texts by name, and every attribute."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts: dict[str, list[str]] = {}
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open, f"not closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self.texts.setdefault(tag, []).append("")
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"{tag} ends what it has not begun"
+
+    def handle_data(self, data: str) -> None:
+        for tag in self._open:
+            self.texts[tag][-1] += data
+
+
+def page_of(run: Storage) -> Reader:
+    report.write(run)
+    return Reader(run.read(report.FILE).decode())
+
+
+def data_of(page: Reader) -> dict[str, dict[str, Any]]:
+    """Return the page's charts by id."""
+    (text,) = (one for one in page.texts["script"] if one.startswith('{"charts"'))
+    return {chart["id"]: chart for chart in json.loads(text)["charts"]}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path))
+
+
+def test_doctests() -> None:
+    for module in (curves, tables, words):
+        found = doctest.testmod(module)
+        assert found.attempted and not found.failed
+
+
+# ---- What it shows ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_the_page_holds_what_the_run_recorded(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = str(tmp_path) if where == "local" else f"s3://{request.getfixturevalue('s3_bucket')}/runs"
+    run = eventful(open_storage(url), steps=200).run
+    lines = metrics.read(run)
+    shown = data_of(page_of(run))
+    points = shown["loss"]["points"]["0"]
+    assert points["step"] == [line["step"] for line in lines] == list(range(1, 201))
+    tokens = list(itertools.accumulate(line["tokens"] for line in lines))
+    assert points["tokens"] == tokens
+    for chart, names in {
+        "loss": ["loss", "loss_per_byte"],
+        "throughput": ["tokens_per_s"],
+        "memory": ["peak_forward_gib", "peak_backward_gib", "peak_optimizer_gib"],
+        "step-time": ["step_s", "data_wait_s", "checkpoint_stall_s", "eval_s"],
+        "gradient": ["grad_norm"],
+        "rate": ["lr"],
+    }.items():
+        for name in names:
+            wanted = [line[name] for line in lines]
+            assert shown[chart]["points"]["0"][name] == pytest.approx(wanted, rel=1e-5), name
+    held = shown["loss"]["points"]["0-held"]
+    found = {line["step"]: line["eval_loss"] for line in lines if line["eval_loss"] is not None}
+    found[200] = json.loads(run.read("result.json"))["eval_loss"]
+    assert dict(zip(held["step"], held["eval_loss"], strict=True)) == pytest.approx(found, rel=1e-5)
+
+
+def test_headline_and_goodput_are_those_of_the_account(storage: Storage) -> None:
+    run = eventful(storage, steps=200).run
+    sums = account(read_events(run), metrics.read(run))
+    page = page_of(run)
+    text = page.texts["body"][0]
+    assert f"${sums.cost_usd:.2f}" in text and sums.lost_steps == 25
+    assert f"{100 * sums.goodput['step']:.3g} %" in text
+    bars = tables.goodput(folder.read(run))
+    assert {bar.key: bar.share for bar in bars} == pytest.approx(sums.goodput)
+    assert math.fsum(bar.share for bar in bars) == pytest.approx(1.0)
+    for one in sums.interruptions:
+        assert one["reason"] in text
+    for part in ("1.9800", "is not UTF-8", "the node of rank 8", "2.60.0", "Held-out loss"):
+        assert part in text
+
+
+def test_plan_and_measured_are_compared(storage: Storage) -> None:
+    run = RunFolder(storage, steps=60)
+    run.plan()
+    plan = json.loads(run.run.read("plan.json"))
+    run.train(60, peak_gib=plan["peak_gib"]["high"] + 1.0)
+    run.end()
+    rows = {row[0]: row for row in tables.planned(folder.read(run.run))}
+    assert rows["peak memory, GiB"][4] == "above"
+    ratio = (plan["peak_gib"]["high"] + 1.0) / plan["peak_gib"]["value"]
+    assert rows["peak memory, GiB"][3] == f"{ratio:.2f}"
+    assert rows["tokens/s"][4] == "within"
+    marks = data_of(page_of(run.run))["memory"]["marks"]
+    assert [mark["value"] for mark in marks] == [plan["peak_gib"]["value"], plan["capacity_gib"]]
+
+
+def test_the_timeline_has_every_second_once(storage: Storage) -> None:
+    run = eventful(storage, steps=200)
+    read = folder.read(run.run)
+    found = timeline.segments(read)
+    assert found[0].start_s == 0.0
+    for one, following in itertools.pairwise(found):
+        assert one.end_s == pytest.approx(following.start_s, abs=1e-3)
+    assert read.account is not None
+    assert found[-1].end_s == pytest.approx(read.account.wall_s, abs=1e-3)
+    kinds = ["start", "train", "recovery", "train", "recovery", "train", "start", "train", "end"]
+    assert [one.kind for one in found] == kinds
+    recovered_s = sum(one.end_s - one.start_s for one in found if one.kind == "recovery")
+    share = read.account.goodput["recovery"]
+    assert recovered_s == pytest.approx(share * read.account.wall_s, abs=0.1)
+    moments = timeline.moments(read)
+    assert [one.kind for one in moments] == ["preemption", "failure", "pause"]
+    assert moments[-1].text == "nothing ran for 11 h"
+    assert read.seconds[-1] <= read.account.wall_s < 3600.0
+
+
+def test_a_comparison_says_what_differs_and_what_came_out(storage: Storage) -> None:
+    runs = []
+    for number, rate in enumerate(("1e-4", "3e-4")):
+        run = RunFolder(storage, f"run-{number}", 80, seed=number, train__lr=rate)
+        run.plan()
+        run.train(80 - 30 * number)
+        run.end()
+        runs.append(run.run)
+    page = report.compare(runs, f"{storage.url}/pages/both.html")
+    shown = Reader(Path(page).read_text(encoding="utf-8"))
+    rows = tables.differing([folder.read(run) for run in runs])
+    assert [(row.label, row.cells) for row in rows] == [("train.lr", ["0.0001", "0.0003"])]
+    steps = [len(points["step"]) for points in data_of(shown)["rate"]["points"].values()]
+    assert steps == [80, 50]
+    losses = [metrics.read(run)[-1]["loss"] for run in runs]
+    results = {row.label: row for row in tables.results([folder.read(run) for run in runs])}
+    assert results["training loss"].cells == [f"{loss:.4f}" for loss in losses]
+    assert results["training loss"].best == {losses.index(min(losses))}
+    assert results["held-out loss"].best == frozenset()  # both are the same
+
+
+def test_runs_of_one_name_are_told_apart(storage: Storage) -> None:
+    runs = [RunFolder(storage / place, "demo").run for place in ("here", "there")]
+    text = Path(report.compare(runs, f"{storage.url}/c.html")).read_text(encoding="utf-8")
+    assert "here/demo" in Reader(text).texts["table"][0]
+
+
+# ---- Runs that are not as they should be -----------------------------------------------------
+
+
+def test_a_run_that_has_not_begun(storage: Storage) -> None:
+    page = page_of(RunFolder(storage).run)
+    text = page.texts["body"][0]
+    assert data_of(page) == {} and text.count("n/a") > 10
+    assert "n/a: loss is not recorded for any step yet" in text
+
+
+def test_one_step(storage: Storage) -> None:
+    run = RunFolder(storage)
+    run.plan(bad=False)
+    run.train(1)
+    page = page_of(run.run)
+    assert data_of(page)["loss"]["points"]["0"]["step"] == [1]
+    assert page.texts["h1"][0].split() == ["demo", "lost"]
+    assert "n/a: they are written at the end" in page.texts["p"]
+
+
+def test_losses_that_are_not_finite(storage: Storage) -> None:
+    run = RunFolder(storage)
+    run.train(3)
+    run.interrupt()
+    run.train(2, loss=math.nan, loss_per_byte=math.nan, grad_norm=math.inf, skipped=True)
+    page = page_of(run.run)
+    assert data_of(page)["loss"]["points"]["0"]["loss"][3:] == [None, None]
+    text = page.texts["body"][0]
+    assert "2 steps have a loss that is not finite" in text and "2 steps were skipped" in text
+    nothing = RunFolder(storage, "nothing")
+    nothing.train(2, loss=math.nan, loss_per_byte=None)
+    assert "loss" not in data_of(page_of(nothing.run))
+
+
+def test_a_run_that_failed_says_why(storage: Storage) -> None:
+    run = RunFolder(storage)
+    run.train(4)
+    run.end("failed", 'rank 0: a < b & "c"')
+    page = page_of(run.run)
+    assert page.texts["h1"][0].split() == ["demo", "failed"]
+    assert 'rank 0: a < b & "c"' in page.texts["p"]
+
+
+def test_an_older_run_without_events(storage: Storage) -> None:
+    run = RunFolder(storage, events=False, config=TINY)
+    run.train(30)
+    goodput = {"step": 0.7, "start": 0.3}
+    run.end(wall_s=100.0, goodput=goodput, interruptions=[], cost_usd=None)
+    run.run.write("config.yaml", b"run: {name: older}\nnone_such: {field: 1}\n")
+    lines = [{k: v for k, v in line.items() if "peak_f" not in k} for line in metrics.read(run.run)]
+    run.run.write(metrics.FILE, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    page = page_of(run.run)
+    assert page.texts["h1"][0].split() == ["older", "done"]
+    assert {bar.key: bar.share for bar in tables.goodput(folder.read(run.run))} == goodput
+    assert "this run has left no events" in page.texts["body"][0]
+    assert [one.kind for one in timeline.segments(folder.read(run.run))] == ["train"]
+    assert set(data_of(page)["memory"]["points"]["0"]["peak_forward_gib"]) == {None}
+
+
+def test_what_a_run_has_written_stays_text(storage: Storage) -> None:
+    run = hostile(storage)
+    page = page_of(run)
+    scripts = page.texts["script"]
+    assert len(scripts) == 3 and "broken out" not in "".join(scripts[1:])
+    assert "img" not in page.texts and not [a for a in page.attributes if a[1].startswith("on")]
+    assert page.texts["body"][0].count("broken out") >= 5
+    both = Reader(Path(report.compare([run, run], f"{storage.url}/c.html")).read_text("utf-8"))
+    assert len(both.texts["script"]) == 3 and "img" not in both.texts
+
+
+def hostile(storage: Storage) -> Storage:
+    """Make a run whose texts try to leave their place."""
+    run = RunFolder(storage)
+    run.plan()
+    run.train(3)
+    run.interrupt(HOSTILE, HOSTILE)
+    run.train(3)
+    run.end(samples=[[HOSTILE, HOSTILE]], versions={HOSTILE: HOSTILE})
+    plan = json.loads(run.run.read("plan.json"))
+    plan["data"] |= {"bad": {HOSTILE: 3}, "examples": [[HOSTILE, HOSTILE]]}
+    run.run.write("plan.json", json.dumps(plan).encode())
+    text = run.config.to_yaml().replace("name: demo", f"name: {json.dumps(HOSTILE)}")
+    run.run.write("config.yaml", text.encode())
+    return run.run
+
+
+def test_nothing_is_loaded_from_anywhere(storage: Storage) -> None:
+    run = eventful(storage, steps=60).run
+    page = page_of(run)
+    places = {a[2] for a in page.attributes if a[1] in ("src", "href", "action", "srcset")}
+    assert places == {"data:,", "#main", "https://github.com/leeoniya/uPlot"}  # the last is a link
+    assert not [a for a in page.attributes if a[1] == "style"]
+    (policy,) = (a[2] for a in page.attributes if a[2] and a[2].startswith("default-src"))
+    assert policy.startswith("default-src 'none'; ") and "connect-src" not in policy
+
+    def digests(texts: list[str]) -> set[str]:
+        return {base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in texts}
+
+    allowed = set(re.findall(r"'sha256-([^']+)'", policy))
+    assert allowed == digests(page.texts["script"][1:]) | digests(page.texts["style"])
+
+
+def test_a_real_run(storage: Storage) -> None:
+    """60 steps of configs/tiny_cpu.yaml on 2 workers, as they were left."""
+    run = real_run(storage)
+    lines, result = metrics.read(run), json.loads(run.read("result.json"))
+    page = page_of(run)
+    assert data_of(page)["loss"]["points"]["0"]["loss"] == pytest.approx(
+        [line["loss"] for line in lines], rel=1e-5
+    )
+    text = page.texts["body"][0]
+    assert f"{result['eval_loss']:.4f}" in text and result["samples"][0][1] in text
+    assert f"{result['tokens_per_s']:,.0f}" in text and "4.262M parameters" in text
+    stretches = timeline.segments(folder.read(run))
+    assert [one.kind for one in stretches] == ["start", "train", "end"]
+    assert stretches[-1].end_s == pytest.approx(result["wall_s"], abs=0.1)
+
+
+def real_run(storage: Storage) -> Storage:
+    for file in (Path(__file__).parent / "golden" / "run").iterdir():
+        (storage / "tiny").write(file.name, file.read_bytes())
+    return storage / "tiny"
+
+
+# ---- Long runs -------------------------------------------------------------------------------
+
+
+def test_steps_are_read_block_by_block(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunFolder(storage, steps=50)
+    run.train(30)
+    run.train(20, loss=math.nan)
+    monkeypatch.setattr(curves, "BLOCK_BYTES", 5_000)  # some 7 lines
+    whole = run.run.read(metrics.FILE)
+    damaged = whole.replace(b'{"step": 20,', b'{"step" 20,')
+    for data, missing in ((whole, []), (damaged, [20]), (whole + b'{"step": 51, "lo', [])):
+        run.run.write(metrics.FILE, data)
+        columns = curves.columns_of(curves.read_steps(run.run))
+        lines = metrics.read(run.run)
+        assert [line["step"] for line in lines] == [s for s in range(1, 51) if s not in missing]
+        for name, column in columns.items():
+            wanted = np.array([line[name] for line in lines], np.float64)
+            np.testing.assert_array_equal(column, wanted, err_msg=name)
+    assert "a line is not readable" in caplog.text
+
+
+COLUMNS = st.lists(
+    st.lists(st.one_of(st.just(math.nan), st.floats(-1e9, 1e9)), min_size=90, max_size=90),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(COLUMNS, st.integers(2, 20))
+def test_thinning_keeps_the_extremes_of_every_bucket(
+    columns: list[list[float]], buckets: int
+) -> None:
+    arrays = [np.array(column) for column in columns]
+    kept = thin(arrays, buckets)
+    assert kept[0] == 0 and kept[-1] == 89 and (np.diff(kept) > 0).all()
+    assert len(kept) <= 2 * buckets * len(arrays) + 2
+    edges = np.linspace(0, 90, buckets + 1).astype(int)
+    for array, (start, end) in itertools.product(arrays, itertools.pairwise(edges)):
+        whole, part = array[start:end], array[kept[(kept >= start) & (kept < end)]]
+        if not np.isnan(whole).all():
+            assert np.nanmin(whole) == np.nanmin(part) and np.nanmax(whole) == np.nanmax(part)
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=60))
+def test_smoothing_is_the_mean_of_the_window(values: list[float | None]) -> None:
+    found = smooth(np.array(values, np.float64), window=7)
+    for place, mean in enumerate(found):
+        around = [v for v in values[max(0, place - 3) : place + 4] if v is not None]
+        if not around:
+            assert np.isnan(mean)
+        else:
+            assert mean == pytest.approx(math.fsum(around) / len(around), rel=1e-6, abs=1e-6)
+
+
+def test_a_million_steps_are_small_fast_and_lose_no_spike(storage: Storage) -> None:
+    few = RunFolder(storage, steps=600)
+    few.train(600)
+    few.end()
+    run = folder.read(few.run)
+    count = 1_000_000
+    columns = {name: np.resize(column, count) for name, column in run.columns.items()}
+    columns["step"] = np.arange(1, count + 1, dtype=np.float64)
+    columns["time"] = columns["time"][0] + columns["step"]
+    columns["loss"] = columns["loss"] + 0.0
+    columns["loss"][777_777] = 99.0
+    columns["data_wait_s"][123_456] = 55.0
+    began = time.process_time()
+    page = render.run_page(replace(run, columns=columns)).decode()
+    assert time.process_time() - began < 10.0 and len(page) < 2_000_000
+    shown = data_of(Reader(page))
+    points = shown["loss"]["points"]["0"]
+    assert points["loss"][points["step"].index(777_778)] == 99.0
+    waits = shown["step-time"]["points"]["0"]
+    assert waits["data_wait_s"][waits["step"].index(123_457)] == 55.0
+    assert "Of 1,000,000 steps the curves show the lowest and the highest of every 1,667" in page
+
+
+def test_a_table_has_the_figures_of_its_curve(storage: Storage) -> None:
+    run = RunFolder(storage, steps=200)
+    run.train(200)
+    loss, *_ = charts.of_run(folder.read(run.run))
+    held = {line["step"]: line["eval_loss"] for line in metrics.read(run.run) if line["eval_loss"]}
+    assert loss.head == ["step", "train", "held out"]
+    assert {int(row[0]): float(row[2]) for row in loss.rows} == pytest.approx(held, rel=1e-4)
+    assert BUCKETS * 2 > 200
+
+
+# ---- The command -----------------------------------------------------------------------------
+
+
+def test_the_command_writes_one_or_several(
+    storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str], s3_bucket: str
+) -> None:
+    run = RunFolder(storage, "one", steps=20)
+    run.train(20)
+    far = RunFolder(open_storage(f"s3://{s3_bucket}/runs"), "far", steps=20)
+    far.train(10)
+    assert main(["report", run.run.url]) == 0
+    assert capsys.readouterr().out.strip() == f"{run.run.url}/report.html"
+    assert main(["report", far.run.url]) == 0 and far.run.exists("report.html")
+    out = str(tmp_path / "pages" / "two.html")
+    assert main(["report", run.run.url, far.run.url, f"--out={out}"]) == 0
+    assert Reader(Path(out).read_text("utf-8")).texts["h1"] == ["2 runs side by side"]
+    capsys.readouterr()
+    assert main(["report", run.run.url, str(tmp_path / "none")]) == 2
+    assert "none holds no run" in capsys.readouterr().err
+    assert main(["report", run.run.url, "--output=x"]) == 2
+    assert "Did you mean --out?" in capsys.readouterr().err
+    assert main(["report"]) == 2
+
+
+def test_a_run_does_not_end_by_its_report(
+    storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(storage)
+    run.train(2)
+    report.write_for(run.run)
+    assert run.run.exists("report.html")
+    run.run.delete("report.html")
+
+    def full(*_: object) -> None:
+        raise StorageError("write", "report.html", "the disk is full")
+
+    monkeypatch.setattr(type(run.run), "write", full)
+    with caplog.at_level(logging.WARNING):
+        report.write_for(run.run)
+    assert "the disk is full" in caplog.text
+    monkeypatch.setattr(report, "read", lambda run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # what is wrong with the code is not hidden
+        report.write_for(run.run)
+
+
+# ---- Colours ---------------------------------------------------------------------------------
+
+# Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color vision
+# deficiency" (2009), severity 1.0, on linear RGB.
+SIGHT = {
+    "all": np.eye(3),
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(color: str) -> Any:
+    values = np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(light: Any) -> Any:
+    """CIELAB of linear RGB under D65."""
+    t = XYZ @ np.clip(light, 0, 1) / np.array([0.9505, 1.0, 1.089])
+    f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def contrast(one: str, other: str) -> float:
+    """The ratio of WCAG 2."""
+    low, high = sorted(float(XYZ[1] @ linear(color)) for color in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def themes() -> dict[str, dict[str, str]]:
+    css = (Path(report.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
+    blocks = [dict(re.findall(r"--(\w+): (#\w{6})", one)) for one in re.findall(r"\{[^{}]*\}", css)]
+    light, dark, again = (block for block in blocks if "c0" in block)
+    assert dark == again  # chosen by the system, and by the switch
+    return {"light": light, "dark": dark}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_four_runs_can_be_told_apart_by_anyone(theme: str) -> None:
+    colors = themes()[theme]
+    for place in range(6):
+        assert contrast(colors[f"c{place}"], colors["card"]) >= 3.0  # WCAG 1.4.11, graphics
+    for name in ("text", "quiet", "good", "bad", "accent"):
+        assert contrast(colors[name], colors["card"]) >= 4.5, name  # WCAG 1.4.3, text
+    for sight, matrix in SIGHT.items():
+        seen = [lab(np.array(matrix) @ linear(colors[f"c{place}"])) for place in range(6)]
+        for one, other in itertools.combinations(range(6), 2):
+            distance = float(np.linalg.norm(seen[one] - seen[other]))
+            # 2.3 is just noticeable; dashes differ too, and colours come again after the sixth.
+            assert distance >= (25.0 if other < 4 else 12.0), (sight, one, other, distance)
+
+
+# ---- In a browser ----------------------------------------------------------------------------
+
+# Pixels of a line's own colour inside the plot, for each line that is not faint.
+INK = """[...document.querySelectorAll('.plot')].map(holder => {
+  const u = holder.uplot, spec = JSON.parse(document.getElementById('data').textContent)
+    .charts.find(one => one.id === holder.dataset.chart);
+  const { left, top, width, height } = u.bbox;
+  const pixels = u.ctx.getImageData(left, top, width, height).data;
+  return [holder.dataset.chart, spec.lines.filter(line => line.role !== 'faint').map(line => {
+    const hex = getComputedStyle(document.documentElement).getPropertyValue(`--c${line.color % 6}`);
+    const rgb = [1, 3, 5].map(at => parseInt(hex.trim().slice(at, at + 2), 16));
+    let count = 0;
+    for (let at = 0; at < pixels.length; at += 4)
+      if (rgb.every((value, channel) => Math.abs(value - pixels[at + channel]) < 12)) count++;
+    return count;
+  })];
+})"""
+SIZE = "[document.documentElement.scrollWidth, innerWidth]"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Make the pages of several kinds of runs; return their addresses."""
+    storage = open_storage(str(tmp_path_factory.mktemp("runs")))
+    runs = [eventful(storage).run]
+    for number, steps in enumerate((600, 600, 420)):
+        rate = f"{number + 2}e-4"
+        run = RunFolder(storage, f"lr-{rate}", steps, seed=number + 1, train__lr=rate)
+        run.plan()
+        run.train(steps)
+        run.end()
+        runs.append(run.run)
+    fresh, one = RunFolder(storage, "fresh"), RunFolder(storage, "one")
+    one.plan(bad=False)
+    one.train(1)
+    for run in (runs[0], fresh.run, one.run, real_run(storage)):
+        report.write(run)
+    report.compare(runs, f"{storage.url}/comparison.html")
+    report.compare([fresh.run, one.run], f"{storage.url}/short.html")
+    names = ("eventful/report", "tiny/report", "fresh/report", "one/report", "comparison", "short")
+    return {name: f"file://{storage.url}/{name}.html" for name in names}
+
+
+def fine(page: Page, url: str) -> None:
+    assert page.problems == []
+    assert page.requests == [url]
+    across, width = page.evaluate(SIZE)
+    assert across == width, "it is wider than the screen"
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    "name", ["eventful/report", "tiny/report", "fresh/report", "one/report", "comparison", "short"]
+)
+def test_a_browser_shows_it(
+    name: str, width: int, dark: bool, pages: dict[str, str], browser: Browser
+) -> None:
+    page = browser.open(pages[name], width=width, dark=dark)
+    fine(page, pages[name])
+    ink = dict(page.evaluate(INK))
+    assert bool(ink) == (name != "fresh/report")
+    for chart, counts in ink.items():
+        if name in ("one/report", "short"):  # points of one step may lie on each other
+            assert max(counts) > 0, chart
+        else:
+            assert min(counts) >= 10, (chart, counts)
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground))) < 384) == dark
+    page.close()
+
+
+@needs_chromium
+def test_it_can_be_worked_by_mouse_and_keyboard(pages: dict[str, str], browser: Browser) -> None:
+    page = browser.open(pages["eventful/report"])
+    last = "document.querySelector('[data-chart=loss]').uplot.scales.x.max"
+    assert page.evaluate(last) == 600
+    page.evaluate("document.querySelector('[value=tokens]').click()")
+    page.settle()
+    assert page.evaluate(last) > 1e8
+    page.evaluate("document.querySelector('[value=seconds]').click()")
+    page.settle()
+    assert 600 < page.evaluate(last) < 3600  # the pause of 11 hours is left out
+    highest = "document.querySelector('[data-chart=loss]').uplot.data[1][0]"
+    per_token = page.evaluate(highest)
+    page.evaluate("document.querySelector('[value=byte]').click()")
+    page.settle()
+    assert page.evaluate(highest) == pytest.approx(per_token / 4.31, rel=1e-4)
+    page.evaluate("document.querySelector('[data-log=loss]').click()")
+    page.settle()
+    assert page.evaluate("document.querySelector('[data-chart=loss]').uplot.scales.y.distr") == 3
+    page.evaluate("document.querySelector('[value=step]').click()")
+    page.evaluate("document.querySelector('[data-chart=loss]').focus()")
+    page.press("End")
+    said = "document.querySelector('[data-said=loss]').textContent"
+    assert page.evaluate(said).startswith("step 600, ")
+    page.press("ArrowLeft")
+    assert page.evaluate(said).startswith("step 599, ")
+    page.evaluate("document.querySelector('[data-chart=loss] .u-series:nth-child(2) th').focus()")
+    page.press("Enter")
+    assert (
+        page.evaluate("document.querySelector('[data-chart=loss]').uplot.series[1].show") is False
+    )
+    page.evaluate("document.getElementById('theme').click()")
+    page.settle()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert all(min(counts) > 0 for _, counts in page.evaluate(INK))  # drawn again in its colours
+    fine(page, pages["eventful/report"])
+    page.close()
+
+
+@needs_chromium
+def test_what_a_run_has_written_does_not_run(storage: Storage, browser: Browser) -> None:
+    run = hostile(storage)
+    url = f"file://{report.write(run)}"
+    page = browser.open(url)
+    fine(page, url)
+    assert page.evaluate("document.title") == HOSTILE
+    assert page.evaluate("document.images.length") == 0
+    page.close()
+
+
+@needs_chromium
+def test_the_page_may_not_connect(pages: dict[str, str], browser: Browser, tmp_path: Path) -> None:
+    """A script that wants to is refused; without the policy the same one gets through."""
+    asked: list[str] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    away = f"http://127.0.0.1:{server.server_port}"
+    script = f"""new Promise(done => {{
+      const image = new Image();
+      image.onload = image.onerror = () => done(true);
+      image.src = '{away}/image';
+      fetch('{away}/fetch', {{mode: 'no-cors'}}).catch(() => 0);
+    }})"""
+    page = browser.open(pages["eventful/report"])
+    page.evaluate(script)
+    page.settle()
+    assert asked == [] and any("Content Security Policy" in one for one in page.problems)
+    (tmp_path / "open.html").write_text("<!doctype html><title>open</title>", encoding="utf-8")
+    other = browser.open(f"file://{tmp_path}/open.html")
+    other.evaluate(script)
+    other.settle()
+    assert "/image" in asked and len(other.requests) == 3
+    other.evaluate("console.warn('seen')")
+    assert any("seen" in one for one in other.problems)  # problems are noticed
+    server.shutdown()
+    page.close()
+    other.close()
