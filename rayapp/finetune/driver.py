@@ -25,6 +25,7 @@ from rayapp.finetune.inputs import (
 )
 from rayapp.finetune.job import STOP_FILE, Job
 from rayapp.finetune.lease import held
+from rayapp.finetune.observe import Observer
 from rayapp.finetune.outcome import RunFailed, result_of
 from rayapp.finetune.parts import model_shape, overridden, technique_problems
 from rayapp.finetune.session import (
@@ -94,7 +95,9 @@ def finetune(
             ready.run.delete(STOP_FILE)
             display.plan(console, config, prepared, order, parameters)
             phases["plan"] = time.time() - started - sum(phases.values())
-            summary = fit(job, ready.run, lease, console)
+            with Observer(job, ready.run) as observer:
+                summary = fit(job, ready.run, lease, console)
+                observer.ended(summary)
             phases["workers"] = summary.pop("group_s")  # of the last group, if there were several
         result = result_of(config, ready.run, summary, started, phases)
         ready.run.write("result.json", json.dumps(result, indent=1).encode())
