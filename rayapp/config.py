@@ -284,7 +284,9 @@ class Cluster(Section):
     gpu: Gpu = "auto"
     """One GPU per worker; auto: if the cluster has any."""
     instance: OptionalStr = None
-    """EC2 instance type, e.g. p5.48xlarge, for plans and rendered clusters."""
+    """EC2 instance type, e.g. p5.48xlarge, for plans, costs and rendered clusters."""
+    usd_per_hour: OptionalFloat = Field(default=None, gt=0)
+    """Price of one instance, e.g. of spot; none takes the list price on demand."""
     ignore_plan: bool = False
     """Start although the plan says that instance's memory is too small."""
     resources: Annotated[dict[str, float], BeforeValidator(_mapping)] = {}

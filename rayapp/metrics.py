@@ -1,4 +1,4 @@
-"""What happened, step by step: one JSON line each in metrics.jsonl, and sums over a run.
+"""What happened, step by step: one JSON line each in metrics.jsonl.
 
     log = MetricsLog(storage, first_step=resumed_at)
     log.write(StepRecord(step=1, loss=..., ...)); log.close()
@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -237,32 +236,6 @@ class MetricsLog:
 
     def _storage_error(self, why: str | None) -> StorageError:
         return StorageError("write", f"{self.storage.url}/{FILE}", str(why), "Free some space")
-
-
-def goodput(
-    lines: Iterable[dict[str, Any]], wall_s: float, known_s: dict[str, float]
-) -> dict[str, float]:
-    """Return fractions of wall time by cause; they sum to 1 and none is negative.
-
-    `known_s` are seconds measured elsewhere (start, export, lost_work, recovery ...); what nothing
-    accounts for is `other`.
-    """
-    lines = list(lines)
-    names = {
-        "data_wait": "data_wait_s",
-        "checkpoint_stall": "checkpoint_stall_s",
-        "evaluation": "eval_s",
-    }
-    seconds = {
-        cause: math.fsum(line[name] or 0.0 for line in lines) for cause, name in names.items()
-    }
-    step_s = math.fsum(line["step_s"] or 0.0 for line in lines)
-    seconds["step"] = step_s - math.fsum(seconds.values())
-    seconds = {cause: max(0.0, value) for cause, value in (seconds | known_s).items()}
-    accounted_s = math.fsum(seconds.values())
-    wall_s = max(wall_s, accounted_s, 1e-9)
-    seconds["other"] = wall_s - accounted_s
-    return {cause: value / wall_s for cause, value in seconds.items()}
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
@@ -14,8 +15,8 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from rayapp.config import Config, load
-from rayapp.finetune.outcome import History, best_interval_s, ending_of, reason_of, result_of
+from rayapp.config import load
+from rayapp.finetune.outcome import best_interval_s, ending_of, reason_of, result_of
 from rayapp.finetune.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import open_storage
 
@@ -53,43 +54,6 @@ def test_endings_are_told_apart() -> None:
     assert ending_of(RayActorError(error_msg="the controller died"), 7).kind == FAILURE
 
 
-def test_lost_work_and_recovery_are_told_apart_from_the_start(tmp_path: Path) -> None:
-    """A command of 100 s: an old run's 2 steps, then 2 kept, 2 lost, a restart, and 4 more."""
-    began = time.time() - 100.0
-    idle = {"checkpoint_stall_s": 0.0, "eval_s": 0.0, "data_wait_s": 0.0, "tokens": 10, "loss": 1.0}
-
-    def line(step: int, at: float, attempt: int) -> dict[str, object]:
-        place = {"step": step, "time": began + at, "attempt": attempt, "step_s": 5.0}
-        return idle | place | {"tokens_per_s": 2.0}
-
-    kept = [line(1, -500.0, 1), line(2, -490.0, 1), line(3, 20.0, 2), line(4, 25.0, 2)]
-    later = [line(n, 40.0 + 5.0 * n, 3) for n in range(5, 9)]
-    history = History(began)
-    history.saw([*kept, line(5, 30.0, 2), line(6, 35.0, 2)])
-    history.interrupted(Ending(FAILURE, "rank 1 died", 6), workers=2)
-    history.saw(kept + later)
-    (event,) = history.interruptions()
-    assert (event["reason"], event["step"], event["lost_steps"]) == ("rank 1 died", 6, 2)
-    assert event["to_first_step_s"] == later[0]["time"] - event["time"]
-
-    run = open_storage(str(tmp_path))
-    text = "".join(json.dumps(each) + "\n" for each in kept + later)
-    run.write("metrics.jsonl", text.encode())
-    summary = {
-        "lost": history.lost(),
-        "seconds": {"export": 4.0, "evaluation": 1.0},
-        "first_step": 4,
-        "commit_s": 2.0,
-    }
-    result = result_of(Config(), run, summary, began, {})
-    assert result["lost_steps"] == 2
-    shares = {name: round(100 * share) for name, share in result["goodput"].items()}
-    # From second 25 to 60: 10 s of lost work, 25 s of recovery; 6 own steps of 5 s.
-    assert (shares["lost_work"], shares["recovery"], shares["step"]) == (10, 25, 30)
-    assert (shares["export"], shares["evaluation"], shares["start"]) == (4, 1, 30)
-    assert result["checkpoint"] == {"stall_s": None, "commit_s": 2.0, "best_every_s": None}
-
-
 @given(st.floats(1e-3, 60.0), st.floats(1e3, 1e8))
 def test_no_other_interval_is_better(stall_s: float, mtbf_s: float) -> None:
     """Oracle: the share of time that stalls take, and half an interval lost at every failure."""
@@ -102,18 +66,31 @@ def test_no_other_interval_is_better(stall_s: float, mtbf_s: float) -> None:
         assert all(waste(best) <= waste(best * factor) for factor in (0.5, 0.9, 1.1, 2.0))
 
 
-def test_the_best_interval_of_a_run(tmp_path: Path) -> None:
+def test_what_a_run_came_to(tmp_path: Path) -> None:
+    """Rates are means over the seconds of the last command's steps, stalls and evaluation out."""
     run, began = open_storage(str(tmp_path)), time.time() - 50.0
-    line = {"attempt": 1, "tokens": 1, "tokens_per_s": 1.0, "loss": 1.0, "step_s": 10.0}
+    line = {"attempt": 1, "tokens": 1, "mfu": 0.5, "loss": 1.0, "step_s": 10.0}
     line |= {"eval_s": 0.0, "data_wait_s": 0.0}
-    stalls = [0.0, 0.5, 0.0, 2.0, 0.6]
+    stalls = [9.0, 0.0, 0.5, 0.0, 2.0, 0.6]
+    rates = [1000.0, 4.0, 1.0, 1.0, 1.0, 1.0]
     lines = [
-        line | {"step": n, "time": began + 10.0 * n, "checkpoint_stall_s": stall}
-        for n, stall in enumerate(stalls, 1)
+        line
+        | {"step": n, "time": began + 10 * n, "checkpoint_stall_s": stall, "tokens_per_s": rate}
+        for n, (stall, rate) in enumerate(zip(stalls, rates, strict=True), 0)
     ]
+    lines[0]["time"] -= 100.0
     run.write("metrics.jsonl", "".join(json.dumps(each) + "\n" for each in lines).encode())
     config = load(None, {"cluster.workers": "4", "cluster.mtbf_hours": "1000"})
-    summary = {"lost": [], "seconds": {}, "commit_s": 3.0}
-    found = result_of(config, run, summary, began, {})["checkpoint"]
+    events = [
+        {"event": "started", "time": began, "seen_until": None, "usd_per_hour": None},
+        {"event": "ended", "time": began + 50.0, "seconds": {"export": 1.0}},
+    ]
+    summary = {"seconds": {"export": 1.0, "first_step": 2.0}, "commit_s": 3.0, "steps": 5}
+    result = result_of(config, run, summary, {"data": 1.0}, events)
+    assert result["tokens_per_s"] == pytest.approx((4 * 10 + 9.5 + 10 + 8 + 9.4) / 46.9)
+    assert (result["mfu"], result["tokens"], result["steps"]) == (pytest.approx(0.5), 6, 5)
+    assert result["wall_s"] == pytest.approx(50.0) and result["cost_usd"] is None
+    assert result["start_s"] == {"data": 1.0, "first_step": 2.0}
+    found = result["checkpoint"]
     assert (found["stall_s"], found["commit_s"]) == (0.6, 3.0)
     assert abs(found["best_every_s"] - math.sqrt(2 * 0.6 * 250 * 3600)) < 1.0

@@ -10,9 +10,9 @@ import pytest
 
 from rayapp.config import load
 from rayapp.finetune import pace
-from rayapp.finetune.job import STOP_FILE
 from rayapp.finetune.pace import Cadence, Leaving
 from rayapp.loop import MOVE, STAY, STOP
+from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage, StorageError, open_storage
 
 

@@ -1,4 +1,4 @@
-"""Check metrics.jsonl through resumes, kills and a failing S3, and that goodput adds up."""
+"""Check metrics.jsonl through resumes, kills and a failing S3."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp import metrics
-from rayapp.metrics import FILE, TAIL_BYTES, MetricsLog, StepRecord, goodput, last, read
+from rayapp.metrics import FILE, TAIL_BYTES, MetricsLog, StepRecord, last, read
 from rayapp.storage import Storage, StorageError, open_storage
 
 
@@ -272,45 +271,6 @@ assert steps(storage) == [1, 2, 3]
 
 
 seconds = st.floats(0, 1e5)
-step_lines = st.fixed_dictionaries(
-    {
-        "step_s": seconds,
-        "data_wait_s": seconds,
-        "checkpoint_stall_s": seconds,
-        "eval_s": st.none() | seconds,
-    }
-)
-
-
-@settings(deadline=None)
-@given(
-    lines=st.lists(step_lines, max_size=6),
-    wall_s=st.floats(-1, 1e6),
-    known=st.dictionaries(
-        st.sampled_from(["start", "export", "recovery", "lost_work"]), st.floats(-10, 1e5)
-    ),
-)
-def test_goodput_adds_up(
-    lines: list[dict[str, Any]], wall_s: float, known: dict[str, float]
-) -> None:
-    found = goodput(lines, wall_s, known)
-    assert set(found) == {
-        "data_wait", "checkpoint_stall", "evaluation", "step", "other", *known
-    }  # fmt: skip
-    assert all(0 <= fraction <= 1 for fraction in found.values()), found
-    assert math.fsum(found.values()) == pytest.approx(1, abs=1e-9)
-
-
-def test_goodput_of_a_small_run() -> None:
-    line = {"step_s": 10.0, "data_wait_s": 1.0, "checkpoint_stall_s": 2.0, "eval_s": 3.0}
-    assert goodput([line, line], 40.0, {"start": 8.0}) == {
-        "data_wait": 0.05,
-        "checkpoint_stall": 0.1,
-        "evaluation": 0.15,
-        "step": 0.2,
-        "start": 0.2,
-        "other": 0.3,
-    }
 
 
 def test_lines_are_json_objects_of_one_line(tmp_path: Path) -> None:

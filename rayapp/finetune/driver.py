@@ -23,7 +23,8 @@ from rayapp.finetune.inputs import (
     prepare_rows,
     shared_tokenizer,
 )
-from rayapp.finetune.job import STOP_FILE, Job
+from rayapp.finetune.job import Job
+from rayapp.finetune.journal import Journal
 from rayapp.finetune.lease import held
 from rayapp.finetune.observe import Observer
 from rayapp.finetune.outcome import RunFailed, result_of
@@ -36,6 +37,7 @@ from rayapp.finetune.session import (
     resolve_precision,
     uses_gpus,
 )
+from rayapp.progress import STOP_FILE
 
 __all__ = ["RunFailed", "finetune"]
 
@@ -72,34 +74,41 @@ def finetune(
             config = resolve_precision(config, gpus := uses_gpus(config))
             if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
                 raise ConfigError(wrong)
-            status = checks.same_run(ready.run, config)
-            if status == "done":
+            if checks.same_run(ready.run, config) == "done":
                 result = json.loads(ready.run.read("result.json"))
                 console.print(f"run {config.run.name} is already done", highlight=False)
                 display.result(console, result)
                 return result
-            tokenizer_url, tokenizer = shared_tokenizer(ready, console)
-            prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
-            phases["data"] = time.time() - started - sum(phases.values())
-            order = order_of(config, prepared)
-            job = Job(config, prepared, tokenizer_url, order, ready.run.url)
-            shape = model_shape(ready.model, config, len(tokenizer))
-            parameters = count_parameters(shape)
-            planned = forecast(config, shape, order.num_steps)
-            plan = plan_of(config, prepared, order, parameters)
-            ready.run.write("config.yaml", config.to_yaml().encode())
-            ready.run.write(
-                "plan.json",
-                json.dumps((planned.as_dict() if planned else {}) | plan, indent=1).encode(),
-            )
+            journal = Journal(ready.run)
             ready.run.delete(STOP_FILE)
-            display.plan(console, config, prepared, order, parameters)
-            phases["plan"] = time.time() - started - sum(phases.values())
-            with Observer(job, ready.run) as observer:
-                summary = fit(job, ready.run, lease, console)
-                observer.ended(summary)
+            with journal.command(config, started):
+                job = _prepare(ready, config, console, phases, started)
+                with Observer(job, ready.run) as observer:
+                    summary = fit(job, ready.run, lease, journal, console)
+                    observer.ended(summary)
+                journal.ended(summary["status"], summary["seconds"])
             phases["workers"] = summary.pop("group_s")  # of the last group, if there were several
-        result = result_of(config, ready.run, summary, started, phases)
+        result = result_of(config, ready.run, summary, phases, journal.events)
         ready.run.write("result.json", json.dumps(result, indent=1).encode())
         display.result(console, result)
     return result
+
+
+def _prepare(
+    ready: checks.Ready, config: Config, console: Console, phases: dict[str, float], started: float
+) -> Job:
+    """Prepare the rows, write down what is to be done, and show it."""
+    tokenizer_url, tokenizer = shared_tokenizer(ready, console)
+    prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
+    phases["data"] = time.time() - started - sum(phases.values())
+    order = order_of(config, prepared)
+    shape = model_shape(ready.model, config, len(tokenizer))
+    parameters = count_parameters(shape)
+    planned = forecast(config, shape, order.num_steps)
+    plan = plan_of(config, prepared, order, parameters)
+    ready.run.write("config.yaml", config.to_yaml().encode())
+    values = (planned.as_dict() if planned else {}) | plan
+    ready.run.write("plan.json", json.dumps(values, indent=1).encode())
+    display.plan(console, config, prepared, order, parameters)
+    phases["plan"] = time.time() - started - sum(phases.values())
+    return Job(config, prepared, tokenizer_url, order, ready.run.url)

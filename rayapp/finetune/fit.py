@@ -16,12 +16,14 @@ from rich.console import Console
 from rayapp import metrics
 from rayapp.checkpoint.marker import latest
 from rayapp.finetune import display, placement
-from rayapp.finetune.job import STOP_FILE, Job, first_step, train
+from rayapp.finetune.job import Job, first_step, train
+from rayapp.finetune.journal import Journal
 from rayapp.finetune.lease import Lease
-from rayapp.finetune.outcome import History, ending_of, failed
+from rayapp.finetune.outcome import ending_of, failed
 from rayapp.finetune.recovery import NO_ROOM, GiveUp, Recovery
 from rayapp.finetune.session import uses_gpus
 from rayapp.finetune.validation import Validator
+from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage
 
 POLL_S = 0.5
@@ -37,10 +39,8 @@ class _StopAsked(Exception):
     """Someone has asked the run to stop while it has no workers."""
 
 
-def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any]:
+def fit(job: Job, run: Storage, lease: Lease, journal: Journal, console: Console) -> dict[str, Any]:
     """Train with Ray Train, again and again if need be; return rank 0's summary.
-
-    The summary also holds `interruptions` and `lost`, the steps that were done in vain.
 
     Raises:
         RunFailed: training failed for good, with the first worker's reason, or the lease is lost.
@@ -48,7 +48,6 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
     cluster = job.config.cluster
     recovery = Recovery(cluster.max_failures, cluster.max_preemptions, job.order)
     bar = display.Bar(console, job.order.num_steps, job.config.run.name)
-    history = History(time.time())
 
     def check() -> None:
         lease.check()
@@ -65,16 +64,16 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
                 check()
                 bar.note(f"starting {workers} worker{'s' if workers > 1 else ''}")
                 began = time.time()
-                ended = _attempt(job, workers, run, bar, lease, validator)
-                lines = metrics.read(run)
-                history.saw(lines)
+                journal.attempt(job.config, workers)
+                ended = _attempt(job, workers, run, bar, lease, journal, validator)
+                lines = journal.catch_up()
                 if isinstance(ended, dict) and ended["status"] != "moved":
                     if validator is not None:
                         validator.close()
                     break
                 ending = ending_of(ended, lines[-1]["step"] if lines else 0)
                 if ending.kind != NO_ROOM:
-                    history.interrupted(ending, workers)
+                    journal.interrupted(ending, workers)
                 pause_s = recovery.after(ending)
                 again = f"again in {pause_s:.0f} s" if pause_s else "again"
                 bar.say(f"after step {ending.step}: {ending.reason}; {again}")
@@ -88,8 +87,7 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
     if ended["status"] == "failed":
         raise failed(run, ended["reason"])
     group_s = ended.pop("entered") - began
-    past = {"interruptions": history.interruptions(), "lost": history.lost()}
-    return ended | past | {"group_s": group_s}
+    return ended | {"group_s": group_s}
 
 
 def _attempt(
@@ -98,6 +96,7 @@ def _attempt(
     run: Storage,
     bar: display.Bar,
     lease: Lease,
+    journal: Journal,
     validator: Validator | None,
 ) -> dict[str, Any] | Exception:
     """Train once; return rank 0's summary, or what ended it."""
@@ -106,7 +105,7 @@ def _attempt(
     pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
     try:
         fit = pool.submit(trainer.fit)
-        _watch(run, bar, fit, lease, validator)
+        _watch(run, bar, fit, lease, journal, validator)
     finally:
         pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
     error = fit.exception()
@@ -176,7 +175,12 @@ def _trainer(job: Job, workers: int) -> Any:
 
 
 def _watch(
-    run: Storage, bar: display.Bar, fit: Future[Any], lease: Lease, validator: Validator | None
+    run: Storage,
+    bar: display.Bar,
+    fit: Future[Any],
+    lease: Lease,
+    journal: Journal,
+    validator: Validator | None,
 ) -> None:
     """Follow metrics.jsonl, the run's own record wherever it trains, until `fit` is done."""
     shown, wait_s = _last_line(run), POLL_S if run.local_path() else 4 * POLL_S
@@ -188,6 +192,7 @@ def _watch(
         if line is not None and line != shown:
             shown = line
             bar.update(line)
+            journal.saw(line)
         if validator is not None:
             validator.poll()
 

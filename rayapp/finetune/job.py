@@ -10,8 +10,6 @@ from rayapp.data.prepared import Prepared
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
-STOP_FILE = "STOP"  # in the run's folder: asks the run to save and leave
-
 
 @dataclass(frozen=True)
 class Job:

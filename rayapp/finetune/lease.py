@@ -23,9 +23,9 @@ from typing import Any
 
 from rayapp.config import ConfigError
 from rayapp.finetune.outcome import RunFailed
+from rayapp.progress import LEASE_FILE as FILE
 from rayapp.storage import Storage
 
-FILE = "LEASE"
 RENEW_S = 10.0
 TTL_S = 35.0
 POLL_S = 1.0

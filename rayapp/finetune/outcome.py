@@ -4,60 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import statistics
-import time
-from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 from ray.exceptions import RayActorError
 
 from rayapp import metrics
+from rayapp.accounts import Event, account, commands
 from rayapp.config import Config
 from rayapp.finetune.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import Storage
 
+ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before
+
 
 class RunFailed(RuntimeError):
     """Training ended without a result; the message says why."""
-
-
-class History:
-    """What the driver has seen of a run: every line there ever was, and each interruption."""
-
-    def __init__(self, started: float) -> None:
-        self._started = started
-        self._seen: dict[tuple[int, int], dict[str, Any]] = {}
-        self._kept: list[dict[str, Any]] = []
-        self._events: list[dict[str, Any]] = []
-
-    def saw(self, lines: list[dict[str, Any]]) -> None:
-        """Take the lines of metrics.jsonl as an attempt has left them."""
-        self._kept = [line for line in lines if line["time"] >= self._started]
-        self._seen |= {(line["attempt"], line["step"]): line for line in self._kept}
-
-    def interrupted(self, ending: Ending, workers: int) -> None:
-        """Note that an attempt has just ended early."""
-        event = {"time": time.time(), "workers": workers, **asdict(ending)}
-        self._events.append(event | {"attempt": max((a for a, _ in self._seen), default=0)})
-
-    def lost(self) -> list[dict[str, Any]]:
-        """Return the lines of steps that were done and then thrown away."""
-        kept = {(line["attempt"], line["step"]) for line in self._kept}
-        return [line for key, line in self._seen.items() if key not in kept]
-
-    def interruptions(self) -> list[dict[str, Any]]:
-        """Return each interruption, with the steps that it lost and the seconds to a new one."""
-        found = []
-        for event in self._events:
-            later = [line for key, line in self._seen.items() if key[0] > event["attempt"]]
-            first = min(later, key=lambda line: line["time"], default=None)
-            facts = {"lost_steps": None, "to_first_step_s": None}
-            if first is not None:
-                facts["lost_steps"] = event["step"] - first["step"] + 1
-                facts["to_first_step_s"] = first["time"] - event["time"]
-            found.append({k: v for k, v in event.items() if k != "attempt"} | facts)
-        return found
 
 
 def ending_of(ended: dict[str, Any] | Exception, step: int) -> Ending:
@@ -108,62 +71,44 @@ def failed(run: Storage, reason: str) -> RunFailed:
 
 
 def result_of(
-    config: Config, run: Storage, summary: dict[str, Any], started: float, phases: dict[str, float]
+    config: Config,
+    run: Storage,
+    summary: dict[str, Any],
+    phases: dict[str, float],
+    events: list[Event],
 ) -> dict[str, Any]:
-    """Return what result.json holds; `started` is when this command began, in Unix seconds."""
+    """Return what result.json holds: sums over all commands of the run, `start_s` of this one."""
     lines = metrics.read(run)
-    wall_s = time.time() - started
-    own = [line for line in lines if line["time"] >= started]
-    seconds = summary.pop("seconds")
-    lost = summary.pop("lost")
-    lost_s = sum(line["step_s"] for line in lost)
-    # From the last step that an attempt kept to the first of the next: steps that were lost, and
-    # what it took to go on.
-    gaps_s = sum(
-        max(0.0, after["time"] - after["step_s"] - before["time"])
-        for before, after in pairwise(own)
-        if before["attempt"] != after["attempt"]
-    )
-    recovery_s = max(0.0, gaps_s - lost_s)
-    start_s = (
-        wall_s
-        - sum(line["step_s"] for line in own)
-        - sum(seconds.get(phase, 0.0) for phase in ("evaluation", "sample", "export"))
-        - lost_s
-        - recovery_s
-    )
-    known = {
-        "start": start_s,
-        "export": seconds.get("export", 0.0) + seconds.get("sample", 0.0),
-        "lost_work": lost_s,
-        "recovery": recovery_s,
-    }
-    goodput = metrics.goodput(own, wall_s, known)
-    goodput["evaluation"] += seconds.get("evaluation", 0.0) / wall_s
-    goodput["other"] = max(0.0, goodput["other"] - seconds.get("evaluation", 0.0) / wall_s)
-    steady = own[len(own) // 10 :] or own
-    busy_s = sum(line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"] for line in steady)
-    tokens_seen = sum(
-        line["tokens_per_s"] * (line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"])
-        for line in steady
-    )
-    checkpoint = _checkpoints(config, own, summary.pop("commit_s"), start_s)
+    seconds, commit_s = summary.pop("seconds"), summary.pop("commit_s")
+    sums = account(events, lines)
+    began = commands(events)[-1][0]["time"]
+    steady = [line for line in lines if line["time"] >= began]
+    steady = steady[len(steady) // 10 :] or lines
+    busy = [line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"] for line in steady]
+    restart_s = phases | {k: v for k, v in seconds.items() if k in ON_THE_WAY}
     return {
         "run": run.url,
         **summary,
         "tokens": sum(line["tokens"] for line in lines),
-        "lost_steps": len(lost),
+        "lost_steps": sums.lost_steps,
+        "interruptions": sums.interruptions,
         "loss": lines[-1]["loss"] if lines else None,
-        "tokens_per_s": tokens_seen / busy_s if busy_s else None,
-        "mfu": None,
-        "goodput": goodput,
-        "checkpoint": checkpoint,
-        "start_s": phases
-        | {k: v for k, v in seconds.items() if k in ("model", "restore", "first_step")},
-        "wall_s": wall_s,
-        "cost_usd": None,
+        "tokens_per_s": _mean([line["tokens_per_s"] for line in steady], busy),
+        "mfu": _mean([line["mfu"] for line in steady], busy),
+        "goodput": sums.goodput,
+        "checkpoint": _checkpoints(config, steady, commit_s, sum(restart_s.values())),
+        "start_s": restart_s,
+        "wall_s": sums.wall_s,
+        "cost_usd": sums.cost_usd,
         "versions": _versions(),
     }
+
+
+def _mean(rates: list[float | None], busy_s: list[float]) -> float | None:
+    """Return the mean of what is per second, over the seconds; None where one is not known."""
+    if not rates or None in rates or not sum(busy_s):
+        return None
+    return sum(map(operator.mul, rates, busy_s)) / sum(busy_s)
 
 
 def best_interval_s(stall_s: float, restart_s: float, mtbf_s: float) -> float:

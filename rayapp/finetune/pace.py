@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from rayapp.config import Config
-from rayapp.finetune.job import STOP_FILE
 from rayapp.loop import MOVE, STAY, STOP
+from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage
 
 STOP_POLL_S = 2.0

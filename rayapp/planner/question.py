@@ -118,7 +118,7 @@ def ask(
     if one is not None and one.gpu is not None:
         used = -(-workers // nodes)
         job = Job(layout, machine_of(one, nodes, used), _context(config), micro_batches)
-    price = usd_per_hour
+    price = usd_per_hour or config.cluster.usd_per_hour
     if price is None and one is not None:
         price = hardware.usd_per_hour(one, region)
     return Question(

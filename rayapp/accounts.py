@@ -1,0 +1,192 @@
+"""Where a run's time and money went, over all its commands: from events.jsonl and its steps.
+
+    account = account(read_events(run), metrics.read(run), now=time.time())
+    account.goodput["step"], account.cost_usd
+
+events.jsonl is what the driver has seen, one JSON object a line, each with `event` and `time`:
+
+    started      a command began: host, submission_id, and what its machines cost
+    workers      an attempt begins: workers, nodes, instance, usd_per_hour of all nodes together
+    resumed      its first step is done: step before it, first_step_s, lost_steps, lost_s
+    interrupted  it ended early: kind, reason, step, workers, trained_until
+    ended        the command ended: status, reason, seconds of evaluation, sample and export
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from rayapp.storage import Storage
+
+FILE = "events.jsonl"
+STARTED, WORKERS, RESUMED = "started", "workers", "resumed"
+INTERRUPTED, ENDED = "interrupted", "ended"
+
+Event: TypeAlias = dict[str, Any]
+
+# Of a step's wall time, by the field of metrics.jsonl that measures it; the rest of it is `step`.
+OF_A_STEP = {
+    "data_wait": "data_wait_s",
+    "checkpoint_stall": "checkpoint_stall_s",
+    "evaluation": "eval_s",
+}
+
+
+@dataclass(frozen=True)
+class Account:
+    """The sums of a run; between two commands nothing runs and nothing is counted."""
+
+    wall_s: float
+    goodput: dict[str, float]
+    """Fractions of wall_s by cause; they sum to 1 and none is negative."""
+    cost_usd: float | None
+    """None where the price of a machine is not known."""
+    usd_per_hour: float | None
+    """Of the machines of the last command."""
+    lost_steps: int
+    """Steps done in vain."""
+    interruptions: list[dict[str, Any]]
+
+
+def read_events(run: Storage) -> list[Event]:
+    """Return a run's events, none if there are none; a torn last line is left out."""
+    try:
+        data = run.read(FILE)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def account(
+    events: Sequence[Event], lines: Iterable[dict[str, Any]], now: float | None = None
+) -> Account:
+    """Add up a run. `now`, in Unix seconds, is for one whose last command is still at work."""
+    lines = list(lines)
+    seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0, "evaluation": 0.0, "export": 0.0}
+    wall_s, cost_usd = 0.0, 0.0
+    every = commands(events)
+    for index, command in enumerate(every):
+        follows = every[index + 1][0] if index + 1 < len(every) else None
+        until = _end_of(command, follows, lines, now)
+        wall_s += until - command[0]["time"]
+        for cause, value in _idle_s(command, until).items():
+            seconds[cause] += value
+        price = _cost_usd(command, until)
+        cost_usd = math.nan if price is None else cost_usd + price
+    rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
+    return Account(
+        wall_s,
+        goodput(lines, wall_s, seconds),
+        None if math.isnan(cost_usd) or not every else cost_usd,
+        rates[-1] if rates else None,
+        sum(event["lost_steps"] for event in events if event["event"] == RESUMED),
+        interruptions(events),
+    )
+
+
+def commands(events: Sequence[Event]) -> list[list[Event]]:
+    """Return the events of each command; the first of each is its start."""
+    found: list[list[Event]] = []
+    for event in events:
+        if event["event"] == STARTED:
+            found.append([])
+        found[-1].append(event)
+    return found
+
+
+def goodput(
+    lines: Iterable[dict[str, Any]], wall_s: float, known_s: dict[str, float]
+) -> dict[str, float]:
+    """Return fractions of wall time by cause; they sum to 1 and none is negative.
+
+    `known_s` are seconds measured elsewhere (start, export, lost_work, recovery ...); what nothing
+    accounts for is `other`.
+    """
+    lines = list(lines)
+    seconds = {
+        cause: math.fsum(line[name] or 0.0 for line in lines) for cause, name in OF_A_STEP.items()
+    }
+    step_s = math.fsum(line["step_s"] or 0.0 for line in lines)
+    seconds["step"] = step_s - math.fsum(seconds.values())
+    for cause, value in known_s.items():
+        seconds[cause] = seconds.get(cause, 0.0) + max(0.0, value)
+    seconds = {cause: max(0.0, value) for cause, value in seconds.items()}
+    accounted_s = math.fsum(seconds.values())
+    wall_s = max(wall_s, accounted_s, 1e-9)
+    seconds["other"] = wall_s - accounted_s
+    return {cause: value / wall_s for cause, value in seconds.items()}
+
+
+def interruptions(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Return each interruption, with the steps that it lost and the seconds to a new one."""
+    found = []
+    for command in commands(events):
+        for index, event in enumerate(command):
+            if event["event"] != INTERRUPTED:
+                continue
+            facts = {k: event[k] for k in ("time", "kind", "reason", "step", "workers")}
+            later = [other for other in command[index:] if other["event"] == RESUMED]
+            facts |= {"lost_steps": None, "to_first_step_s": None}
+            if later:
+                facts["lost_steps"] = event["step"] - later[0]["step"]
+                facts["to_first_step_s"] = later[0]["time"] - event["time"]
+            found.append(facts)
+    return found
+
+
+def _end_of(
+    command: list[Event], follows: Event | None, lines: list[dict[str, Any]], now: float | None
+) -> float:
+    """Return when a command ended; of one that was killed, when it last gave a sign of life."""
+    for event in command:
+        if event["event"] == ENDED:
+            return float(event["time"])
+    if follows is None and now is not None:
+        return max(now, command[-1]["time"])
+    limit = math.inf if follows is None else follows["time"]
+    signs = [line["time"] for line in lines if command[0]["time"] <= line["time"] < limit]
+    if follows is not None and (follows["seen_until"] or 0.0) >= command[0]["time"]:
+        signs.append(follows["seen_until"])
+    return float(max([*signs, command[-1]["time"]]))
+
+
+def _idle_s(command: list[Event], until: float) -> dict[str, float]:
+    """Return the seconds of a command that no kept step accounts for, by cause."""
+    seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0}
+    cause: str | None = "start"  # of the time from `since` on; None: it trains
+    since = command[0]["time"]
+    for event in command:
+        if event["event"] == RESUMED:
+            if cause is not None:
+                seconds[cause] += max(0.0, event["time"] - event["first_step_s"] - since)
+            cause = None
+            seconds["lost_work"] += event["lost_s"]
+        elif event["event"] == INTERRUPTED and cause is None:
+            cause, since = "recovery", event["trained_until"]
+        elif event["event"] == ENDED:
+            known = event["seconds"]
+            if cause is not None:
+                seconds[cause] += max(0.0, until - since - sum(known.values()))
+            cause = None
+            seconds["evaluation"] = known.get("evaluation", 0.0)
+            seconds["export"] = known.get("export", 0.0) + known.get("sample", 0.0)
+    if cause is not None:
+        seconds[cause] += max(0.0, until - since)
+    return seconds
+
+
+def _cost_usd(command: list[Event], until: float) -> float | None:
+    """Return what a command's machines have cost, None where a price is not known."""
+    priced = [event for event in command if "usd_per_hour" in event]
+    ends = [*(event["time"] for event in priced[1:]), until]
+    total = 0.0
+    for event, end in zip(priced, ends, strict=True):
+        if event["usd_per_hour"] is None:
+            return None
+        total += event["usd_per_hour"] * max(0.0, end - event["time"]) / 3600.0
+    return total

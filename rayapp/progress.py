@@ -1,0 +1,112 @@
+"""How a run is getting on, from its folder alone: on any machine, whatever became of its cluster.
+
+now = read(open_storage("s3://bucket/runs/demo"))
+now.status, now.step, now.num_steps, now.left_s, now.account.cost_usd
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rayapp import metrics
+from rayapp.accounts import ENDED, RESUMED, Account, account, commands, read_events
+from rayapp.storage import Storage
+
+LEASE_FILE = "LEASE"  # in the run's folder: renewed by the driver at work on it
+STOP_FILE = "STOP"  # there too: asks the run to save and leave
+LIVE_S = 45.0  # a lease is renewed every 10 s, and taken over after 35 s; clocks differ a little
+RECENT_STEPS = 50
+
+PREPARING, RUNNING, STOPPING = "preparing", "running", "stopping"
+DONE, STOPPED, FAILED, LOST = "done", "stopped", "failed", "lost"
+LIVE = (PREPARING, RUNNING, STOPPING)
+
+
+class NoRun(LookupError):
+    """There is no run in this folder; the message names it."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run as it is now."""
+
+    status: str
+    """preparing, running, stopping; done, stopped, failed; lost: its driver is gone. The last
+    three go on with the same command."""
+    step: int
+    num_steps: int | None
+    left_s: float | None
+    """Seconds until the last step at the pace of the last ones; None when it does not run."""
+    line: dict[str, Any] | None
+    """The last line of metrics.jsonl."""
+    account: Account
+    reason: str | None
+    """Why it failed."""
+    updated_s: float | None
+    """Unix time of the last sign of life."""
+
+    @property
+    def live(self) -> bool:
+        """Say whether its driver is at work."""
+        return self.status in LIVE
+
+
+def read(run: Storage, lines: list[dict[str, Any]] | None = None) -> Progress:
+    """Look at a run's folder; `lines` are those of metrics.jsonl where the caller has them.
+
+    Raises:
+        NoRun: nothing there is a run's.
+    """
+    events = read_events(run)
+    lease = run.stat(LEASE_FILE)
+    if not events and lease is None and not run.exists("config.yaml"):
+        raise NoRun(f"{run.url} holds no run: there is no config.yaml in it")
+    lines = metrics.read(run) if lines is None else lines
+    now = time.time()
+    live = lease is not None and now - lease.modified_s < LIVE_S
+    last = commands(events)[-1] if events else []
+    status, reason = _status(run, last, live)
+    num_steps = _num_steps(run)
+    line = lines[-1] if lines else None
+    step = line["step"] if line else 0
+    signs = [event["time"] for event in last] + ([line["time"]] if line else [])
+    return Progress(
+        status=status,
+        step=step,
+        num_steps=num_steps,
+        left_s=_left_s(lines, num_steps) if status == RUNNING else None,
+        line=line,
+        account=account(events, lines, now if live else None),
+        reason=reason,
+        updated_s=max(signs, default=None),
+    )
+
+
+def _status(run: Storage, last: list[dict[str, Any]], live: bool) -> tuple[str, str | None]:
+    """Return the status and, of a failure, the reason; `last` are the last command's events."""
+    for event in last:
+        if event["event"] == ENDED:
+            return event["status"], event["reason"]
+    if not live:
+        return LOST, "its driver has vanished: run the same command again to go on"
+    if run.exists(STOP_FILE):
+        return STOPPING, None
+    return (RUNNING if any(e["event"] == RESUMED for e in last) else PREPARING), None
+
+
+def _num_steps(run: Storage) -> int | None:
+    try:
+        return int(json.loads(run.read("plan.json"))["steps"])
+    except FileNotFoundError:
+        return None
+
+
+def _left_s(lines: list[dict[str, Any]], num_steps: int | None) -> float | None:
+    recent = [line["step_s"] for line in lines[-RECENT_STEPS:]]
+    if num_steps is None or not recent:
+        return None
+    return (num_steps - lines[-1]["step"]) * statistics.fmean(recent)

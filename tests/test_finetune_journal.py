@@ -1,0 +1,108 @@
+"""Check that what happens to a run is written down as it happens, through kills of the driver."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayapp.accounts import account, read_events
+from rayapp.config import Config, load
+from rayapp.finetune.journal import Journal, machines
+from rayapp.finetune.recovery import FAILURE, Ending
+from rayapp.storage import Storage, StorageError, open_storage
+
+IDLE = {"data_wait_s": 0.0, "checkpoint_stall_s": 0.0, "eval_s": 0.0}
+
+
+def train(run: Storage, lines: list[dict[str, Any]]) -> None:
+    run.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def test_steps_lost_by_a_failure_and_by_a_killed_driver(tmp_path: Path) -> None:
+    run, now = open_storage(str(tmp_path)), time.time()
+
+    def line(step: int, attempt: int) -> dict[str, Any]:
+        at = {"step": step, "attempt": attempt, "time": now + 10 * attempt + step, "step_s": 1.0}
+        return IDLE | at
+
+    def follow(journal: Journal, lines: list[dict[str, Any]]) -> None:
+        train(run, lines)
+        journal.saw(lines[-1])
+
+    first = [line(n, 1) for n in (1, 2, 3, 4)]
+    second = [*first[:2], line(3, 2), line(4, 2), line(5, 2)]
+    third = [*second[:3], line(4, 3)]
+    journal = Journal(run)
+    with journal.command(Config(), now):
+        journal.attempt(Config(), 2)
+        follow(journal, first[:1])
+        follow(journal, first)
+        journal.interrupted(Ending(FAILURE, "rank 1 died", 4), 2)
+        journal.attempt(Config(), 2)
+        follow(journal, second[:3])
+        follow(journal, second)  # and here the driver dies
+    again = Journal(run)
+    assert again.events == journal.events
+    with again.command(Config(), now + 100.0):
+        again.attempt(Config(), 2)
+        follow(again, third)
+        again.ended("done", {})
+    events = read_events(run)
+    assert [event["event"] for event in events] == [
+        "started", "workers", "resumed", "interrupted", "workers", "resumed",
+        "started", "workers", "resumed", "ended",
+    ]  # fmt: skip
+    begun = [event for event in events if event["event"] == "resumed"]
+    assert [(e["step"], e["lost_steps"], e["lost_s"]) for e in begun] == [
+        (0, 0, 0), (2, 2, 2.0), (3, 2, 2.0),
+    ]  # fmt: skip
+    assert events[6]["seen_until"] == second[-1]["time"]
+    found = account(events, third)
+    assert found.lost_steps == 4
+    (broken,) = found.interruptions
+    assert (broken["reason"], broken["lost_steps"]) == ("rank 1 died", 2)
+
+
+def test_an_error_ends_the_command(tmp_path: Path) -> None:
+    run = open_storage(str(tmp_path))
+    with pytest.raises(StorageError), Journal(run).command(Config(), time.time()):
+        raise StorageError("read", "s3://a/b", "the bucket is gone")
+    last = read_events(run)[-1]
+    assert (last["event"], last["status"]) == ("ended", "failed")
+    assert last["reason"] == "cannot read s3://a/b: the bucket is gone."
+
+
+def test_an_event_that_cannot_be_stored_is_stored_with_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = open_storage(str(tmp_path / "run"))
+    journal = Journal(run)
+    with journal.command(Config(), time.time()):
+        (tmp_path / "run").rename(tmp_path / "away")
+        (tmp_path / "run").write_text("in the way")
+        with caplog.at_level(logging.WARNING):
+            journal.attempt(Config(), 2)
+        assert "events are not stored yet" in caplog.text
+        (tmp_path / "run").unlink()
+        (tmp_path / "away").rename(tmp_path / "run")
+        journal.ended("stopped", {})
+    assert [event["event"] for event in read_events(run)] == ["started", "workers", "ended"]
+
+
+def test_what_machines_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    unknown = {"nodes": None, "instance": None, "usd_per_hour": None}
+    assert machines(Config(), 8) == unknown
+    one = load(None, {"cluster.instance": "p5.48xlarge", "cluster.usd_per_hour": "20.5"})
+    assert machines(one, 9) == {"nodes": 2, "instance": "p5.48xlarge", "usd_per_hour": 41.0}
+    listed = load(None, {"cluster.instance": "p5.48xlarge"})
+    found = machines(listed, 8)["usd_per_hour"]
+    assert found is not None and found > 20.0
+    monkeypatch.setenv("AWS_REGION", "mars-north-1")
+    assert machines(listed, 8)["usd_per_hour"] is None
