@@ -38,6 +38,7 @@ GROUPS = {
     "run": ("epoch", "tokens", "workers", "attempt"),
 }
 NAMES = {field: f"{group}/{field}" for group, fields in GROUPS.items() for field in fields}
+SHOWN_BY_HPARAMS = (NAMES["loss"], NAMES["eval_loss"])
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
 INSTALL = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny", "wandb": "wandb"}
 FOLDER = "tensorboard"
@@ -114,24 +115,31 @@ class TensorBoard:
     """
 
     def __init__(self, run: Storage, config: Config) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.summary import hparams, text
 
         self._storage = run / FOLDER
         self._old = [entry.name for entry in self._storage.list()]
         local = self._storage.local_path()
         self._remote = local is None
         self._folder = Path(local or tempfile.mkdtemp(prefix="rayapp-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._due = 0.0
-        # What waits in memory is not lost by a kill: the next command writes it again.
-        self._writer = SummaryWriter(str(self._folder), max_queue=1000, flush_secs=5)
+        # Not SummaryWriter, whose flush() leaves out what is still in its queue.
+        self._file = EventsWriter(str(self._folder / "events"))
         self.cut_back(0)
-        self._describe(config)
+        self._add(text("config", _verbatim(config.to_yaml())))
+        for summary in hparams(_plain(settings(config)), dict.fromkeys(SHOWN_BY_HPARAMS)):
+            self._add(summary)
 
     def write(self, lines: Sequence[Line]) -> None:
         """Add events; to S3 they go from time to time."""
+        from tensorboardX.summary import scalar
+
         for line in lines:
             for name, value in scalars(line):
-                self._writer.add_scalar(name, value, line["step"], walltime=line["time"])
+                self._add(scalar(name, value), line["step"], line["time"])
+        self._file.flush()
         if time.monotonic() >= self._due:
             self._store()
 
@@ -140,32 +148,28 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
-        self._writer.file_writer.add_event(Event(step=step + 1 if step else 0, session_log=start))
+        self._file.write_event(
+            Event(step=step + 1 if step else 0, session_log=start, wall_time=time.time())
+        )
 
     def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
         """Add the samples, and store the file."""
-        for number, (prompt, text) in enumerate(samples):
-            self._writer.add_text(f"sample/{number}", _verbatim(prompt + text))
-        self._writer.close()
+        from tensorboardX.summary import text
+
+        for number, (prompt, answer) in enumerate(samples):
+            self._add(text(f"sample/{number}", _verbatim(prompt + answer)))
+        self._file.close()
         self._store()
         if self._remote:
             shutil.rmtree(self._folder)
 
-    def _describe(self, config: Config) -> None:
-        """Add the config as text, and for the table of hyperparameters."""
-        from tensorboardX.summary import hparams
+    def _add(self, summary: Any, step: int = 0, at: float | None = None) -> None:
+        from tensorboardX.proto.event_pb2 import Event
 
-        self._writer.add_text("config", _verbatim(config.to_yaml()))
-        plain = {
-            name: value if isinstance(value, bool | int | float | str) else str(value)
-            for name, value in settings(config).items()
-        }
-        for summary in hparams(plain, {NAMES["loss"]: 0.0, NAMES["eval_loss"]: 0.0}):
-            self._writer.file_writer.add_summary(summary)
+        self._file.write_event(Event(summary=summary, step=step, wall_time=at or time.time()))
 
     def _store(self) -> None:
-        """Make the event file whole, copy it if the run is on S3, and delete older ones."""
-        self._writer.flush()
+        """Copy the event file if the run is on S3, and delete those of earlier commands."""
         began = time.monotonic()
         stored_bytes = 0
         for path in self._folder.iterdir() if self._remote else ():
@@ -306,6 +310,10 @@ def _wandb_may_start() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):  # there is none: `wandb login` has not been run
         return False
+
+
+def _plain(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
+    return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
 
 
 def _verbatim(text: str) -> str:
