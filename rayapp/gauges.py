@@ -6,9 +6,10 @@
 
 Ray prefixes every name with `ray_`, and counters end in `_total`. There are few series: of a step's
 record rank 0 tells what is the run's, each rank only its own memory and how long it waited. What is
-None is not told. A gauge is shown until its process is gone for some 20 s, a counter for as long as
-its node's agent lives, with the count of each process beside those of the processes before it: sum
-them by run. Under torchrun none of this is used.
+None is not told, nor what is not finite, which Ray would drop: `bad_steps` counts such steps. A
+gauge is shown until its process is gone for some 20 s, a counter for as long as its node's agent
+lives, each process's beside those of the processes before it: sum them by run. A process that ends
+sends its last values first. Under torchrun none of this is used.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Any]:
 
 def _set(gauges: dict[str, Any], values: Mapping[str, float | None]) -> None:
     for name, value in values.items():
-        if value is not None:
+        if value is not None and math.isfinite(value):
             gauges[name].set(value)
 
 
