@@ -1,21 +1,25 @@
 """What a run tells Prometheus while it trains, by way of Ray's metrics agent on each node.
 
-    told = Steps("demo", rank=0)            # in a training worker, after each step
-    told.step(record)
-    Driver("demo", num_steps=500).set(...)  # in the driver, every few seconds
+    with Steps("demo", rank=0) as told:                    # in a training worker
+        told.step(record)
+    told = Driver("demo", num_steps=500, started=...)      # in the driver
+    told.set(account, ...); told.close()
 
 Ray prefixes every name with `ray_`, and counters end in `_total`. There are few series: of a step's
 record rank 0 tells what is the run's, each rank only its own memory and how long it waited. What is
-None is not told, nor what is not finite, which Ray would drop: `bad_steps` counts such steps. A
-gauge is shown until its process is gone for some 20 s, a counter for as long as its node's agent
-lives, each process's beside those of the processes before it: sum them by run. A process that ends
-sends its last values first. Under torchrun none of this is used.
+None is not told, nor what is not finite, which Ray would drop: `bad_steps` counts such steps.
+
+A gauge is shown for 20 s after it was set (two of Ray's intervals), so each is set again and again
+until it is closed; a counter as long as its node's agent lives, each process's beside those of the
+processes before it: sum them by run. A process that ends sends its last counts first. Under
+torchrun none of this is used.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from rayapp.metrics import StepRecord
 
 PREFIX = "rayapp"
+REPEAT_S = 1.0
 
 # Fields of a StepRecord that rank 0 tells as they are.
 OF_A_STEP = {
@@ -65,6 +70,43 @@ OF_THE_DRIVER = {
 }
 
 
+class _Gauges:
+    """Gauges of one run that keep what they were set to until they are closed."""
+
+    def __init__(self, tags: dict[str, str]) -> None:
+        self._tags = tags
+        self._gauges: dict[str, Any] = {}
+        self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="gauges", daemon=True)
+
+    def add(self, texts: Mapping[str, str], *more_tags: str) -> None:
+        """Add gauges, by name."""
+        from ray.util.metrics import Gauge
+
+        for name, text in texts.items():
+            made = Gauge(f"{PREFIX}_{name}", text, (*self._tags, *more_tags))
+            self._gauges[name] = made.set_default_tags(self._tags)
+
+    def set(self, values: Mapping[str, float | None], **tags: str) -> None:
+        """Set gauges to what is known and finite; `tags` are beside those of all."""
+        for name, value in values.items():
+            if value is not None and math.isfinite(value):
+                self._values[name, "".join(tags.values())] = value, tags
+                self._gauges[name].set(value, tags)
+        if not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let them vanish."""
+        self._closed.set()
+
+    def _repeat(self) -> None:
+        while not self._closed.wait(REPEAT_S):
+            for (name, _), (value, tags) in tuple(self._values.items()):
+                self._gauges[name].set(value, tags)
+
+
 class Steps:
     """Tell of each step, on every rank."""
 
@@ -72,13 +114,14 @@ class Steps:
         from ray.util.metrics import Histogram
 
         tags = {"run": run}
-        own = tags | {"rank": str(rank)}
-        self._rank = _gauges(OF_A_RANK, own)
-        self._rank_counts = _counters(COUNTED_BY_RANK, own)
-        self._run: dict[str, Any] = {}
-        self._counts: dict[str, Any] = {}
-        if rank == 0:
-            self._run, self._counts = _gauges(OF_A_STEP, tags), _counters(COUNTED, tags)
+        self._first = rank == 0
+        self._gauges = _Gauges(tags)
+        self._gauges.add(OF_A_RANK, "rank")
+        self._rank = str(rank)
+        self._counts = _counters(COUNTED_BY_RANK, tags | {"rank": self._rank})
+        if self._first:
+            self._gauges.add(OF_A_STEP)
+            self._counts |= _counters(COUNTED, tags)
             self._step_s = Histogram(
                 f"{PREFIX}_step_s",
                 "Wall time of a step, waiting and saving included",
@@ -86,46 +129,50 @@ class Steps:
                 tag_keys=tuple(tags),
             ).set_default_tags(tags)
 
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gauges.close()
+
     def step(self, record: StepRecord) -> None:
         """Tell of a step that was done."""
-        _set(self._rank, {"peak_gib": record.peak_gib})
-        _add(self._rank_counts, {"data_wait_s": record.data_wait_s})
-        if not self._run:
+        self._gauges.set({"peak_gib": record.peak_gib}, rank=self._rank)
+        self._count("data_wait_s", record.data_wait_s)
+        if not self._first:
             return
-        _set(self._run, {name: getattr(record, name) for name in self._run})
-        bad = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
-        _add(
-            self._counts,
-            {
-                "tokens": record.tokens,
-                "skipped_steps": int(record.skipped),
-                "bad_steps": int(bad),
-                "checkpoint_stall_s": record.checkpoint_stall_s,
-                "eval_s": record.eval_s,
-            },
-        )
+        self._gauges.set({name: getattr(record, name) for name in OF_A_STEP})
+        self._count("tokens", record.tokens)
+        self._count("skipped_steps", int(record.skipped))
+        self._count("checkpoint_stall_s", record.checkpoint_stall_s)
+        self._count("eval_s", record.eval_s)
         self._step_s.observe(record.step_s)
+        if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+            self.bad_step()
 
     def bad_step(self) -> None:
-        """Tell of a step whose loss ends the run, so that it gets no record."""
-        _add(self._counts, {"bad_steps": 1})
+        """Tell of a step whose loss is not finite; one that ends the run has no record."""
+        if self._first:
+            self._count("bad_steps", 1)
+
+    def _count(self, name: str, value: float) -> None:
+        if value > 0:  # Ray's counters take no 0
+            self._counts[name].inc(value)
 
 
 class Driver:
     """Tell what only the driver knows: it outlives the workers."""
 
     def __init__(self, run: str, num_steps: int, started: float) -> None:
-        from ray.util.metrics import Gauge
-
-        tags = {"run": run}
-        self._gauges = _gauges(OF_THE_DRIVER, tags)
-        self._goodput = Gauge(
-            f"{PREFIX}_goodput", "Share of wall_s by cause, 0-1", ("run", "cause")
-        ).set_default_tags(tags)
-        self._interruptions = Gauge(
-            f"{PREFIX}_interruptions", "Attempts that ended early, by kind", ("run", "kind")
-        ).set_default_tags(tags)
+        self._gauges = _Gauges({"run": run})
+        self._gauges.add(OF_THE_DRIVER)
+        self._gauges.add({"goodput": "Share of wall_s by cause, 0-1"}, "cause")
+        self._gauges.add({"interruptions": "Attempts that ended early, by kind"}, "kind")
         self._num_steps, self._started = num_steps, started
+
+    def close(self) -> None:
+        """Let what was told vanish."""
+        self._gauges.close()
 
     def set(
         self,
@@ -136,8 +183,7 @@ class Driver:
     ) -> None:
         """Tell how the run stands; `checkpoint` is the newest one's step and its Unix time."""
         step, committed_s = checkpoint or (None, self._started)
-        _set(
-            self._gauges,
+        self._gauges.set(
             {
                 "num_steps": self._num_steps,
                 # A run that goes on after a day must not look as if it had hung for a day.
@@ -149,13 +195,13 @@ class Driver:
                 "cost_usd": account.cost_usd,
                 "usd_per_hour": account.usd_per_hour,
                 "lost_steps": account.lost_steps,
-            },
+            }
         )
         for cause, share in account.goodput.items():
-            self._goodput.set(share, {"cause": cause})
+            self._gauges.set({"goodput": share}, cause=cause)
         kinds = [each["kind"] for each in account.interruptions]
         for kind in ("failure", "preemption", "resize"):
-            self._interruptions.set(kinds.count(kind), {"kind": kind})
+            self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
 
 
 class Pace:
@@ -177,15 +223,6 @@ class Pace:
         return min(found, default=None)
 
 
-def _gauges(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Any]:
-    from ray.util.metrics import Gauge
-
-    return {
-        name: Gauge(f"{PREFIX}_{name}", text, tuple(tags)).set_default_tags(tags)
-        for name, text in texts.items()
-    }
-
-
 def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Any]:
     from ray.util.metrics import Counter
 
@@ -193,15 +230,3 @@ def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Any]:
         name: Counter(f"{PREFIX}_{name}", text, tuple(tags)).set_default_tags(tags)
         for name, text in texts.items()
     }
-
-
-def _set(gauges: dict[str, Any], values: Mapping[str, float | None]) -> None:
-    for name, value in values.items():
-        if value is not None and math.isfinite(value):
-            gauges[name].set(value)
-
-
-def _add(counters: dict[str, Any], values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        if value > 0 and name in counters:  # Ray's counters take no 0
-            counters[name].inc(value)

@@ -101,8 +101,7 @@ class Told:
             self._changed.notify()
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            left = len(self._lines) - self._done
-            logger.warning("%s was not told all: %d steps are left", self.name, left)
+            logger.warning("%s was not told all", self.name)
 
     def _work(self) -> None:
         failing = False
@@ -173,6 +172,7 @@ class Observer:
         until = time.monotonic() + CLOSE_S
         self._stop.set()
         self._thread.join(CLOSE_S)
+        self._driver.close()
         for told in self._told:
             told.close(self._status, self._samples, until)
 

@@ -31,9 +31,11 @@ def work(job: Job) -> dict[str, Any]:
     shard = ray.train.get_dataset_shard("train")
     order = job.order
     rows = stream.steps(shard, order.micro_batch, order.num_micro_batches(dist.get_world_size()))
-    gauges = Steps(job.config.run.name, dist.get_rank())
     # Ray Data takes seconds to deliver its first block; the model is built meanwhile.
-    with ThreadPoolExecutor(1, thread_name_prefix="first-rows") as pool:
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="first-rows") as pool,
+        Steps(job.config.run.name, dist.get_rank()) as gauges,
+    ):
         first = pool.submit(next, rows, None)
 
         def open_steps(step: int) -> Iterator[StepRows]:
