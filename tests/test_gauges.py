@@ -34,6 +34,7 @@ def scrape() -> Iterator[Scrape]:
     temporary = tempfile.mkdtemp()  # short: Ray makes sockets below it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_metrics_report_interval_ms", "1000")  # the agent's
         patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(
             address="local",
@@ -42,7 +43,7 @@ def scrape() -> Iterator[Scrape]:
             object_store_memory=100 * 2**20,
             log_to_driver=False,
             _temp_dir=temporary,
-            _system_config={"metrics_report_interval_ms": 1000},
+            _system_config={"metrics_report_interval_ms": 1000},  # this process's
         )
         (node,) = ray.nodes()
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
@@ -90,6 +91,7 @@ def test_a_step_is_told_by_rank_0_and_memory_by_each(scrape: Scrape) -> None:
     last = record(2, loss=2.25, step_s=7.0, peak_gib=4.0, checkpoint_stall_s=1.5)
     for each in (first, last):
         ray.get([rank.step.remote(each) for rank in ranks])
+    shown(scrape, "steps", "data_wait_s_total,1", 1.0)
     found = shown(scrape, "steps", "step", 2)
     told = OF_A_STEP.keys() - {"mfu"}  # unknown is not told
     assert {name for name in found if name in OF_A_STEP} == told
