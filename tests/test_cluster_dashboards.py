@@ -245,6 +245,8 @@ def test_every_name_of_ours_and_rays_is_there(live: Live) -> None:
 
 @needs_prometheus
 def test_the_values_are_those_of_the_run(live: Live) -> None:
+    live.wait_for('ray_rayapp_checkpoint_step{run="watched"} > 0')  # looked at every 10 s
+    time.sleep(6)
     at = f"{time.time() - 5:.3f}"  # one moment for all
 
     def value(name: str, tags: str = "") -> float:
