@@ -1,8 +1,11 @@
 """Fine-tune models with PyTorch FSDP on Ray: one config, a laptop CPU or a GPU cluster.
 
     import rayapp
+    job = rayapp.submit("configs/tiny_cpu.yaml", run={"name": "demo", "storage": "s3://b/runs"})
+    job.watch()
+
     from rayapp.finetune import finetune
-    result = finetune(rayapp.load("configs/tiny_cpu.yaml", {"run.name": "demo"}))
+    result = finetune(rayapp.load("configs/tiny_cpu.yaml"))    # here, without a cluster
 
 The names are resolved when they are asked for, so that `import rayapp` costs nothing.
 """
@@ -11,15 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayapp.config import Config, ConfigError, load
+    from rayapp.notebook import Job, Result, job, submit
     from rayapp.planner import plan
 
 _HOMES = {
     "Config": "rayapp.config",
     "ConfigError": "rayapp.config",
+    "Job": "rayapp.notebook",
+    "Result": "rayapp.notebook",
+    "job": "rayapp.notebook",
     "load": "rayapp.config",
     "plan": "rayapp.planner",
+    "submit": "rayapp.notebook",
 }
-__all__ = ["Config", "ConfigError", "load", "plan"]
+__all__ = ["Config", "ConfigError", "Job", "Result", "job", "load", "plan", "submit"]
 
 
 def __getattr__(name: str) -> Any:

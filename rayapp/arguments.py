@@ -7,7 +7,7 @@ config, options = read(argv, options={"json": "false"})    # options: --names wi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import fire
 
@@ -39,11 +39,7 @@ def read(argv: Sequence[str], options: Mapping[str, str]) -> tuple[Config, dict[
             "Write --section.field=value"
         )
     own = {name: value for name, value in overrides.items() if "." not in name}
-    unknown = [name for name in own if name not in options]
-    for name in unknown:
-        near = difflib.get_close_matches(name, options, n=1)
-        hint = f"Did you mean --{near[0]}?" if near else f"Known are --{', --'.join(options)}"
-        problems.append(f"--{name}={own[name]} is unknown: it is no option here. {hint}")
+    problems += _unknown(own, options)
     rest = {name: value for name, value in overrides.items() if "." in name}
     try:
         config = load(paths[0] if paths else None, rest)
@@ -52,3 +48,43 @@ def read(argv: Sequence[str], options: Mapping[str, str]) -> tuple[Config, dict[
     if problems:
         raise ConfigError(problems)
     return config, {**options, **own}
+
+
+def read_plain(
+    argv: Sequence[str], what: str, options: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """Return the one word that a command is about, and its options, by default as given.
+
+    `what` says what the word is, in capitals; empty: there is none.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    words, own = split(argv)
+    problems = _unknown(own, options)
+    if what and len(words) != 1:
+        problems.append(
+            f"{what} is missing: one is expected. Give it"
+            if not words
+            else (f"{' '.join(words[1:])} is unexpected: one {what} is expected. Leave it out")
+        )
+    if not what and words:
+        problems.append(f"{' '.join(words)} is unexpected: only options are. Leave it out")
+    if problems:
+        raise ConfigError(problems)
+    return words[0] if what else "", {**options, **own}
+
+
+def flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return argv with `--name` alone written out as `--name=true`, for names that are switches."""
+    return [f"{word}=true" if word.removeprefix("--") in names else word for word in argv]
+
+
+def _unknown(own: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
+    problems = []
+    for name in own:
+        if name not in options:
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f"Did you mean --{near[0]}?" if near else f"Known are --{', --'.join(options)}"
+            problems.append(f"--{name}={own[name]} is unknown: it is no option here. {hint}")
+    return problems

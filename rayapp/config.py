@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -340,6 +341,15 @@ class Config(Section):
     def micro_batches_per_step(self) -> int:
         """Micro-batches in one optimizer step, over all workers."""
         return self.rows_per_step // self.train.micro_batch
+
+    def to_overrides(self) -> dict[str, str]:
+        """Return what differs from the defaults as `{"section.field": text}`, for `load`."""
+        default, found = Config().model_dump(mode="json"), {}
+        for section, values in self.model_dump(mode="json").items():
+            for name, value in values.items():
+                if value != default[section][name]:
+                    found[f"{section}.{name}"] = value if isinstance(value, str) else dumps(value)
+        return found
 
     def to_yaml(self) -> str:
         """Return the whole config, defaults included, as YAML."""

@@ -97,6 +97,39 @@ def last(storage: Storage) -> dict[str, Any] | None:
     return lines[-1] if lines else None
 
 
+class Follower:
+    """The lines of a metrics.jsonl that grows, read once each; also after a resume cut it."""
+
+    OVERLAP = 256  # bytes read again, to notice that the file is another one by now
+
+    def __init__(self, storage: Storage) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._storage, self._etag, self._data = storage, "", b""
+
+    def poll(self) -> bool:
+        """Read what has come since; say whether there was anything."""
+        entry = self._storage.stat(FILE)
+        if entry is None or entry.etag == self._etag:
+            return False
+        known = len(self._data)
+        if entry.size >= known > 0:
+            start = max(0, known - self.OVERLAP)
+            data = self._storage.read(FILE, start)
+            if data.startswith(self._data[start:]):
+                data = self._data + data[known - start :]
+            else:
+                data = self._storage.read(FILE)
+        else:
+            data = self._storage.read(FILE)
+        whole = data[: data.rfind(b"\n") + 1]
+        if self._data and whole.startswith(self._data):
+            self.lines += _whole_lines(self._storage, whole[known:])
+        else:
+            self.lines = _whole_lines(self._storage, whole)
+        self._data, self._etag = whole, entry.etag
+        return True
+
+
 def _whole_lines(storage: Storage, data: bytes) -> list[dict[str, Any]]:
     lines, texts = [], data.split(b"\n")
     for number, text in enumerate(texts, 1):

@@ -24,6 +24,8 @@ RECENT_STEPS = 50
 PREPARING, RUNNING, STOPPING = "preparing", "running", "stopping"
 DONE, STOPPED, FAILED, LOST = "done", "stopped", "failed", "lost"
 LIVE = (PREPARING, RUNNING, STOPPING)
+PENDING, STARTING, REFUSED = "pending", "starting", "refused"  # of a job, before its run is there
+EXIT_CODES = {DONE: 0, FAILED: 1, LOST: 1, REFUSED: 2, STOPPED: 3}  # of what has ended
 
 
 class NoRun(LookupError):

@@ -21,6 +21,7 @@ LONG = (
     "test_infra.py",
     "test_finetune.py",
     "test_ray_job.py",
+    "test_notebook.py",
     "test_finetune_parts.py",
     "test_loop.py",
     "test_model.py",

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +95,69 @@ def cluster(folder: Path) -> Iterator[list[Node]]:
     finally:
         for node in reversed(nodes):
             node.end()
+
+
+@contextlib.contextmanager
+def with_jobs(folder: Path, cpus: int, workers: int = 0) -> Iterator[dict[str, str]]:
+    """Start a cluster with a dashboard and a token of its own; yield the environment of a client.
+
+    `workers` more nodes of 2 CPUs each join it.
+    """
+    temporary = tempfile.mkdtemp()  # short: Ray makes sockets below it
+    dashboard, gcs = free_port(), free_port()
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    environment = {
+        **os.environ,
+        "HOME": str(home),
+        "PATH": f"{RAY.parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    started = []
+
+    def start(name: str, options: dict[str, object]) -> Path:
+        log = folder / f"{name}.log"
+        options |= {"object-store-memory": 150_000_000, "node-ip-address": "127.0.0.1"}
+        options |= {"dashboard-agent-listen-port": free_port(), "metrics-export-port": free_port()}
+        options |= {"runtime-env-agent-port": free_port()}
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        arguments += ["--head"] if name == "head" else []
+        with log.open("w") as output:
+            command = [str(RAY), "start", "--block", "--disable-usage-stats", *arguments]
+            started.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            )
+        return log
+
+    try:
+        options = {"port": gcs, "dashboard-port": dashboard, "temp-dir": temporary}
+        log = start("head", options | {"num-cpus": cpus, "ray-client-server-port": free_port()})
+        address = f"http://127.0.0.1:{dashboard}"
+        _wait_for_dashboard(address, started[0], log)
+        for number in range(workers):
+            start(f"worker-{number}", {"address": f"127.0.0.1:{gcs}", "num-cpus": 2})
+        yield {**environment, "RAY_API_SERVER_ADDRESS": address}
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            process.wait(timeout=60)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _wait_for_dashboard(address: str, head: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(f"{address}/api/version", timeout=5)
+        except urllib.error.HTTPError as error:
+            assert error.code in (401, 403), error  # it asks for the token, so it is up
+            return
+        except OSError:
+            assert head.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        else:
+            raise AssertionError("the dashboard answers without a token")

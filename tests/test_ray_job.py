@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import nodes
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -25,55 +20,10 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def cluster(s3_server: str, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A head node of its own with token authentication; yields the environment of a client."""
-    temporary = tempfile.mkdtemp()  # short: Ray makes sockets below it
-    dashboard, gcs = free_port(), free_port()
-    environment = {
-        **os.environ,
-        "HOME": str(tmp_path),
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    }
-    environment.pop("RAY_ADDRESS", None)
-    log = tmp_path / "head.log"
-    with log.open("w") as output:
-        options = {"port": gcs, "dashboard-port": dashboard, "temp-dir": temporary, "num-cpus": 4}
-        options |= {"object-store-memory": 200_000_000, "ray-client-server-port": free_port()}
-        options |= {"dashboard-agent-listen-port": free_port(), "metrics-export-port": free_port()}
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        head = subprocess.Popen(
-            [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", *arguments],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    address = f"http://127.0.0.1:{dashboard}"
-    deadline = time.monotonic() + 90
-    while True:
-        try:
-            urllib.request.urlopen(f"{address}/api/version", timeout=5)
-        except urllib.error.HTTPError as error:
-            assert error.code in (401, 403), error  # it asks for the token, so it is up
-            break
-        except OSError:
-            assert head.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.5)
-        else:
-            pytest.fail("the dashboard answers without a token")
-    yield {**environment, "RAY_API_SERVER_ADDRESS": address}
-    head.terminate()
-    head.wait(timeout=60)
-    shutil.rmtree(temporary, ignore_errors=True)
+    with nodes.with_jobs(tmp_path, cpus=4) as environment:
+        yield environment
 
 
 def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_path: Path) -> None:

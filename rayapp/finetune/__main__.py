@@ -9,6 +9,7 @@ from rich.console import Console
 
 from rayapp import arguments
 from rayapp.config import ConfigError, fields
+from rayapp.credentials import SecretError
 from rayapp.storage import StorageError
 
 STARTED = time.time()
@@ -30,7 +31,7 @@ def main(argv: list[str], started: float | None = None) -> int:
         result = finetune(config, Console(), started)
     except ConfigError as error:
         return _refuse(error)
-    except (RunFailed, StorageError) as error:
+    except (RunFailed, SecretError, StorageError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
     return DONE if result["status"] == "done" else STOPPED

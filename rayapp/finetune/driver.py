@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rayapp import credentials
 from rayapp.config import Config, ConfigError
 from rayapp.finetune import checks, display
 from rayapp.finetune.fit import fit
@@ -52,8 +53,10 @@ def finetune(
     Raises:
         ConfigError: it cannot run as described; nothing has been started.
         RunFailed: it failed on the way; running the same again resumes.
+        SecretError: a secret that the job refers to cannot be read.
     """
     entered = time.time()
+    credentials.load()
     started = started or entered
     console = console or Console()
     for name, value in ENVIRONMENT.items():

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rayapp.config import Config, ConfigError
+from rayapp.jobs.package import QUIET
 
 DATA_CPUS = 2  # logical CPUs beside the workers' own, so that Ray Data is never starved
 OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray started here on CPUs
@@ -20,10 +21,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     # How long a worker that hangs holds up the next attempt, once it has been found out.
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "RAY_DATA_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore::DeprecationWarning",
-    "TOKENIZERS_PARALLELISM": "false",
+    **QUIET,
 }
 
 

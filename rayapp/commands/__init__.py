@@ -1,0 +1,6 @@
+"""What `python -m rayapp COMMAND` does, a function each: argv in, exit code out.
+
+planning.py  plan
+clusters.py  render, connect
+jobs.py      submit, list, status, logs, watch, stop, resume
+"""

@@ -1,0 +1,254 @@
+"""python -m rayapp submit, resume, list, status, watch, logs, stop: runs as Ray jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import yaml
+
+from rayapp import arguments
+from rayapp.commands.codes import BAD_CONFIG, DONE, FAILED
+from rayapp.config import ConfigError
+from rayapp.jobs import JobError
+from rayapp.notebook import Job, job
+from rayapp.notebook.figures import duration, figures
+from rayapp.progress import EXIT_CODES, NoRun, Progress, read
+from rayapp.storage import StorageError, open_storage
+
+RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
+WHERE = {"storage": "none", "address": "none"}
+
+SUBMIT = """python -m rayapp submit [CONFIG.yaml] [--section.field=value ...]
+
+  --address=URL         of the dashboard; RAY_API_SERVER_ADDRESS, or port 8265 here, by default
+  --working_dir=FOLDER  upload it, and run in it; nothing is uploaded by default
+  --pip=LIST            pinned requirements that the image lacks, with commas
+  --env='{A: b}'        environment variables, seen by all who see the job
+  --secrets='{A: ARN}'  environment variables from Secrets Manager or SSM, by reference
+  --driver_cpus=N       CPUs kept for the driver; --driver_memory_gib=N
+  --tags='{A: b}'       shown with the job
+  --follow              print what it prints, and return what it returns
+  --wait                wait for its end, and return what it returns"""
+
+
+def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    """Print the text if help is asked for, and say in one line what a cluster or storage says."""
+
+    def around(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        @wraps(function)
+        def command(argv: list[str]) -> int:
+            if "--help" in argv or "-h" in argv:
+                print(text)
+                return DONE
+            try:
+                return function(argv)
+            except (JobError, StorageError) as error:
+                print(f"failed: {error}", file=sys.stderr)
+                return FAILED
+            except NoRun as error:
+                print(error, file=sys.stderr)
+                return BAD_CONFIG
+
+        return command
+
+    return around
+
+
+@_command(SUBMIT)
+def submit(argv: list[str]) -> int:
+    """Send a run; see SUBMIT."""
+    from rayapp.jobs import Shipment
+    from rayapp.notebook.handle import send
+
+    known = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
+    known |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
+    known |= {"follow": "false", "wait": "false"}
+    config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
+    shipment = Shipment(
+        working_dir=_or_none(asked["working_dir"]),
+        pip=tuple(filter(None, asked["pip"].split(","))),
+        env=_mapping("env", asked["env"]),
+        secrets=_mapping("secrets", asked["secrets"]),
+        driver_cpus=_number("driver_cpus", asked["driver_cpus"]),
+        driver_memory_gib=_number("driver_memory_gib", asked["driver_memory_gib"]),
+        tags=_mapping("tags", asked["tags"]),
+    )
+    return _after(send(config, shipment, _or_none(asked["address"])), asked)
+
+
+@_command("python -m rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]")
+def resume(argv: list[str]) -> int:
+    """Send a run again, as it was sent; it goes on from its newest checkpoint."""
+    argv = arguments.flags(argv, {"follow", "wait"})
+    handle, asked = _handle(argv, {"follow": "false", "wait": "false"})
+    return _after(handle.resume(_or_none(asked["address"])), asked)
+
+
+@_command("python -m rayapp list [--storage=URL | --address=URL] [--json]")
+def runs(argv: list[str]) -> int:
+    """List the runs of a folder, or of a cluster."""
+    argv = arguments.flags(argv, {"json"})
+    _, asked = arguments.read_plain(argv, "", {**WHERE, "json": "false"})
+    found = _of_storage(asked) if _or_none(asked["storage"]) else _of_cluster(asked)
+    if asked["json"] == "true":
+        print(json.dumps(found, indent=2))
+        return DONE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "status", "step", "loss", "tokens/s", "cost", "last seen", "job"):
+        table.add_column(name, no_wrap=name == "run")
+    for one in found:
+        seen = one["updated_s"]
+        ago = "n/a" if seen is None else f"{duration(time.time() - seen)} ago"
+        shown = one["figures"]
+        table.add_row(
+            one["run"],
+            one["status"],
+            *(shown.get(name, "n/a") for name in ("step", "loss", "tokens/s", "cost")),
+            ago,
+            one["job"] or "",
+        )
+    Console().print(table)
+    return DONE
+
+
+@_command("python -m rayapp status RUN [--storage=URL] [--address=URL] [--json]")
+def status(argv: list[str]) -> int:
+    """Say how a run is getting on; 0 while it is, else what it returned."""
+    handle, asked = _handle(arguments.flags(argv, {"json"}), {"json": "false"})
+    state, now, lines = handle.snapshot()
+    if asked["json"] == "true":
+        print(json.dumps(_values(handle.run.url, state, now), indent=2))
+    else:
+        from rich.console import Console
+
+        from rayapp.notebook.terminal import render
+
+        Console().print(render(handle.name, state, now, lines))
+        if now is None and (reason := handle.reason()):
+            print(reason)
+    return EXIT_CODES.get(state, DONE)
+
+
+@_command("python -m rayapp watch RUN [--storage=URL] [--address=URL]")
+def watch(argv: list[str]) -> int:
+    """Show a run until it ends, and return what it returned."""
+    handle, _ = _handle(argv, {})
+    return EXIT_CODES.get(handle.watch(), DONE)
+
+
+@_command("python -m rayapp logs RUN [--storage=URL] [--address=URL] [--follow]")
+def logs(argv: list[str]) -> int:
+    """Print what a run's driver prints; followed to its end, return what it returned."""
+    handle, asked = _handle(arguments.flags(argv, {"follow"}), {"follow": "false"})
+    if asked["follow"] == "true":
+        return _follow(handle)
+    print(handle.logs(), end="")
+    return DONE
+
+
+@_command("python -m rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600] [--hard=true]")
+def stop(argv: list[str]) -> int:
+    """Have a run save and leave; its job is ended if it has not after wait_s."""
+    handle, asked = _handle(argv, {"wait_s": "600", "hard": "true"})
+    if asked["hard"] not in ("true", "false"):
+        raise ConfigError([f"--hard={asked['hard']} is not valid: set true or false"])
+    state = handle.stop(_number("wait_s", asked["wait_s"]), asked["hard"] == "true")
+    print(f"{handle.name} {state}")
+    return EXIT_CODES.get(state, DONE)
+
+
+def _handle(argv: list[str], options: dict[str, str]) -> tuple[Job, dict[str, str]]:
+    run, asked = arguments.read_plain(argv, RUN, {**WHERE, **options})
+    where = {name: _or_none(asked[name]) for name in WHERE}
+    return job(run, **where), asked
+
+
+def _after(handle: Job, asked: dict[str, str]) -> int:
+    if asked["follow"] == "true":
+        return _follow(handle)
+    return EXIT_CODES[handle.wait()] if asked["wait"] == "true" else DONE
+
+
+def _follow(handle: Job) -> int:
+    for text in handle.follow():
+        print(text, end="", flush=True)
+    return EXIT_CODES[handle.wait()]
+
+
+def _of_storage(asked: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the runs of a folder, whatever clusters they ran on."""
+    root = open_storage(asked["storage"])
+    found = []
+    for name in root.dirs():
+        run = root / name
+        try:
+            now = read(run)
+        except NoRun:
+            continue
+        found.append(_values(run.url, now.status, now))
+    return sorted(found, key=lambda one: one["updated_s"] or 0.0)
+
+
+def _of_cluster(asked: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the runs whose jobs a cluster knows of, each with its newest job."""
+    from rayapp.jobs import Cluster
+
+    jobs = Cluster.at(_or_none(asked["address"]), check_version=False).jobs()
+    newest = {job.run_url: job for job in jobs if job.run_url}
+    found = []
+    for url, info in newest.items():
+        handle = Job(str(url), _or_none(asked["address"]))
+        state, now, _ = handle.snapshot()
+        found.append(_values(str(url), state, now) | {"job": info.submission_id})
+    return found
+
+
+def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
+    """Return what --json prints of a run."""
+    values: dict[str, Any] = {"run": url, "status": state, "job": None, "updated_s": None}
+    values["figures"] = figures(now) if now is not None else {}
+    if now is not None:
+        values |= {
+            "step": now.step,
+            "num_steps": now.num_steps,
+            "left_s": now.left_s,
+            "updated_s": now.updated_s,
+            "reason": now.reason,
+            "goodput": now.account.goodput,
+            "wall_s": now.account.wall_s,
+            "cost_usd": now.account.cost_usd,
+            "line": now.line,
+        }
+    return values
+
+
+def _or_none(text: str) -> str | None:
+    return None if text.lower() == "none" else text
+
+
+def _mapping(name: str, text: str) -> dict[str, str]:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError([f"--{name}={text} is not valid: a mapping is expected. Set '{{A: b}}'"])
+    return {str(key): str(value) for key, value in values.items()}
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        raise ConfigError([f"--{name}={text} is not valid: a number from 0 is expected. Set one"])
+    return value

@@ -1,0 +1,272 @@
+"""A cluster as it is asked over HTTP: Ray's Jobs API, with errors that say what to do.
+
+The address is the caller's, else RAY_API_SERVER_ADDRESS, else RAY_ADDRESS if that is http, else
+port 8265 of this machine. Ray's own client takes the environment over its argument, in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rayapp.config import ConfigError
+from rayapp.jobs.package import RUN_KEY, TAG_PREFIX, Order
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+HERE = "http://127.0.0.1:8265"
+VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+POLL_S = 1.0
+RECONNECT_S = 60.0  # of a cluster that does not answer while logs are followed
+
+logger = logging.getLogger("rayapp.jobs")
+
+
+class JobError(RuntimeError):
+    """The cluster cannot or will not; the message says why, and what to do."""
+
+
+class Unreachable(JobError):
+    """Nothing answers at the address."""
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """A job as the cluster tells of it."""
+
+    submission_id: str
+    status: str
+    """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
+    run_url: str | None
+    """The folder of the run that it is a part of; None: it is no job of ours."""
+    tags: dict[str, str]
+    message: str
+    exit_code: int | None
+    started_s: float | None
+    ended_s: float | None
+
+    @property
+    def ended(self) -> bool:
+        """Say whether the job is over."""
+        return self.status in ENDED
+
+
+def address_of(address: str | None = None) -> tuple[str, str]:
+    """Return the address of the Jobs API that is in effect, and where it comes from."""
+    if address is not None:
+        return _with_scheme(address), "as asked"
+    for name in VARIABLES:
+        value = os.environ.get(name, "")
+        if value.startswith(("http://", "https://")):
+            return value.rstrip("/"), name
+    return HERE, "by default"
+
+
+class Cluster:
+    """One cluster's Jobs API."""
+
+    def __init__(self, address: str, client: JobSubmissionClient) -> None:
+        self.address, self._client = address, client
+
+    @classmethod
+    def at(cls, address: str | None = None, check_version: bool = True) -> Cluster:
+        """Connect.
+
+        Raises:
+            JobError: nothing answers, the token is not accepted, or another Ray answers.
+        """
+        import ray
+        from ray.job_submission import JobSubmissionClient
+
+        address, origin = address_of(address)
+        with _said(address, origin):
+            names = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
+            try:
+                client = JobSubmissionClient(address)
+            finally:
+                os.environ.update(names)
+        theirs = getattr(client, "_server_ray_version", None)
+        if check_version and theirs != ray.__version__:
+            raise JobError(
+                f"the cluster at {address} runs Ray {theirs}, and this rayapp Ray "
+                f"{ray.__version__}: a run needs the same. Build the cluster's image from this "
+                "version of rayapp, or install the one that the cluster has"
+            )
+        return cls(address, client)
+
+    def submit(self, order: Order) -> str:
+        """Start a run as a job; return its submission id: the run's name, then `name-2` and on.
+
+        Raises:
+            ConfigError: a job of this run is live.
+            JobError: the cluster refuses.
+        """
+        jobs = self.jobs()
+        for job in jobs:
+            if job.run_url == order.run_url and not job.ended:
+                raise ConfigError(
+                    [
+                        f"run.name={order.name} is running: job {job.submission_id} at "
+                        f"{self.address} is at work on {order.run_url}. Stop it, or set another "
+                        "run.name"
+                    ]
+                )
+        taken, number = {job.submission_id for job in jobs}, 1
+        while (submission_id := order.name + (f"-{number}" if number > 1 else "")) in taken:
+            number += 1
+        shipment = order.shipment
+        with tempfile.TemporaryDirectory() as folder, _said(self.address):
+            return str(
+                self._client.submit_job(
+                    entrypoint=order.entrypoint,
+                    submission_id=submission_id,
+                    runtime_env=order.runtime_env(folder),
+                    metadata=order.metadata(),
+                    entrypoint_num_cpus=shipment.driver_cpus or None,
+                    entrypoint_memory=int(shipment.driver_memory_gib * 2**30) or None,
+                )
+            )
+
+    def jobs(self) -> list[JobInfo]:
+        """Return all submitted jobs, the oldest first."""
+        with _said(self.address):
+            found = self._client.list_jobs()
+        jobs = [_info(job) for job in found if job.submission_id]
+        return sorted(jobs, key=lambda job: job.started_s or 0.0)
+
+    def info(self, submission_id: str) -> JobInfo:
+        """Return what the cluster knows of a job.
+
+        Raises:
+            JobError: it knows of none.
+        """
+        with _said(self.address):
+            return _info(self._client.get_job_info(submission_id))
+
+    def logs(self, submission_id: str) -> str:
+        """Return what a job's driver has printed so far."""
+        with _said(self.address):
+            return str(self._client.get_job_logs(submission_id))
+
+    def follow(self, submission_id: str) -> Iterator[str]:
+        """Yield what a job prints, from its first line, until it ends; reconnect when cut off.
+
+        Raises:
+            JobError: the cluster has not answered for RECONNECT_S seconds.
+        """
+        shown, silent_since = 0, None
+        while True:
+            try:
+                for text in _chunks(self._client, submission_id, skip=shown):
+                    shown, silent_since = shown + len(text), None
+                    yield text
+                if self.info(submission_id).ended:
+                    rest = self.logs(submission_id)[shown:]
+                    if rest:
+                        yield rest
+                    return
+                silent_since = None
+            except (RuntimeError, OSError) as error:  # also aiohttp's, when the way is cut
+                now = time.monotonic()
+                silent_since = silent_since or now
+                if now - silent_since > RECONNECT_S:
+                    raise JobError(
+                        f"{self.address} has not answered for {RECONNECT_S:.0f} s while the logs "
+                        f"of {submission_id} were followed: {error}. The run goes on if its "
+                        "cluster does"
+                    ) from error
+                logger.debug("following %s again: %s", submission_id, error)
+            time.sleep(POLL_S)
+
+    def wait(self, submission_id: str, timeout_s: float | None = None) -> JobInfo:
+        """Wait until a job has ended.
+
+        Raises:
+            TimeoutError: it has not, in time.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (found := self.info(submission_id)).ended:
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"job {submission_id} has not ended after {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+        return found
+
+    def stop(self, submission_id: str) -> None:
+        """Send SIGTERM to a job's driver, which saves and leaves; SIGKILL follows."""
+        with _said(self.address):
+            self._client.stop_job(submission_id)
+
+
+def _chunks(client: JobSubmissionClient, submission_id: str, skip: int) -> Iterator[str]:
+    """Yield a job's output from the websocket, all but the first `skip` characters."""
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # "closed" is said
+    loop = asyncio.new_event_loop()
+    chunks: Any = client.tail_job_logs(submission_id)
+    try:
+        while True:
+            try:
+                text = loop.run_until_complete(anext(chunks))
+            except StopAsyncIteration:
+                return
+            fresh, skip = text[skip:], max(0, skip - len(text))
+            if fresh:
+                yield fresh
+    finally:
+        loop.run_until_complete(chunks.aclose())
+        loop.close()
+
+
+def _info(job: Any) -> JobInfo:
+    metadata = job.metadata or {}
+    tags = {k.removeprefix(TAG_PREFIX): v for k, v in metadata.items() if k.startswith(TAG_PREFIX)}
+    return JobInfo(
+        submission_id=job.submission_id,
+        status=str(getattr(job.status, "value", job.status)),
+        run_url=metadata.get(RUN_KEY),
+        tags=tags,
+        message=job.message or "",
+        exit_code=job.driver_exit_code,
+        started_s=None if job.start_time is None else job.start_time / 1000.0,
+        ended_s=None if not job.end_time else job.end_time / 1000.0,
+    )
+
+
+def _with_scheme(address: str) -> str:
+    return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
+@contextmanager
+def _said(address: str, origin: str = "") -> Iterator[None]:
+    """Turn what Ray's client raises into a JobError of one line."""
+    import requests
+    from ray.exceptions import AuthenticationError
+
+    where = f"{address} ({origin})" if origin else address
+    try:
+        yield
+    except AuthenticationError as error:
+        raise JobError(
+            f"the cluster at {where} does not accept the token. Set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN_PATH to a file with the cluster's, as `python -m rayapp connect` prints"
+        ) from error
+    except (ConnectionError, requests.exceptions.ConnectionError, requests.Timeout) as error:
+        raise Unreachable(
+            f"no Ray cluster answers at {where} ({_last_line(error)}). Start one, forward its port with "
+            "`python -m rayapp connect`, or set RAY_API_SERVER_ADDRESS"
+        ) from error
+    except (RuntimeError, requests.RequestException) as error:
+        raise JobError(f"the cluster at {where} refuses: {_last_line(error)}") from error
+
+
+def _last_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[-1] if text else type(error).__name__

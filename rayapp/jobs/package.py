@@ -1,0 +1,217 @@
+"""What is sent to a cluster with a run: an entrypoint, an environment, and perhaps a folder.
+
+The config goes as overrides in the entrypoint, so that the dashboard shows what runs and nothing is
+uploaded where nothing local is needed. A folder (`working_dir`) brings local code and data; it is
+packed and measured here, before anything leaves this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayapp.config import Config, ConfigError
+from rayapp.credentials import VARIABLE, encode, problems_of
+
+LIMIT_MIB = 100  # of a package: what the dashboard takes (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
+RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
+TAG_PREFIX = "rayapp.tag."
+STOP_WAIT_S = 120  # from a hard stop's SIGTERM, which saves, to SIGKILL
+QUIET = {  # what Ray would otherwise write between a run's own lines
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_DATA_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::DeprecationWarning",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+LOCAL_FIELDS = ("data.path", "data.eval_path", "model.path", "model.tokenizer")
+PINNED = re.compile(r"^[A-Za-z0-9._\[\],-]+(==|\s*@\s*)\S+$")
+LOOKS_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|(^|_)KEY$|API_KEY)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """What a run needs beside its config, and where its driver runs."""
+
+    working_dir: str | None = None
+    """Folder that is uploaded and becomes the job's working directory; None: nothing is."""
+    pip: tuple[str, ...] = ()
+    """Pinned requirements that the cluster's image lacks."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables, seen by whoever sees the job."""
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables by reference: ARNs of Secrets Manager or of SSM parameters."""
+    driver_cpus: float = 0.0
+    """Logical CPUs kept for the driver; 0 lets it run on the head."""
+    driver_memory_gib: float = 0.0
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Shown with the job."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run as it is sent: what `Cluster.submit` takes."""
+
+    run_url: str
+    name: str
+    entrypoint: str
+    shipment: Shipment
+    package: bytes | None
+    """The zipped working directory."""
+
+    def runtime_env(self, folder: str) -> dict[str, Any]:
+        """Return Ray's runtime_env; the package is written into `folder` for the upload."""
+        shipment = self.shipment
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **QUIET, **shipment.env}
+        if shipment.secrets:
+            variables[VARIABLE] = encode(shipment.secrets)
+        env: dict[str, Any] = {"env_vars": variables}
+        if shipment.secrets:  # in every worker process; the driver calls it itself
+            env["worker_process_setup_hook"] = "rayapp.credentials.load"
+        if shipment.pip:
+            env["pip"] = list(shipment.pip)
+        if self.package is not None:
+            path = Path(folder) / "working_dir.zip"
+            path.write_bytes(self.package)
+            env["working_dir"] = str(path)
+        return env
+
+    def metadata(self) -> dict[str, str]:
+        """Return what Ray keeps with the job."""
+        tags = {TAG_PREFIX + name: value for name, value in self.shipment.tags.items()}
+        return {RUN_KEY: self.run_url, **tags}
+
+
+def prepare(config: Config, shipment: Shipment) -> Order:
+    """Check that a cluster could run a config, and pack what it needs.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems = [*_storage_problems(config), *_environment_problems(shipment)]
+    package = None
+    names: set[str] = set()
+    if shipment.working_dir is not None:
+        folder = Path(shipment.working_dir).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(
+                [*problems, f"working_dir={shipment.working_dir} is not there: it must be a folder"]
+            )
+        package, names = _pack(folder)
+        problems += _size_problems(folder, package)
+    problems += _path_problems(config, shipment, names)
+    if problems:
+        raise ConfigError(problems)
+    arguments = [f"--{name}={value}" for name, value in config.to_overrides().items()]
+    return Order(
+        run_url=f"{config.run.storage}/{config.run.name}",
+        name=config.run.name,
+        entrypoint=shlex.join(["python", "-m", "rayapp.finetune", *arguments]),
+        shipment=shipment,
+        package=package,
+    )
+
+
+def as_dict(shipment: Shipment) -> dict[str, Any]:
+    """Return a shipment as plain values, to be kept with the run; secrets are references."""
+    return asdict(shipment)
+
+
+def from_dict(values: Mapping[str, Any]) -> Shipment:
+    """Return the shipment that `as_dict` has told of."""
+    return Shipment(**{**values, "pip": tuple(values["pip"])})
+
+
+def _storage_problems(config: Config) -> list[str]:
+    storage = config.run.storage
+    if "://" in storage or os.path.isabs(storage):
+        return []
+    return [
+        f"run.storage={storage} is relative: on a cluster that is a folder which goes with the "
+        "job. Set s3://bucket/prefix, or an absolute path that all nodes share"
+    ]
+
+
+def _environment_problems(shipment: Shipment) -> list[str]:
+    problems = [
+        f"env.{name} looks like a secret: the value of an environment variable is seen by whoever "
+        f"sees the job. Set secrets.{name} to the ARN of a secret or of an SSM parameter"
+        for name in shipment.env
+        if LOOKS_SECRET.search(name)
+    ]
+    problems += [
+        f"pip={requirement} is not pinned: the nodes of a run must not differ. "
+        f"Set {re.split('[<>=!~ ]', requirement)[0]}==VERSION"
+        for requirement in shipment.pip
+        if not PINNED.match(requirement)
+    ]
+    return problems + problems_of(shipment.secrets)
+
+
+def _path_problems(config: Config, shipment: Shipment, packed: set[str]) -> list[str]:
+    """Name local files that the config needs and the cluster would not have."""
+    problems = []
+    tree = config.model_dump()
+    paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in LOCAL_FIELDS]
+    paths += [("data.mixture", path) for path in config.data.mixture or {}]
+    base = Path(shipment.working_dir or ".").expanduser()
+    for name, path in paths:
+        if not path or "://" in path or os.path.isabs(path) or path.startswith("~"):
+            continue  # an absolute path may be one that all nodes share
+        if not (Path(path).exists() or (base / path).exists()):
+            continue  # a hub id, a preset, a glob
+        if shipment.working_dir is None:
+            problems.append(
+                f"{name}={path} is on this machine alone: the cluster does not see it. Set "
+                "working_dir to a folder that holds it, or s3://"
+            )
+        elif not any(one == path or one.startswith(path.rstrip("/") + "/") for one in packed):
+            ignored = (base / path).exists()
+            why = "it is git-ignored" if ignored else f"it is not in {shipment.working_dir}"
+            problems.append(
+                f"{name}={path} is not in the package: {why}, and so is not uploaded. "
+                "Un-ignore it, put it on s3://, or set RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1"
+            )
+    return problems
+
+
+def _pack(folder: Path) -> tuple[bytes, set[str]]:
+    """Zip a folder as Ray would, .gitignore and .rayignore respected; return it and its names."""
+    import logging
+
+    from ray._private import ray_constants
+    from ray._private.runtime_env.packaging import create_package
+
+    with tempfile.TemporaryDirectory() as temporary:
+        target = Path(temporary) / "working_dir.zip"
+        create_package(
+            str(folder),
+            target,
+            include_gitignore=os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1",
+            excludes=ray_constants.get_runtime_env_default_excludes(),
+            logger=logging.getLogger("rayapp.jobs"),
+        )
+        with zipfile.ZipFile(target) as archive:
+            names = set(archive.namelist())
+        return target.read_bytes(), names
+
+
+def _size_problems(folder: Path, package: bytes) -> list[str]:
+    import io
+
+    if len(package) <= LIMIT_MIB * 2**20:
+        return []
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        largest = sorted(archive.infolist(), key=lambda info: -info.compress_size)[:3]
+    shown = ", ".join(f"{info.filename} ({info.compress_size / 2**20:.0f} MiB)" for info in largest)
+    return [
+        f"working_dir={folder} is too large: {len(package) / 2**20:.0f} MiB packed, of "
+        f"{LIMIT_MIB} MiB that a cluster takes; the largest are {shown}. Put data on s3://, or "
+        "name what is not needed in .rayignore"
+    ]

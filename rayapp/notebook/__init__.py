@@ -1,0 +1,14 @@
+"""The handle of a run: submit it, watch it, stop it, find it again by name.
+
+    job = rayapp.submit("configs/llama3_8b_sft.yaml", run={"name": "demo"})
+    job.watch(); job.metrics().plot("step", "loss"); job.result().model_path
+    job = rayapp.job("s3://bucket/runs/demo")       # another day, another machine, no cluster
+
+handle.py    submit, job, Job, Result
+page.py      the live view as HTML, for notebooks
+terminal.py  the live view in a terminal
+"""
+
+from rayapp.notebook.handle import Job, Result, job, submit
+
+__all__ = ["Job", "Result", "job", "submit"]

@@ -1,0 +1,164 @@
+"""Check what is sent to a cluster, what is refused before, and what a cluster's refusals become."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shlex
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayapp.arguments import read
+from rayapp.config import Config, ConfigError, load
+from rayapp.jobs import Cluster, JobError, Shipment, package, prepare
+from rayapp.jobs.client import address_of
+from rayapp.jobs.package import as_dict, from_dict
+
+ROOT = Path(__file__).parent.parent
+ARN = "arn:aws:secretsmanager:us-west-2:123456789012:secret:hub-AbC123"
+
+
+def config(**overrides: str) -> Config:
+    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    return load(None, {"run.name": "demo", "run.storage": "s3://bucket/runs", **names})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_entrypoint_is_the_config(path: Path) -> None:
+    """What a shell and the command make of it is the config again."""
+    wanted = load(str(path), {"run.storage": "s3://bucket/runs"})
+    words = shlex.split(prepare(wanted, Shipment()).entrypoint)
+    assert words[:3] == ["python", "-m", "rayapp.finetune"]
+    found, _ = read(words[3:], {})
+    assert found == wanted
+
+
+def test_nothing_in_a_config_reaches_the_shell() -> None:
+    hostile = ["'; touch /tmp/x; '", "$(id) `id` ${HOME}", 'a "b" \\ c\nnew line', "--train.lr=9"]
+    wanted = config(
+        eval__prompts=json.dumps(hostile), data__mixture='{"s3://b/a b": 2.5}', train__max_steps="9"
+    )
+    words = shlex.split(prepare(wanted, Shipment()).entrypoint)
+    found, _ = read(words[3:], {})
+    assert found == wanted and list(found.eval.prompts) == hostile
+
+
+def test_what_a_cluster_could_not_run_is_refused_before() -> None:
+    shipment = Shipment(
+        pip=("ring==1.0", "loose>=2", "also"),
+        env={"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_abc", "OPENAI_API_KEY": "x"},
+        secrets={"HF_TOKEN": ARN, "PLAIN": "hf_abc"},
+    )
+    with pytest.raises(ConfigError) as error:
+        prepare(config(run__storage="runs"), shipment)
+    problems = error.value.problems
+    starts = [problem.split(" ", 1)[0] for problem in problems]
+    assert starts == [
+        "run.storage=runs", "env.HF_TOKEN", "env.OPENAI_API_KEY", "pip=loose>=2", "pip=also",
+        "secrets.PLAIN",
+    ]  # fmt: skip
+    assert "hf_abc" not in str(error.value)
+    assert "Set loose==VERSION" in problems[3]
+
+
+def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "project"
+    for name in ("code.py", "data/train.jsonl", "data/secret.jsonl", ".venv/big", "out/model"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / ".gitignore").write_text("data/secret.jsonl\nout/\n")
+    kept = prepare(config(data__path="data/train.jsonl"), Shipment(working_dir="project"))
+    assert kept.package is not None
+    env = kept.runtime_env(str(tmp_path))
+    assert Path(env["working_dir"]).read_bytes() == kept.package
+    with zipfile.ZipFile(io.BytesIO(kept.package)) as archive:
+        files = {name for name in archive.namelist() if not name.endswith("/")}
+    assert files == {"code.py", "data/train.jsonl", ".gitignore"}
+    prepare(config(data__path="data"), Shipment(working_dir="project"))
+
+    def refused(path: str, working_dir: str | None = "project") -> str:
+        with pytest.raises(ConfigError) as error:
+            prepare(config(data__path=path), Shipment(working_dir=working_dir))
+        (problem,) = error.value.problems
+        return problem
+
+    ignored = refused("data/secret.jsonl")
+    assert ignored.startswith(
+        "data.path=data/secret.jsonl is not in the package: it is git-ignored"
+    )
+    assert "it is git-ignored" in refused("out/model")
+    (tmp_path / "elsewhere.txt").write_text("x")
+    assert "it is not in project" in refused("elsewhere.txt")
+    assert "is on this machine alone" in refused("elsewhere.txt", None)
+    with pytest.raises(ConfigError, match="working_dir=nowhere is not there"):
+        prepare(config(), Shipment(working_dir="nowhere"))
+    prepare(config(data__path="org/hub-id"), Shipment())  # a hub id is nowhere here
+    prepare(config(data__path="/fsx/data"), Shipment())  # all nodes may share it
+
+    (folder / "weights.bin").write_bytes(random.Random(0).randbytes(3 * 2**20))
+    monkeypatch.setattr(package, "LIMIT_MIB", 2)
+    with pytest.raises(ConfigError) as error:
+        prepare(config(), Shipment(working_dir="project"))
+    assert "is too large: 3 MiB packed, of 2 MiB" in str(error.value)
+    assert "weights.bin (3 MiB)" in str(error.value)
+
+
+def test_a_shipment_is_kept_with_its_run() -> None:
+    shipment = Shipment(".", ("a==1",), {"A": "b"}, {"S": ARN}, 2.0, 4.0, {"team": "x"})
+    assert from_dict(json.loads(json.dumps(as_dict(shipment)))) == shipment
+    env = prepare(config(), Shipment(secrets={"S": ARN})).runtime_env("/nowhere")
+    assert json.loads(env["env_vars"]["RAYAPP_SECRETS"]) == {"S": ARN}
+
+
+def test_the_address_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    assert address_of() == ("http://127.0.0.1:8265", "by default")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert address_of()[1] == "by default"
+    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265/")
+    assert address_of() == ("http://10.0.0.1:8265", "RAY_ADDRESS")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "https://ray.example")
+    assert address_of() == ("https://ray.example", "RAY_API_SERVER_ADDRESS")
+    assert address_of("127.0.0.1:1") == ("http://127.0.0.1:1", "as asked")
+
+
+@pytest.fixture
+def old_cluster() -> Iterator[str]:
+    """A dashboard that says it is Ray 2.50."""
+
+    class Dashboard(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"version": "4", "ray_version": "2.50.0", "ray_commit": "x"}')
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Dashboard)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_another_ray_and_no_ray(old_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address that is asked for is taken, whatever the environment says."""
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
+    with pytest.raises(JobError, match=r"runs Ray 2.50.0, and this rayapp Ray 2.60"):
+        Cluster.at(old_cluster)
+    with pytest.raises(JobError, match=r"no Ray cluster answers at http://127.0.0.1:9 \(RAY_API"):
+        Cluster.at()
+    assert os.environ["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:9"

@@ -1,0 +1,291 @@
+"""The handle of a run on a real cluster, and what its views show.
+
+One cluster of two nodes with a token lives through all of it: submit, refuse a second, follow
+through a connection that breaks, watch from a kernel that is started anew, stop, resume, finish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import nodes
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rayapp.accounts import account
+from rayapp.notebook import page, terminal
+from rayapp.progress import Progress
+from rayapp.storage import open_storage
+
+ROOT = Path(__file__).parent.parent
+STEPS = 120
+
+
+class Relay:
+    """A TCP relay to the dashboard; `cut` breaks every connection through it."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("http://").partition(":")
+        self._target, self._open = (host, int(port)), list[socket.socket]()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> int:
+        """Break what is open; return how many connections that were."""
+        broken, self._open = self._open, []
+        for each in broken:
+            each.close()
+        return len(broken) // 2
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            pass  # cut
+        for each in (source, sink):
+            each.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(ROOT))
+        environment.setenv("AWS_ENDPOINT_URL", s3_server)  # of the other services
+        with nodes.with_jobs(folder, cpus=3, workers=1) as variables:
+            yield variables
+
+
+def rayapp(
+    cluster: dict[str, str], *words: str, expect: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m rayapp`, as a user in a folder of their own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rayapp", *words],
+        env={**cluster, **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=cluster["HOME"],
+    )
+    assert done.returncode == expect, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def kernel(cluster: dict[str, str], code: str) -> Any:
+    """Run code in a Python that is new, as after a kernel's restart; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=cluster, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_submit_watch_stop_resume_finish(
+    cluster: dict[str, str], s3_bucket: str, tmp_path: Path
+) -> None:
+    storage = f"s3://{s3_bucket}/runs"
+    run = open_storage(f"{storage}/demo")
+    text = "".join(f"Line {i} says {i * i % 97}.\n" for i in range(3000))
+    open_storage(f"s3://{s3_bucket}").write("data/text.txt", text.encode())
+    submit = ["submit", str(ROOT / "configs/tiny_cpu.yaml"), f"--run.storage={storage}"]
+    submit += ["--run.name=demo", f"--data.path=s3://{s3_bucket}/data", "--model.tokenizer=bytes"]
+    submit += ["--model.overrides={num_hidden_layers: 1}", f"--train.max_steps={STEPS}"]
+    submit += ["--train.tokens_per_step=1024", "--train.micro_batch=2", "--train.warmup_steps=0"]
+    submit += ["--checkpoint.every_s=none", "--cluster.instance=g5.xlarge"]
+    submit += ["--cluster.usd_per_hour=36", "--cluster.ignore_plan=true"]
+    # Slow enough that a stop comes in the middle.
+    submit += ["--eval.every_steps=1"]
+    sent = rayapp(cluster, *submit, "--tags={team: a}")
+    address = cluster["RAY_API_SERVER_ADDRESS"]
+    assert sent.stdout == f"job demo at {address}: results in {storage}/demo\n"
+    second = rayapp(cluster, *submit, expect=2)
+    assert "run.name=demo is running" in second.stderr and second.stderr.count("\n") == 1
+    stranger = rayapp(cluster, "list", expect=1, RAY_AUTH_TOKEN="0" * 64)
+    assert "does not accept the token" in stranger.stderr and stranger.stderr.count("\n") == 1
+
+    relay = Relay(address)
+    with (tmp_path / "followed.txt").open("w") as followed:
+        follower = subprocess.Popen(
+            [sys.executable, "-m", "rayapp", "logs", "demo", "--follow"],
+            env={**cluster, "RAY_API_SERVER_ADDRESS": relay.address},
+            stdout=followed,
+            stderr=subprocess.STDOUT,
+        )
+        code = (
+            "import json, time, rayapp\n"
+            f"job = rayapp.job('demo', storage='{storage}')\n"
+            "while len(job.metrics()) < {0}: time.sleep(0.5)\n"
+            "table, now = job.metrics(), job.progress()\n"
+            "print(json.dumps([list(map(int, table.step)), job.status(), now.num_steps]))\n"
+        )
+        steps, status, num_steps = kernel(cluster, code.format(3))
+        assert (status, num_steps) == ("running", STEPS) and steps == list(range(1, len(steps) + 1))
+        assert relay.cut() >= 1
+        steps, status, _ = kernel(cluster, code.format(len(steps) + 3))  # another kernel
+        assert steps == list(range(1, len(steps) + 1)), "the whole curve, from the first step"
+        (listed,) = json.loads(rayapp(cluster, "list", "--json").stdout)
+        assert (listed["run"], listed["job"]) == (f"{storage}/demo", "demo")
+        assert listed["status"] == "running" and listed["cost_usd"] > 0
+        stopped = rayapp(cluster, "stop", "demo", expect=3)
+        assert stopped.stdout == "demo stopped\n"
+        assert follower.wait(timeout=60) == 3
+    relay.close()
+    logs = rayapp(cluster, "logs", "demo").stdout
+    assert (tmp_path / "followed.txt").read_text() == logs
+    assert "model" in logs and "rows per step" in logs, "a job's log begins with its plan"
+    at_stop = json.loads(run.read("result.json"))
+    assert at_stop["status"] == "stopped" and at_stop["steps"] < STEPS
+
+    resumed = rayapp(cluster, "resume", "demo", "--wait")
+    assert resumed.stdout == f"job demo-2 at {address}: results in {storage}/demo\n"
+    lines = [json.loads(line) for line in run.read("metrics.jsonl").splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["attempt"] for line in lines].index(2) == at_stop["steps"]
+    again = rayapp(cluster, "resume", "demo", expect=2)
+    assert f"{storage}/demo is done" in again.stderr
+    code = f"import json, rayapp; result = rayapp.job('{storage}/demo').result()\n"
+    code += "print(json.dumps([result.status, result.model_path, result.cost_usd]))"
+    status, model_path, cost_usd = kernel(cluster, code)
+    assert (status, model_path) == ("done", f"{storage}/demo/model")
+    result = json.loads(run.read("result.json"))
+    # Two workers on two machines of one GPU each.
+    assert cost_usd == pytest.approx(2 * 36 * result["wall_s"] / 3600)
+    # The cluster is gone; the run is not.
+    gone = rayapp(cluster, "status", f"{storage}/demo", RAY_API_SERVER_ADDRESS="http://127.0.0.1:9")
+    assert f"step {STEPS} / {STEPS}" in gone.stdout
+
+
+def test_what_the_cluster_cannot_run_is_said(
+    cluster: dict[str, str], s3_bucket: str, tmp_path: Path
+) -> None:
+    """What only the cluster finds wrong is refused there, and the reason comes back."""
+    submit = ["submit", f"--run.storage=s3://{s3_bucket}/runs", "--run.name=wrong"]
+    submit += [f"--data.path=s3://{s3_bucket}/nothing", "--wait"]
+    rayapp(cluster, *submit, expect=2)
+    found = rayapp(cluster, "status", "wrong", expect=2)
+    assert "refused" in found.stdout and "data.path=s3://" in found.stdout
+    assert "is running" not in rayapp(cluster, *submit, expect=2).stderr
+    unknown = rayapp(cluster, "status", "nobody", expect=2)
+    assert "run=nobody is unknown" in unknown.stderr
+
+
+def test_a_secret_reaches_every_process_and_no_listing(
+    cluster: dict[str, str], s3_server: str
+) -> None:
+    code = """
+import boto3, json, ray
+from ray.job_submission import JobSubmissionClient
+from rayapp import load
+from rayapp.jobs import Cluster, Shipment, prepare
+from rayapp.jobs.package import Order
+from dataclasses import replace
+made = boto3.client("secretsmanager", region_name="us-west-2").create_secret(
+    Name="hub", SecretString="the value")
+shipment = Shipment(secrets={"HUB": made["ARN"]})
+order = prepare(load(None, {"run.storage": "s3://b/r", "run.name": "secret"}), shipment)
+task = "import os, ray; from rayapp import credentials; credentials.load(); ray.init(); "
+task += "print(os.environ['HUB'] == ray.get(ray.remote(lambda: os.environ['HUB']).remote()), "
+task += "len(os.environ['HUB']))"
+cluster = Cluster.at()
+job = cluster.submit(replace(order, entrypoint=f'python -c "{task}"'))
+info = cluster.wait(job, 120)
+told = json.dumps([str(vars(j)) for j in JobSubmissionClient(cluster.address).list_jobs()])
+said = cluster.logs(job).splitlines()[-1]
+print(json.dumps([info.status, said, "the value" in told, "arn:" in told]))
+"""
+    status, last, value_is_told, reference_is_told = kernel(cluster, code)
+    assert (status, last) == ("SUCCEEDED", "True 9")
+    assert not value_is_told and reference_is_told
+
+
+# ---- The views -------------------------------------------------------------------------------
+
+
+class Words(HTMLParser):
+    """The text and the tags of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words, self.tags = list[str](), list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def moment(lines: list[dict[str, Any]], **more: Any) -> Progress:
+    began = {"event": "started", "time": 0.0, "usd_per_hour": 36.0, "seen_until": None}
+    known = {"status": "running", "step": len(lines), "num_steps": 10, "left_s": 4000.0}
+    known |= {"line": lines[-1] if lines else None, "reason": None, "updated_s": 1.0}
+    return Progress(**{**known, "account": account([began], lines, now=100.0), **more})
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    idle = {"data_wait_s": 0.1, "checkpoint_stall_s": 0.0, "eval_s": 0.0, "step_s": 1.0}
+    rest = {"loss": 2.0 / step, "tokens_per_s": 1234.5, "mfu": None, "peak_gib": 1.5, "workers": 2}
+    return idle | rest | {"step": step, "time": float(step), "attempt": 1, "eval_loss": None} | more
+
+
+def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
+    lines = [line(n) for n in range(1, 8)] + [line(8, loss=None, eval_loss=1.25)]
+    hostile = "</pre><script>alert(1)</script>"
+    text = page.render("<b>name", "failed", moment(lines, reason=hostile), lines)
+    found = Words(text)
+    assert not {"script", "b>name", "iframe", "img", "link"} & set(found.tags)
+    assert hostile in "".join(found.words) and "<b>name" in found.words
+    for expected in ("8 / 10", "1,234", "1.50 GiB", "1:06:40", "1.00 USD", "n/a"):
+        assert expected in found.words, expected
+    assert found.tags.count("svg") == 3
+    assert "http" not in text
+
+
+@pytest.mark.parametrize("lines", [[], [line(1)], [line(1, loss=None), line(2, loss=None)]])
+def test_what_is_not_known_is_said_to_be(lines: list[dict[str, Any]]) -> None:
+    assert "n/a" in page.render("x", "running", moment(lines), lines)
+    assert page.render("x", "pending", None, [])
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(terminal.render("x", "running", moment(lines), lines))
+    assert "n/a" in console.export_text()
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(4, 60))
+def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> None:
+    points = list(enumerate(values))
+    found = page.thin(points, most)
+    assert len(found) <= max(most, 4) and found == sorted(set(found))
+    assert set(found) <= set(points)
+    if points:
+        assert (found[0], found[-1]) == (points[0], points[-1])
+        assert {min(values), max(values)} <= {value for _, value in found}
