@@ -260,8 +260,8 @@ def _said(address: str, origin: str = "") -> Iterator[None]:
         ) from error
     except (ConnectionError, requests.exceptions.ConnectionError, requests.Timeout) as error:
         raise Unreachable(
-            f"no Ray cluster answers at {where} ({_last_line(error)}). Start one, forward its port with "
-            "`python -m rayapp connect`, or set RAY_API_SERVER_ADDRESS"
+            f"no Ray cluster answers at {where} ({_last_line(error)}). Start one, forward its port "
+            "with `python -m rayapp connect`, or set RAY_API_SERVER_ADDRESS"
         ) from error
     except (RuntimeError, requests.RequestException) as error:
         raise JobError(f"the cluster at {where} refuses: {_last_line(error)}") from error
