@@ -26,10 +26,10 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# What only some settings need (4-bit weights, 8-bit moments, fp8) is tested too. Not before: transformers imports
-# torchao where it is there, which without a GPU says so on every start.
+# What only some settings need (4-bit weights, 8-bit moments, fp8, MLflow, W&B) is tested too. Not before: transformers
+# imports torchao where it is there, which without a GPU says so on every start.
 .venv/.optional: .venv/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu,trackers]'
 	touch $@
 
 finetune: setup
@@ -110,4 +110,4 @@ down-base:
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	for name in loop data resume sft checkpoint faults prepare; do $(BIN)/python bench/$$name.py || exit 1; done
+	for name in loop data resume sft checkpoint faults prepare observe; do $(BIN)/python bench/$$name.py || exit 1; done

@@ -37,10 +37,8 @@ def steady_rate(run: Path) -> float:
     return tokens / sum(line["step_s"] for line in steady)
 
 
-def main(folder: Path, steps: int) -> None:
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(1)
+def job_of(folder: Path, steps: int, name: str) -> Job:
+    """Return what trains that run's rows into a fresh folder beside it."""
     config = from_dict(yaml.safe_load((folder / "config.yaml").read_text()))
     off = config.checkpoint.model_copy(update={"export": False})
     config = config.model_copy(update={"checkpoint": off})
@@ -54,14 +52,20 @@ def main(folder: Path, steps: int) -> None:
         config.run.seed,
         steps,
     )
-    alone = folder.with_name(f"{folder.name}-alone")
-    job = Job(config, prepared, str(folder / "model"), order, str(alone))
-    rows = prepared.rows("train")
+    return Job(config, prepared, str(folder / "model"), order, str(folder.with_name(name)))
+
+
+def main(folder: Path, steps: int) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(1)
+    job = job_of(folder, steps, f"{folder.name}-alone")
+    rows, order = job.prepared.rows("train"), job.order
     training.run(
         job, torch.device("cpu"), lambda first: local_steps(rows, order, rank, world, first)
     )
     if rank == 0:
-        print(json.dumps({"tokens_per_s": steady_rate(alone)}))
+        print(json.dumps({"tokens_per_s": steady_rate(Path(job.run_url))}))
     gc.collect()  # a gloo thread that frees tensors while Python shuts down aborts the process
     dist.destroy_process_group()
 

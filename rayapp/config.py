@@ -108,6 +108,9 @@ OptionalInt = Annotated[int | None, BeforeValidator(_none_or)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_none_or)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_list)]
+Trackers = Annotated[
+    tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(_comma_list)
+]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # YAML has `workers: 4` as a number and `gpu: true` as a truth value; the schema allows both.
@@ -125,6 +128,9 @@ class Run(Section):
     """Folder or s3://bucket/prefix that holds the run's folder; every node must reach it."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights (from scratch), of the order of rows and of dropout."""
+    trackers: Trackers = ("tensorboard",)
+    """Where each step's metrics go as well: tensorboard (files in the run's folder), mlflow (to
+    MLFLOW_TRACKING_URI), wandb (with WANDB_API_KEY); none for nowhere."""
 
 
 class Lora(Section):
@@ -474,11 +480,11 @@ def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
 def differences(old: Config, new: Config) -> list[str]:
     """Return `field: old -> new` for fields that make it another run.
 
-    Where a run executes (`cluster`), how often it saves (`checkpoint`) and where its storage is
-    may change between two commands that are the same run; all else may not.
+    Where a run executes (`cluster`), how often it saves (`checkpoint`), where its storage is and
+    who is told of it may change between two commands that are the same run; all else may not.
     """
     before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
-    free = ("cluster.", "checkpoint.", "run.storage", "data.workers")
+    free = ("cluster.", "checkpoint.", "run.storage", "run.trackers", "data.workers")
     return [
         f"{field}: {before.get(field)} -> {after.get(field)}"
         for field in sorted(before.keys() | after.keys())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayapp import config as configs
-from rayapp import model
+from rayapp import model, trackers
 from rayapp.config import Config, ConfigError
 from rayapp.data import prepare, sources, tokens
 from rayapp.storage import Storage, StorageError, open_storage
@@ -81,7 +81,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
         ConfigError: with every problem found.
     """
     config = absolute(config)
-    problems: list[str] = []
+    problems = trackers.problems(config)
     run = open_storage(config.run.storage) / config.run.name
     try:
         open_storage(config.run.storage).check_writable()

@@ -27,6 +27,7 @@ from rayapp.finetune.inputs import (
 from rayapp.finetune.job import Job
 from rayapp.finetune.journal import Journal
 from rayapp.finetune.lease import held
+from rayapp.finetune.observe import Observer
 from rayapp.finetune.outcome import RunFailed, result_of
 from rayapp.finetune.parts import model_shape, overridden, technique_problems
 from rayapp.finetune.session import (
@@ -85,7 +86,9 @@ def finetune(
             ready.run.delete(STOP_FILE)
             with journal.command(config, started):
                 job = _prepare(ready, config, console, phases, started)
-                summary = fit(job, ready.run, lease, journal, console)
+                with Observer(job, ready.run) as observer:
+                    summary = fit(job, ready.run, lease, journal, console)
+                    observer.ended(summary)
                 journal.ended(summary["status"], summary["seconds"])
             phases["workers"] = summary.pop("group_s")  # of the last group, if there were several
         result = result_of(config, ready.run, summary, phases, journal.events)

@@ -27,6 +27,7 @@ from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.job import Job
 from rayapp.finetune.pace import Cadence, Clock, Leaving
 from rayapp.finetune.parts import Parts, make_parts
+from rayapp.metrics import StepRecord
 from rayapp.optim import lr_at
 from rayapp.order import Cursor
 from rayapp.spikes import Spikes
@@ -51,11 +52,12 @@ def run(
     open_steps: Callable[[int], Iterator[StepRows]],
     notice: Callable[[], str | None] = lambda: None,
     room: Callable[[], int] | None = None,
+    tell: Callable[[StepRecord], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Train, evaluate and export; return a summary of plain values (rank 0's is the run's).
 
     `notice` says which of our nodes are being taken away; all ranks call it together. `room` says
-    how many more workers could be placed.
+    how many more workers could be placed. `tell` takes each step's record, on every rank.
     """
     clock, entered = Clock(), time.time()
     config, storage = job.config, open_storage(job.run_url)
@@ -97,6 +99,7 @@ def run(
             last = record
             if log:
                 log.write(record)
+            tell(record)
         clock.lap("train")
         saver.close()
     finally:

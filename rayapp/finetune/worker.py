@@ -19,6 +19,7 @@ from rayapp.data import stream
 from rayapp.data.rows import StepRows
 from rayapp.finetune import placement, training
 from rayapp.finetune.job import Job
+from rayapp.gauges import Steps
 from rayapp.loop import BadLoss
 from rayapp.model import Unavailable
 
@@ -31,7 +32,10 @@ def work(job: Job) -> dict[str, Any]:
     order = job.order
     rows = stream.steps(shard, order.micro_batch, order.num_micro_batches(dist.get_world_size()))
     # Ray Data takes seconds to deliver its first block; the model is built meanwhile.
-    with ThreadPoolExecutor(1, thread_name_prefix="first-rows") as pool:
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="first-rows") as pool,
+        Steps(job.config.run.name, dist.get_rank()) as gauges,
+    ):
         first = pool.submit(next, rows, None)
 
         def open_steps(step: int) -> Iterator[StepRows]:
@@ -51,11 +55,14 @@ def work(job: Job) -> dict[str, Any]:
                 open_steps,
                 notice=notice,
                 room=_more_workers(job.config),
+                tell=gauges.step,
             )
         except training.StartAgain as error:
             return {"status": "moved", "notice": False, "reason": str(error)}
         except (BadLoss, training.Resumed, Unavailable) as error:
             # All ranks raise these together, and a restart would only find the same again.
+            if isinstance(error, BadLoss):
+                gauges.bad_step()
             return {"status": "failed", "reason": str(error)}
 
 

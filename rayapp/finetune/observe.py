@@ -1,0 +1,218 @@
+"""Tell the world how a run stands, beside it: Prometheus and the trackers, from the run's folder.
+
+    with Observer(job, run) as observer:
+        summary = fit(...)
+        observer.ended(summary)
+
+The driver reads metrics.jsonl as it grows and hands it on from threads, one for each that is told,
+so that a server that hangs holds up nobody else. Nothing of it can hold up or end the training:
+what a tracker refuses is told again later, and if it never takes it, the log says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+from rayapp import accounts, metrics, trackers
+from rayapp.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
+from rayapp.finetune.job import Job
+from rayapp.gauges import Driver, Pace
+from rayapp.storage import Storage
+
+POLL_S, POLL_S3_S = 1.0, 5.0
+ACCOUNT_S = 10.0  # between two looks at accounts and checkpoints
+RETRY_S = 5.0
+CLOSE_S = 30.0  # for what is still to be told when the command ends
+PART = 500  # lines handed on at once
+
+logger = logging.getLogger("rayapp.observe")
+
+
+class Lines:
+    """The lines of metrics.jsonl as they come, read once each."""
+
+    def __init__(self, run: Storage) -> None:
+        self._run = run
+        self._end, self._last = 0, b""
+        self.all: list[dict[str, Any]] = []
+
+    def refresh(self) -> int:
+        """Read what is new; return how many of the lines that were known are still valid."""
+        known = len(self.all)
+        size = self._run.size(metrics.FILE) or 0
+        if size < self._end:
+            return self._again()
+        data = self._run.read(metrics.FILE, self._end - len(self._last)) if size else b""
+        if not data.startswith(self._last):  # it was cut back, and has grown since
+            return self._again()
+        self._take(data[len(self._last) :])
+        return known
+
+    def _again(self) -> int:
+        before = self.all
+        self._end, self._last, self.all = 0, b"", []
+        self._take(self._run.read(metrics.FILE))
+        kept = 0
+        for old, new in zip(before, self.all, strict=False):
+            if (old["attempt"], old["step"]) != (new["attempt"], new["step"]):
+                break
+            kept += 1
+        return kept
+
+    def _take(self, data: bytes) -> None:
+        whole = data[: data.rfind(b"\n") + 1]
+        for text in whole.splitlines(keepends=True):
+            self._last = text
+            try:
+                self.all.append(json.loads(text))
+            except ValueError:  # metrics.read() names it
+                continue
+        self._end += len(whole)
+
+
+class Told:
+    """A tracker, and how far it has been told; its thread opens it, feeds it and closes it."""
+
+    def __init__(self, name: str, run: Storage, job: Job) -> None:
+        self.name, self._run, self._job = name, run, job
+        self._changed = threading.Condition()
+        self._lines: list[dict[str, Any]] = []
+        self._done = self._valid = 0  # lines told; of them, those that still hold
+        self._ending: tuple[str, list[tuple[str, str]]] | None = None
+        self._tracker: trackers.Tracker | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def update(self, lines: list[dict[str, Any]], kept: int) -> None:
+        """Take the lines as they stand; the first `kept` are as they were."""
+        with self._changed:
+            self._valid = min(self._valid, kept)
+            self._lines = lines[:]
+            self._changed.notify()
+
+    def close(self, status: str, samples: list[tuple[str, str]], until: float) -> None:
+        """Tell the rest, and wait for it no longer than until then (time.monotonic)."""
+        with self._changed:
+            self._ending = (status, samples)
+            self._changed.notify()
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            logger.warning("%s was not told all", self.name)
+
+    def _work(self) -> None:
+        failing = False
+        while True:
+            try:
+                if self._step():
+                    return
+                failing = False
+            except Exception as error:  # of anyone's network and server: never the training's end
+                if not failing:
+                    first = str(error).strip().splitlines()[:1] or [repr(error)]
+                    logger.warning("%s: %s; trying again", self.name, first[0])
+                failing = True
+                time.sleep(RETRY_S)
+
+    def _step(self) -> bool:
+        """Tell some lines, or how it ended; return whether that was all."""
+        if self._tracker is None:
+            self._tracker = trackers.OPEN[self.name](self._run, self._job.config)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._valid != self._done or len(self._lines) > self._done or self._ending
+            )
+            valid = self._valid
+            if valid < self._done:
+                self._tracker.cut_back(self._lines[valid - 1]["step"] if valid else 0)
+            part = self._lines[valid : valid + PART]
+            self._done = self._valid = valid + len(part)
+        if not part:
+            if self._ending is not None:
+                self._tracker.close(*self._ending)
+            return self._ending is not None
+        try:
+            self._tracker.write(part)
+        except BaseException:
+            with self._changed:  # none, some or all of it was told: take it back, and again
+                self._valid = min(self._valid, valid)
+            raise
+        return False
+
+
+class Observer:
+    """Follow a run, from the start of its first attempt to the end of the command."""
+
+    def __init__(self, job: Job, run: Storage) -> None:
+        self._run, self._started = run, time.time()
+        self._driver = Driver(job.config.run.name, job.order.num_steps, self._started)
+        every = job.config.checkpoint
+        self._pace = Pace(every.every_s, every.every_steps)
+        self._lines = Lines(run)
+        self._told = [Told(name, run, job) for name in job.config.run.trackers]
+        self._stop = threading.Event()
+        self._status = "failed"
+        self._samples: list[tuple[str, str]] = []
+        self._account_at = 0.0
+        self._thread = threading.Thread(target=self._follow, name="observe", daemon=True)
+
+    def __enter__(self) -> Observer:
+        self._thread.start()
+        return self
+
+    def ended(self, summary: dict[str, Any]) -> None:
+        """Take how training ended; without this it has failed."""
+        self._status = summary["status"]
+        self._samples = summary.get("samples", [])
+
+    def __exit__(self, *_: object) -> None:
+        until = time.monotonic() + CLOSE_S
+        self._stop.set()
+        self._thread.join(CLOSE_S)
+        self._driver.close()
+        for told in self._told:
+            told.close(self._status, self._samples, until)
+
+    def _follow(self) -> None:
+        """Look at the run's folder now and then, and once more when the command ends."""
+        last = False
+        while not last:
+            last = self._stop.wait(POLL_S if self._run.local_path() else POLL_S3_S)
+            try:
+                self._look(last)
+            except OSError as error:
+                logger.warning("cannot look at the run: %s", error)
+
+    def _look(self, last: bool) -> None:
+        before = len(self._lines.all)
+        kept = self._lines.refresh()
+        lines = self._lines.all
+        for line in lines[kept:]:
+            self._pace.saw(line["step_s"] or 0.0)
+        if kept < before or len(lines) > kept:
+            for told in self._told:
+                told.update(lines, kept)
+        began = time.monotonic()
+        if began < self._account_at and not last:
+            return
+        self._driver.set(
+            accounts.account(accounts.read_events(self._run), lines, now=time.time()),
+            lines[-1]["time"] if lines else None,
+            _newest_checkpoint(self._run),
+            self._pace.checkpoint_every_s(),
+        )
+        took_s = time.monotonic() - began
+        self._account_at = began + max(ACCOUNT_S, 20 * took_s)
+
+
+def _newest_checkpoint(run: Storage) -> tuple[int, float] | None:
+    """Return the step of the newest committed checkpoint, and when it was committed (Unix s)."""
+    folder = run / FOLDER
+    for name in newest_first(folder):
+        marker, order = folder.stat(f"{name}/{MARKER}"), order_of(name)
+        if marker is not None and order is not None:
+            return order[0], marker.modified_s
+    return None

@@ -1,0 +1,151 @@
+"""Check what trackers are told of a run that is cut back, resumed, or out of their reach."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayapp import trackers
+from rayapp.config import load
+from rayapp.finetune import observe
+from rayapp.finetune.observe import Lines, Told
+from rayapp.metrics import FILE
+from rayapp.storage import Storage, open_storage
+
+
+def text_of(steps: Sequence[tuple[int, int]]) -> bytes:
+    lines = [json.dumps({"attempt": attempt, "step": step}) for attempt, step in steps]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def pairs(lines: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(line["attempt"], line["step"]) for line in lines]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6), st.booleans()), max_size=8),
+    st.integers(0, 30),
+)
+def test_lines_follow_every_cut_back(
+    tmp_path_factory: pytest.TempPathFactory, attempts: list[tuple[int, int, bool]], torn: int
+) -> None:
+    """Each attempt keeps some lines and adds some; looks are taken, or not, in between."""
+    run = open_storage(str(tmp_path_factory.mktemp("lines")))
+    lines, held = Lines(run), []
+    assert lines.refresh() == 0 and lines.all == []
+    for attempt, (kept, added, looked) in enumerate(attempts, 1):
+        held = held[:kept]
+        held += [(attempt, len(held) + number + 1) for number in range(added)]
+        run.write(FILE, text_of(held) + b'{"attempt": 9, "step": 1234567890}'[:torn])
+        if looked:
+            known = pairs(lines.all)
+            valid = lines.refresh()
+            assert pairs(lines.all) == held
+            assert known[:valid] == held[:valid]
+            assert valid == len(known) or known[valid : valid + 1] != held[valid : valid + 1]
+    lines.refresh()
+    assert pairs(lines.all) == held
+
+
+class Recorder:
+    """A tracker that holds what it was told, and refuses when it is asked to."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.ended: tuple[str, Any] | None = None
+        self.refuses = threading.Event()
+
+    def write(self, lines: Sequence[dict[str, Any]]) -> None:
+        for line in lines:
+            if self.refuses.is_set():  # in the midst of it
+                raise ConnectionError("the server is away")
+            self.steps.append((line["attempt"], line["step"]))
+
+    def cut_back(self, step: int) -> None:
+        self.steps = [each for each in self.steps if each[1] <= step]
+
+    def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
+        self.ended = (status, samples)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setitem(trackers.OPEN, "recorder", lambda run, config: made)
+    monkeypatch.setattr(observe, "RETRY_S", 0.05)
+    return made
+
+
+def told_of(run: Storage) -> Told:
+    job: Any = SimpleNamespace(config=load())
+    return Told("recorder", run, job)
+
+
+def wait_for(recorder: Recorder, steps: list[tuple[int, int]]) -> None:
+    until = time.monotonic() + 20
+    while recorder.steps != steps:
+        assert time.monotonic() < until, recorder.steps
+        time.sleep(0.01)
+
+
+def lines_of(steps: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [{"attempt": attempt, "step": step} for attempt, step in steps]
+
+
+def test_a_tracker_is_cut_back_and_told_the_rest(recorder: Recorder, tmp_path: Path) -> None:
+    told = told_of(open_storage(str(tmp_path)))
+    first = [(1, step) for step in range(1, 1201)]  # more than is handed on at once
+    told.update(lines_of(first), 0)
+    wait_for(recorder, first)
+    second = first[:700] + [(2, step) for step in range(701, 720)]
+    told.update(lines_of(second), 700)
+    wait_for(recorder, second)
+    third = [(3, 1)]
+    told.update(lines_of(third), 0)
+    wait_for(recorder, third)
+    told.close("stopped", [("a", "b")], time.monotonic() + 20)
+    assert recorder.ended == ("stopped", [("a", "b")])
+
+
+def test_what_was_refused_is_told_once_when_the_server_is_back(
+    recorder: Recorder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = told_of(open_storage(str(tmp_path)))
+    told.update(lines_of([(1, 1), (1, 2)]), 0)
+    wait_for(recorder, [(1, 1), (1, 2)])
+    recorder.refuses.set()
+    steps = [(1, 1), (1, 2), (1, 3), (1, 4)]
+    told.update(lines_of(steps), 2)
+    time.sleep(0.3)
+    warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert warned == ["recorder: the server is away; trying again"]  # once, not at every try
+    recorder.refuses.clear()
+    wait_for(recorder, steps)
+    told.close("done", [], time.monotonic() + 20)
+    assert recorder.ended == ("done", [])
+
+
+def test_a_server_that_hangs_holds_up_nobody(
+    recorder: Recorder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder.refuses.set()
+    told = told_of(open_storage(str(tmp_path)))
+    began = time.monotonic()
+    told.update(lines_of([(1, 1), (1, 2)]), 0)
+    told.close("done", [], began + 0.5)
+    assert time.monotonic() - began < 5
+    assert recorder.ended is None
+    assert caplog.records[-1].getMessage() == "recorder was not told all"
+    recorder.refuses.clear()  # lets the thread end
+    wait_for(recorder, [(1, 1), (1, 2)])

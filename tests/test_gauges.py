@@ -1,0 +1,202 @@
+"""Check what a node's metrics agent shows of a run: names, tags, what is left out, what stays."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rayapp.accounts import account
+from rayapp.gauges import COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
+from rayapp.metrics import StepRecord
+
+Scrape = Callable[[str], dict[str, float]]
+
+
+def record(step: int, **values: Any) -> StepRecord:
+    numbers: dict[str, Any] = dict.fromkeys(StepRecord.__dataclass_fields__, 0.5)
+    facts = {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "skipped": False}
+    return StepRecord(**numbers | facts | {"mfu": None, "eval_loss": None} | values)
+
+
+@pytest.fixture(scope="module")
+def scrape() -> Iterator[Scrape]:
+    """Start a Ray; yield what returns {name{tags}: value} of one run from the node's agent."""
+    import ray
+
+    temporary = tempfile.mkdtemp()  # short: Ray makes sockets below it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_metrics_report_interval_ms", "1000")  # the agent's
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+            _temp_dir=temporary,
+            _system_config={"metrics_report_interval_ms": 1000},  # this process's
+        )
+        (node,) = ray.nodes()
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+
+        def found(run: str) -> dict[str, float]:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                text = answer.read().decode()
+            values: dict[str, float] = {}
+            for line in text.splitlines():
+                match = re.fullmatch(r"ray_rayapp_(\w+)\{(.*)\} (\S+)", line)
+                tags = dict(re.findall(r'(\w+)="([^"]*)"', match[2])) if match else {}
+                if match and tags["run"] == run:
+                    own = [tags[name] for name in ("rank", "cause", "kind", "le") if name in tags]
+                    name = ",".join([match[1], *own])
+                    values[name] = values.get(name, 0.0) + float(match[3])
+            return values
+
+        yield found
+        ray.shutdown()
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def shown(scrape: Scrape, run: str, name: str, value: float) -> dict[str, float]:
+    """Wait until a run shows this value, and return all it shows."""
+    until = time.monotonic() + 30
+    while (found := scrape(run)).get(name) != value:
+        assert time.monotonic() < until, (name, found)
+        time.sleep(0.2)
+    return found
+
+
+def test_a_step_is_told_by_rank_0_and_memory_by_each(scrape: Scrape) -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self.told = Steps("steps", rank)
+
+        def step(self, record: StepRecord) -> None:
+            self.told.step(record)
+
+    ranks = [Rank.remote(rank) for rank in (0, 1)]
+    first = record(1, eval_loss=3.5, checkpoint_stall_s=0.0, eval_s=0.0)
+    last = record(2, loss=2.25, step_s=7.0, peak_gib=4.0, checkpoint_stall_s=1.5)
+    for each in (first, last):
+        ray.get([rank.step.remote(each) for rank in ranks])
+    shown(scrape, "steps", "data_wait_s_total,1", 1.0)
+    found = shown(scrape, "steps", "step", 2)
+    told = OF_A_STEP.keys() - {"mfu"}  # unknown is not told
+    assert {name for name in found if name in OF_A_STEP} == told
+    assert found["loss"] == 2.25 and found["eval_loss"] == 3.5 and found["workers"] == 2
+    assert found["peak_gib,0"] == found["peak_gib,1"] == 4.0
+    assert found["data_wait_s_total,0"] == found["data_wait_s_total,1"] == 1.0
+    assert found["tokens_total"] == 128 and found["checkpoint_stall_s_total"] == 1.5
+    assert found["step_s_count"] == 2
+    assert found["step_s_bucket,0.5"] == 1 and found["step_s_bucket,10.0"] == 2
+    assert not [name for name in found if name.startswith(("bad_steps", "skipped_steps"))]
+    assert len(found) < 60  # series; those of another rank are two
+
+
+def test_what_is_not_finite_is_counted_not_told(scrape: Scrape) -> None:
+    told = Steps("bad", 0)
+    told.step(record(1, loss=2.0))
+    told.step(record(2, loss=math.nan, skipped=True))
+    told.step(record(3, loss=9.0, grad_norm=math.inf, skipped=True))
+    told.step(record(4, loss=8.0, skipped=True))  # a spike
+    found = shown(scrape, "bad", "step", 4)
+    assert found["bad_steps_total"] == 2 and found["skipped_steps_total"] == 3
+    assert found["loss"] == 8.0 and found["grad_norm"] == 0.5
+    told.step(record(5, loss=math.nan))
+    assert shown(scrape, "bad", "step", 5)["loss"] == 8.0
+
+
+def test_a_worker_that_ends_at_once_has_told_why(scrape: Scrape) -> None:
+    """The step whose loss ends the run is the last thing that its workers tell."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Rank:
+        def work(self) -> None:
+            Steps("ended", 0).bad_step()
+
+    for attempt in (1, 2):
+        rank = Rank.remote()
+        ray.get(rank.work.remote())
+        ray.kill(rank)
+        shown(scrape, "ended", "bad_steps_total", attempt)
+    assert scrape("ended") == {"bad_steps_total": 2}
+
+
+def test_a_gauge_stays_through_a_long_step_and_goes_with_the_run(scrape: Scrape) -> None:
+    with Steps("slow", 0) as told:
+        told.step(record(1, eval_loss=3.0))
+        told.step(record(2))  # without an evaluation
+        shown(scrape, "slow", "step", 2)
+        for _ in range(8):  # Ray shows what was set once for 2 s here
+            time.sleep(1)
+            found = scrape("slow")
+            assert found["step"] == 2 and found["eval_loss"] == 3.0
+    until = time.monotonic() + 20
+    while "step" in (found := scrape("slow")):
+        assert time.monotonic() < until, found
+        time.sleep(0.2)
+    assert found["tokens_total"] == 128
+
+
+def test_the_driver_tells_accounts_and_checkpoints(scrape: Scrape) -> None:
+    price = {"nodes": 1, "instance": "c7i.2xlarge", "usd_per_hour": 3.6}
+    events: list[dict[str, Any]] = [
+        {"event": "started", "time": 1000.0, "seen_until": None, **price},
+        {"event": "workers", "time": 1000.0, "workers": 2, **price},
+    ]
+    told = Driver("driven", num_steps=10, started=1005.0)
+    told.set(account(events, [], now=1100.0), None, None, None)
+    found = shown(scrape, "driven", "num_steps", 10)
+    assert found["wall_s"] == 100 and found["cost_usd"] == pytest.approx(0.1)
+    assert found["goodput,start"] == 1.0 and found["goodput,step"] == 0.0
+    # Before there is a step or a checkpoint, time counts from the start of this command.
+    assert found["last_step_unix_s"] == found["checkpoint_unix_s"] == 1005.0
+    assert "checkpoint_step" not in found and "checkpoint_every_s" not in found
+
+    failure = {"kind": "failure", "reason": "", "step": 3, "workers": 2, "trained_until": 1150.0}
+    events += [{"event": "interrupted", "time": 1150.0, **failure}]
+    told.set(account(events, [], now=1200.0), 1190.0, (7, 1180.0), 30.0)
+    found = shown(scrape, "driven", "wall_s", 200)
+    assert found["interruptions,failure"] == 1 and found["interruptions,preemption"] == 0
+    assert (found["checkpoint_step"], found["checkpoint_unix_s"]) == (7, 1180.0)
+    assert found["last_step_unix_s"] == 1190.0 and found["checkpoint_every_s"] == 30.0
+    assert sum(v for k, v in found.items() if k.startswith("goodput,")) == pytest.approx(1.0)
+
+    # Resumed after a day: what was done before this command is not told as a day without a step.
+    told = Driver("resumed", num_steps=10, started=90_000.0)
+    told.set(account([], [], now=None), 1190.0, (7, 1180.0), None)
+    found = shown(scrape, "resumed", "checkpoint_step", 7)
+    assert found["last_step_unix_s"] == found["checkpoint_unix_s"] == 90_000.0
+    assert "cost_usd" not in found
+
+
+def test_checkpoints_are_due_by_time_or_by_steps() -> None:
+    assert Pace(None, None).checkpoint_every_s() is None
+    assert Pace(600.0, None).checkpoint_every_s() == 600.0
+    pace = Pace(600.0, 100)
+    assert pace.checkpoint_every_s() == 600.0
+    for step_s in (60.0, 2.0, 2.0):
+        pace.saw(step_s)
+    assert pace.checkpoint_every_s() == 200.0
+    pace = Pace(None, 100)
+    assert pace.checkpoint_every_s() is None
+    pace.saw(8.0)
+    assert pace.checkpoint_every_s() == 800.0
+
+
+def test_names_bear_their_unit() -> None:
+    for name in (*OF_A_STEP, *COUNTED, *OF_THE_DRIVER):
+        assert re.fullmatch(r"[a-z][a-z_]*", name) and not name.endswith("_seconds")
