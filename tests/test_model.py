@@ -510,6 +510,27 @@ def test_adapters_start_at_the_base_and_the_same_for_any_name(folder: Path) -> N
             assert values.abs().max() <= bound and values.std() > bound / 3
 
 
+def test_what_is_recomputed_asks_for_no_gradient_of_frozen_embeddings(folder: Path) -> None:
+    source, found = resolve(str(folder)), {}
+    for mode in ("none", "full", "selective"):
+        model = build(source.config, loss=summed_loss)
+        add_adapters(model, Lora(rank=3))
+        checkpoint_activations(model, mode)
+        load_weights(model, source, "cpu")
+        init_adapters(model, SEED)
+        embedded: list[Tensor] = []
+        model.hf.get_input_embeddings().register_forward_hook(
+            lambda module, args, output, embedded=embedded: embedded.append(output)
+        )
+        objective, _ = model.train()(**make_batch())
+        objective.backward()
+        assert embedded and not any(one.requires_grad for one in embedded), mode
+        found[mode] = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert all(grad is not None for grad in found["none"].values())
+    torch.testing.assert_close(found["full"], found["none"])
+    torch.testing.assert_close(found["selective"], found["none"])
+
+
 def test_no_positions_means_no_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = unsharded(folder, "llama_untied")
     seen = []
