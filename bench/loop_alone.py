@@ -50,7 +50,7 @@ def main(folder: Path, steps: int) -> None:
     order = Order.for_steps(
         prepared.num_rows("train"),
         config.rows_per_step,
-        config.train.micro_batch,
+        config.micro_batch,
         config.run.seed,
         steps,
     )

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from rayapp.config import Config, ConfigError
-from rayapp.finetune import checks, display
+from rayapp.finetune import checks, display, micro_batch
 from rayapp.finetune.fit import fit
 from rayapp.finetune.forecast import forecast, misfit
 from rayapp.finetune.inputs import (
@@ -80,9 +80,11 @@ def finetune(
             tokenizer_url, tokenizer = shared_tokenizer(ready, console)
             prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
             phases["data"] = time.time() - started - sum(phases.values())
-            order = order_of(config, prepared)
-            job = Job(config, prepared, tokenizer_url, order, ready.run.url)
             shape = model_shape(ready.model, config, len(tokenizer))
+            auto = config.train.micro_batch is None
+            config = micro_batch.chosen(config, shape, ready.run, gpus, console)
+            order = order_of(config, prepared)
+            job = Job(config, prepared, tokenizer_url, order, ready.run.url, auto)
             parameters = count_parameters(shape)
             planned = forecast(config, shape, order.num_steps)
             plan = plan_of(config, prepared, order, parameters)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rayapp import metrics
 from rayapp.checkpoint.marker import latest
-from rayapp.finetune import display, placement
+from rayapp.finetune import display, micro_batch, placement
 from rayapp.finetune.job import STOP_FILE, Job, first_step, train
 from rayapp.finetune.lease import Lease
 from rayapp.finetune.outcome import History, ending_of, failed
@@ -75,6 +75,12 @@ def fit(job: Job, run: Storage, lease: Lease, console: Console) -> dict[str, Any
                 ending = ending_of(ended, lines[-1]["step"] if lines else 0)
                 if ending.kind != NO_ROOM:
                     history.interrupted(ending, workers)
+                if smaller := micro_batch.after_failure(job, ended):
+                    job = smaller
+                    run.write("config.yaml", job.config.to_yaml().encode())
+                    again = micro_batch.equation(job, workers)
+                    bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
+                    continue
                 pause_s = recovery.after(ending)
                 again = f"again in {pause_s:.0f} s" if pause_s else "again"
                 bar.say(f"after step {ending.step}: {ending.reason}; {again}")
