@@ -54,6 +54,26 @@ def chunked_cross_entropy(
     return objective, loss
 
 
+def liger_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same by the kernel of liger-kernel, which chooses its chunks itself.
+
+    Needs that package and a GPU (or Triton's interpreter). Sums over chunks are fp32.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    tokens, none = labels.numel(), None
+    flat = (hidden.reshape(tokens, weight.shape[1]), weight, labels.reshape(tokens), bias)
+    # class weights, IGNORE, z-loss, smoothing, reduction, cap, z-loss apart, dtype of sums
+    options = (none, IGNORE, 0.0, 0.0, "sum", none, False, torch.float32)
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(*flat, *options)
+    return loss, loss.detach()
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -168,6 +168,9 @@ def train_cell(cell: Cell, root: str) -> list[float]:
         )
     engine = loop.Engine(parts.lm, parts.optimizers, lambda step: LR, device, 1.0, dist.group.WORLD)
     everything, losses = batches(), []
+    if ("train.compile", "true") in cell.more:  # it must leave no trace in the losses
+        first = {name: array[None] for name, array in everything[rank].items()}
+        model.measure_compile(parts.lm, loop.inputs(SimpleNamespace(**first), 0, device))
     for step in range(STEPS):
         mine = everything[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES][rank::world]
         arrays = {name: np.stack([m[name] for m in mine]) for name in mine[0]}
