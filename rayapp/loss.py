@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100
+WORDS = 16_384  # of the head's gradient that one product makes at once
 
 
 def chunked_cross_entropy(
@@ -149,5 +150,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    else:
-        total += a @ b
+        return
+    for part, rows in zip(total.split(WORDS), a.split(WORDS), strict=True):
+        part += rows @ b  # in parts: the product would be as large as the head
