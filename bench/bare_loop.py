@@ -70,7 +70,7 @@ def main(folder: str, steps: int) -> None:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    order = Order.for_steps(len(rows), config.rows_per_step, config.train.micro_batch, 0, steps)
+    order = Order.for_steps(len(rows), config.rows_per_step, config.micro_batch, 0, steps)
     tokens, start = 0, 0.0
     for step in range(steps):
         if step == WARM_UP_STEPS:

@@ -48,7 +48,7 @@ def job_of(folder: Path, steps: int, name: str) -> Job:
     order = Order.for_steps(
         prepared.num_rows("train"),
         config.rows_per_step,
-        config.train.micro_batch,
+        config.micro_batch,
         config.run.seed,
         steps,
     )

@@ -2,12 +2,13 @@
 
     python bench/step.py                                            # 2 CPU workers, a small Llama
     python bench/step.py --device cuda --shape 1b --seq_len 4096    # one GPU
+    python bench/step.py --only "rayapp, bf16" --rounds 1 --profile 20
 
 Every row of the table is one torchrun of its own; rounds go through all rows in turn, so that
-what else the machine does meets all of them. Rows hold packed documents of drawn lengths, the same
-for all; tokens/s counts tokens of documents, not padding. "defaults" is what each does when nothing
-is asked of it: here packed rows, the precision and kernels that are best, there padded documents
-in fp32.
+what else the machine does meets all of them. A row is a set of config overrides, and the model is
+made as a run makes it. Rows hold packed documents of drawn lengths, the same for all; tokens/s
+counts tokens of documents, not padding. "defaults" is what each does when nothing is asked of it:
+here packed rows, the precision and kernels that are best, there padded documents in fp32.
 """
 
 from __future__ import annotations
@@ -19,91 +20,94 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
 import numpy as np
 
+from rayapp.config import Config, load
 from rayapp.formulas import mean_context, model_flops
 from rayapp.formulas import shape_of as formula_shape
 from rayapp.presets import config_of
 
 WARM_UP_STEPS = 4
-SHAPES = {"1b": "llama3.2-1b", "3b": "llama3.2-3b", "8b": "llama3.1-8b"}  # presets
-SMALL = {  # 8 million parameters
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-BASE: dict[str, Any] = {
-    "engine": "rayapp",
-    "precision": "fp32",
-    "compile": False,
-    "checkpointing": "none",
-    "offload": False,
-    "attention": "auto",
-    "optimizer": "adamw",
-    "strategy": "full_shard",
-    "loss_chunk": 4096,
-    "lora": 0,
-    "packed": True,
-}
-ROWS: dict[str, dict[str, dict[str, Any]]] = {
+PRESETS = {"small": "tiny", "1b": "llama3.2-1b", "3b": "llama3.2-3b", "8b": "llama3.1-8b"}
+SMALL = {"num_hidden_layers": 8, "num_key_value_heads": 2}  # 8 million parameters
+BF16 = {"train.precision": "bf16"}
+COMPILED = {"train.compile": "true"}
+FULL = {"parallel.activation_checkpointing": "full"}
+SELECTIVE = {"parallel.activation_checkpointing": "selective"}
+LORA = {"model.lora": "{rank: 16}"}
+Row = tuple[str, dict[str, str]]  # the engine, and what is set
+ROWS: dict[str, dict[str, Row]] = {
     "cpu": {
-        "Trainer, fp32": {"engine": "trainer"},
-        "rayapp, fp32": {},
-        "rayapp, fp32, compiled": {"compile": True},
-        "Trainer, bf16": {"engine": "trainer", "precision": "bf16"},
-        "rayapp, bf16": {"precision": "bf16"},
-        "rayapp, bf16, compiled": {"precision": "bf16", "compile": True},
-        "Trainer, defaults": {"engine": "trainer", "packed": False},
-        "rayapp, defaults": {"precision": "bf16"},
-        "bf16, no_shard": {"precision": "bf16", "strategy": "no_shard"},
-        "bf16, shard_grad_op": {"precision": "bf16", "strategy": "shard_grad_op"},
-        "bf16, full checkpointing": {"precision": "bf16", "checkpointing": "full"},
-        "bf16, selective checkpointing": {"precision": "bf16", "checkpointing": "selective"},
-        "bf16, varlen attention": {"precision": "bf16", "attention": "varlen"},
-        "bf16, whole logits": {"precision": "bf16", "loss_chunk": 0},
-        "bf16, adamw8bit": {"precision": "bf16", "optimizer": "adamw8bit"},
-        "bf16, muon": {"precision": "bf16", "optimizer": "muon"},
-        "bf16, LoRA": {"precision": "bf16", "lora": 16},
+        "Trainer, fp32": ("trainer", {}),
+        "rayapp, fp32": ("rayapp", {}),
+        "rayapp, fp32, compiled": ("rayapp", COMPILED),
+        "Trainer, bf16": ("trainer", BF16),
+        "rayapp, bf16": ("rayapp", BF16),
+        "rayapp, bf16, compiled": ("rayapp", BF16 | COMPILED),
+        "Trainer, defaults": ("padded trainer", {}),
+        "rayapp, defaults": ("rayapp", BF16),
+        "bf16, no_shard": ("rayapp", BF16 | {"parallel.strategy": "no_shard"}),
+        "bf16, shard_grad_op": ("rayapp", BF16 | {"parallel.strategy": "shard_grad_op"}),
+        "bf16, full checkpointing": ("rayapp", BF16 | FULL),
+        "bf16, selective checkpointing": ("rayapp", BF16 | SELECTIVE),
+        "bf16, varlen attention": ("rayapp", BF16 | {"model.attention": "varlen"}),
+        "bf16, whole logits": ("rayapp", BF16 | {"train.loss_chunk": "0"}),
+        "bf16, adamw8bit": ("rayapp", BF16 | {"train.optimizer": "adamw8bit"}),
+        "bf16, muon": ("rayapp", BF16 | {"train.optimizer": "muon"}),
+        "bf16, LoRA": ("rayapp", BF16 | LORA),
     },
     "cuda": {
-        "Trainer, bf16": {"engine": "trainer", "precision": "bf16"},
-        "rayapp, bf16": {"precision": "bf16"},
-        "rayapp, bf16, compiled": {"precision": "bf16", "compile": True},
-        "bf16, compiled, sdpa": {"precision": "bf16", "compile": True, "attention": "sdpa"},
-        "bf16, compiled, selective": {
-            "precision": "bf16",
-            "compile": True,
-            "checkpointing": "selective",
-        },
-        "bf16, compiled, full": {"precision": "bf16", "compile": True, "checkpointing": "full"},
-        "fp8, compiled": {"precision": "fp8", "compile": True},
-        "bf16, compiled, adamw8bit": {
-            "precision": "bf16",
-            "compile": True,
-            "optimizer": "adamw8bit",
-        },
-        "LoRA, bf16, compiled": {"precision": "bf16", "compile": True, "lora": 16},
-        "LoRA, bf16, compiled, selective": {
-            "precision": "bf16",
-            "compile": True,
-            "lora": 16,
-            "checkpointing": "selective",
-        },
+        "Trainer, bf16": ("trainer", BF16),
+        "rayapp, bf16": ("rayapp", BF16),
+        "rayapp, bf16, compiled": ("rayapp", BF16 | COMPILED),
+        "bf16, compiled, sdpa": ("rayapp", BF16 | COMPILED | {"model.attention": "sdpa"}),
+        "bf16, compiled, selective": ("rayapp", BF16 | COMPILED | SELECTIVE),
+        "bf16, compiled, full": ("rayapp", BF16 | COMPILED | FULL),
+        "bf16, compiled, Liger's loss": (
+            "rayapp",
+            BF16 | COMPILED | {"train.loss_kernel": "liger"},
+        ),
+        "fp8, compiled": ("rayapp", COMPILED | {"train.precision": "fp8"}),
+        "bf16, compiled, adamw8bit": (
+            "rayapp",
+            BF16 | COMPILED | {"train.optimizer": "adamw8bit"},
+        ),
+        "LoRA, bf16, compiled": ("rayapp", BF16 | COMPILED | LORA),
+        "LoRA, bf16, compiled, selective": ("rayapp", BF16 | COMPILED | LORA | SELECTIVE),
     },
 }
+RATIOS = (
+    ("rayapp, fp32", "Trainer, fp32"),
+    ("rayapp, fp32, compiled", "Trainer, fp32"),
+    ("rayapp, bf16", "Trainer, bf16"),
+    ("rayapp, bf16, compiled", "Trainer, bf16"),
+    ("rayapp, defaults", "Trainer, defaults"),
+)
 
 
-def values_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the model's config.json."""
-    return SMALL if options.shape == "small" else dict(config_of(SHAPES[options.shape]))
+def overrides_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what replaces fields of the preset's config.json."""
+    own = SMALL if options.shape == "small" else {}
+    vocabulary = config_of(PRESETS[options.shape])["vocab_size"]
+    return {**own, "vocab_size": vocabulary, "max_position_embeddings": options.seq_len}
+
+
+def config_for(options: argparse.Namespace, settings: dict[str, str]) -> Config:
+    """Return the config of a row."""
+    common = {
+        "model.path": PRESETS[options.shape],
+        "model.overrides": json.dumps(overrides_of(options)),
+        "data.seq_len": str(options.seq_len),
+        "train.micro_batch": str(options.micro_batch),
+        "train.tokens_per_step": str(options.micro_batch * options.workers * options.seq_len),
+        "train.lr": "1e-4",
+        "train.precision": "fp32",
+    }
+    return load(None, common | settings)
 
 
 def lengths(options: argparse.Namespace, rank: int) -> list[list[int]]:
@@ -123,11 +127,11 @@ def lengths(options: argparse.Namespace, rank: int) -> list[list[int]]:
 def micro_batches(options: argparse.Namespace, rank: int) -> list[dict[str, Any]]:
     """Pack the documents: input_ids, labels and segments [b, S] of every step."""
     draw, rows = np.random.default_rng(rank + 100), lengths(options, rank)
-    found = []
+    vocabulary, found = overrides_of(options)["vocab_size"], []
     for start in range(0, len(rows), options.micro_batch):
         some = rows[start : start + options.micro_batch]
         segments = np.stack([np.repeat(np.arange(1, len(r) + 1), r) for r in some])
-        ids = draw.integers(0, options.vocabulary, segments.shape)
+        ids = draw.integers(0, vocabulary, segments.shape)
         labels = np.roll(ids, -1, 1)
         ends = np.roll(segments, -1, 1) != segments
         ends[:, -1] = True
@@ -136,50 +140,23 @@ def micro_batches(options: argparse.Namespace, rank: int) -> list[dict[str, Any]
     return found
 
 
-def shape_of(options: argparse.Namespace) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**values_of(options) | {"max_position_embeddings": options.seq_len})
-
-
-def run_rayapp(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, float]:
+def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[str, float]:
     """Time steps of rayapp's own engine."""
     import torch
     import torch.distributed as dist
 
-    from rayapp import loop, model
-    from rayapp.config import Lora
+    from rayapp import loop
     from rayapp.data.rows import StepRows
-    from rayapp.loss import chunked_cross_entropy
-    from rayapp.optim import make_optimizers
+    from rayapp.data.tokens import byte_tokenizer
+    from rayapp.finetune.parts import make_parts
 
-    def loss(hidden: Any, weight: Any, labels: Any, bias: Any = None) -> Any:
-        return chunked_cross_entropy(hidden, weight, labels, bias, chunk=row["loss_chunk"])
-
+    config = config_for(options, settings)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    compute = torch.float32 if row["precision"] == "fp32" else torch.bfloat16
-    shape = shape_of(options)
-    attention = model.choose_attention(row["attention"], shape, options.device)
-    frozen = compute if row["lora"] else torch.float32
-    lm = model.build(shape, loss=loss, dtype=frozen, attention=attention)
-    if row["lora"]:
-        model.add_adapters(lm, Lora(rank=row["lora"]))
-    if row["precision"] == "fp8":
-        model.use_float8(lm, device)
-    model.checkpoint_activations(lm, row["checkpointing"])
-    if row["compile"]:
-        model.compile_blocks(lm)
-    if row["offload"]:
-        model.offload_activations(lm)
-    mesh = model.device_mesh(options.device, strategy=row["strategy"])
-    casts = None if compute == torch.float32 else compute
-    model.shard(lm, mesh, strategy=row["strategy"], param_dtype=casts)
-    model.init_weights(lm, 0, device)
-    if row["lora"]:
-        model.init_adapters(lm, 0)
-    optimizers = make_optimizers(row["optimizer"], lm, lr=1e-4, weight_decay=0.1, betas=(0.9, 0.95))
+    with tempfile.TemporaryDirectory() as folder:
+        byte_tokenizer().save_pretrained(folder)
+        parts = make_parts(argparse.Namespace(config=config, tokenizer_url=folder), device)
     control = dist.new_group(backend="gloo")
-    engine = loop.Engine(lm.train(), optimizers, lambda step: 1e-4, device, 1.0, control)
+    engine = loop.Engine(parts.lm, parts.optimizers, lambda step: 1e-4, device, 1.0, control)
     tokens, began = 0, 0.0
     for step, batch in enumerate(micro_batches(options, dist.get_rank())):
         if step == WARM_UP_STEPS:
@@ -203,113 +180,6 @@ def run_rayapp(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, fl
     return {"tokens_per_s": tokens / seconds, "peak_gib": float(peak)}
 
 
-def run_trainer(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, float]:
-    """Time steps of transformers' Trainer with FSDP2: the same rows, or the documents padded."""
-    import tempfile
-
-    import torch
-    import torch.distributed as dist
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-    from rayapp.memory import Peaks
-    from rayapp.packing import position_ids
-
-    rank = int(os.environ["RANK"])
-    batches, examples, counts = micro_batches(options, rank), [], []
-    for batch in batches:
-        tokens = 0
-        for ids, labels, segments in zip(*batch.values(), strict=True):
-            # Trainer moves labels by one itself.
-            moved = np.concatenate([[-100], labels[:-1]])
-            if row["packed"]:
-                whole = {"input_ids": ids, "labels": moved, "position_ids": position_ids(segments)}
-                examples.append(whole)
-                tokens += len(ids)
-                continue
-            document = segments == 1  # one document a row, padded to the longest of its batch
-            examples.append({"input_ids": ids[document], "labels": moved[document]})
-            tokens += int(document.sum())
-        counts.append(tokens)
-
-    def collate(some: list[dict[str, Any]]) -> dict[str, Any]:
-        longest = max(len(one["input_ids"]) for one in some)
-        filler = {"input_ids": 0, "labels": -100, "position_ids": 0}
-        found = {
-            name: torch.tensor(
-                np.stack(
-                    [
-                        np.pad(o[name], (0, longest - len(o[name])), constant_values=filler[name])
-                        for o in some
-                    ]
-                )
-            )
-            for name in some[0]
-        }
-        if not row["packed"]:
-            lengths = torch.tensor([len(o["input_ids"]) for o in some])
-            found["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-        return found
-
-    class Clock(TrainerCallback):
-        began = ended = 0.0
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == WARM_UP_STEPS:
-                synchronize(options)
-                self.began = time.perf_counter()
-            if state.global_step == state.max_steps:
-                synchronize(options)
-                self.ended = time.perf_counter()
-
-    clock = Clock()
-    peaks = Peaks(torch.device(options.device))
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            max_steps=len(batches),
-            per_device_train_batch_size=options.micro_batch,
-            learning_rate=1e-4,
-            bf16=row["precision"] == "bf16",
-            use_cpu=options.device == "cpu",
-            fsdp=True,
-            fsdp_config={
-                "version": 2,
-                "reshard_after_forward": True,
-                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            },
-            save_strategy="no",
-            report_to=[],
-            logging_steps=10_000,
-            disable_tqdm=True,
-            use_cache=False,
-            dataloader_num_workers=0,
-            accelerator_config={"split_batches": False, "dispatch_batches": False},
-            train_sampling_strategy="sequential",
-        )
-        hf = AutoModelForCausalLM.from_config(shape_of(options), dtype=torch.float32)
-
-        class Mine(Trainer):
-            """Each rank has drawn its own rows: no sampler divides them."""
-
-            def get_train_dataloader(self) -> Any:
-                return torch.utils.data.DataLoader(
-                    examples, options.micro_batch, collate_fn=collate
-                )
-
-        Mine(hf, arguments, callbacks=[clock]).train()
-    with peaks.phase("optimizer"):
-        pass
-    total = torch.tensor([float(sum(counts[WARM_UP_STEPS:]))])
-    peak = torch.tensor(peaks.highest_gib)
-    if options.device == "cuda":
-        total, peak = total.cuda(), peak.cuda()
-    dist.all_reduce(total)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    seconds = clock.ended - clock.began
-    return {"tokens_per_s": float(total) / seconds, "peak_gib": float(peak)}
-
-
 def synchronize(options: argparse.Namespace) -> None:
     """Wait for all ranks, and for the GPU."""
     import torch
@@ -320,99 +190,119 @@ def synchronize(options: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def worker(options: argparse.Namespace, row: dict[str, Any]) -> None:
+def worker(options: argparse.Namespace, engine: str, settings: dict[str, str]) -> None:
+    """Be one rank of a row."""
     import torch
     import torch.distributed as dist
+    from trainer_step import run_trainer
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     torch.manual_seed(0)
-    run = {"rayapp": run_rayapp, "trainer": run_trainer}[row["engine"]]
-    found = run(options, row)
+
+    def run() -> dict[str, float]:
+        if engine == "rayapp":
+            return run_rayapp(options, settings)
+        packed, bf16 = engine == "trainer", settings.get("train.precision") == "bf16"
+        batches = micro_batches(options, dist.get_rank())
+        return run_trainer(options, batches, shape_of(options), packed, bf16)
+
+    if not options.profile:
+        found = run()
+    else:
+        with torch.profiler.profile() as profile:
+            found = run()
+        if dist.get_rank() == 0:
+            table = profile.key_averages().table("self_cpu_time_total", row_limit=options.profile)
+            print(table, file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(found), flush=True)
     gc.collect()
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, float]:
+def shape_of(options: argparse.Namespace) -> Any:
+    """Return the model's config, as transformers has it."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**dict(config_of(PRESETS[options.shape])) | overrides_of(options))
+
+
+def measure(options: argparse.Namespace, row: Row) -> dict[str, float]:
+    """Run one row in processes of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={options.workers}", __file__, "--row", json.dumps(row)]
-    for name in ("device", "shape", "seq_len", "micro_batch", "steps", "workers"):
+    for name in ("device", "shape", "seq_len", "micro_batch", "steps", "workers", "profile"):
         command += [f"--{name}", str(getattr(options, name))]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if options.device == "cpu" and row["engine"] == "rayapp":
+    if options.device == "cpu" and (row[0] == "rayapp" or options.same_malloc):
         from rayapp.finetune.fit import CPU_ENVIRONMENT
 
         environment |= CPU_ENVIRONMENT
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if options.profile:
+        print(done.stderr, file=sys.stderr)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
     raise RuntimeError(f"{row}: no result\n{done.stderr[-3000:]}")
 
 
-def flops_per_token(options: argparse.Namespace, lora: int) -> float:
+def flops_per_token(options: argparse.Namespace, lora: bool) -> float:
     """Return the model FLOPs of a token, forward and backward, for documents as drawn."""
     context = mean_context([length for row in lengths(options, 0) for length in row])
-    return model_flops(formula_shape(values_of(options)), context, lora or None)
+    values = dict(config_of(PRESETS[options.shape])) | overrides_of(options)
+    return model_flops(formula_shape(values), context, 16 if lora else None)
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", default="small", choices=["small", *SHAPES])
+    parser.add_argument("--shape", default="small", choices=list(PRESETS))
     parser.add_argument("--seq_len", type=int, default=512)
     parser.add_argument("--micro_batch", type=int, default=4)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="parts of the names of rows, by commas")
+    parser.add_argument("--only", default="", help="parts of the names of rows, by semicolons")
     parser.add_argument("--peak_flops", type=float, default=None, help="of one device, dense")
+    parser.add_argument("--profile", type=int, default=0, help="lines of a profile to show")
+    parser.add_argument("--same_malloc", action="store_true", help="Trainer with our malloc too")
     parser.add_argument("--row", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.vocabulary = values_of(options)["vocab_size"]
     options.workers = options.workers or (2 if options.device == "cpu" else 1)
+    return options
+
+
+def main() -> None:
+    options = parsed()
     if options.row:
-        worker(options, json.loads(options.row))
+        worker(options, *json.loads(options.row))
         return
-    parts = [part for part in options.only.split(",") if part]
-    rows = {
-        name: BASE | row
-        for name, row in ROWS[options.device].items()
-        if not parts or any(part in name for part in parts)
-    }
+    parts = [part for part in options.only.split(";") if part]
+    every = ROWS[options.device]
+    rows = {n: row for n, row in every.items() if not parts or any(part in n for part in parts)}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
     for _ in range(options.rounds):
         for name, row in rows.items():
             found[name].append(measure(options, row))
             print(f"  {name}: {found[name][-1]}", file=sys.stderr, flush=True)
     print(f"{'':32} {'tokens/s':>10} {'peak GiB':>9} {'MFU':>6}")
-    medians = {}
     for name, results in found.items():
-        medians[name] = statistics.median(r["tokens_per_s"] for r in results)
+        rate = statistics.median(r["tokens_per_s"] for r in results)
         peak = max(r["peak_gib"] for r in results)
         mfu = "n/a"
         if options.peak_flops:
-            flops = flops_per_token(options, rows[name]["lora"])
-            mfu = f"{medians[name] * flops / options.peak_flops / options.workers:.1%}"
-        print(f"{name:32} {medians[name]:10,.0f} {peak:9.2f} {mfu:>6}")
-    for ours, theirs in (
-        ("rayapp, fp32", "Trainer, fp32"),
-        ("rayapp, fp32, compiled", "Trainer, fp32"),
-        ("rayapp, bf16", "Trainer, bf16"),
-        ("rayapp, bf16, compiled", "Trainer, bf16"),
-        ("rayapp, defaults", "Trainer, defaults"),
-    ):
-        if ours in found and theirs in found:
-            ratios = [
-                a["tokens_per_s"] / b["tokens_per_s"]
-                for a, b in zip(found[ours], found[theirs], strict=True)
-            ]
-            print(
-                f"{ours} / {theirs}: {statistics.median(ratios):.2f} "
-                f"({min(ratios):.2f}-{max(ratios):.2f})"
-            )
+            flops = flops_per_token(options, "model.lora" in rows[name][1])
+            mfu = f"{rate * flops / options.peak_flops / options.workers:.1%}"
+        print(f"{name:32} {rate:10,.0f} {peak:9.2f} {mfu:>6}")
+    for ours, theirs in RATIOS:
+        pairs = zip(found.get(ours, []), found.get(theirs, []), strict=False)
+        ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]
+        if ratios:
+            middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+            print(f"{ours} / {theirs}: {middle:.2f} ({low:.2f}-{high:.2f})")
 
 
 if __name__ == "__main__":

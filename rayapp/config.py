@@ -25,6 +25,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    PlainSerializer,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -98,6 +99,14 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _auto_as_none(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() == "auto" else value
+
+
+def _none_as_auto(value: int | None) -> int | str:
+    return "auto" if value is None else value
+
+
 def _truth_as_text(value: Any) -> Any:
     return str(value).lower() if isinstance(value, (bool, str)) else value
 
@@ -113,6 +122,11 @@ Trackers = Annotated[
 ]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AutoInt = Annotated[
+    int | None,
+    BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"]),
+    PlainSerializer(_none_as_auto),
+]
 # YAML has `workers: 4` as a number and `gpu: true` as a truth value; the schema allows both.
 Workers = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | int)]
 Gpu = Annotated[
@@ -199,8 +213,9 @@ class Data(Section):
 class Train(Section):
     tokens_per_step: int = Field(default=16_384, ge=8)
     """Global batch in tokens (padding included): rows per optimizer step times seq_len."""
-    micro_batch: int = Field(default=8, ge=1)
-    """Rows in one forward and backward on one worker."""
+    micro_batch: AutoInt = Field(default=8, ge=1)
+    """Rows in one forward and backward on one worker; auto: the most that fit into a worker's
+    memory by the plan, half of them after a step that runs out of memory."""
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     """adamw8bit keeps the moments in 8 bits (torchao); muon: Muon for the blocks' matrices and
     AdamW for all else, with one lr."""
@@ -241,6 +256,9 @@ class Train(Section):
     """torch.compile the transformer blocks, one compilation for all of them."""
     loss_chunk: int = Field(default=4096, ge=0)
     """Tokens whose logits exist at once; 0 holds all logits of a micro-batch."""
+    loss_kernel: Literal["chunked", "liger"] = "chunked"
+    """chunked: PyTorch's own operations, on any device; liger: the fused kernel of the package
+    liger-kernel, on GPUs, with chunks of its own size."""
 
 
 class Parallel(Section):
@@ -338,9 +356,21 @@ class Config(Section):
         return self.train.tokens_per_step // self.data.seq_len
 
     @property
+    def micro_batch(self) -> int:
+        """Rows of a micro-batch, once there is a number instead of `auto`."""
+        assert self.train.micro_batch is not None, "train.micro_batch=auto is not chosen yet"
+        return self.train.micro_batch
+
+    @property
     def micro_batches_per_step(self) -> int:
         """Micro-batches in one optimizer step, over all workers."""
-        return self.rows_per_step // self.train.micro_batch
+        return self.rows_per_step // self.micro_batch
+
+    def with_micro_batch(self, size: int) -> Config:
+        """Return the config with so many rows in a micro-batch."""
+        return self.model_copy(
+            update={"train": self.train.model_copy(update={"micro_batch": size})}
+        )
 
     def to_overrides(self) -> dict[str, str]:
         """Return what differs from the defaults as `{"section.field": text}`, for `load`."""
@@ -409,14 +439,15 @@ def combined_problems(config: Config) -> list[str]:
 def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (the fields it is between, the problem)."""
     train, data, cluster, parallel = config.train, config.data, config.cluster, config.parallel
-    unit = train.micro_batch * data.seq_len
+    micro_batch = train.micro_batch or 1  # auto takes what divides the step
+    unit = micro_batch * data.seq_len
     if train.tokens_per_step % unit:
         below = train.tokens_per_step // unit * unit
         legal = " or ".join(f"{value:_}" for value in (below, below + unit) if value)
         yield (
             ("train.tokens_per_step", "train.micro_batch", "data.seq_len"),
             f"train.tokens_per_step={train.tokens_per_step} is not divisible: a step is a whole "
-            f"number of micro-batches of {train.micro_batch} rows x {data.seq_len} tokens = "
+            f"number of micro-batches of {micro_batch} rows x {data.seq_len} tokens = "
             f"{unit}. Set train.tokens_per_step={legal}",
         )
     if train.max_steps is not None and train.epochs is not None:
@@ -456,6 +487,13 @@ def _combined(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"parallel.replicas={parallel.replicas} is without effect: only hybrid_shard "
             "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
         )
+    if train.loss_kernel == "liger" and (train.z_loss or train.label_smoothing):
+        yield (
+            ("train.loss_kernel", "train.z_loss", "train.label_smoothing"),
+            "train.loss_kernel=liger is in conflict: it gives the objective alone, and with "
+            "train.z_loss or train.label_smoothing the loss is another number. Set "
+            "train.loss_kernel=chunked",
+        )
     lora = config.model.lora
     if lora is not None and train.optimizer == "muon":
         yield (
@@ -481,10 +519,12 @@ def differences(old: Config, new: Config) -> list[str]:
     """Return `field: old -> new` for fields that make it another run.
 
     Where a run executes (`cluster`), how often it saves (`checkpoint`), where its storage is and
-    who is told of it may change between two commands that are the same run; all else may not.
+    who is told of it, and how a step is cut into micro-batches (its rows are the same) may change
+    between two commands that are the same run; all else may not.
     """
     before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
-    free = ("cluster.", "checkpoint.", "run.storage", "run.trackers", "data.workers")
+    free: tuple[str, ...] = ("cluster.", "checkpoint.", "run.storage", "run.trackers")
+    free += ("data.workers", "train.micro_batch")
     return [
         f"{field}: {before.get(field)} -> {after.get(field)}"
         for field in sorted(before.keys() | after.keys())

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100
+WORDS = 16_384  # of the head's gradient that one product makes at once
 
 
 def chunked_cross_entropy(
@@ -52,6 +53,26 @@ def chunked_cross_entropy(
         torch.is_grad_enabled(),  # forward() runs without it and could not tell
     )
     return objective, loss
+
+
+def liger_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same by the kernel of liger-kernel, which chooses its chunks itself.
+
+    Needs that package and a GPU (or Triton's interpreter). Sums over chunks are fp32.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    tokens, none = labels.numel(), None
+    flat = (hidden.reshape(tokens, weight.shape[1]), weight, labels.reshape(tokens), bias)
+    # class weights, IGNORE, z-loss, smoothing, reduction, cap, z-loss apart, dtype of sums
+    options = (none, IGNORE, 0.0, 0.0, "sum", none, False, torch.float32)
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(*flat, *options)
+    return loss, loss.detach()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -129,5 +150,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    else:
-        total += a @ b
+        return
+    for part, rows in zip(total.split(WORDS), a.split(WORDS), strict=True):
+        part += rows @ b  # in parts: the product would be as large as the head

@@ -35,7 +35,7 @@ SURFACE = {
     " workers",
     "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
     " warmup_steps weight_decay betas z_loss label_smoothing on_spike spike_sigmas grad_clip"
-    " precision compile loss_chunk",
+    " precision compile loss_chunk loss_kernel",
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps checkpoints prompts",
@@ -73,6 +73,19 @@ def test_defaults_are_legal() -> None:
     assert combined_problems(config) == []
     assert (config.rows_per_step, config.micro_batches_per_step) == (32, 4)
     assert (config.cluster.min_workers, config.cluster.max_workers) == (2, 2)
+
+
+def test_a_micro_batch_is_a_number_or_auto() -> None:
+    config = load(None, {"train.micro_batch": "auto", "train.tokens_per_step": "1536"})
+    assert config.train.micro_batch is None and "micro_batch: auto" in config.to_yaml()
+    assert from_dict(parse_yaml(config.to_yaml())) == config
+    with pytest.raises(AssertionError, match="not chosen yet"):
+        _ = config.micro_batches_per_step
+    chosen = config.with_micro_batch(3)
+    assert (chosen.rows_per_step, chosen.micro_batch, chosen.micro_batches_per_step) == (3, 3, 1)
+    assert differences(config, chosen) == []
+    (line,) = problems(train__micro_batch="auto", train__tokens_per_step="1000")
+    assert line.startswith("train.tokens_per_step=1000 is not divisible")
 
 
 def test_every_config_of_the_project_is_legal() -> None:
@@ -415,11 +428,8 @@ def test_every_other_field_makes_a_difference() -> None:
             continue
         new = copy.deepcopy(old)
         vars(getattr(new, section))[name] = None if getattr(getattr(new, section), name) else 1
-        free = section in ("cluster", "checkpoint") or field in (
-            "run.storage",
-            "run.trackers",
-            "data.workers",
-        )
+        others = ("run.storage", "run.trackers", "data.workers", "train.micro_batch")
+        free = section in ("cluster", "checkpoint") or field in others
         assert bool(differences(old, new)) != free, field
 
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import yaml
 from drill import without_ray
 from transformers import (
     AutoModelForCausalLM,
@@ -28,10 +30,17 @@ from transformers import (
     MixtralConfig,
 )
 
+from rayapp import order
 from rayapp.config import from_dict
+from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
+from rayapp.data.rows import step_rows
+from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
+from rayapp.finetune.inputs import PREPARED, order_of
+from rayapp.finetune.job import Job, train
 from rayapp.finetune.session import connected
+from rayapp.storage import open_storage
 
 TEXT = "".join(
     f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900)
@@ -352,6 +361,67 @@ def test_after_no_step_the_export_is_the_input(files: Path, tmp_path: Path, ray_
     before = AutoModelForCausalLM.from_pretrained(files / name)
     ids = torch.arange(40)[None] + 10
     assert torch.equal(exported(ids).logits, before(ids).logits)
+
+
+def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
+    files: Path,
+    tmp_path: Path,
+    ray_here: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = command(files, tmp_path, "auto", "--train.micro_batch=auto", "--train.max_steps=3")
+    argv += ["--checkpoint.export=false"]  # no failure is allowed: this is none
+
+    def train_in_memory_for_two_rows(job: Job) -> dict[str, Any]:  # inside, so that it is pickled
+        from rayapp import loop
+
+        real = loop.train_step
+
+        def step(engine: Any, batch: Any, totals: Any) -> Any:
+            if batch.input_ids.shape[1] > 2:
+                torch.empty(2**55, dtype=torch.uint8)
+            return real(engine, batch, totals)
+
+        loop.train_step = step
+        return train(job)
+
+    monkeypatch.setattr("rayapp.finetune.fit.train", train_in_memory_for_two_rows)
+    assert main(argv) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "micro-batch auto = 4 rows, planned " in said
+    assert "can't allocate memory: you tried to allocate 36028797018963968 bytes" in said
+    again = "again with train.micro_batch=2: 8 rows / 2 = 4 micro-batches / 2 workers = 2 each"
+    assert again in said
+    result = json.loads((tmp_path / "auto" / "result.json").read_text())
+    assert [event["step"] for event in result["interruptions"]] == [0]
+    asked, plan = tmp_path / "auto" / "config.yaml", tmp_path / "auto" / "plan.json"
+    assert yaml.safe_load(asked.read_text())["train"]["micro_batch"] == 2
+    lines = lines_of(tmp_path / "auto")
+    plain = without_ray(str(tmp_path), str(tmp_path / "auto"), 2, tmp_path / "plain", 3)
+    for name in ("step", "batch_digest", "loss", "tokens"):
+        assert [line[name] for line in lines] == [line[name] for line in plain]
+    # Another size has the same rows.
+    prepared = prepared_data.load(
+        open_storage(str(tmp_path)) / PREPARED / json.loads(plan.read_text())["fingerprint"]
+    )
+    assert prepared is not None
+    four = order_of(from_dict(yaml.safe_load(asked.read_text())).with_micro_batch(4), prepared)
+    for line in lines:
+        rows = step_rows(prepared.rows("train"), four, line["step"] - 1, 0, 1)
+        places = zip(rows.positions.ravel(), rows.input_ids.reshape(8, -1), strict=True)
+        digest = order.combine(order.row_digest(int(place), ids) for place, ids in places)
+        assert digest == line["batch_digest"]
+
+
+def test_a_node_is_asked_what_memory_is_free(ray_here: None) -> None:
+    def per_worker(workers: str) -> float:
+        config = from_dict({"cluster": {"workers": workers, "gpu": "false"}})
+        return micro_batch._capacity_gib(config, False) + micro_batch.PROCESS_GIB
+
+    free_gib = psutil.virtual_memory().available / 2**30
+    assert 0.5 * free_gib < 2 * per_worker("2") < free_gib
+    assert per_worker("1") == pytest.approx(2 * per_worker("2"), rel=0.2)
 
 
 def test_ray_without_a_dashboard_asks_no_other_ray(ray_here: None) -> None:

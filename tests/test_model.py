@@ -24,10 +24,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayapp.config import Lora
 from rayapp.model import (
+    CompileGain,
     LanguageModel,
     add_adapters,
     build,
     checkpoint_activations,
+    compile_blocks,
     device_mesh,
     export,
     export_adapters,
@@ -36,6 +38,7 @@ from rayapp.model import (
     init_weights,
     load_tokenizer,
     load_weights,
+    measure_compile,
     num_parameters,
     problems,
     resolve,
@@ -508,6 +511,62 @@ def test_adapters_start_at_the_base_and_the_same_for_any_name(folder: Path) -> N
             bound = 1 / values.shape[1] ** 0.5
             assert not torch.equal(values, found[2][name])
             assert values.abs().max() <= bound and values.std() > bound / 3
+
+
+def test_measuring_what_compilation_gains_compiles_nothing_in_vain(folder: Path) -> None:
+    """Training goes on with the one graph that was measured, from the numbers before it."""
+    from torch._dynamo.utils import counters
+
+    source, batch, found = resolve(str(folder)), make_batch(), []
+    for measured in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = build(source.config, loss=summed_loss)
+        compile_blocks(model)
+        load_weights(model, source, "cpu")
+        model.train()
+        drawn = torch.get_rng_state()
+        if measured:
+            gain = measure_compile(model, batch)
+            assert gain.compile_s > 10 * gain.compiled_s > 0 and gain.eager_s > 0
+            assert str(gain).startswith("compile: one block ")
+            assert counters["stats"]["unique_graphs"] == 1
+        assert torch.equal(torch.get_rng_state(), drawn)
+        objective, _ = model(**batch)
+        objective.backward()
+        assert counters["stats"]["unique_graphs"] == 1
+        found.append([objective.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_compilation_gains_is_told_in_words() -> None:
+    assert str(CompileGain(0.013, 0.010, 20.6)) == (
+        "compile: one block 1.30x faster, 21 s to compile"
+    )
+    assert str(CompileGain(0.010, 0.0125, 3.0)) == (
+        "compile: one block 1.25x slower: set train.compile=false, 3 s to compile"
+    )
+
+
+def test_what_is_recomputed_asks_for_no_gradient_of_frozen_embeddings(folder: Path) -> None:
+    source, found = resolve(str(folder)), {}
+    for mode in ("none", "full", "selective"):
+        model = build(source.config, loss=summed_loss)
+        add_adapters(model, Lora(rank=3))
+        checkpoint_activations(model, mode)
+        load_weights(model, source, "cpu")
+        init_adapters(model, SEED)
+        embedded: list[Tensor] = []
+        model.hf.get_input_embeddings().register_forward_hook(
+            lambda module, args, output, embedded=embedded: embedded.append(output)
+        )
+        objective, _ = model.train()(**make_batch())
+        objective.backward()
+        assert embedded and not any(one.requires_grad for one in embedded), mode
+        found[mode] = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert all(grad is not None for grad in found["none"].values())
+    torch.testing.assert_close(found["full"], found["none"])
+    torch.testing.assert_close(found["selective"], found["none"])
 
 
 def test_no_positions_means_no_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

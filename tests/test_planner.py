@@ -256,6 +256,32 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     assert planner.largest_micro_batch(unknown) is None
 
 
+def test_the_largest_micro_batch_leaves_no_worker_with_more_than_its_share() -> None:
+    step = {"tokens_per_step": 12 * 4096}
+    five = config(model={"path": "llama3.2-1b"}, train=step, cluster={"workers": "5"})
+    question = planner.plan(five).question
+    assert question.rows_per_step == 12
+    assert planner.answer(planner.with_micro_batch(question, 2)).fits
+    assert planner.largest_micro_batch(question) == 1  # 3 rows each; in pairs 4 for one of them
+
+
+def test_a_machine_that_was_asked_stands_in_for_an_instance() -> None:
+    unnamed = config(cluster={"instance": None})
+    peaks = {
+        size: planner.plan(unnamed.with_micro_batch(size)).peak_gib.value for size in (1, 2, 4, 8)
+    }
+    assert list(peaks.values()) == sorted(peaks.values())
+    for size, peak_gib in peaks.items():
+        found = planner.plan(unnamed, capacity_gib=peak_gib)
+        assert planner.largest_micro_batch(found.question) == size and found.fits
+        assert planner.plan(unnamed, capacity_gib=peak_gib - 0.01).fits == (size > 1)
+    on_cpu = planner.plan(unnamed, capacity_gib=24.0, on_cpu=True)
+    moving = sum(on_cpu.peak.terms[name] for name in ("activations", "logits", "gathers"))
+    assert on_cpu.peak.terms["slack"] == pytest.approx(0.05 * moving)  # no CUDA context
+    named = planner.plan(config(), capacity_gib=1.0, on_cpu=True)
+    assert named.as_dict() == planner.plan(config()).as_dict()
+
+
 def test_other_node_counts_are_the_plans_of_those_counts() -> None:
     answers = planner.scaling(planner.plan(config()).question)
     assert [one.question.nodes for one in answers] == [1, 2, 4, 8, 16, 32]

@@ -27,7 +27,7 @@ def plan(
     counts = report["train"]
     workers = config.cluster.min_workers
     rows, seq_len = order.rows_per_step, data.seq_len
-    micro_batches = rows // train.micro_batch
+    micro_batches = rows // config.micro_batch
     per_worker = -(-micro_batches // workers)
     tokens = order.num_steps * train.tokens_per_step
     epochs = order.num_steps * rows / order.num_rows
@@ -42,7 +42,7 @@ def plan(
         f"{counts['truncated']:,} truncated ({counts['cut_tokens']:,} tokens cut), "
         f"{report['duplicates']:.1%} repeat another",
         "rows per step": f"{train.tokens_per_step:,} tokens / {seq_len} = {rows}",
-        "accumulation": f"{rows} rows / {train.micro_batch} per micro-batch = {micro_batches} "
+        "accumulation": f"{rows} rows / {config.micro_batch} per micro-batch = {micro_batches} "
         f"micro-batches / {workers} workers = {per_worker} each",
         "steps": f"{order.num_steps:,} x {train.tokens_per_step:,} = {tokens:,} tokens = "
         f"{epochs:.2f} epochs",

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rayapp import credentials
 from rayapp.config import Config, ConfigError
-from rayapp.finetune import checks, display
+from rayapp.finetune import checks, display, micro_batch
 from rayapp.finetune.fit import fit
 from rayapp.finetune.forecast import forecast, misfit
 from rayapp.finetune.inputs import (
@@ -85,7 +85,7 @@ def finetune(
             journal = Journal(ready.run)
             ready.run.delete(STOP_FILE)
             with journal.command(config, started):
-                job = _prepare(ready, config, console, phases, started)
+                job = _prepare(ready, config, gpus, console, phases, started)
                 with Observer(job, ready.run) as observer:
                     summary = fit(job, ready.run, lease, journal, console)
                     observer.ended(summary)
@@ -98,14 +98,21 @@ def finetune(
 
 
 def _prepare(
-    ready: checks.Ready, config: Config, console: Console, phases: dict[str, float], started: float
+    ready: checks.Ready,
+    config: Config,
+    gpus: bool,
+    console: Console,
+    phases: dict[str, float],
+    started: float,
 ) -> Job:
     """Prepare the rows, write down what is to be done, and show it."""
     tokenizer_url, tokenizer = shared_tokenizer(ready, console)
     prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
     phases["data"] = time.time() - started - sum(phases.values())
-    order = order_of(config, prepared)
     shape = model_shape(ready.model, config, len(tokenizer))
+    auto = config.train.micro_batch is None
+    config = micro_batch.chosen(config, shape, ready.run, gpus, console)
+    order = order_of(config, prepared)
     parameters = count_parameters(shape)
     planned = forecast(config, shape, order.num_steps)
     plan = plan_of(config, prepared, order, parameters)
@@ -114,4 +121,4 @@ def _prepare(
     ready.run.write("plan.json", json.dumps(values, indent=1).encode())
     display.plan(console, config, prepared, order, parameters)
     phases["plan"] = time.time() - started - sum(phases.values())
-    return Job(config, prepared, tokenizer_url, order, ready.run.url)
+    return Job(config, prepared, tokenizer_url, order, ready.run.url, auto)

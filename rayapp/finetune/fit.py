@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rayapp import metrics
 from rayapp.checkpoint.marker import latest
-from rayapp.finetune import display, placement
+from rayapp.finetune import display, micro_batch, placement
 from rayapp.finetune.job import Job, first_step, train
 from rayapp.finetune.journal import Journal
 from rayapp.finetune.lease import Lease
@@ -74,6 +74,12 @@ def fit(job: Job, run: Storage, lease: Lease, journal: Journal, console: Console
                 ending = ending_of(ended, lines[-1]["step"] if lines else 0)
                 if ending.kind != NO_ROOM:
                     journal.interrupted(ending, workers)
+                if smaller := micro_batch.after_failure(job, ended):
+                    job = smaller
+                    run.write("config.yaml", job.config.to_yaml().encode())
+                    again = micro_batch.equation(job, workers)
+                    bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
+                    continue
                 pause_s = recovery.after(ending)
                 again = f"again in {pause_s:.0f} s" if pause_s else "again"
                 bar.say(f"after step {ending.step}: {ending.reason}; {again}")

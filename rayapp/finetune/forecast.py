@@ -13,8 +13,12 @@ from rayapp.config import Config
 from rayapp.formulas import UnknownShape, shape_of
 
 
-def forecast(config: Config, shape: Any, steps: int | None = None) -> planner.Answer | None:
+def forecast(
+    config: Config, shape: Any, steps: int | None = None, **machine: Any
+) -> planner.Answer | None:
     """Plan a run whose model's shape is known (a transformers config).
+
+    `machine` is what is known of one that cluster.instance does not name: see `planner.ask`.
 
     Raises:
         ConfigError: the instance is unknown, or cannot compute in this precision.
@@ -24,7 +28,7 @@ def forecast(config: Config, shape: Any, steps: int | None = None) -> planner.An
         shape_of(values)
     except UnknownShape:
         return None
-    return planner.plan(config, steps=steps, model=values)
+    return planner.plan(config, steps=steps, model=values, **machine)
 
 
 def misfit(found: planner.Answer | None) -> str | None:

@@ -108,7 +108,7 @@ def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
 def order_of(config: Config, prepared: Prepared) -> Order:
     """Return the order of the run's rows."""
     rows, train, seed = prepared.num_rows("train"), config.train, config.run.seed
-    sizes = (config.rows_per_step, train.micro_batch, seed)
+    sizes = (config.rows_per_step, config.micro_batch, seed)
     if prepared.weights:
         assert train.max_steps is not None, "the config refuses a mixture without max_steps"
         return Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
@@ -129,7 +129,7 @@ def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -
         "fingerprint": prepared.fingerprint,
         "steps": order.num_steps,
         "rows_per_step": order.rows_per_step,
-        "micro_batches_per_step": order.rows_per_step // config.train.micro_batch,
+        "micro_batches_per_step": config.micro_batches_per_step,
         "tokens": order.num_steps * config.train.tokens_per_step,
         "epochs": order.num_steps * order.rows_per_step / order.num_rows,
         "data": prepared.report(),

@@ -20,6 +20,8 @@ class Job:
     tokenizer_url: str
     order: Order
     run_url: str
+    auto_micro_batch: bool = False
+    """The number of rows in a micro-batch was chosen for the user, and may be halved."""
 
 
 def first_step(job: Job) -> int:

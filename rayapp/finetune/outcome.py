@@ -51,6 +51,11 @@ def reason_of(error: Exception) -> str:
     return f"rank {rank}: {_last_line(deaths[rank])}"
 
 
+def causes(error: Exception) -> list[BaseException]:
+    """Return what ended the workers; the error itself where it was none of them."""
+    return list(_deaths(error).values()) or [error]
+
+
 def _deaths(error: Exception) -> dict[int, BaseException]:
     """Return what ended each worker, by rank."""
     failures = getattr(error, "worker_failures", None) or {}

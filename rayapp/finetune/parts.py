@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayapp import model
+from rayapp import loop, model
 from rayapp.config import Config
+from rayapp.data.rows import step_rows
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune.job import Job
-from rayapp.loss import chunked_cross_entropy
+from rayapp.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.optim import make_optimizers
 
 
@@ -40,12 +41,14 @@ class Head:
     def __init__(self, config: Config) -> None:
         train = config.train
         self.sampling = False
-        self.loss = partial(
+        self.loss: model.Loss = partial(
             chunked_cross_entropy,
             chunk=train.loss_chunk,
             z_loss=train.z_loss,
             label_smoothing=train.label_smoothing,
         )
+        if train.loss_kernel == "liger":
+            self.loss = liger_cross_entropy
 
     def __call__(
         self,
@@ -114,6 +117,18 @@ def make_parts(job: Job, device: torch.device) -> Parts:
     return Parts(lm.train(), optimizers, source, tokenizer, head)
 
 
+def compile_gain(job: Job, parts: Parts, device: torch.device) -> model.CompileGain | None:
+    """Compile a block on this rank's first rows, and print on rank 0 what that gains."""
+    if not job.config.train.compile or not job.order.num_steps:
+        return None
+    rank = dist.get_rank()
+    rows = step_rows(job.prepared.rows("train"), job.order, 0, rank, dist.get_world_size())
+    gain = model.measure_compile(parts.lm, loop.inputs(rows, 0, device))
+    if rank == 0:
+        print(gain, flush=True)
+    return gain
+
+
 def technique_problems(config: Config, source: model.Source, device_type: str) -> list[str]:
     """Say what of the config this machine's software and kind of device cannot do.
 
@@ -124,21 +139,30 @@ def technique_problems(config: Config, source: model.Source, device_type: str) -
         kernel = config.model.attention
         if problem := model.attention_problem(kernel, source.config, device_type):
             found.append(f"model.attention={kernel} is not available: {problem}")
-        if config.train.precision == "fp8":
-            found.append(
-                "train.precision=fp8 is not available: the workers have no GPU. "
-                "Set train.precision=auto"
-            )
+        asked = {
+            "train.precision=fp8": (config.train.precision == "fp8", "train.precision=auto"),
+            "train.loss_kernel=liger": (
+                config.train.loss_kernel == "liger",
+                "train.loss_kernel=chunked",
+            ),
+        }
+        found += [
+            f"{setting} is not available: the workers have no GPU. Set {instead}"
+            for setting, (wanted, instead) in asked.items()
+            if wanted
+        ]
     lora = config.model.lora
-    wanted = {
-        "bitsandbytes": ("model.lora.quantize=nf4", lora is not None and lora.quantize == "nf4"),
-        "torchao": ("train.optimizer=adamw8bit", config.train.optimizer == "adamw8bit"),
+    in_4_bits = lora is not None and lora.quantize == "nf4"
+    needed = {
+        "bitsandbytes": ("model.lora.quantize=nf4", in_4_bits, "gpu"),
+        "torchao": ("train.optimizer=adamw8bit", config.train.optimizer == "adamw8bit", "gpu"),
+        "liger_kernel": ("train.loss_kernel=liger", config.train.loss_kernel == "liger", "liger"),
     }
-    for package, (setting, asked) in wanted.items():
-        if asked and importlib.util.find_spec(package) is None:
+    for package, (setting, wanted, extra) in needed.items():
+        if wanted and importlib.util.find_spec(package) is None:
             found.append(
                 f"{setting} is not available: the package {package} is not installed. "
-                f"Install rayapp[gpu], or {package}"
+                f"Install rayapp[{extra}], or {package.replace('_', '-')}"
             )
     if lora is not None and lora.targets:
         names = model.linear_names(model.build(overridden(source, config), loss=model.no_loss).hf)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from rayapp.checkpoint.saver import Checkpointer
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.job import Job
 from rayapp.finetune.pace import Cadence, Clock, Leaving
-from rayapp.finetune.parts import Parts, make_parts
+from rayapp.finetune.parts import Parts, compile_gain, make_parts
 from rayapp.metrics import StepRecord
 from rayapp.optim import lr_at
 from rayapp.order import Cursor
@@ -70,6 +71,8 @@ def run(
     clock.lap("model")
     first_step, losses = restore(job, parts, storage)
     clock.lap("restore")
+    gain = compile_gain(job, parts, device)
+    clock.lap("compile")
     log = metrics.MetricsLog(storage, first_step) if rank == 0 else None
     attempt = [log.attempt if log else 0]
     dist.broadcast_object_list(attempt, src=0, group=control)
@@ -116,6 +119,7 @@ def run(
         "attempt": attempt[0],
         "commit_s": saver.commit_s,
         "parameters": model.num_parameters(parts.lm),
+        "compile": None if gain is None else asdict(gain) | {"speedup": gain.speedup},
     }
     if summary["status"] == "moved":
         summary["notice"] = bool(notices)
@@ -179,7 +183,7 @@ def make_engine(
     if job.prepared.num_rows("eval"):
         rows = job.prepared.rows("eval")
         engine.evaluate = lambda: loop.evaluate(
-            engine, sequential_batches(rows, config.train.micro_batch, rank, world)
+            engine, sequential_batches(rows, config.micro_batch, rank, world)
         )
     return engine
 

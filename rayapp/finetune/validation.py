@@ -129,7 +129,7 @@ def validate(job: Job, name: str, step: int) -> dict[str, Any]:
                 control=dist.group.WORLD,
             )
             rows = job.prepared.rows("eval")
-            batches = sequential_batches(rows, job.config.train.micro_batch, 0, 1)
+            batches = sequential_batches(rows, job.config.micro_batch, 0, 1)
             loss, per_byte = loop.evaluate(engine, batches)
         finally:
             dist.destroy_process_group()

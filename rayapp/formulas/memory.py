@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from rayapp.formulas.shape import Linear, Shape, lora_parameters
 
 FP32 = 4
+LOSS_WORDS = 16_384  # rayapp.loss.WORDS
 # CUDA context, NCCL's channels and cuBLAS' workspace: outside PyTorch's allocator.
 CONTEXT_BYTES = 1.3 * 2**30
 # What the caching allocator holds beyond what is alive, as a share of what comes and goes.
@@ -241,7 +242,8 @@ def _moments(layout: Layout) -> list[Peak]:
         wide = e + FP32 * (2 if layout.on_cpu and e < FP32 else 1) + (e if chunk < tokens else 0)
         logits = chunk * shape.vocabulary * wide
         if trains_all:  # the product that is added to the head's gradient
-            logits = max(logits, chunk * shape.vocabulary * e + e * head) + FP32 * head
+            part = e * min(head, LOSS_WORDS * hidden) if e < FP32 else 0
+            logits = max(logits, chunk * shape.vocabulary * e + part) + FP32 * head
     loss = {"gradients": first, "activations": kept + around, "logits": logits}
     loss["gathers"] = whole + ahead / 2
 

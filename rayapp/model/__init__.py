@@ -30,7 +30,7 @@ from rayapp.model.build import (
 )
 from rayapp.model.export import export
 from rayapp.model.init import init_weights
-from rayapp.model.kernels import compile_blocks, use_float8
+from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
 from rayapp.model.lora import (
     add_adapters,
     export_adapters,
@@ -43,6 +43,7 @@ from rayapp.model.source import Source, load_tokenizer, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
 __all__ = [
+    "CompileGain",
     "LanguageModel",
     "LoadStats",
     "Loss",
@@ -63,6 +64,7 @@ __all__ = [
     "linear_names",
     "load_tokenizer",
     "load_weights",
+    "measure_compile",
     "no_loss",
     "num_parameters",
     "offload_activations",

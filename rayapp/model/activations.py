@@ -52,6 +52,9 @@ def checkpoint_activations(model: LanguageModel, mode: str) -> None:
         policy = partial(_policy, hidden_size)
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     model.hf.activation_checkpointing_enable(kwargs)
+    # It also makes the embeddings' result require a gradient, which re-entrant checkpoints need.
+    # Beside frozen embeddings it would be computed, and kept, for nobody.
+    model.hf.disable_input_require_grads()
 
 
 def _policy(hidden_size: int, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

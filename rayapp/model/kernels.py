@@ -2,12 +2,20 @@
 
 use_float8(model, device)     # before compile_blocks() and shard()
 compile_blocks(model)
+measure_compile(model, batch).speedup                 # once it is sharded and filled
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rayapp.model.attention import Unavailable
 from rayapp.model.build import LanguageModel, find_blocks
@@ -24,6 +32,84 @@ def compile_blocks(model: LanguageModel) -> None:
     """
     for block in find_blocks(model.hf):
         block.forward = torch.compile(block.forward)
+
+
+@dataclass(frozen=True)
+class CompileGain:
+    """Forward and backward of one block, by the second pass or later; in seconds."""
+
+    eager_s: float
+    compiled_s: float
+    compile_s: float
+    """What the first compiled pass took beyond a later one."""
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast it is compiled."""
+        return self.eager_s / self.compiled_s
+
+    def __str__(self) -> str:
+        """Return the line to print."""
+        found = f"{self.speedup:.2f}x faster"
+        if self.speedup < 1.0:
+            found = f"{1 / self.speedup:.2f}x slower: set train.compile=false"
+        return f"compile: one block {found}, {self.compile_s:.0f} s to compile"
+
+
+def measure_compile(model: LanguageModel, batch: dict[str, Any]) -> CompileGain:
+    """Time the last block on what it gets of a micro-batch, as it is and compiled.
+
+    All ranks call it together. It costs a forward pass and eight passes through one block, and
+    leaves what it compiled to the training; weights, gradients and random numbers stay.
+    """
+    block = find_blocks(model.hf)[-1]
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = block.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    device = batch["input_ids"].device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        with torch.compiler.set_stance("force_eager"), torch.no_grad():
+            model(**batch)
+        hook.remove()
+        ((args, kwargs),) = calls
+        if isinstance(block, FSDPModule):
+            block.unshard()
+        run = _forward_and_backward(block, args, kwargs)
+        with torch.compiler.set_stance("force_eager"):
+            run()
+            eager_s = min(_seconds(run, device) for _ in range(3))
+        first_s = _seconds(run, device)
+        compiled_s = min(_seconds(run, device) for _ in range(3))
+        if isinstance(block, FSDPModule):
+            block.reshard()
+    return CompileGain(eager_s, compiled_s, max(0.0, first_s - compiled_s))
+
+
+def _forward_and_backward(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], None]:
+    """Return what runs a block once past FSDP's hooks, with gradients that go nowhere."""
+    hidden, *others = args
+    trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
+
+    def run() -> None:
+        start = hidden.detach().requires_grad_().clone()  # no leaf, as inside the model
+        output = block.forward(start, *others, **kwargs)
+        output = output if isinstance(output, Tensor) else output[0]
+        torch.autograd.grad(output, [start, *trained], torch.ones_like(output), allow_unused=True)
+
+    return run
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else nullcontext
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
 
 
 def use_float8(model: LanguageModel, device: torch.device, *, emulate: bool = False) -> None:

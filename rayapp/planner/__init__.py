@@ -43,6 +43,7 @@ __all__ = [
     "scaling",
     "steps_of_run",
     "suggestions",
+    "with_micro_batch",
 ]
 
 
@@ -54,7 +55,7 @@ def plan(config: Config, **more: Any) -> Answer:
     """
     try:
         question = ask(config, **more)
-        if str(config.train.micro_batch) == "auto":
+        if config.train.micro_batch is None:
             question = with_micro_batch(question, largest_micro_batch(question) or 1)
         return answer(question)
     except ValueError as error:

@@ -208,7 +208,7 @@ def _capacity_gib(question: Question) -> float | None:
     """Return what a worker may hold; None where the machine is not known."""
     one = question.instance
     if one is None:
-        return None
+        return question.capacity_gib
     if one.gpu is None:
         return one.memory_gib / (question.workers / question.nodes)
     return one.gpu.memory_gib

@@ -42,6 +42,8 @@ class Question:
     """Of one instance."""
     mtbf_hours: float
     """Of one worker."""
+    capacity_gib: float | None = None
+    """What a worker may hold, where a machine was asked; None: what the instance has."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -84,10 +86,13 @@ def ask(
     usd_per_hour: float | None = None,
     steps: int | None = None,
     model: Mapping[str, Any] | None = None,
+    capacity_gib: float | None = None,
+    on_cpu: bool = False,
 ) -> Question:
     """Look up what the config names; `usd_per_hour` (of one instance) is for spot and contracts.
 
-    `model` is the model's config.json where the caller has it, overrides included.
+    `model` is the model's config.json where the caller has it, overrides included. Where no
+    instance is named, `capacity_gib` is what a worker may hold, `on_cpu` that it has no GPU.
 
     Raises:
         ConfigError: with every problem.
@@ -109,11 +114,11 @@ def ask(
     if problems or shape is None:
         raise ConfigError(problems)
     shards = {"hybrid_shard": workers // replicas, "no_shard": 1}.get(strategy, workers)
-    micro_batch = tree["train"]["micro_batch"]
     rows = config.train.tokens_per_step // config.data.seq_len
-    size = 1 if micro_batch == "auto" else int(micro_batch)
+    size = config.train.micro_batch or 1  # auto is tried out from one row on
     micro_batches = -(-rows // size // workers)
     layout = _layout(config, tree, shape, one, shards, size, micro_batches)
+    layout = replace(layout, on_cpu=layout.on_cpu or (one is None and on_cpu))
     job = None
     if one is not None and one.gpu is not None:
         used = -(-workers // nodes)
@@ -133,6 +138,7 @@ def ask(
         region=region,
         usd_per_hour=price,
         mtbf_hours=config.cluster.mtbf_hours,
+        capacity_gib=None if one is not None else capacity_gib,
     )
 
 

@@ -1,0 +1,141 @@
+"""Steps of transformers' Trainer with FSDP2, for bench/step.py: the same rows, or padded documents.
+
+run_trainer(options, batches, shape, packed=True, bf16=True)["tokens_per_s"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from step import WARM_UP_STEPS, synchronize
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from rayapp.memory import Peaks
+from rayapp.packing import position_ids
+
+FILLER = {"input_ids": 0, "labels": -100, "position_ids": 0}
+
+
+def run_trainer(
+    options: argparse.Namespace,
+    batches: list[dict[str, Any]],
+    shape: Any,
+    packed: bool,
+    bf16: bool,
+) -> dict[str, float]:
+    """Time its steps; tokens/s of all ranks, and the highest peak of one."""
+    examples, counts = examples_of(batches, packed)
+    clock, peaks = Clock(options), Peaks(torch.device(options.device))
+    hf = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = arguments_of(options, folder, len(batches), bf16)
+        trainer = OwnRows(hf, arguments, callbacks=[clock])
+        trainer.rows = torch.utils.data.DataLoader(
+            examples, options.micro_batch, collate_fn=partial(collate, packed)
+        )
+        trainer.train()
+    with peaks.phase("optimizer"):
+        pass
+    total = torch.tensor([float(sum(counts[WARM_UP_STEPS:]))])
+    peak = torch.tensor(peaks.highest_gib)
+    if options.device == "cuda":
+        total, peak = total.cuda(), peak.cuda()
+    dist.all_reduce(total)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    seconds = clock.ended - clock.began
+    return {"tokens_per_s": float(total) / seconds, "peak_gib": float(peak)}
+
+
+class OwnRows(Trainer):
+    """Each rank has drawn its own rows: no sampler divides them."""
+
+    rows: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        return self.rows
+
+
+class Clock(TrainerCallback):
+    """When the first step after the warm-up began, and the last one ended."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.began, self.ended = options, 0.0, 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == WARM_UP_STEPS:
+            synchronize(self.options)
+            self.began = time.perf_counter()
+        if state.global_step == state.max_steps:
+            synchronize(self.options)
+            self.ended = time.perf_counter()
+
+
+def examples_of(
+    batches: list[dict[str, Any]], packed: bool
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return what Trainer collates, and the tokens of each step."""
+    examples, counts = [], []
+    for batch in batches:
+        tokens = 0
+        for ids, labels, segments in zip(*batch.values(), strict=True):
+            moved = np.concatenate([[-100], labels[:-1]])  # Trainer moves labels by one itself
+            example = {"input_ids": ids, "labels": moved, "position_ids": position_ids(segments)}
+            if not packed:  # one document a row, padded to the longest of its batch
+                document = segments == 1
+                example = {"input_ids": ids[document], "labels": moved[document]}
+            examples.append(example)
+            tokens += len(example["input_ids"])
+        counts.append(tokens)
+    return examples, counts
+
+
+def collate(packed: bool, some: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pad to the longest."""
+    lengths = torch.tensor([len(one["input_ids"]) for one in some])
+    longest = int(lengths.max())
+
+    def padded(name: str) -> torch.Tensor:
+        rows = [one[name] for one in some]
+        pads = [np.pad(r, (0, longest - len(r)), constant_values=FILLER[name]) for r in rows]
+        return torch.tensor(np.stack(pads))
+
+    found = {name: padded(name) for name in some[0]}
+    if not packed:
+        found["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+    return found
+
+
+def arguments_of(
+    options: argparse.Namespace, folder: str, steps: int, bf16: bool
+) -> TrainingArguments:
+    """Ask for FSDP2, and for nothing beside the steps."""
+    return TrainingArguments(
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=options.micro_batch,
+        learning_rate=1e-4,
+        bf16=bf16,
+        use_cpu=options.device == "cpu",
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "reshard_after_forward": True,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        },
+        save_strategy="no",
+        report_to=[],
+        logging_steps=10_000,
+        disable_tqdm=True,
+        use_cache=False,
+        dataloader_num_workers=0,
+        accelerator_config={"split_batches": False, "dispatch_batches": False},
+        train_sampling_strategy="sequential",
+    )

@@ -1,0 +1,163 @@
+"""train.micro_batch=auto: the most rows that fit by the plan, fewer where a step says otherwise.
+
+    config = chosen(config, shape, run, gpus, console)    # a number in place of auto
+    smaller = after_failure(job, error)                   # None: it was not the memory
+
+The rows of a step and their order do not depend on it, so that it may change while a run lasts. The
+first step of the workers is the test of the choice: out of memory, they start again with half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from rayapp import planner
+from rayapp.config import Config, ConfigError, from_dict
+from rayapp.finetune import placement
+from rayapp.finetune.forecast import forecast
+from rayapp.finetune.job import Job
+from rayapp.finetune.outcome import causes
+from rayapp.storage import Storage
+
+GIB = 2**30
+# Of the memory that is free on a node without GPUs: Ray ends workers at 95 % of all of it.
+CPU_SHARE = 0.9
+# What a worker on a CPU holds before it has a model: 0.5 GiB of Python, torch, transformers and Ray
+# (2026-11-22), and buffers of gloo and of the rows ahead.
+PROCESS_GIB = 0.6
+# What allocators say: torch's on GPUs and CPUs, Python's, Ray's monitor of a node's memory.
+SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "low on memory")
+
+
+def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Console) -> Config:
+    """Return the config with a number in place of `auto`, and print where it comes from.
+
+    A run that goes on keeps its number, unless that does not fit where it goes on.
+
+    Raises:
+        ConfigError: there is no plan for this model, or not even one row fits.
+    """
+    if config.train.micro_batch is not None:
+        return config
+    capacity_gib = None
+    if config.cluster.instance is None:
+        capacity_gib = _capacity_gib(config, gpus)
+    machine = {"capacity_gib": capacity_gib, "on_cpu": not gpus}
+    question = _question(config, shape, machine)
+    size = planner.largest_micro_batch(question)
+    if size is None and not config.cluster.ignore_plan:
+        found = planner.answer(planner.with_micro_batch(question, 1))
+        raise ConfigError(
+            [
+                f"train.micro_batch=auto is impossible: the plan of one row is "
+                f"{found.peak_gib.value:.1f} GiB, and a worker has {found.capacity_gib:.1f}. Set "
+                "parallel.activation_checkpointing=full, a smaller data.seq_len or model, or start "
+                "it all the same with cluster.ignore_plan=true"
+            ]
+        )
+    size = size or 1
+    before = _before(config, run)
+    kept = before is not None and before <= size
+    size = before if kept and before else size
+    text = f"{size} rows, {_figures(question, size)}"
+    console.print(
+        f"[bold]{'micro-batch':14}[/bold] auto = {text}{', as this run began' if kept else ''}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return config.with_micro_batch(size)
+
+
+def after_failure(job: Job, error: dict[str, Any] | Exception) -> Job | None:
+    """Return the job with half the rows in a micro-batch, where memory ended it and auto chose."""
+    size = job.config.micro_batch
+    if not job.auto_micro_batch or size == 1 or isinstance(error, dict):
+        return None
+    if not any(out_of_memory(cause) for cause in causes(error)):
+        return None
+    rows = job.order.rows_per_step
+    half = max(n for n in range(1, size // 2 + 1) if rows % n == 0)
+    config = job.config.with_micro_batch(half)
+    return replace(job, config=config, order=replace(job.order, micro_batch=half))
+
+
+def equation(job: Job, workers: int) -> str:
+    """Say how a step is cut into micro-batches."""
+    rows, size = job.order.rows_per_step, job.config.micro_batch
+    return (
+        f"train.micro_batch={size}: {rows} rows / {size} = {rows // size} micro-batches / "
+        f"{workers} workers = {job.order.num_micro_batches(workers)} each"
+    )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tell the errors of allocators, and deaths by Ray's hand; a kill by the kernel says nothing.
+
+    >>> out_of_memory(MemoryError()), out_of_memory(RuntimeError("CUDA out of memory. Tried to"))
+    (True, True)
+    >>> died = "The actor died. Some common causes include: (1) it was killed by the OOM killer"
+    >>> out_of_memory(RuntimeError(died))
+    False
+    """
+    text = str(error).split("Some common causes include")[0].lower()
+    return isinstance(error, MemoryError) or any(sign in text for sign in SIGNS)
+
+
+def _question(config: Config, shape: Any, machine: dict[str, Any]) -> planner.Question:
+    found = forecast(config, shape, **machine)
+    if found is None:
+        raise ConfigError(
+            [
+                f"train.micro_batch=auto is not available: there is no formula for the memory of "
+                f"{shape.model_type}. Set train.micro_batch to a number"
+            ]
+        )
+    return found.question
+
+
+def _figures(question: planner.Question, size: int) -> str:
+    """Say what the plan is for a size, and for the next larger one that divides a step."""
+    found = planner.answer(planner.with_micro_batch(question, size))
+    rows = question.rows_per_step
+    above = (n for n in range(size + 1, rows // question.workers + 1) if rows % n == 0)
+    larger = next(above, None)
+    more = ""
+    if larger is not None:
+        next_gib = planner.answer(planner.with_micro_batch(question, larger)).peak_gib.value
+        more = f" ({larger} rows: {next_gib:.2f})"
+    return f"planned {found.peak_gib.value:.2f}{more} of {found.capacity_gib:.2f} GiB a worker"
+
+
+def _before(config: Config, run: Storage) -> int | None:
+    """Return the number that the run has had so far."""
+    if not run.exists("config.yaml"):
+        return None
+    return from_dict(yaml.safe_load(run.read("config.yaml"))).train.micro_batch
+
+
+def _capacity_gib(config: Config, gpus: bool) -> float:
+    """Ask a node that has room for a worker what memory each of its workers may take."""
+    import ray
+
+    need = dict(placement.needs(config))
+    task = ray.remote(
+        num_cpus=need.pop("CPU"), num_gpus=need.pop("GPU", 0), resources=need, max_retries=0
+    )(_free_gib)
+    return float(ray.get(task.remote(gpus, config.cluster.min_workers)))
+
+
+def _free_gib(gpus: bool, workers: int) -> float:
+    import ray
+    import torch
+    from ray._private.utils import estimate_available_memory  # psutil's, within a container's limit
+
+    if gpus:
+        return torch.cuda.mem_get_info()[0] / GIB
+    here = ray.get_runtime_context().get_node_id()
+    cpus = next(node["Resources"]["CPU"] for node in ray.nodes() if node["NodeID"] == here)
+    free_gib = CPU_SHARE * estimate_available_memory() / GIB
+    return free_gib / min(workers, max(1, int(cpus))) - PROCESS_GIB
