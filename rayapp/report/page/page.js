@@ -14,7 +14,7 @@
   const figure = (value) => {
     if (value == null) return "–";
     const size = Math.abs(value);
-    if (size !== 0 && size < 1e-3) return String(Number(value.toPrecision(3)));
+    if (size !== 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
     return size >= 1e5 ? short.format(value) : exact.format(value);
   };
   const tickText = (value) => {
