@@ -100,34 +100,37 @@ def last(storage: Storage) -> dict[str, Any] | None:
 class Follower:
     """The lines of a metrics.jsonl that grows, read once each; also after a resume cut it."""
 
-    OVERLAP = 256  # bytes read again, to notice that the file is another one by now
-
     def __init__(self, storage: Storage) -> None:
         self.lines: list[dict[str, Any]] = []
-        self._storage, self._etag, self._data = storage, "", b""
+        self._storage, self._end, self._last = storage, 0, b""
 
-    def poll(self) -> bool:
-        """Read what has come since; say whether there was anything."""
-        entry = self._storage.stat(FILE)
-        if entry is None or entry.etag == self._etag:
-            return False
-        known = len(self._data)
-        if entry.size >= known > 0:
-            start = max(0, known - self.OVERLAP)
-            data = self._storage.read(FILE, start)
-            if data.startswith(self._data[start:]):
-                data = self._data + data[known - start :]
-            else:
-                data = self._storage.read(FILE)
-        else:
-            data = self._storage.read(FILE)
+    def poll(self) -> int:
+        """Read what has come since; return how many of the lines that were known still hold."""
+        known, size = len(self.lines), self._storage.size(FILE) or 0
+        if size < self._end:
+            return self._again()
+        data = self._storage.read(FILE, self._end - len(self._last)) if size else b""
+        if not data.startswith(self._last):  # it was cut back, and has grown since
+            return self._again()
+        self._take(data[len(self._last) :])
+        return known
+
+    def _again(self) -> int:
+        before = self.lines
+        self._end, self._last, self.lines = 0, b"", []
+        self._take(self._storage.read(FILE))
+        kept = 0
+        for old, new in zip(before, self.lines, strict=False):
+            if (old["attempt"], old["step"]) != (new["attempt"], new["step"]):
+                break
+            kept += 1
+        return kept
+
+    def _take(self, data: bytes) -> None:
         whole = data[: data.rfind(b"\n") + 1]
-        if self._data and whole.startswith(self._data):
-            self.lines += _whole_lines(self._storage, whole[known:])
-        else:
-            self.lines = _whole_lines(self._storage, whole)
-        self._data, self._etag = whole, entry.etag
-        return True
+        self.lines += _whole_lines(self._storage, whole)
+        self._last = whole.splitlines(keepends=True)[-1] if whole else self._last
+        self._end += len(whole)
 
 
 def _whole_lines(storage: Storage, data: bytes) -> list[dict[str, Any]]:

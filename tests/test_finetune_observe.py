@@ -12,14 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rayapp import trackers
 from rayapp.config import load
 from rayapp.finetune import observe
-from rayapp.finetune.observe import Lines, Told
-from rayapp.metrics import FILE
+from rayapp.finetune.observe import Told
 from rayapp.storage import Storage, open_storage
 
 
@@ -30,32 +27,6 @@ def text_of(steps: Sequence[tuple[int, int]]) -> bytes:
 
 def pairs(lines: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
     return [(line["attempt"], line["step"]) for line in lines]
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6), st.booleans()), max_size=8),
-    st.integers(0, 30),
-)
-def test_lines_follow_every_cut_back(
-    tmp_path_factory: pytest.TempPathFactory, attempts: list[tuple[int, int, bool]], torn: int
-) -> None:
-    """Each attempt keeps some lines and adds some; looks are taken, or not, in between."""
-    run = open_storage(str(tmp_path_factory.mktemp("lines")))
-    lines, held = Lines(run), []
-    assert lines.refresh() == 0 and lines.all == []
-    for attempt, (kept, added, looked) in enumerate(attempts, 1):
-        held = held[:kept]
-        held += [(attempt, len(held) + number + 1) for number in range(added)]
-        run.write(FILE, text_of(held) + b'{"attempt": 9, "step": 1234567890}'[:torn])
-        if looked:
-            known = pairs(lines.all)
-            valid = lines.refresh()
-            assert pairs(lines.all) == held
-            assert known[:valid] == held[:valid]
-            assert valid == len(known) or known[valid : valid + 1] != held[valid : valid + 1]
-    lines.refresh()
-    assert pairs(lines.all) == held
 
 
 class Recorder:

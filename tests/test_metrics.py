@@ -11,15 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp import metrics
-from rayapp.metrics import FILE, TAIL_BYTES, MetricsLog, StepRecord, last, read
+from rayapp.metrics import FILE, TAIL_BYTES, Follower, MetricsLog, StepRecord, last, read
 from rayapp.storage import Storage, StorageError, open_storage
 
 
@@ -280,3 +282,38 @@ def test_lines_are_json_objects_of_one_line(tmp_path: Path) -> None:
     log.close()
     (text,) = storage.read(FILE).splitlines()
     assert json.loads(text)["batch_digest"] == "a\nb\u2028}"
+
+
+def pairs(lines: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(line["attempt"], line["step"]) for line in lines]
+
+
+def text_of(steps: Sequence[tuple[int, int]]) -> bytes:
+    lines = ({"attempt": attempt, "step": step} for attempt, step in steps)
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6), st.booleans()), max_size=8),
+    st.integers(0, 30),
+)
+def test_lines_follow_every_cut_back(
+    tmp_path_factory: pytest.TempPathFactory, attempts: list[tuple[int, int, bool]], torn: int
+) -> None:
+    """Each attempt keeps some lines and adds some; looks are taken, or not, in between."""
+    run = open_storage(str(tmp_path_factory.mktemp("lines")))
+    lines, held = Follower(run), []
+    assert lines.poll() == 0 and lines.lines == []
+    for attempt, (kept, added, looked) in enumerate(attempts, 1):
+        held = held[:kept]
+        held += [(attempt, len(held) + number + 1) for number in range(added)]
+        run.write(FILE, text_of(held) + b'{"attempt": 9, "step": 1234567890}'[:torn])
+        if looked:
+            known = pairs(lines.lines)
+            valid = lines.poll()
+            assert pairs(lines.lines) == held
+            assert known[:valid] == held[:valid]
+            assert valid == len(known) or known[valid : valid + 1] != held[valid : valid + 1]
+    lines.poll()
+    assert pairs(lines.lines) == held

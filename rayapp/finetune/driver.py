@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rayapp import credentials
+from rayapp import credentials, report
 from rayapp.config import Config, ConfigError
 from rayapp.finetune import checks, display, micro_batch
 from rayapp.finetune.fit import fit
@@ -84,15 +84,20 @@ def finetune(
                 return result
             journal = Journal(ready.run)
             ready.run.delete(STOP_FILE)
-            with journal.command(config, started):
-                job = _prepare(ready, config, gpus, console, phases, started)
-                with Observer(job, ready.run) as observer:
-                    summary = fit(job, ready.run, lease, journal, console)
-                    observer.ended(summary)
-                journal.ended(summary["status"], summary["seconds"])
+            try:
+                with journal.command(config, started):
+                    job = _prepare(ready, config, gpus, console, phases, started)
+                    with Observer(job, ready.run) as observer:
+                        summary = fit(job, ready.run, lease, journal, console)
+                        observer.ended(summary)
+                    journal.ended(summary["status"], summary["seconds"])
+            except RunFailed:
+                report.write_for(ready.run)
+                raise
             phases["workers"] = summary.pop("group_s")  # of the last group, if there were several
         result = result_of(config, ready.run, summary, phases, journal.events)
         ready.run.write("result.json", json.dumps(result, indent=1).encode())
+        report.write_for(ready.run)
         display.result(console, result)
     return result
 

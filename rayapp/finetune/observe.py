@@ -11,7 +11,6 @@ what a tracker refuses is told again later, and if it never takes it, the log sa
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -30,48 +29,6 @@ CLOSE_S = 30.0  # for what is still to be told when the command ends
 PART = 500  # lines handed on at once
 
 logger = logging.getLogger("rayapp.observe")
-
-
-class Lines:
-    """The lines of metrics.jsonl as they come, read once each."""
-
-    def __init__(self, run: Storage) -> None:
-        self._run = run
-        self._end, self._last = 0, b""
-        self.all: list[dict[str, Any]] = []
-
-    def refresh(self) -> int:
-        """Read what is new; return how many of the lines that were known are still valid."""
-        known = len(self.all)
-        size = self._run.size(metrics.FILE) or 0
-        if size < self._end:
-            return self._again()
-        data = self._run.read(metrics.FILE, self._end - len(self._last)) if size else b""
-        if not data.startswith(self._last):  # it was cut back, and has grown since
-            return self._again()
-        self._take(data[len(self._last) :])
-        return known
-
-    def _again(self) -> int:
-        before = self.all
-        self._end, self._last, self.all = 0, b"", []
-        self._take(self._run.read(metrics.FILE))
-        kept = 0
-        for old, new in zip(before, self.all, strict=False):
-            if (old["attempt"], old["step"]) != (new["attempt"], new["step"]):
-                break
-            kept += 1
-        return kept
-
-    def _take(self, data: bytes) -> None:
-        whole = data[: data.rfind(b"\n") + 1]
-        for text in whole.splitlines(keepends=True):
-            self._last = text
-            try:
-                self.all.append(json.loads(text))
-            except ValueError:  # metrics.read() names it
-                continue
-        self._end += len(whole)
 
 
 class Told:
@@ -151,7 +108,7 @@ class Observer:
         self._driver = Driver(job.config.run.name, job.order.num_steps, self._started)
         every = job.config.checkpoint
         self._pace = Pace(every.every_s, every.every_steps)
-        self._lines = Lines(run)
+        self._lines = metrics.Follower(run)
         self._told = [Told(name, run, job) for name in job.config.run.trackers]
         self._stop = threading.Event()
         self._status = "failed"
@@ -187,9 +144,9 @@ class Observer:
                 logger.warning("cannot look at the run: %s", error)
 
     def _look(self, last: bool) -> None:
-        before = len(self._lines.all)
-        kept = self._lines.refresh()
-        lines = self._lines.all
+        before = len(self._lines.lines)
+        kept = self._lines.poll()
+        lines = self._lines.lines
         for line in lines[kept:]:
             self._pace.saw(line["step_s"] or 0.0)
         if kept < before or len(lines) > kept:
