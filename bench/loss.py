@@ -5,7 +5,7 @@
 
 Each measurement is a process of its own: the rise of its peak resident memory (VmHWM) from when
 inputs are there to after the backward pass, with the gradients of hidden states and weight, which
-any loss must give; and the faster of its passes. Rounds take turns.
+any loss must give; and the time. Rounds take turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 from typing import Any
 
 VOCABULARY, TOKENS = 128_256, 8_192  # Llama 3's words
-PASSES = 2
 
 
 def measure(hidden: int, precision: str, chunk: int | None, tokens: int) -> dict[str, float]:
@@ -44,19 +43,16 @@ def measure(hidden: int, precision: str, chunk: int | None, tokens: int) -> dict
             return cross_entropy(linear(states, weight).float(), labels)
         return chunked_cross_entropy(states, weight, labels, chunk=chunk)[0] / tokens
 
-    seconds, risen = [], []
-    for _ in range(PASSES):
-        states.grad = weight.grad = None
-        peaks = Peaks(torch.device("cpu"))  # the peak becomes what is resident now
-        before = resident_gib()
-        began = time.perf_counter()
-        with peaks.phase("backward"):
-            loss = run()
-            loss.backward()
-        seconds.append(time.perf_counter() - began)
-        risen.append(peaks.take()["backward"] - before)
-    grads = (states.nbytes + weight.nbytes) / 2**30
-    return {"seconds": min(seconds), "gib": max(risen), "grads_gib": grads, "loss": loss.item()}
+    peaks = Peaks(torch.device("cpu"))  # the peak becomes what is resident now
+    states.grad = weight.grad = None
+    before_gib, began = resident_gib(), time.perf_counter()
+    with peaks.phase("backward"):
+        loss = run()
+        loss.backward()
+    seconds = time.perf_counter() - began
+    risen_gib = peaks.take()["backward"] - before_gib
+    grads_gib = (states.nbytes + weight.nbytes) / 2**30
+    return {"seconds": seconds, "gib": risen_gib, "grads_gib": grads_gib, "loss": loss.item()}
 
 
 def resident_gib() -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from step import WARM_UP_STEPS, synchronize
+from step import WARM_UP_STEPS, figures, synchronize
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from rayapp.memory import Peaks
@@ -43,14 +43,11 @@ def run_trainer(
         trainer.train()
     with peaks.phase("optimizer"):
         pass
-    total = torch.tensor([float(sum(counts[WARM_UP_STEPS:]))])
-    peak = torch.tensor(peaks.highest_gib)
-    if options.device == "cuda":
-        total, peak = total.cuda(), peak.cuda()
-    dist.all_reduce(total)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    control = dist.new_group(backend="gloo")
+    total = torch.tensor(float(sum(counts[WARM_UP_STEPS:])))
+    dist.all_reduce(total, group=control)
     seconds = clock.ended - clock.began
-    return {"tokens_per_s": float(total) / seconds, "peak_gib": float(peak)}
+    return figures(float(total), seconds, clock.cpu_s, peaks.highest_gib, control)
 
 
 class OwnRows(Trainer):
@@ -66,13 +63,14 @@ class Clock(TrainerCallback):
     """When the first step after the warm-up began, and the last one ended."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.began, self.ended = options, 0.0, 0.0
+        self.options, self.began, self.ended, self.cpu_s = options, 0.0, 0.0, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == WARM_UP_STEPS:
             synchronize(self.options)
-            self.began = time.perf_counter()
+            self.began, self.cpu_s = time.perf_counter(), -time.process_time()
         if state.global_step == state.max_steps:
+            self.cpu_s += time.process_time()
             synchronize(self.options)
             self.ended = time.perf_counter()
 

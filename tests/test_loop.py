@@ -269,9 +269,10 @@ def test_a_run_resumes_bitwise_where_it_was(
         ("lora", {"model": {"lora": {"rank": 4, "dropout": 0.1}}}),
         ("muon", {"train": {"optimizer": "muon", "schedule": "wsd"}}),
         ("adamw8bit", {"train": {"optimizer": "adamw8bit", "on_spike": "skip"}}),
+        ("compile", {"train": {"compile": True}}),
     ],
 )
-def test_every_optimizer_and_adapters_resume_bitwise(
+def test_every_optimizer_adapters_and_compiled_blocks_resume_bitwise(
     inputs: Path, name: str, fields: dict[str, Any]
 ) -> None:
     def config(run: str) -> Config:
@@ -288,6 +289,12 @@ def test_every_optimizer_and_adapters_resume_bitwise(
     for field in ("loss", "grad_norm", "batch_digest", "lr"):
         assert [line[field] for line in lines] == [line[field] for line in expected], field
     assert summary["eval_loss"] == whole["eval_loss"]
+    if name != "compile":
+        assert summary["compile"] is None
+    else:  # measured before the first step of each attempt
+        gain = summary["compile"]
+        assert gain["speedup"] == gain["eager_s"] / gain["compiled_s"] > 0
+        assert gain["compile_s"] > gain["compiled_s"] and summary["seconds"]["compile"] > 0
     if name == "lora":  # adapters and their moments alone are saved, and exported as peft does
         names = saved_names(open_storage(f"{inputs}/runs/{cut.run.name}"), "step-00000008")
         tensors = {name for name in names if name.startswith(("model.", "optimizer.state."))}
