@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,8 +38,13 @@ from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
 WARM_UP_BLOCKS = 2
-PORT = 46379
 NAME = "observed"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def observed(step: int, block: int) -> bool:
@@ -49,7 +55,7 @@ def train(run: Path, steps: int, block: int) -> None:
     """Train as one rank; tell of the steps of every other block."""
     import ray
 
-    ray.init(address=f"127.0.0.1:{PORT}", log_to_driver=False)
+    ray.init(address=os.environ["OBSERVED_RAY"], log_to_driver=False)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
@@ -74,7 +80,7 @@ def follow(run: Path, steps: int) -> None:
     """Do what the driver does beside a run."""
     import ray
 
-    ray.init(address=f"127.0.0.1:{PORT}", log_to_driver=False)
+    ray.init(address=os.environ["OBSERVED_RAY"], log_to_driver=False)
     job = job_of(run, steps, NAME)
     trackers = ("tensorboard", "mlflow", "wandb")
     told = job.config.run.model_copy(update={"name": NAME, "trackers": trackers})
@@ -95,6 +101,7 @@ def measure(storage: Path, steps: int, block: int) -> list[float]:
         "MLFLOW_TRACKING_URI": f"file://{storage}/mlruns",
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "WANDB_MODE": "offline",
+        "OBSERVED_RAY": f"127.0.0.1:{free_port()}",
     }
     run, temporary = storage / "prepared", tempfile.mkdtemp()
     quiet = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -104,10 +111,15 @@ def measure(storage: Path, steps: int, block: int) -> list[float]:
     config = (ROOT / "cluster/prometheus/prometheus.yml").read_text()
     (storage / "prometheus.yml").write_text(config.replace("/tmp/ray", temporary))
     shutil.copy(ROOT / "cluster/prometheus/rules.yml", storage)
+    options = {"port": environment["OBSERVED_RAY"].split(":")[1], "temp-dir": temporary}
+    names = ("dashboard-port", "dashboard-agent-listen-port", "metrics-export-port")
+    options |= {name: str(free_port()) for name in (*names, "ray-client-server-port")}
+    options |= {"num-cpus": "2", "object-store-memory": "200000000"}
     ray = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
-    ray += ["--disable-usage-stats", f"--port={PORT}", f"--temp-dir={temporary}", "--num-cpus=2"]
+    ray += ["--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
     prometheus = ["prometheus", f"--config.file={storage}/prometheus.yml"]
-    prometheus += [f"--storage.tsdb.path={storage}/tsdb", "--web.listen-address=127.0.0.1:46390"]
+    prometheus += [f"--storage.tsdb.path={storage}/tsdb"]
+    prometheus += [f"--web.listen-address=127.0.0.1:{free_port()}"]
     ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     mine = [str(ROOT / "bench/observe.py"), f"--run={run}", f"--steps={steps}", f"--block={block}"]
     started = [subprocess.Popen(ray, **quiet)]
@@ -115,7 +127,10 @@ def measure(storage: Path, steps: int, block: int) -> list[float]:
         while not Path(temporary, "prom_metrics_service_discovery.json").exists():
             assert started[0].poll() is None, "Ray has not started"
             time.sleep(0.5)
-        training = subprocess.Popen([*ranks, *mine], **quiet)
+        log = storage / "training.log"
+        with log.open("wb") as output:
+            logged = quiet | {"stdout": output, "stderr": output}
+            training = subprocess.Popen([*ranks, *mine], **logged)
         follower = subprocess.Popen(
             [sys.executable, *mine, "--follow"], stdin=subprocess.PIPE, **quiet
         )
@@ -129,7 +144,7 @@ def measure(storage: Path, steps: int, block: int) -> list[float]:
                 for process in paused:
                     process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
             time.sleep(0.02)
-        assert training.returncode == 0, "training has failed"
+        assert training.returncode == 0, log.read_text()[-3000:]
         for process in paused:
             assert process.poll() is None, f"{process.args} has ended"
             process.send_signal(signal.SIGCONT)
