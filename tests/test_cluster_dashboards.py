@@ -181,7 +181,11 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             if process.poll() is None:
                 process.terminate()
         for process in started:
-            process.wait(timeout=60)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         shutil.rmtree(temporary, ignore_errors=True)
 
 

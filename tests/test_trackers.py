@@ -186,7 +186,10 @@ def test_wandb_writes_the_whole_run_offline(
         tracker.close(status, PROMPTED)
         (folder,) = set(Path(run.local_path() or "").glob("wandb/offline-run-*")) - before
         (path,) = folder.glob("run-*.wandb")
-        records = list(wandb_records(path))
+        until = time.monotonic() + 60
+        while not (records := list(wandb_records(path))) or not records[-1].HasField("exit"):
+            assert time.monotonic() < until, records  # W&B's own process writes it
+            time.sleep(0.2)
         ids.append(next(each.run.run_id for each in records if each.HasField("run")))
         history = [each.history for each in records if each.HasField("history")]
         assert [each.step.num for each in history] == list(range(1, 10))
@@ -217,7 +220,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             position += room
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        if kind == 0:
+        if kind == 0 or position + 7 + length > len(data):
             break
         whole += data[position + 7 : position + 7 + length]
         position += 7 + length
