@@ -121,7 +121,12 @@ def measure(storage: Path, steps: int, block: int) -> list[float]:
     prometheus += [f"--storage.tsdb.path={storage}/tsdb"]
     prometheus += [f"--web.listen-address=127.0.0.1:{free_port()}"]
     ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    mine = [str(ROOT / "bench/observe.py"), f"--run={run}", f"--steps={steps}", f"--block={block}"]
+    mine = [
+        str(ROOT / "bench/observe.py"),
+        f"--folder={run}",
+        f"--steps={steps}",
+        f"--block={block}",
+    ]
     started = [subprocess.Popen(ray, **quiet)]
     try:
         while not Path(temporary, "prom_metrics_service_discovery.json").exists():
@@ -185,13 +190,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--block", type=int, default=10)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.follow:
-        follow(options.run, options.steps)
-    elif options.run:
-        train(options.run, options.steps, options.block)
+        follow(options.folder, options.steps)
+    elif options.folder:
+        train(options.folder, options.steps, options.block)
     else:
         with tempfile.TemporaryDirectory() as storage:
             ratios = measure(Path(storage), options.steps, options.block)
