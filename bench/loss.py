@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--chunks", default="1024", help="tokens, by commas")
+    parser.add_argument("--chunks", default="512,1024", help="tokens, by commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
