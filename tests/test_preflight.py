@@ -1,4 +1,4 @@
-"""Preflight: the judge on drawn clusters, NCCL's own lines, and real clusters with one fault each."""
+"""Preflight: the judge on drawn clusters, NCCL's own lines, real clusters with one fault each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import Node, cluster, free_port
 from processes import spawn
@@ -37,6 +37,7 @@ from rayapp.preflight.judge import Finding, Marks, judge
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
+drawn = settings(deadline=None, max_examples=30)  # of this machine's time, not of the clusters
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0", "transformers": "5.23.0"}
 
 
@@ -193,6 +194,7 @@ EFA_KINDS = [name for name, one in INSTANCES.items() if one.efa_interfaces and o
 GPU_KINDS = [name for name, one in INSTANCES.items() if one.gpus]
 
 
+@drawn
 @given(nodes=st.integers(1, 40), name=st.sampled_from([None, *GPU_KINDS]))
 def test_a_healthy_cluster_of_any_kind_passes(nodes: int, name: str | None) -> None:
     kind = instance(name) if name else None
@@ -230,6 +232,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@drawn
 @given(nodes=st.integers(3, 40), data=st.data())
 def test_a_fault_of_one_node_is_found_and_nothing_else(
     fault: str, nodes: int, data: st.DataObject
@@ -241,6 +244,7 @@ def test_a_fault_of_one_node_is_found_and_nothing_else(
     only(judge(known, Marks(kind)), known.nodes[bad].name, *words)
 
 
+@drawn
 @given(nodes=st.integers(1, 40), data=st.data(), share=st.floats(0.2, 0.75))
 def test_a_slow_gpu_is_named_by_node_and_index(
     nodes: int, data: st.DataObject, share: float
@@ -268,6 +272,7 @@ def test_a_slow_gpu_is_found_among_its_like_where_there_is_no_sheet() -> None:
     only(judge(slow, Marks()), known.nodes[1].name, "GPU 3", "median")
 
 
+@drawn
 @given(nodes=st.integers(2, 40), data=st.data(), name=st.sampled_from(EFA_KINDS))
 def test_a_slow_link_is_named_by_its_nodes(nodes: int, data: st.DataObject, name: str) -> None:
     kind = instance(name)
@@ -360,6 +365,7 @@ def test_who_does_not_answer_is_named() -> None:
 # --- what workers do together ------------------------------------------------------------------
 
 
+@drawn
 @given(nodes=st.integers(2, 30), lanes=st.integers(1, 4))
 def test_every_link_of_the_ring_is_measured_once_in_each_direction(nodes: int, lanes: int) -> None:
     ranks = [[lanes * node + lane for lane in range(lanes)] for node in range(nodes)]

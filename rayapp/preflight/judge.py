@@ -38,6 +38,7 @@ NVLINK_SHARE = 0.65
 # Gloo sends through one TCP flow, and EC2 limits a flow to 5 Gbit/s outside a cluster placement
 # group (10 in one): EC2's guide, "Amazon EC2 instance network bandwidth", 2026.
 FLOW_BITS_PER_S = 5e9
+MEMORY = "memory"  # the name of a rate beside those of precisions
 ONE_SIDED = 3.0  # times slower in one direction: its sender is at fault
 
 
@@ -81,7 +82,7 @@ def judge(facts: Facts, marks: Marks) -> list[Finding]:
         *_silences(facts),
         *_versions(facts),
         *(one for node in facts.nodes for one in _node(node, facts, marks)),
-        *_speeds(facts, marks),
+        *_speeds(facts),
         *_network(facts, marks),
         *_collectives(facts, marks),
         *_links(facts, marks),
@@ -286,53 +287,54 @@ def _device(node: Node, device: Device) -> Iterator[Finding]:
         )
 
 
-def _speeds(facts: Facts, marks: Marks) -> Iterator[Finding]:
+def _speeds(facts: Facts) -> Iterator[Finding]:
     """Compare every device with its sheet, and with its like."""
-    measured = [(rank, rank.speed) for rank in facts.ranks if rank.speed is not None]
-    for rank, speed in measured:
-        gpu = gpu_from_device_name(speed.device)
-        like = [other for _, other in measured if other.device == speed.device]
-        share = OF_MEDIAN_CPU if speed.device == "cpu" else OF_MEDIAN
-        figures = {f"multiplies matrices in {p} slowly": p for p in speed.flops}
-        for what, precision in figures.items():
-            value = speed.flops[precision]
-            sheet = _flops_mark(gpu, precision)
-            peers = share * statistics.median(other.flops[precision] for other in like)
-            yield from _slow(facts, rank, what, value, sheet, peers, 1e12, "TFLOP/s")
-        sheet = None if gpu is None else MEMORY_SHARE * gpu.memory_bytes_per_s
-        peers = share * statistics.median(other.memory_bytes_per_s for other in like)
-        what, value = "moves memory slowly", speed.memory_bytes_per_s
-        yield from _slow(facts, rank, what, value, sheet, peers, 1e9, "GB/s")
+    rates: dict[tuple[str, str], list[float]] = {}
+    for rank in facts.ranks:
+        for name, value in _rates(rank).items():
+            assert rank.speed is not None
+            rates.setdefault((rank.speed.device, name), []).append(value)
+    median = {key: statistics.median(values) for key, values in rates.items()}
+    for rank in facts.ranks:
+        for name, value in _rates(rank).items():
+            assert rank.speed is not None
+            device = rank.speed.device
+            sheet = _mark(gpu_from_device_name(device), name)
+            peers = (OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN) * median[device, name]
+            yield from _slow(facts, rank, name, value, sheet, peers)
 
 
-def _flops_mark(gpu: Gpu | None, precision: str) -> float | None:
-    """Return the FLOP/s that a GPU must reach; fp32 and tf32 are not held to a sheet.
+def _rates(rank: Rank) -> dict[str, float]:
+    """Return what a device reached: FLOP/s by precision, and bytes/s of its memory."""
+    speed = rank.speed
+    return {} if speed is None else {**speed.flops, MEMORY: speed.memory_bytes_per_s}
+
+
+def _mark(gpu: Gpu | None, name: str) -> float | None:
+    """Return the rate that a GPU must reach by its sheet; fp32 and tf32 are not held to it.
 
     Cards such as A10G and L4 are at their power's limit well below the sheet's fp32 figure.
     """
-    if gpu is None or precision in ("fp32", "tf32"):
+    if gpu is None or name in ("fp32", "tf32"):
         return None
-    if precision in gpu.measured_flops:
-        return FLOPS_SHARE_OF_MEASURED * gpu.measured_flops[precision]
-    peak = gpu.flops.get(precision)
+    if name == MEMORY:
+        return MEMORY_SHARE * gpu.memory_bytes_per_s
+    if name in gpu.measured_flops:
+        return FLOPS_SHARE_OF_MEASURED * gpu.measured_flops[name]
+    peak = gpu.flops.get(name)
     return None if peak is None else FLOPS_SHARE_OF_SHEET * peak
 
 
 def _slow(
-    facts: Facts,
-    rank: Rank,
-    what: str,
-    value: float,
-    sheet: float | None,
-    peers: float,
-    unit: float,
-    name: str,
+    facts: Facts, rank: Rank, name: str, value: float, sheet: float | None, peers: float
 ) -> Iterator[Finding]:
     """Say which of the two marks a device misses, if any."""
     assert rank.speed is not None
     mark = max(sheet or 0.0, peers)
     if value >= mark:
         return
+    unit, of = (1e9, "GB/s") if name == MEMORY else (1e12, "TFLOP/s")
+    what = "moves memory slowly" if name == MEMORY else f"multiplies matrices in {name} slowly"
     origin = "its sheet" if mark == sheet else "the median of its like"
     where = "a core" if rank.speed.index is None else f"GPU {rank.speed.index}"
     held = f"; held down by {', '.join(rank.speed.throttled)}" if rank.speed.throttled else ""
@@ -340,8 +342,8 @@ def _slow(
     yield Finding(
         facts.node(rank.node).name,
         f"{where} ({rank.speed.device}) {what}",
-        f"{value / unit:.3g} {name}{clock}{held}",
-        f"{mark / unit:.3g} {name}, by {origin}",
+        f"{value / unit:.3g} {of}{clock}{held}",
+        f"{mark / unit:.3g} {of}, by {origin}",
         "End what else runs there; if nothing does, replace the instance",
     )
 
