@@ -387,7 +387,7 @@ def _measure(rank: int, world: int, folder: str) -> None:
     cpu = torch.device("cpu")
     found: dict[str, Any] = {"rows": []}
     for operation in collectives.OPERATIONS:
-        found["rows"] += [vars(row) for row in collectives.table(operation, cpu, 2, steps.append)]
+        found["rows"] += [vars(row) for row in collectives.table(operation, cpu, 0.5, steps.append)]
     plan = collectives.rounds([[0], [1], [2]])
     found["links"] = list(collectives.rates(plan, cpu, steps.append).items())
     honest = dist.all_reduce

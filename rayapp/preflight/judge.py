@@ -439,7 +439,7 @@ def _links(facts: Facts, marks: Marks) -> Iterator[Finding]:
             f"the link is slow{_culprit(link, facts, slow)}",
             f"{link.bytes_per_s * 8 / 1e9:.3g} Gbit/s",
             f"{mark * 8 / 1e9:.3g} Gbit/s ({origin})",
-            "Replace the node that both of whose links are slow; put all into one placement group",
+            "Put all nodes into one placement group; replace the one at fault",
         )
 
 
