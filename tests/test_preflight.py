@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nodes import Node, cluster, free_port
+from nodes import Node, cluster, free_port, with_jobs
 from processes import spawn
 
 from rayapp import __main__ as entry
@@ -339,6 +339,14 @@ def test_gpus_that_are_missing_broken_or_others_are_named() -> None:
     only(judge(with_node(known, 2, resources=resources), Marks(kind)), node.name, "fewer GPUs", "4")
 
 
+def test_a_cluster_without_the_gpus_that_are_wanted_fails() -> None:
+    known = healthy(2, None)
+    only(judge(known, Marks(gpus=True)), "cluster", "no GPU", "cluster.gpu=true")
+    found = judge(known, Marks(instance("g5.12xlarge"), gbit_per_s=1))
+    only(found, "cluster", "no GPU", "g5.12xlarge")
+    assert judge(known, Marks(instance("g5.12xlarge"), gbit_per_s=1, gpus=False)) == []
+
+
 def test_collectives_that_are_slow_or_wrong_are_found() -> None:
     kind = instance("p5.48xlarge")
     known = healthy(2, kind)
@@ -447,6 +455,8 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean --min_gbit_per_s?" in capsys.readouterr().err
     assert command.main(["--cluster.instance=p5.48xlage", "--cluster.address=local"]) == 2
     assert "Did you mean p5.48xlarge?" in capsys.readouterr().err
+    assert command.main(["--run.storage=gs://bucket", "--cluster.address=local"]) == 2
+    assert "run.storage=gs://bucket" in capsys.readouterr().err
     address = f"127.0.0.1:{free_port()}"
     assert command.main([f"--cluster.address={address}"]) == 2
     assert f"cluster.address={address} is not reachable" in capsys.readouterr().err
@@ -722,3 +732,28 @@ def test_a_node_that_hangs_is_named_in_time(head: Node, tmp_path: Path) -> None:
         assert time.monotonic() - started < 200
     assert code == 1
     assert [one["node"] for one in found["findings"]] == [newest(found)]
+
+
+@pytest.mark.drill
+def test_it_runs_as_a_job(tmp_path: Path) -> None:
+    """Sent over the Jobs API and followed; what it returns is what preflight returned."""
+    storage = f"--run.storage={tmp_path / 'runs'}"
+    send = [sys.executable, "-m", "rayapp", "preflight", storage]
+    with with_jobs(tmp_path, cpus=2, workers=1) as environment:
+        done = subprocess.run(
+            [*send, "--json"],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(done.stdout[done.stdout.index("{") :])
+        assert len(found["facts"]["nodes"]) == 2 and found["passed"]
+        more = [*send, "--min_gbit_per_s=1e6"]
+        done = subprocess.run(
+            more, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert "the link is slow" in done.stdout and "--min_gbit_per_s" in done.stdout

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from rayapp import arguments, credentials
 from rayapp.config import Config, ConfigError
 from rayapp.hardware import UnknownInstance
+from rayapp.storage import StorageError, open_storage
 
 MODULE = "rayapp.preflight"
 PASSED, FOUND, BAD_CONFIG = 0, 1, 2
@@ -58,7 +59,8 @@ def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
             values[name] = None if text == OPTIONS[name] == "none" else float(text)
         except ValueError:
             values[name] = -1.0
-        if (values[name] or 1.0) <= 0 or values[name] == 0:
+        value = values[name]
+        if value is not None and not 0 < value < float("inf"):
             why = "it must be a number above 0"
             problems.append(f"--{name}={text} is not valid: {why}. Set one")
     if problems:
@@ -81,6 +83,10 @@ def check(config: Config, as_json: bool, min_gbit_per_s: float | None, timeout_s
         storage = os.path.abspath(os.path.expanduser(storage))
         run = config.run.model_copy(update={"storage": storage})
         config = config.model_copy(update={"run": run})
+    try:
+        open_storage(storage)
+    except StorageError as error:
+        raise ConfigError([f"run.storage={storage} is not valid: {error}"]) from None
     from rich.console import Console
 
     from rayapp.preflight import page

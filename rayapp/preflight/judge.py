@@ -80,6 +80,7 @@ def judge(facts: Facts, marks: Marks) -> list[Finding]:
     """Return everything that is wrong, the gravest kinds first."""
     return [
         *_silences(facts),
+        *_gpus_at_all(facts, marks),
         *_versions(facts),
         *(one for node in facts.nodes for one in _node(node, facts, marks)),
         *_speeds(facts),
@@ -100,6 +101,20 @@ def _silences(facts: Facts) -> Iterator[Finding]:
         )
     if not facts.nodes:
         yield Finding("cluster", "has no node", "0 nodes", "1", "Start `ray start` on the nodes")
+
+
+def _gpus_at_all(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Fail where GPUs are wanted and Ray has none."""
+    wanted = bool(marks.instance and marks.instance.gpus) if marks.gpus is None else marks.gpus
+    if wanted and facts.backend == "gloo":
+        yield Finding(
+            "cluster",
+            "has no GPU",
+            "0 GPUs in Ray",
+            marks.instance.name if marks.instance else "cluster.gpu=true",
+            "Give the containers GPUs and the NVIDIA runtime; for a check without, set "
+            "cluster.gpu=false",
+        )
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -150,13 +150,14 @@ def _mark(url: str) -> Iterator[str]:
     try:
         storage.check_writable()
         storage.write(name, b"")
+        written = True
     except (StorageError, OSError):  # the nodes' own probes say why
-        yield ""
-        return
+        written = False
     try:
-        yield name
+        yield name if written else ""
     finally:
-        storage.delete_tree(name.split("/")[0])
+        with suppress(StorageError, OSError):  # as above
+            storage.delete_tree(name.split("/")[0])
 
 
 def _work(

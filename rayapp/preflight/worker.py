@@ -47,8 +47,8 @@ class Worker:
         import torch
 
         uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
-        index = next(one.index for one in scout.devices() if one.uuid == uuid)
-        return measure(self._device, index, uuid)
+        index = next((one.index for one in scout.devices() if one.uuid == uuid), None)
+        return measure(self._device, index, None if index is None else uuid)  # None: a part of one
 
     def join(self, address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
         """Join the group."""
