@@ -104,9 +104,7 @@ def _look(seen: Survey, nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes with what their scouts found."""
     scouts = {node.id: _actor(Scout, node, num_cpus=0, max_concurrency=4) for node in nodes}
     home: dict[str, str | None] = {node.id: node.id for node in nodes}
-    disk = (
-        ray._private.worker._global_node.get_temp_dir_path()
-    )  # the same on all nodes of a cluster
+    disk = _spill_folder()
     facts = {id: scout.facts.remote(disk) for id, scout in scouts.items()}
     found = seen.answers(facts, home, "starting a process and looking around", seen.timeout_s)
     alive = {id: scout for id, scout in scouts.items() if id in found}
@@ -125,6 +123,12 @@ def _look(seen: Survey, nodes: Sequence[Node]) -> list[Node]:
         )
         for node in nodes
     ]
+
+
+def _spill_folder() -> str:
+    """Return Ray's folder for what does not fit into memory, the same on all nodes."""
+    local: Any = vars(ray._private.worker)["_global_node"]  # in no public call
+    return str(local.get_temp_dir_path())
 
 
 def _clock(scout: Any) -> Clock | None:
