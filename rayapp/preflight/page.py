@@ -66,7 +66,7 @@ def show(console: Console, facts: Facts, findings: list[Finding], marks: Marks) 
             markup=False,
         )
     if findings:
-        console.print(f"\n{len(findings)} findings", highlight=False)
+        console.print(f"\nfindings: {len(findings)}", highlight=False)
     else:
         console.print("[bold green]all pass[/bold green]", highlight=False)
 
@@ -80,9 +80,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _nodes(facts: Facts) -> Table:
-    table = _table(
-        "nodes", "node", "GPUs", "EFA", "/dev/shm", "disk free", "files", "clock", "write", "read"
-    )
+    table = _table("nodes", "node", "GPUs", "EFA", "shm", "disk", "files", "clock", "write", "read")
     for node in facts.nodes:
         table.add_row(node.name, *_node(node))
     return table
