@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -32,12 +32,23 @@ def free_port() -> int:
 class Node:
     """One node; the first of a cluster is its head."""
 
-    def __init__(self, log: Path, cpus: int, seats: int, head: Node | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        cpus: int,
+        seats: int,
+        head: Node | None = None,
+        ip: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it; `inside` is a command that runs another in a namespace of its own."""
         self.temporary = head.temporary if head else tempfile.mkdtemp()
-        self.address = head.address if head else f"127.0.0.1:{free_port()}"
-        command = [str(RAY), "start", "--block", f"--num-cpus={cpus}", "--disable-usage-stats"]
+        self.address = head.address if head else f"{ip}:{free_port()}"
+        command = [*inside, str(RAY), "start", "--block", "--disable-usage-stats"]
+        command += [f"--num-cpus={cpus}"]
         command += [f"--resources={json.dumps({'seat': seats})}"]
-        command += ["--object-store-memory=150000000", "--node-ip-address=127.0.0.1"]
+        command += ["--object-store-memory=150000000", f"--node-ip-address={ip}"]
         command += [f"--dashboard-agent-listen-port={free_port()}"]
         command += [f"--metrics-export-port={free_port()}"]
         command += [f"--runtime-env-agent-port={free_port()}"]
@@ -46,7 +57,7 @@ class Node:
         else:
             command += ["--head", f"--port={self.address.rpartition(':')[2]}"]
             command += [f"--temp-dir={self.temporary}", "--include-dashboard=false"]
-        environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+        environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **(variables or {})}
         environment.pop("RAY_ADDRESS", None)
         for _ in range(3):  # Ray gives up a node that has not started within 30 s
             if self._start(command, environment, log):

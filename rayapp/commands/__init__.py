@@ -2,6 +2,6 @@
 
 planning.py  plan
 clusters.py  render, connect
-jobs.py      submit, list, status, logs, watch, stop, resume
+jobs.py      preflight, submit, list, status, logs, watch, stop, resume
 results.py   report, generate
 """

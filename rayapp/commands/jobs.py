@@ -1,4 +1,4 @@
-"""python -m rayapp submit, resume, list, status, watch, logs, stop: runs as Ray jobs."""
+"""python -m rayapp submit, preflight, resume, list, status, watch, logs, stop: Ray jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from rayapp import arguments
 from rayapp.commands.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.config import ConfigError
-from rayapp.jobs import JobError
+from rayapp.jobs import JobError, Shipment
 from rayapp.notebook import Job, job
 from rayapp.notebook.figures import duration, figures
 from rayapp.progress import EXIT_CODES, NoRun, Progress, read
@@ -34,6 +34,17 @@ SUBMIT = """python -m rayapp submit [CONFIG.yaml] [--section.field=value ...]
   --tags='{A: b}'       shown with the job
   --follow              print what it prints, and return what it returns
   --wait                wait for its end, and return what it returns"""
+
+PREFLIGHT = """python -m rayapp preflight [CONFIG.yaml] [--section.field=value ...]
+
+  --json               print everything as JSON
+  --min_gbit_per_s=N   what a link between two nodes must reach; by cluster.instance otherwise
+  --timeout_s=180      the most that one answer is waited for
+
+and --address, --working_dir, --pip, --env, --secrets, --driver_cpus, --tags as submit takes them"""
+
+SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
+SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
 
 
 def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
@@ -62,23 +73,31 @@ def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list
 @_command(SUBMIT)
 def submit(argv: list[str]) -> int:
     """Send a run; see SUBMIT."""
-    from rayapp.jobs import Shipment
     from rayapp.notebook.handle import send
 
-    known = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
-    known |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
-    known |= {"follow": "false", "wait": "false"}
+    known = {**SHIPPED, "follow": "false", "wait": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
-    shipment = Shipment(
-        working_dir=_or_none(asked["working_dir"]),
-        pip=tuple(filter(None, asked["pip"].split(","))),
-        env=_mapping("env", asked["env"]),
-        secrets=_mapping("secrets", asked["secrets"]),
-        driver_cpus=_number("driver_cpus", asked["driver_cpus"]),
-        driver_memory_gib=_number("driver_memory_gib", asked["driver_memory_gib"]),
-        tags=_mapping("tags", asked["tags"]),
-    )
-    return _after(send(config, shipment, _or_none(asked["address"])), asked)
+    return _after(send(config, _shipment(asked), _or_none(asked["address"])), asked)
+
+
+@_command(PREFLIGHT)
+def preflight(argv: list[str]) -> int:
+    """Check a cluster, in a job of its own; return what it finds: 0 nothing, 1 something."""
+    from rayapp.jobs import Cluster, prepare
+    from rayapp.preflight.__main__ import MODULE, OPTIONS, read_options
+
+    config, asked = arguments.read(arguments.flags(argv, {"json"}), {**SHIPPED, **OPTIONS})
+    read_options(asked)
+    options = [f"--{name}={asked[name]}" for name in OPTIONS if asked[name] != OPTIONS[name]]
+    order = prepare(config, _shipment(asked), MODULE, options)
+    cluster = Cluster.at(_or_none(asked["address"]))
+    submission_id = cluster.submit(order)
+    for text in cluster.follow(submission_id):
+        print(text, end="", flush=True)
+    info = cluster.wait(submission_id)
+    if info.exit_code is None:
+        print(f"failed: job {submission_id} {info.status}: {info.message}", file=sys.stderr)
+    return FAILED if info.exit_code is None else info.exit_code
 
 
 @_command("python -m rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]")
@@ -163,6 +182,18 @@ def stop(argv: list[str]) -> int:
     state = handle.stop(_number("wait_s", asked["wait_s"]), asked["hard"] == "true")
     print(f"{handle.name} {state}")
     return EXIT_CODES.get(state, DONE)
+
+
+def _shipment(asked: dict[str, str]) -> Shipment:
+    return Shipment(
+        working_dir=_or_none(asked["working_dir"]),
+        pip=tuple(filter(None, asked["pip"].split(","))),
+        env=_mapping("env", asked["env"]),
+        secrets=_mapping("secrets", asked["secrets"]),
+        driver_cpus=_number("driver_cpus", asked["driver_cpus"]),
+        driver_memory_gib=_number("driver_memory_gib", asked["driver_memory_gib"]),
+        tags=_mapping("tags", asked["tags"]),
+    )
 
 
 def _handle(argv: list[str], options: dict[str, str]) -> tuple[Job, dict[str, str]]:

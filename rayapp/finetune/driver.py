@@ -14,6 +14,7 @@ from rich.console import Console
 
 from rayapp import credentials, report
 from rayapp.config import Config, ConfigError
+from rayapp.connection import address_of
 from rayapp.finetune import checks, display, micro_batch
 from rayapp.finetune.fit import fit
 from rayapp.finetune.forecast import forecast, misfit
@@ -32,7 +33,6 @@ from rayapp.finetune.outcome import RunFailed, result_of
 from rayapp.finetune.parts import model_shape, overridden, technique_problems
 from rayapp.finetune.session import (
     ENVIRONMENT,
-    address_of,
     connected,
     gpus_here,
     resolve_precision,

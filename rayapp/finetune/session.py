@@ -25,15 +25,6 @@ ENVIRONMENT = {
 }
 
 
-def address_of(config: Config) -> str:
-    """Return `local` to start Ray here, else the cluster that is or will be connected to."""
-    import ray
-
-    if ray.is_initialized():
-        return ray.get_runtime_context().gcs_address
-    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-
-
 NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
 
 

@@ -112,7 +112,7 @@ class Cluster:
         """
         jobs = self.jobs()
         for job in jobs:
-            if job.run_url == order.run_url and not job.ended:
+            if order.is_run and job.run_url == order.run_url and not job.ended:
                 raise ConfigError(
                     [
                         f"run.name={order.name} is running: job {job.submission_id} at "

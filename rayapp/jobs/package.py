@@ -12,7 +12,7 @@ import re
 import shlex
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rayapp.credentials import VARIABLE, encode, problems_of
 LIMIT_MIB = 100  # of a package: what the dashboard takes (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
 TAG_PREFIX = "rayapp.tag."
+FINETUNE = "rayapp.finetune"  # the module of a job that is a run
 STOP_WAIT_S = 120  # from a hard stop's SIGTERM, which saves, to SIGKILL
 QUIET = {  # what Ray would otherwise write between a run's own lines
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
@@ -64,6 +65,8 @@ class Order:
     shipment: Shipment
     package: bytes | None
     """The zipped working directory."""
+    is_run: bool = True
+    """The job trains the run; another looks at its cluster, and may do so beside it."""
 
     def runtime_env(self, folder: str) -> dict[str, Any]:
         """Return Ray's runtime_env; the package is written into `folder` for the upload."""
@@ -85,11 +88,15 @@ class Order:
     def metadata(self) -> dict[str, str]:
         """Return what Ray keeps with the job."""
         tags = {TAG_PREFIX + name: value for name, value in self.shipment.tags.items()}
-        return {RUN_KEY: self.run_url, **tags}
+        return {**({RUN_KEY: self.run_url} if self.is_run else {}), **tags}
 
 
-def prepare(config: Config, shipment: Shipment) -> Order:
+def prepare(
+    config: Config, shipment: Shipment, module: str = FINETUNE, options: Sequence[str] = ()
+) -> Order:
     """Check that a cluster could run a config, and pack what it needs.
+
+    `module` is what runs there, with its own `options` beside the config's.
 
     Raises:
         ConfigError: with every problem.
@@ -109,12 +116,14 @@ def prepare(config: Config, shipment: Shipment) -> Order:
     if problems:
         raise ConfigError(problems)
     arguments = [f"--{name}={value}" for name, value in config.to_overrides().items()]
+    is_run = module == FINETUNE
     return Order(
         run_url=f"{config.run.storage}/{config.run.name}",
-        name=config.run.name,
-        entrypoint=shlex.join(["python", "-m", "rayapp.finetune", *arguments]),
+        name=config.run.name if is_run else module.rpartition(".")[2],
+        entrypoint=shlex.join(["python", "-m", module, *arguments, *options]),
         shipment=shipment,
         package=package,
+        is_run=is_run,
     )
 
 

@@ -1,0 +1,43 @@
+"""Which Ray cluster a config means, and whether anything answers there.
+
+address = address_of(config)     # "local": Ray is to be started here
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+from rayapp.config import Config, ConfigError
+
+ANSWER_S = 10.0
+
+
+def address_of(config: Config) -> str:
+    """Return `local` to start Ray here, else the cluster that is or will be connected to."""
+    import ray
+
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address
+    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def check_answers(address: str) -> None:
+    """Refuse a host:port where nothing listens; Ray itself would try for a minute.
+
+    Raises:
+        ConfigError: naming what to set.
+    """
+    place = re.fullmatch(r"\[?(.+?)\]?:(\d+)", address)
+    if place is None or "://" in address:
+        return
+    try:
+        socket.create_connection((place[1], int(place[2])), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"cluster.address={address} is not reachable: {error.strerror or error}. Set the "
+                "address of a head node's GCS, e.g. 10.0.0.1:6379, or `local`"
+            ]
+        ) from None

@@ -1,0 +1,483 @@
+"""Decide what is wrong with a cluster, from facts alone: pure, so that it is tested on drawn ones.
+
+    for finding in judge(facts, marks_of(config, min_gbit_per_s=None)): ...
+
+What no mark is known for is reported, and not judged.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rayapp.config import Config
+from rayapp.hardware import Gpu, Instance, gpu_from_device_name, instance
+from rayapp.preflight.facts import Device, Facts, Link, Node, Rank
+
+GIB = 2**30
+# /dev/shm holds Ray's object store; NCCL puts the buffers between GPUs of a node there too, and
+# NVIDIA's containers ask for 1 GiB of it (--shm-size=1g, NCCL's guide, "Docker", 2026).
+NCCL_SHARED_MEMORY_BYTES = GIB
+DISK_FREE_SHARE = 0.05  # Ray refuses to write objects beyond 95 % (local_fs_capacity_threshold)
+OPEN_FILES = 4096  # Ray 2.60 warns below it
+CLOCK_S = 1.0  # of a run's timeline; leases take 35 s, S3 refuses requests from 15 min on
+# Of a GPU's sheet, for matrix products that were not measured: the lowest that was, H100's 0.73 and
+# L4's 0.76 of theirs, less what one size of matrix instead of the best of many may cost.
+FLOPS_SHARE_OF_SHEET, FLOPS_SHARE_OF_MEASURED = 0.55, 0.8
+MEMORY_SHARE = 0.7  # of the sheet's bytes/s; a copy reaches 0.8 to 0.93 of it with ECC on
+OF_MEDIAN = 0.85  # of GPUs of one name, which differ by a few percent
+OF_MEDIAN_CPU = 0.5  # of one core of each node, which may be busy, or of another kind
+# Of the network that EC2 states. Two p6-b300 show 0.94 of it in nccl-tests (AWS's samples, 2026);
+# one of 4 network cards lost leaves 0.75 of that, 0.70, which must fail.
+NETWORK_SHARE = 0.72
+# An all-reduce over 8 A100 shows some 230 of 300 GB/s in nccl-tests, 0.77; below the mark a GPU or
+# a switch has lost links.
+NVLINK_SHARE = 0.65
+# Gloo sends through one TCP flow, and EC2 limits a flow to 5 Gbit/s outside a cluster placement
+# group (10 in one): EC2's guide, "Amazon EC2 instance network bandwidth", 2026.
+FLOW_BITS_PER_S = 5e9
+MEMORY = "memory"  # the name of a rate beside those of precisions
+ONE_SIDED = 3.0  # times slower in one direction: its sender is at fault
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a cluster must reach; None: nothing is known to hold it to."""
+
+    instance: Instance | None = None
+    gbit_per_s: float | None = None
+    """Of a link, in each direction, as the user asks."""
+    gpus: bool | None = None
+    """What the config says of them: true, false, or None for as they come."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that would cost a run time, or its life."""
+
+    node: str
+    """Its name; two with an arrow for a link; `cluster` for all."""
+    what: str
+    measured: str
+    wanted: str
+    fix: str
+
+
+def marks_of(config: Config, min_gbit_per_s: float | None = None) -> Marks:
+    """Return what a config's cluster must reach.
+
+    Raises:
+        UnknownInstance: cluster.instance is not in the table.
+    """
+    name = config.cluster.instance
+    known = instance(name) if name else None
+    return Marks(known, min_gbit_per_s, {"true": True, "false": False}.get(config.cluster.gpu))
+
+
+def judge(facts: Facts, marks: Marks) -> list[Finding]:
+    """Return everything that is wrong, the gravest kinds first."""
+    return [
+        *_silences(facts),
+        *_gpus_at_all(facts, marks),
+        *_versions(facts),
+        *(one for node in facts.nodes for one in _node(node, facts, marks)),
+        *_speeds(facts),
+        *_network(facts, marks),
+        *_collectives(facts, marks),
+        *_links(facts, marks),
+    ]
+
+
+def _silences(facts: Facts) -> Iterator[Finding]:
+    for one in facts.silences:
+        yield Finding(
+            facts.node(one.node).name if one.node else "cluster",
+            f"does not finish {one.step}",
+            one.why,
+            "an answer",
+            "Look at its Ray logs and at what else runs there; a run would hang here too",
+        )
+    if not facts.nodes:
+        yield Finding("cluster", "has no node", "0 nodes", "1", "Start `ray start` on the nodes")
+
+
+def _gpus_at_all(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Fail where GPUs are wanted and Ray has none."""
+    wanted = bool(marks.instance and marks.instance.gpus) if marks.gpus is None else marks.gpus
+    if wanted and facts.backend == "gloo":
+        yield Finding(
+            "cluster",
+            "has no GPU",
+            "0 GPUs in Ray",
+            marks.instance.name if marks.instance else "cluster.gpu=true",
+            "Give the containers GPUs and the NVIDIA runtime; for a check without, set "
+            "cluster.gpu=false",
+        )
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    """Name the nodes that differ from most; the driver decides between equals."""
+    told = [(node.name, node.facts.versions) for node in facts.nodes if node.facts]
+    told += [(name, {"nccl": nccl}) for name, nccl in _nccl(facts).items()]
+    for package in dict.fromkeys(name for _, versions in told for name in versions):
+        counts = Counter(versions[package] for _, versions in told if package in versions)
+        most = max(counts.values())
+        common = [version for version, count in counts.items() if count == most]
+        own = facts.versions.get(package)
+        wanted = own if own in common else common[0]
+        for name, versions in told:
+            if package in versions and versions[package] != wanted:
+                yield Finding(
+                    name,
+                    f"{package} differs",
+                    versions[package],
+                    wanted,
+                    f"Give all nodes the same image, with {package} {wanted}",
+                )
+        if own is not None and own != wanted:
+            yield Finding(
+                "driver",
+                f"{package} differs",
+                own,
+                wanted,
+                "Start it from the image that the nodes have",
+            )
+
+
+def _nccl(facts: Facts) -> dict[str, str]:
+    return {facts.node(one.node).name: one.nccl for one in facts.ranks if one.nccl}
+
+
+def _node(node: Node, facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Judge one node by itself."""
+    found = node.facts
+    if found is not None:
+        yield from _limits(node, facts)
+        yield from _gpus(node, marks)
+        for device in found.devices:
+            yield from _device(node, device)
+    clock = node.clock
+    if clock is not None and abs(clock.offset_s) - clock.error_s > CLOCK_S:
+        yield Finding(
+            node.name,
+            "its clock is off",
+            f"{clock.offset_s:+.1f} s against the driver's",
+            f"{CLOCK_S:g} s at most",
+            "Start chrony (EC2: server 169.254.169.123)",
+        )
+    if node.probe is not None and node.probe.error is not None:
+        yield Finding(
+            node.name,
+            f"cannot use run.storage={facts.storage}",
+            node.probe.error,
+            "write, read and delete",
+            "Give its role s3:PutObject, s3:GetObject and s3:DeleteObject on the prefix, and "
+            "s3:ListBucket on the bucket"
+            if facts.storage.startswith("s3://")
+            else "Mount it there, writable",
+        )
+    elif node.probe is not None and node.probe.shared is False:
+        yield Finding(
+            node.name,
+            f"run.storage={facts.storage} is a folder of its own",
+            "the driver's file is not in it",
+            "one folder for all nodes",
+            "Mount a shared file system there, or set run.storage=s3://bucket/prefix",
+        )
+
+
+def _limits(node: Node, facts: Facts) -> Iterator[Finding]:
+    """Judge what the operating system or the container gives."""
+    found = node.facts
+    assert found is not None
+    store = int(node.resources.get("object_store_memory", 0))
+    gpus = int(node.resources.get("GPU", 0))
+    wanted = store + (NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0)
+    if found.shared_memory_bytes < wanted:
+        why = " and NCCL" if gpus > 1 else ""
+        yield Finding(
+            node.name,
+            "shared memory (/dev/shm) is too small",
+            size(found.shared_memory_bytes),
+            f"{size(wanted)} for Ray's object store{why}",
+            "Raise linuxParameters.sharedMemorySize (ECS), the emptyDir of medium Memory at "
+            "/dev/shm (Kubernetes) or --shm-size (Docker)",
+        )
+    if found.disk_free_bytes < DISK_FREE_SHARE * found.disk_bytes:
+        yield Finding(
+            node.name,
+            f"the disk of {found.disk} is full",
+            f"{size(found.disk_free_bytes)} free of {size(found.disk_bytes)}",
+            f"{DISK_FREE_SHARE:.0%} free: Ray writes no objects beyond that",
+            "Delete what is not needed, or give it a larger disk",
+        )
+    if found.open_files < OPEN_FILES:
+        yield Finding(
+            node.name,
+            "too few open files are allowed",
+            f"{found.open_files:,}",
+            f"{OPEN_FILES:,}",
+            "Raise ulimits.nofile of the container, or `ulimit -n` before `ray start`",
+        )
+    if found.efa_devices and found.memlock_bytes is not None:
+        yield Finding(
+            node.name,
+            "locked memory is limited, and EFA registers what it sends",
+            size(found.memlock_bytes),
+            "no limit",
+            "Set ulimits.memlock to -1 (container), or LimitMEMLOCK=infinity",
+        )
+
+
+def _gpus(node: Node, marks: Marks) -> Iterator[Finding]:
+    """Compare the GPUs that are there with what Ray and EC2 count."""
+    found, ray = node.facts, int(node.resources.get("GPU", 0))
+    assert found is not None
+    there = len(found.devices)
+    if ray > there:
+        yield Finding(
+            node.name,
+            "Ray counts GPUs that the driver does not show",
+            f"{there} GPUs",
+            f"{ray}",
+            "Look at `nvidia-smi` there: a GPU that has fallen off the bus needs another instance",
+        )
+    wanted = marks.instance
+    if wanted is None or not wanted.gpus or marks.gpus is False or not (ray or there):
+        return
+    if ray < wanted.gpus:
+        yield Finding(
+            node.name,
+            "fewer GPUs than its instance has",
+            f"{ray} in Ray, {there} shown by the driver",
+            f"{wanted.gpus} ({wanted.name})",
+            "Give the container all GPUs; if the driver shows fewer, replace the instance",
+        )
+    other = {one.name for one in found.devices if not _is(one, wanted.gpu)}
+    if other:
+        assert wanted.gpu is not None
+        yield Finding(
+            node.name,
+            "another GPU than its instance has",
+            ", ".join(sorted(other)),
+            f"{wanted.gpu.name} ({wanted.name})",
+            "Set cluster.instance to what the nodes are",
+        )
+    if wanted.efa_interfaces and found.efa_devices < wanted.efa_interfaces:
+        yield Finding(
+            node.name,
+            "EFA devices are missing",
+            f"{found.efa_devices}",
+            f"{wanted.efa_interfaces} ({wanted.name})",
+            "Attach EFA interfaces to the instance, and give the container /dev/infiniband "
+            "(Kubernetes: vpc.amazonaws.com/efa)",
+        )
+
+
+def _is(device: Device, gpu: Gpu | None) -> bool:
+    known = gpu_from_device_name(device.name)
+    return gpu is None or known is None or known.name == gpu.name
+
+
+def _device(node: Node, device: Device) -> Iterator[Finding]:
+    """Judge a GPU's memory."""
+    where = f"GPU {device.index} ({device.name})"
+    if device.ecc_errors:
+        yield Finding(
+            node.name,
+            f"{where} has memory errors",
+            f"{device.ecc_errors} that ECC could not correct",
+            "0",
+            "Replace the instance, or reset the GPU and look again",
+        )
+    if device.remap_pending:
+        yield Finding(
+            node.name,
+            f"{where} waits to replace bad memory",
+            "a row is to be remapped",
+            "none",
+            "Restart the instance; if it stays, replace it",
+        )
+
+
+def _speeds(facts: Facts) -> Iterator[Finding]:
+    """Compare every device with its sheet, and with its like."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for rank in facts.ranks:
+        for name, value in _rates(rank).items():
+            assert rank.speed is not None
+            rates.setdefault((rank.speed.device, name), []).append(value)
+    median = {key: statistics.median(values) for key, values in rates.items()}
+    for rank in facts.ranks:
+        for name, value in _rates(rank).items():
+            assert rank.speed is not None
+            device = rank.speed.device
+            sheet = _mark(gpu_from_device_name(device), name)
+            peers = (OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN) * median[device, name]
+            yield from _slow(facts, rank, name, value, sheet, peers)
+
+
+def _rates(rank: Rank) -> dict[str, float]:
+    """Return what a device reached: FLOP/s by precision, and bytes/s of its memory."""
+    speed = rank.speed
+    return {} if speed is None else {**speed.flops, MEMORY: speed.memory_bytes_per_s}
+
+
+def _mark(gpu: Gpu | None, name: str) -> float | None:
+    """Return the rate that a GPU must reach by its sheet; fp32 and tf32 are not held to it.
+
+    Cards such as A10G and L4 are at their power's limit well below the sheet's fp32 figure.
+    """
+    if gpu is None or name in ("fp32", "tf32"):
+        return None
+    if name == MEMORY:
+        return MEMORY_SHARE * gpu.memory_bytes_per_s
+    if name in gpu.measured_flops:
+        return FLOPS_SHARE_OF_MEASURED * gpu.measured_flops[name]
+    peak = gpu.flops.get(name)
+    return None if peak is None else FLOPS_SHARE_OF_SHEET * peak
+
+
+def _slow(
+    facts: Facts, rank: Rank, name: str, value: float, sheet: float | None, peers: float
+) -> Iterator[Finding]:
+    """Say which of the two marks a device misses, if any."""
+    assert rank.speed is not None
+    mark = max(sheet or 0.0, peers)
+    if value >= mark:
+        return
+    unit, of = (1e9, "GB/s") if name == MEMORY else (1e12, "TFLOP/s")
+    what = "moves memory slowly" if name == MEMORY else f"multiplies matrices in {name} slowly"
+    origin = "its sheet" if mark == sheet else "the median of its like"
+    where = "a core" if rank.speed.index is None else f"GPU {rank.speed.index}"
+    held = f"; held down by {', '.join(rank.speed.throttled)}" if rank.speed.throttled else ""
+    clock = f" at {rank.speed.clock_mhz:.0f} MHz" if rank.speed.clock_mhz else ""
+    yield Finding(
+        facts.node(rank.node).name,
+        f"{where} ({rank.speed.device}) {what}",
+        f"{value / unit:.3g} {of}{clock}{held}",
+        f"{mark / unit:.3g} {of}, by {origin}",
+        "End what else runs there; if nothing does, replace the instance",
+    )
+
+
+def _network(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Fail where EFA is there and NCCL went another way."""
+    nodes = {rank.node for rank in facts.ranks}
+    if facts.backend != "nccl" or len(nodes) < 2 or not facts.rows:
+        return
+    for id in sorted(nodes):
+        node = facts.node(id)
+        has = bool(node.facts and node.facts.efa_devices)
+        if not has and not (marks.instance and marks.instance.efa_interfaces):
+            continue
+        used = {rank.network for rank in facts.ranks if rank.node == id}
+        for network in sorted(used - {"efa"}, key=str):
+            yield Finding(
+                node.name,
+                "NCCL does not send through EFA",
+                network or "its log does not say what it uses",
+                "efa",
+                "Use an image with aws-ofi-nccl and libfabric (LD_LIBRARY_PATH), expose "
+                "/dev/infiniband, let the security group pass all traffic within itself, and "
+                "unset FI_PROVIDER and NCCL_NET",
+            )
+
+
+def _collectives(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Judge what is wrong at any size, and busbw at the largest."""
+    for row in facts.rows:
+        if row.wrong:
+            yield Finding(
+                "cluster",
+                f"{row.operation} of {size(row.size_bytes)} gives wrong values",
+                f"{row.wrong:,} elements",
+                "0",
+                "A GPU or a link corrupts data: run preflight on halves of the nodes to find it",
+            )
+    wanted = busbw_mark(facts, marks)
+    if wanted is None:
+        return
+    mark, origin = wanted
+    for operation in dict.fromkeys(row.operation for row in facts.rows):
+        largest = [row for row in facts.rows if row.operation == operation][-1]
+        if largest.busbw < mark:
+            yield Finding(
+                "cluster",
+                f"{operation} is slow",
+                f"{largest.busbw / 1e9:.3g} GB/s busbw at {size(largest.size_bytes)}",
+                f"{mark / 1e9:.3g} GB/s ({origin})",
+                "Look at the links and at NCCL's network; put the nodes into one placement group",
+            )
+
+
+def busbw_mark(facts: Facts, marks: Marks) -> tuple[float, str] | None:
+    """Return the busbw in bytes/s that large collectives must reach, and what it comes from."""
+    if marks.instance is None or facts.backend != "nccl":
+        return None
+    if len({rank.node for rank in facts.ranks}) > 1:
+        return (
+            NETWORK_SHARE * marks.instance.network_bits_per_s / 8,
+            f"{NETWORK_SHARE:g} of {marks.instance.name}'s network",
+        )
+    gpu = marks.instance.gpu
+    if gpu is None or gpu.nvlink_bytes_per_s is None:
+        return None
+    return NVLINK_SHARE * gpu.nvlink_bytes_per_s, f"{NVLINK_SHARE:g} of NVLink"
+
+
+def link_mark(facts: Facts, marks: Marks) -> tuple[float, str] | None:
+    """Return the bytes/s that a link must reach, and what it comes from."""
+    if marks.gbit_per_s is not None:
+        return marks.gbit_per_s * 1e9 / 8, "--min_gbit_per_s"
+    if marks.instance is None:
+        return None
+    bits, what = marks.instance.network_bits_per_s, f"{marks.instance.name}'s network"
+    if facts.backend == "gloo" and bits > FLOW_BITS_PER_S:
+        bits, what = FLOW_BITS_PER_S, "what EC2 gives one TCP flow"
+    return NETWORK_SHARE * bits / 8, f"{NETWORK_SHARE:g} of {what}"
+
+
+def _links(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Name slow links by their nodes; a node all of whose links are slow, by itself."""
+    wanted = link_mark(facts, marks)
+    if wanted is None:
+        return
+    mark, origin = wanted
+    slow = [link for link in facts.links if link.bytes_per_s < mark]
+    for link in slow:
+        sender, receiver = (facts.node(id).name for id in (link.sender, link.receiver))
+        yield Finding(
+            f"{sender} -> {receiver}",
+            f"the link is slow{_culprit(link, facts, slow)}",
+            f"{link.bytes_per_s * 8 / 1e9:.3g} Gbit/s",
+            f"{mark * 8 / 1e9:.3g} Gbit/s ({origin})",
+            "Put all nodes into one placement group; replace the one at fault",
+        )
+
+
+def _culprit(link: Link, facts: Facts, slow: list[Link]) -> str:
+    """Say which end of a slow link is at fault, where the other links tell."""
+    for id in (link.sender, link.receiver):
+        ways = [one for one in facts.links if id in (one.sender, one.receiver)]
+        others = {one.receiver if one.sender == id else one.sender for one in ways}
+        if len(others) > 1 and all(one in slow for one in ways):
+            return f", as are all of {facts.node(id).name}'s"
+    back = [o for o in facts.links if (o.sender, o.receiver) == (link.receiver, link.sender)]
+    if back and back[0].bytes_per_s > ONE_SIDED * link.bytes_per_s:
+        return f", in this direction alone: {facts.node(link.sender).name} sends slowly"
+    return ""
+
+
+def size(count: float) -> str:
+    """Write a number of bytes.
+
+    >>> size(33_554_432), size(2**30)
+    ('32 MiB', '1 GiB')
+    """
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"
