@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -56,8 +58,17 @@ def no_command_outlives_its_test() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """Run moto's S3 server on a free port, point the AWS_ variables at it, yield its URL."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
+    # S3 decides an If-None-Match in one instant; moto's threads look, and write a moment later.
+    one_at_a_time, put_object = threading.Lock(), S3Response.put_object
+
+    def put_in_turn(self: S3Response) -> Any:
+        with one_at_a_time:
+            return put_object(self)
+
+    S3Response.put_object = put_in_turn
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -77,6 +88,7 @@ def s3_server() -> Iterator[str]:
         del os.environ[name]
     os.environ |= before
     server.stop()
+    S3Response.put_object = put_object
 
 
 @pytest.fixture

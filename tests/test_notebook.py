@@ -209,7 +209,7 @@ from rayapp.jobs import Cluster, Shipment, prepare
 from rayapp.jobs.package import Order
 from dataclasses import replace
 made = boto3.client("secretsmanager", region_name="us-west-2").create_secret(
-    Name="hub", SecretString="the value")
+    Name="reaches-every-process", SecretString="the value")
 shipment = Shipment(secrets={"HUB": made["ARN"]})
 order = prepare(load(None, {"run.storage": "s3://b/r", "run.name": "secret"}), shipment)
 task = "import os, ray; from rayapp import credentials; credentials.load(); ray.init(); "
