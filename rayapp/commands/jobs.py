@@ -16,8 +16,8 @@ from rayapp.commands.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.config import ConfigError
 from rayapp.jobs import JobError, Shipment
 from rayapp.notebook import Job, job
-from rayapp.notebook.figures import duration, figures
-from rayapp.progress import EXIT_CODES, NoRun, Progress, read
+from rayapp.notebook.figures import figures
+from rayapp.progress import EXIT_CODES, NoRun, Progress, duration, read
 from rayapp.storage import StorageError, open_storage
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared
 from rayapp.order import Order
+from rayapp.progress import duration
 
 LINE_EVERY_S = 5.0
 
@@ -122,7 +123,7 @@ class Bar:
             self._last_line_s = now
             elapsed, done = line["time"] - self._started[0], step - self._started[1]
             left = (
-                "" if not done else f"  {_duration((self.num_steps - step) * elapsed / done)} left"
+                "" if not done else f"  {duration((self.num_steps - step) * elapsed / done)} left"
             )
             self.console.print(
                 f"step {step}/{self.num_steps}  {figures}{left}", highlight=False, soft_wrap=True
@@ -167,7 +168,7 @@ def result(console: Console, result: dict[str, Any]) -> None:
     rate = result.get("tokens_per_s")
     speed = f", {rate:,.0f} tokens/s" if rate else ""
     console.print(
-        f"{result['status']} after {result['steps']:,} steps in {_duration(result['wall_s'])}"
+        f"{result['status']} after {result['steps']:,} steps in {duration(result['wall_s'])}"
         f"{speed} ({goodput})",
         highlight=False,
         soft_wrap=True,
@@ -176,7 +177,7 @@ def result(console: Console, result: dict[str, Any]) -> None:
     if checkpoint.get("stall_s") is not None:
         console.print(
             f"a checkpoint stalled {1000 * checkpoint['stall_s']:.0f} ms; at the assumed failure "
-            f"rate one every {_duration(checkpoint['best_every_s'])} costs the least",
+            f"rate one every {duration(checkpoint['best_every_s'])} costs the least",
             highlight=False,
             soft_wrap=True,
         )
@@ -191,9 +192,3 @@ def _plain(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.4f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

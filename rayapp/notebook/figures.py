@@ -5,17 +5,13 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from rayapp.progress import Progress
+from rayapp.progress import Progress, duration
 
 RECENT = 50  # steps
 
 
 def figures(now: Progress) -> dict[str, str]:
-    """Return what is shown of a moment, `n/a` for what is not known.
-
-    >>> duration(3725.0)
-    '1:02:05'
-    """
+    """Return what is shown of a moment, `n/a` for what is not known."""
     line, account = now.line or {}, now.account
     return {
         "step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else ""),
@@ -42,13 +38,6 @@ def share_of_waiting(lines: list[dict[str, Any]]) -> str:
     words = ", ".join(f"{share:.2%} {what}" for what, share in shares.items())
     median_s = statistics.median(line["step_s"] for line in recent)
     return f"last {len(recent)} steps: {median_s:.3g} s each, {words}"
-
-
-def duration(seconds: float) -> str:
-    """Return h:mm:ss, or m:ss below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

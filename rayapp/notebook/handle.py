@@ -168,16 +168,31 @@ class Job:
         """Return pending, starting, preparing, running, stopping, or how it ended: done, stopped,
         failed, lost, or refused (a config that the cluster cannot run).
         """
-        try:
-            return self._status()
-        except Unreachable:
-            return read(self.run).status
+        return self.snapshot()[0]
 
-    def _status(self) -> str:
+    def snapshot(self) -> tuple[str, Progress | None, list[dict[str, Any]]]:
+        """Return the status, the progress if there is any, and the lines of metrics.jsonl.
+
+        Raises:
+            NoRun: neither the folder nor a cluster knows of a run.
+            Unreachable: the cluster does not answer, and nothing is in the folder yet.
+        """
+        now = self._now()
         try:
-            now = self.progress()
+            status = self._status(now)
+        except Unreachable:
+            if now is None:
+                raise
+            status = now.status
+        return status, now, self._followed.lines
+
+    def _now(self) -> Progress | None:
+        try:
+            return self.progress()
         except NoRun:
-            now = None
+            return None
+
+    def _status(self, now: Progress | None) -> str:
         if now is not None and now.live:
             return now.status
         info = self._info()
@@ -193,11 +208,9 @@ class Job:
 
     def reason(self) -> str | None:
         """Return why it failed, or was refused."""
-        try:
-            found = self.progress().reason
-        except NoRun:
-            found = None
-        if found is None and self.status() in (FAILED, REFUSED):
+        status, now, _ = self.snapshot()
+        found = None if now is None else now.reason
+        if found is None and status in (FAILED, REFUSED):
             info = self._info()
             found = None if info is None else self._cluster_or_fail().logs(info.submission_id)
             found = None if found is None else found.strip()[-2000:]
@@ -272,12 +285,15 @@ class Job:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         silent_since = None
         while True:
+            now = self._now()
             try:
-                status, silent_since = self._status(), None
+                status, silent_since = self._status(now), None
             except Unreachable:
                 silent_since = silent_since or time.monotonic()
                 gone = time.monotonic() - silent_since > SILENCE_S
-                status = read(self.run).status if gone else STARTING
+                if gone and now is None:
+                    raise
+                status = now.status if gone and now is not None else STARTING
             if status in EXIT_CODES:
                 return status
             if until is not None and time.monotonic() > until:
@@ -328,14 +344,6 @@ class Job:
 
         show = page.show if page.in_notebook() else terminal.show
         return show(self, every_s)
-
-    def snapshot(self) -> tuple[str, Progress | None, list[dict[str, Any]]]:
-        """Return the status, the progress if there is any, and the lines of metrics.jsonl."""
-        status = self.status()
-        try:
-            return status, self.progress(), self._followed.lines
-        except NoRun:
-            return status, None, []
 
     # ---- The cluster ----------------------------------------------------------------------
 
