@@ -43,12 +43,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # it has just ended
+        return []
+
+
 @pytest.fixture(autouse=True)
 def no_command_outlives_its_test() -> Iterator[None]:
     """Kill the runs that a test which failed has left, and the Ray of each."""
     yield
     for process in psutil.Process().children():
-        if process.is_running() and "rayapp.finetune" in process.cmdline():
+        if "rayapp.finetune" in command_of(process):
             for each in [process, *process.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()

@@ -29,7 +29,7 @@ from rayapp.progress import Progress
 from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
-STEPS = 120
+STEPS = 300
 
 
 class Relay:
