@@ -35,7 +35,7 @@ from transformers import LlamaConfig
 
 from rayapp import model
 from rayapp.checkpoint.saver import Checkpointer
-from rayapp.finetune.fit import CPU_ENVIRONMENT
+from rayapp.driver.fit import CPU_ENVIRONMENT
 from rayapp.optim import make_optimizers
 from rayapp.storage import open_storage
 

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from loop_alone import job_of
 
 from rayapp.data.rows import local_steps
+from rayapp.driver.fit import CPU_ENVIRONMENT
+from rayapp.driver.observe import Observer
 from rayapp.finetune import training
-from rayapp.finetune.fit import CPU_ENVIRONMENT
-from rayapp.finetune.observe import Observer
 from rayapp.gauges import Steps
 from rayapp.metrics import StepRecord
 from rayapp.storage import open_storage

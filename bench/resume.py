@@ -32,10 +32,10 @@ import yaml
 from rayapp.checkpoint.saver import Checkpointer
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
+from rayapp.driver import state
 from rayapp.finetune import training
 from rayapp.finetune.inputs import order_of
 from rayapp.finetune.job import Job
-from rayapp.finetune.parts import make_parts
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
@@ -116,13 +116,13 @@ def make_runs(rank: int, init: str, storage: Path) -> None:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORKERS)
     torch.set_num_threads(1)
     job = job_of(storage, "first")
-    parts = make_parts(job, torch.device("cpu"))
-    training.restore(job, parts, open_storage(job.run_url))
+    tuning = training.Tuning(job, torch.device("cpu"))
+    state.restore(job, tuning, open_storage(job.run_url))
     for name, epochs in PLACES.items():
         step = step_at(job.order, epochs)
         run = storage / "places" / name
         saver = Checkpointer(open_storage(str(run)), keep=1, asynchronous=False)
-        saver.save(step, training.state_tensors(parts), training.state_values(job, step, None))
+        saver.save(step, state.state_tensors(tuning), state.state_values(job, tuning, step, None))
         saver.close()
         if rank == 0:
             line = lines_of(storage / "first")[-1]
@@ -131,7 +131,7 @@ def make_runs(rank: int, init: str, storage: Path) -> None:
             config = yaml.safe_load((storage / "first" / "config.yaml").read_text())
             config["run"]["name"] = name
             (run / "config.yaml").write_text(yaml.safe_dump(config))
-    del parts, saver
+    del tuning, saver
     gc.collect()  # a gloo thread that frees tensors while Python shuts down aborts the process
     dist.destroy_process_group()
 

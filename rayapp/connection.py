@@ -9,12 +9,12 @@ import os
 import re
 import socket
 
-from rayapp.config import Config, ConfigError
+from rayapp.config import ConfigError, RunConfig
 
 ANSWER_S = 10.0
 
 
-def address_of(config: Config) -> str:
+def address_of(config: RunConfig) -> str:
     """Return `local` to start Ray here, else the cluster that is or will be connected to."""
     import ray
 

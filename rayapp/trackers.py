@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from rayapp.config import Config
+from rayapp.config import RunConfig
 from rayapp.storage import Storage
 
 Line: TypeAlias = dict[str, Any]
@@ -63,7 +63,7 @@ class Tracker(Protocol):
         """Tell how the command ended (done, stopped, failed), with prompts and what they gave."""
 
 
-def problems(config: Config) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """Say which trackers cannot work: no package, no server, no key."""
     found = []
     for name in config.run.trackers:
@@ -93,7 +93,7 @@ def scalars(line: Line) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def settings(config: Config) -> dict[str, Any]:
+def settings(config: RunConfig) -> dict[str, Any]:
     """Return every field of a config by its dotted name, as plain values."""
 
     def flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -114,7 +114,7 @@ class TensorBoard:
     no step is there twice.
     """
 
-    def __init__(self, run: Storage, config: Config) -> None:
+    def __init__(self, run: Storage, config: RunConfig) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.summary import hparams, text
 
@@ -189,7 +189,7 @@ class MLflow:
     values of the first time, which at the same number of workers are the same.
     """
 
-    def __init__(self, run: Storage, config: Config) -> None:
+    def __init__(self, run: Storage, config: RunConfig) -> None:
         from mlflow import MlflowClient
 
         self._client = MlflowClient()
@@ -240,7 +240,7 @@ class MLflow:
         history = self._client.get_metric_history(self._id, NAMES["step_s"])
         return max((point.step for point in history), default=0)
 
-    def _describe(self, config: Config, known: dict[str, str]) -> None:
+    def _describe(self, config: RunConfig, known: dict[str, str]) -> None:
         """Send the config; MLflow's parameters never change, later commands' stay as they were."""
         from mlflow.entities import Param
 
@@ -256,7 +256,7 @@ class MLflow:
 class Wandb:
     """One run of W&B's, resumed by its id, which is made from the run's URL."""
 
-    def __init__(self, run: Storage, config: Config) -> None:
+    def __init__(self, run: Storage, config: RunConfig) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -293,7 +293,7 @@ class Wandb:
         self._run.finish(exit_code=int(status == "failed"))
 
 
-OPEN: dict[str, Callable[[Storage, Config], Tracker]] = {
+OPEN: dict[str, Callable[[Storage, RunConfig], Tracker]] = {
     "tensorboard": TensorBoard,
     "mlflow": MLflow,
     "wandb": Wandb,

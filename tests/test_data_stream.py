@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def random_rows(url: str) -> Prepared:
 
 def deal(prepared: Prepared, order: Order, first_step: int, world: int) -> list[list[StepRows]]:
     """Take the steps of all ranks from the stream, each rank in a thread, as training does."""
-    config = stream.ExactOrder(prepared, order)
+    config = stream.ExactOrder(partial(stream.stream, prepared, order))
     shards = config.configure({"train": first_step}, world)
     taken: list[list[StepRows]] = [[] for _ in range(world)]
 

@@ -35,11 +35,12 @@ from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
 from rayapp.data.rows import step_rows
+from rayapp.driver.job import train
+from rayapp.driver.session import connected
 from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
 from rayapp.finetune.inputs import PREPARED, order_of
-from rayapp.finetune.job import Job, train
-from rayapp.finetune.session import connected
+from rayapp.finetune.job import Job
 from rayapp.storage import open_storage
 
 TEXT = "".join(
@@ -386,7 +387,7 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
         loop.train_step = step
         return train(job)
 
-    monkeypatch.setattr("rayapp.finetune.fit.train", train_in_memory_for_two_rows)
+    monkeypatch.setattr("rayapp.driver.fit.train", train_in_memory_for_two_rows)
     assert main(argv) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "micro-batch auto = 4 rows, planned " in said

@@ -151,7 +151,7 @@ def test_half_is_tried_after_an_error_of_memory(error: Exception) -> None:
     while smaller := micro_batch.after_failure(job(sizes[-1]), failed):
         sizes.append(smaller.config.micro_batch)
     assert sizes == [12, 6, 3, 1]
-    assert micro_batch.equation(halved, 2) == (
+    assert halved.cut(2) == (
         "train.micro_batch=6: 24 rows / 6 = 4 micro-batches / 2 workers = 2 each"
     )
 

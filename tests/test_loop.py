@@ -28,8 +28,9 @@ from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
-from rayapp.finetune import pace
-from rayapp.finetune.training import Job, StartAgain, mfu_of, run
+from rayapp.driver import pace
+from rayapp.driver.state import StartAgain
+from rayapp.finetune.training import Job, mfu_of, run
 from rayapp.order import Order
 from rayapp.storage import open_storage
 

@@ -1,6 +1,6 @@
 """Stream rows to the training workers through Ray Data, in the run's exact order.
 
-    TorchTrainer(loop, datasets={"train": first_step}, dataset_config=ExactOrder(prepared, order))
+    TorchTrainer(loop, datasets={"train": first_step}, dataset_config=ExactOrder(open_stream))
     for batch in steps(ray.train.get_dataset_shard("train"), order.micro_batch): ...
 
 Ray calls `first_step` when a group of workers starts, and `ExactOrder.configure` with the size of
@@ -12,7 +12,7 @@ gets exactly its part of every step, and a resume starts reading at the step whe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,18 +32,17 @@ FIELDS = ("input_ids", "labels", "segments", "target_bytes", "positions", "rows"
 class ExactOrder(ray.train.DataConfig):
     """Give each rank its rows of every step from `datasets["train"]`, the first step, onwards."""
 
-    def __init__(self, prepared: Prepared, order: Order) -> None:
+    def __init__(self, open_stream: Callable[[int, int], ray.data.Dataset]) -> None:
+        """Take what opens the stream at a step, for a number of workers."""
         super().__init__(enable_shard_locality=False)
-        self.prepared, self.order = prepared, order
+        self.open_stream = open_stream
 
     def configure(
         self, datasets: Any, world_size: int, *args: Any, **kwargs: Any
     ) -> list[dict[str, Any]]:
         """Build the pipeline for this group of workers; Ray calls it."""
         ((name, first_step),) = datasets.items()
-        splits = stream(self.prepared, self.order, first_step, world_size).streaming_split(
-            world_size, equal=True
-        )
+        splits = self.open_stream(first_step, world_size).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
 
 

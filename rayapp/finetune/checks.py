@@ -8,17 +8,14 @@ headers and first records only.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayapp import config as configs
-from rayapp import model, trackers
+from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import prepare, sources, tokens
+from rayapp.driver import checks
 from rayapp.storage import Storage, StorageError, open_storage
-
-MAX_WORKERS_PER_CORE = 4  # of training on CPUs, where more only trade time
 
 
 @dataclass(frozen=True)
@@ -48,19 +45,7 @@ class Ready:
 
 def absolute(config: Config) -> Config:
     """Return the config with local paths made absolute: workers have another working folder."""
-
-    def local(path: str | None) -> str | None:
-        if path is None or "://" in path:
-            return path
-        expanded = os.path.expanduser(path)
-        marked = any(mark in path for mark in "*?[")
-        return os.path.abspath(expanded) if marked or os.path.exists(expanded) else path
-
-    run = config.run.model_copy(
-        update={"storage": local(config.run.storage) or config.run.storage}
-        if "://" in config.run.storage or os.path.exists(config.run.storage)
-        else {"storage": os.path.abspath(os.path.expanduser(config.run.storage))}
-    )
+    local = checks.absolute_path
     data = config.data.model_copy(
         update={
             "path": local(config.data.path),
@@ -71,7 +56,9 @@ def absolute(config: Config) -> Config:
     model_section = config.model.model_copy(
         update={"path": local(config.model.path), "tokenizer": local(config.model.tokenizer)}
     )
-    return config.model_copy(update={"run": run, "data": data, "model": model_section})
+    return config.model_copy(
+        update={"run": checks.absolute_run(config.run), "data": data, "model": model_section}
+    )
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
@@ -81,50 +68,18 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
         ConfigError: with every problem found.
     """
     config = absolute(config)
-    problems = trackers.problems(config)
-    run = open_storage(config.run.storage) / config.run.name
-    try:
-        open_storage(config.run.storage).check_writable()
-    except StorageError as error:
-        problems.append(f"run.storage={config.run.storage} is not writable: {error}")
+    problems = checks.shared_problems(config, local_cores, local_gpus)
     inputs = _inputs(config, problems)
     kinds = {one.kind for one in inputs}
     base, tokenizer = _model(config, kinds, problems)
-    if local_cores is not None:
-        problems += _placement(config, local_cores, local_gpus)
     if problems:
         raise ConfigError(problems)
     assert inputs and base is not None
     if len(inputs) == 1:
         found = {"kind": inputs[0].kind, "format": inputs[0].source.format}
         config = config.model_copy(update={"data": config.data.model_copy(update=found)})
+    run = open_storage(config.run.storage) / config.run.name
     return Ready(config, run, inputs, base, tokenizer)
-
-
-def same_run(run: Storage, config: Config) -> str | None:
-    """Compare with what the run's folder was started with; return its status (None: new).
-
-    Raises:
-        ConfigError: the folder belongs to a run with another config.
-    """
-    import json
-
-    import yaml
-
-    if not run.exists("config.yaml"):
-        return None
-    before = configs.from_dict(yaml.safe_load(run.read("config.yaml")))
-    changed = configs.differences(before, config)
-    if changed:
-        raise ConfigError(
-            [
-                f"run.name={config.run.name} is taken: {run.url} holds a run with another config "
-                f"({'; '.join(changed)}). Set another run.name, or use the same config to resume"
-            ]
-        )
-    if not run.exists("result.json"):
-        return "interrupted"
-    return str(json.loads(run.read("result.json"))["status"])
 
 
 def vocabulary_problem(config: Config, shape: Any, tokenizer: Any) -> str | None:
@@ -220,22 +175,3 @@ def _model(config: Config, kinds: set[str], problems: list[str]) -> tuple[model.
             "completion"
         )
     return base, tokenizer
-
-
-def _placement(config: Config, cores: int, gpus: int) -> list[str]:
-    """Say whether this machine can hold the workers; a running cluster is asked by the driver."""
-    workers = config.cluster.min_workers
-    if config.cluster.gpu == "true" or (config.cluster.gpu == "auto" and gpus):
-        limit, what = gpus, f"{gpus} GPUs"
-    else:
-        limit, what = (
-            MAX_WORKERS_PER_CORE * cores,
-            f"{cores} cores (at most {MAX_WORKERS_PER_CORE} workers each)",
-        )
-    if workers <= limit:
-        return []
-    return [
-        f"cluster.workers={config.cluster.workers} is more than this machine can place: it has "
-        f"{what}. Set cluster.workers={max(limit, 1)} or less, "
-        "or cluster.address to a larger cluster"
-    ]

@@ -1,18 +1,26 @@
-"""What a training process is told; light to import, since Ray's controller reads it too."""
+"""What a process that fine-tunes is told; light to import, since Ray's controller reads it too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared
+from rayapp.driver import job
 from rayapp.order import Order
-from rayapp.storage import open_storage
+
+if TYPE_CHECKING:
+    import ray.data
+    import torch
+
+    from rayapp.data.rows import StepRows
+    from rayapp.metrics import StepRecord
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(job.Job):
     """All that a training process is told."""
 
     config: Config
@@ -23,17 +31,54 @@ class Job:
     auto_micro_batch: bool = False
     """The number of rows in a micro-batch was chosen for the user, and may be halved."""
 
+    @property
+    def fingerprint(self) -> str:
+        """What the rows were made from."""
+        return self.prepared.fingerprint
 
-def first_step(job: Job) -> int:
-    """Return the step at which the data must start: that of the newest whole checkpoint."""
-    from rayapp.checkpoint.marker import latest
+    @property
+    def parts(self) -> dict[str, object]:
+        """What the fingerprint is of, by name."""
+        return self.prepared.parts
 
-    found, _ = latest(open_storage(job.run_url))
-    return found.step if found else 0
+    @property
+    def held_out(self) -> int:
+        """How many rows are held out."""
+        return self.prepared.num_rows("eval")
 
+    def stream(self, first_step: int, world: int) -> ray.data.Dataset:
+        """Return the rest of the run for so many workers."""
+        from rayapp.data import stream
 
-def train(job: Job) -> dict[str, Any]:
-    """Train as one of Ray Train's workers, which alone import torch for it."""
-    from rayapp.finetune.worker import work
+        return stream.stream(self.prepared, self.order, first_step, world)
 
-    return work(job)
+    def steps(self, shard: Any, world: int) -> Iterator[StepRows]:
+        """Yield this rank's steps from its shard of the stream."""
+        from rayapp.data import stream
+
+        return stream.steps(shard, self.order.micro_batch, self.order.num_micro_batches(world))
+
+    def run(
+        self,
+        device: torch.device,
+        open_steps: Callable[[int], Iterator[StepRows]],
+        notice: Callable[[], str | None],
+        room: Callable[[], int] | None,
+        tell: Callable[[StepRecord], None],
+    ) -> dict[str, Any]:
+        """Train on this rank."""
+        from rayapp.finetune import training
+
+        return training.run(self, device, open_steps, notice, room, tell)
+
+    def validate(self, name: str, step: int) -> dict[str, Any]:
+        """Evaluate a checkpoint in this process alone."""
+        from rayapp.finetune.validation import validate
+
+        return validate(self, name, step)
+
+    def after_failure(self, error: dict[str, Any] | Exception) -> Job | None:
+        """Return the job with half the rows in a micro-batch, where memory ended it."""
+        from rayapp.finetune.micro_batch import after_failure
+
+        return after_failure(self, error)

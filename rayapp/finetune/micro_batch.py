@@ -17,10 +17,10 @@ from rich.console import Console
 
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict
-from rayapp.finetune import placement
+from rayapp.driver import placement
+from rayapp.driver.outcome import causes
 from rayapp.finetune.forecast import forecast
 from rayapp.finetune.job import Job
-from rayapp.finetune.outcome import causes
 from rayapp.storage import Storage
 
 GIB = 2**30
@@ -83,15 +83,6 @@ def after_failure(job: Job, error: dict[str, Any] | Exception) -> Job | None:
     half = max(n for n in range(1, size // 2 + 1) if rows % n == 0)
     config = job.config.with_micro_batch(half)
     return replace(job, config=config, order=replace(job.order, micro_batch=half))
-
-
-def equation(job: Job, workers: int) -> str:
-    """Say how a step is cut into micro-batches."""
-    rows, size = job.order.rows_per_step, job.config.micro_batch
-    return (
-        f"train.micro_batch={size}: {rows} rows / {size} = {rows // size} micro-batches / "
-        f"{workers} workers = {job.order.num_micro_batches(workers)} each"
-    )
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,98 +1,13 @@
-"""Held-out loss of committed checkpoints, computed beside training where a worker's room is free.
-
-    validator = Validator(job, run, say)
-    validator.poll(); ...; validator.close()
-
-The driver looks now and then for a newer commit and gives it to a Ray task of one worker's
-resources, one at a time; a cluster that is full is left alone. Each gives a line of
-`validation.jsonl`. Nothing of it can hold up or end the training.
-"""
+"""Held-out loss of one checkpoint, in a process alone: what rayapp.driver.validation starts."""
 
 from __future__ import annotations
 
-import json
-import logging
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rayapp.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
-from rayapp.finetune import placement
 from rayapp.finetune.job import Job
-from rayapp.storage import Storage
-
-FILE = "validation.jsonl"
-POLL_S = 5.0
-
-logger = logging.getLogger("rayapp.finetune")
-
-
-class Validator:
-    """Follow the commits of a run."""
-
-    def __init__(self, job: Job, run: Storage, say: Callable[[str], None]) -> None:
-        self._job, self._run, self._say = job, run, say
-        self._lines = _read(run)
-        self._asked = max((line["step"] for line in self._lines), default=-1)
-        self._looked_at = time.monotonic()
-        self._task: Any = None
-
-    def poll(self) -> None:
-        """Take a result that is there, and start on a commit that is new."""
-        import ray
-
-        if self._task is not None:
-            if ray.wait([self._task], timeout=0)[0]:
-                self._take()
-            return
-        now = time.monotonic()
-        if now - self._looked_at < POLL_S:
-            return
-        self._looked_at = now
-        try:
-            self._start()
-        except OSError as error:
-            logger.warning("cannot look for checkpoints to validate: %s", error)
-
-    def close(self) -> None:
-        """Wait for the validation under way."""
-        if self._task is not None:
-            self._take()
-
-    def _start(self) -> None:
-        import ray
-
-        folder = self._run / FOLDER
-        committed = (name for name in newest_first(folder) if folder.exists(f"{name}/{MARKER}"))
-        name = next(committed, "")
-        step, _ = order_of(name) or (-1, 0)
-        if step <= self._asked or not placement.room(self._job.config):
-            return
-        self._asked = step
-        resources = dict(placement.needs(self._job.config))
-        task = ray.remote(
-            num_cpus=resources.pop("CPU"),
-            num_gpus=resources.pop("GPU", 0),
-            resources=resources,
-            max_retries=0,
-        )(validate)
-        self._task = task.remote(self._job, name, step)
-
-    def _take(self) -> None:
-        import ray
-
-        task, self._task = self._task, None
-        try:
-            line = ray.get(task)
-            self._lines.append(line)
-            text = "".join(json.dumps(each) + "\n" for each in self._lines)
-            self._run.write(FILE, text.encode())
-        except (ray.exceptions.RayError, OSError) as error:  # e.g. retention was quicker
-            logger.warning("a checkpoint was not validated: %s", str(error).splitlines()[-1])
-            return
-        self._say(f"checkpoint of step {line['step']}: held-out {line['eval_loss']:.4f} nats/token")
 
 
 def validate(job: Job, name: str, step: int) -> dict[str, Any]:
@@ -140,10 +55,3 @@ def validate(job: Job, name: str, step: int) -> dict[str, Any]:
         "seconds": time.time() - began,
         "time": time.time(),
     }
-
-
-def _read(run: Storage) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in run.read(FILE).splitlines()]
-    except FileNotFoundError:
-        return []

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from rayapp import metrics
 from rayapp.checkpoint.marker import latest
-from rayapp.finetune import display, micro_batch, placement
-from rayapp.finetune.job import Job, first_step, train
-from rayapp.finetune.journal import Journal
-from rayapp.finetune.lease import Lease
-from rayapp.finetune.outcome import ending_of, failed
-from rayapp.finetune.recovery import NO_ROOM, GiveUp, Recovery
-from rayapp.finetune.session import uses_gpus
-from rayapp.finetune.validation import Validator
+from rayapp.driver import display, placement
+from rayapp.driver.job import Job, first_step, train
+from rayapp.driver.journal import Journal
+from rayapp.driver.lease import Lease
+from rayapp.driver.outcome import ending_of, failed
+from rayapp.driver.recovery import NO_ROOM, GiveUp, Recovery
+from rayapp.driver.session import uses_gpus
+from rayapp.driver.validation import Validator
 from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage
 
@@ -32,7 +32,7 @@ POLL_S = 0.5
 # then spends a sixth of its time faulting pages in again. Kept in the heap, they are reused.
 CPU_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 
-logger = logging.getLogger("rayapp.finetune")
+logger = logging.getLogger("rayapp.driver")
 
 
 class _StopAsked(Exception):
@@ -55,7 +55,7 @@ def fit(job: Job, run: Storage, lease: Lease, journal: Journal, console: Console
             raise _StopAsked
 
     validator = None
-    if job.config.eval.checkpoints and job.prepared.num_rows("eval"):
+    if job.config.eval.checkpoints and job.held_out:
         validator = Validator(job, run, bar.say)
     try:
         with _stop_on_signal(run, console), placement.asked_for(job.config):
@@ -74,10 +74,10 @@ def fit(job: Job, run: Storage, lease: Lease, journal: Journal, console: Console
                 ending = ending_of(ended, lines[-1]["step"] if lines else 0)
                 if ending.kind != NO_ROOM:
                     journal.interrupted(ending, workers)
-                if smaller := micro_batch.after_failure(job, ended):
+                if smaller := job.after_failure(ended):
                     job = smaller
                     run.write("config.yaml", job.config.to_yaml().encode())
-                    again = micro_batch.equation(job, workers)
+                    again = job.cut(workers)
                     bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
                     continue
                 pause_s = recovery.after(ending)
@@ -176,7 +176,7 @@ def _trainer(job: Job, workers: int) -> Any:
             },
         ),
         datasets={"train": lambda: first_step(job)},
-        dataset_config=ExactOrder(job.prepared, job.order),
+        dataset_config=ExactOrder(job.stream),
     )
 
 

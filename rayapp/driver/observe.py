@@ -18,7 +18,7 @@ from typing import Any
 
 from rayapp import accounts, metrics, trackers
 from rayapp.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
-from rayapp.finetune.job import Job
+from rayapp.driver.job import Job
 from rayapp.gauges import Driver, Pace
 from rayapp.storage import Storage
 

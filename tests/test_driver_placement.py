@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.config import Config, load
-from rayapp.finetune import placement
-from rayapp.finetune.placement import fit_in
+from rayapp.driver import placement
+from rayapp.driver.placement import fit_in
 
 amounts = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
 

@@ -14,23 +14,21 @@ import ray.train.torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 
-from rayapp.config import Config
-from rayapp.data import stream
-from rayapp.data.rows import StepRows
-from rayapp.finetune import placement, training
-from rayapp.finetune.job import Job
+from rayapp.config import RunConfig
+from rayapp.driver import placement
+from rayapp.driver.job import Job
+from rayapp.driver.state import Resumed, StartAgain
 from rayapp.gauges import Steps
 from rayapp.loop import BadLoss
 from rayapp.model import Unavailable
 
-logger = logging.getLogger("rayapp.finetune")
+logger = logging.getLogger("rayapp.driver")
 
 
 def work(job: Job) -> dict[str, Any]:
     """Train as one of Ray Train's workers."""
     shard = ray.train.get_dataset_shard("train")
-    order = job.order
-    rows = stream.steps(shard, order.micro_batch, order.num_micro_batches(dist.get_world_size()))
+    rows = job.steps(shard, dist.get_world_size())
     # Ray Data takes seconds to deliver its first block; the model is built meanwhile.
     with (
         ThreadPoolExecutor(1, thread_name_prefix="first-rows") as pool,
@@ -38,28 +36,25 @@ def work(job: Job) -> dict[str, Any]:
     ):
         first = pool.submit(next, rows, None)
 
-        def open_steps(step: int) -> Iterator[StepRows]:
+        def open_steps(step: int) -> Iterator[Any]:
             head = first.result()
             if head is None:
                 return iter(())
             if head.step != step:  # a checkpoint was committed, or refused, between two looks
-                raise training.StartAgain(
-                    f"the data start at step {head.step}, the checkpoint at {step}"
-                )
+                raise StartAgain(f"the data start at step {head.step}, the checkpoint at {step}")
             return itertools.chain([head], rows)
 
         try:
-            return training.run(
-                job,
+            return job.run(
                 ray.train.torch.get_device(),
                 open_steps,
                 notice=notice,
                 room=_more_workers(job.config),
                 tell=gauges.step,
             )
-        except training.StartAgain as error:
+        except StartAgain as error:
             return {"status": "moved", "notice": False, "reason": str(error)}
-        except (BadLoss, training.Resumed, Unavailable) as error:
+        except (BadLoss, Resumed, Unavailable) as error:
             # All ranks raise these together, and a restart would only find the same again.
             if isinstance(error, BadLoss):
                 gauges.bad_step()
@@ -77,7 +72,7 @@ def notice() -> str | None:
     return f"the node of rank {ranks} is taken away{left}"
 
 
-def _more_workers(config: Config) -> Callable[[], int] | None:
+def _more_workers(config: RunConfig) -> Callable[[], int] | None:
     """Return what counts the workers that could be added to this group, if any may be."""
     missing = config.cluster.max_workers - dist.get_world_size()
     if not missing:

@@ -16,8 +16,8 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from rayapp.config import load
-from rayapp.finetune.outcome import best_interval_s, ending_of, reason_of, result_of
-from rayapp.finetune.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
+from rayapp.driver.outcome import best_interval_s, ending_of, reason_of, result_of
+from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import open_storage
 
 

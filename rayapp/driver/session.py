@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rayapp.config import Config, ConfigError
+from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.package import QUIET
 
 DATA_CPUS = 2  # logical CPUs beside the workers' own, so that Ray Data is never starved
@@ -29,7 +29,7 @@ NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
 
 
 @contextmanager
-def connected(config: Config, address: str) -> Iterator[None]:
+def connected(config: RunConfig, address: str) -> Iterator[None]:
     """Connect to the cluster, or start Ray here and end it after."""
     import ray
 
@@ -82,7 +82,7 @@ def _address_is_known() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def check_cluster(config: Config) -> None:
+def check_cluster(config: RunConfig) -> None:
     """Refuse more workers than the cluster has, or can grow to.
 
     Raises:
@@ -121,7 +121,7 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
-def uses_gpus(config: Config) -> bool:
+def uses_gpus(config: RunConfig) -> bool:
     """Say whether the workers of the connected Ray get a GPU each."""
     import ray
 
@@ -130,14 +130,9 @@ def uses_gpus(config: Config) -> bool:
     return ray.cluster_resources().get("GPU", 0) >= 1
 
 
-def resolve_precision(config: Config, gpus: bool) -> Config:
-    """Replace precision `auto` by what is faster: bf16 on GPUs, a measurement on CPUs."""
-    if config.train.precision != "auto":
-        return config
-    precision = "bf16" if gpus or _bf16_is_faster() else "fp32"
-    return config.model_copy(
-        update={"train": config.train.model_copy(update={"precision": precision})}
-    )
+def fastest_precision(gpus: bool) -> str:
+    """Return what `auto` is: bf16 on GPUs; on CPUs what a measurement says."""
+    return "bf16" if gpus or _bf16_is_faster() else "fp32"
 
 
 def _bf16_is_faster() -> bool:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rayapp.config import ConfigError
-from rayapp.finetune import lease
+from rayapp.driver import lease
+from rayapp.driver.outcome import RunFailed
 from rayapp.finetune.__main__ import main
-from rayapp.finetune.outcome import RunFailed
 from rayapp.storage import Storage, open_storage
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_died_here_is_not_waited_for(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = (
-        "import os, sys; from rayapp.finetune import lease; from rayapp.storage import *;"
+        "import os, sys; from rayapp.driver import lease; from rayapp.storage import *;"
         "lease._acquire(open_storage(sys.argv[1]), print); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", script, run.url])

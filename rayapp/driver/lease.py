@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config import ConfigError
-from rayapp.finetune.outcome import RunFailed
+from rayapp.driver.outcome import RunFailed
 from rayapp.progress import LEASE_FILE as FILE
 from rayapp.storage import Storage
 
@@ -30,7 +30,7 @@ RENEW_S = 10.0
 TTL_S = 35.0
 POLL_S = 1.0
 
-logger = logging.getLogger("rayapp.finetune")
+logger = logging.getLogger("rayapp.driver")
 
 
 class Lease:

@@ -13,11 +13,11 @@ from typing import Any
 
 from rayapp import hardware, metrics
 from rayapp.accounts import ENDED, FILE, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
-from rayapp.config import Config
-from rayapp.finetune.recovery import Ending
+from rayapp.config import RunConfig
+from rayapp.driver.recovery import Ending
 from rayapp.storage import Storage
 
-logger = logging.getLogger("rayapp.finetune")
+logger = logging.getLogger("rayapp.driver")
 
 
 class Journal:
@@ -30,7 +30,7 @@ class Journal:
         self._followed = max((attempt for attempt, _ in self._kept), default=0)
 
     @contextmanager
-    def command(self, config: Config, began: float) -> Iterator[None]:
+    def command(self, config: RunConfig, began: float) -> Iterator[None]:
         """Record a command's start, and its end if that is an error."""
         seen_until = self._lines[-1]["time"] if self._lines else None
         self.add(
@@ -47,7 +47,7 @@ class Journal:
             self.add(ENDED, status="failed", reason=str(error) or type(error).__name__, seconds={})
             raise
 
-    def attempt(self, config: Config, workers: int) -> None:
+    def attempt(self, config: RunConfig, workers: int) -> None:
         """Record that an attempt begins."""
         self.add(WORKERS, workers=workers, **machines(config, workers))
 
@@ -107,7 +107,7 @@ class Journal:
             logger.warning("events are not stored yet: %s", error)
 
 
-def machines(config: Config, workers: int) -> dict[str, Any]:
+def machines(config: RunConfig, workers: int) -> dict[str, Any]:
     """Return how many machines the workers take, and what they cost, as far as that is known.
 
     The price is config's, else the list price on demand in AWS_REGION.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rayapp.config import load
-from rayapp.finetune import pace
-from rayapp.finetune.pace import Cadence, Leaving
+from rayapp.driver import pace
+from rayapp.driver.pace import Cadence, Leaving
 from rayapp.loop import MOVE, STAY, STOP
 from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage, StorageError, open_storage

@@ -12,8 +12,8 @@ from ray.exceptions import RayActorError
 
 from rayapp import metrics
 from rayapp.accounts import Event, account, commands
-from rayapp.config import Config
-from rayapp.finetune.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
+from rayapp.config import RunConfig
+from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import Storage
 
 ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before
@@ -76,7 +76,7 @@ def failed(run: Storage, reason: str) -> RunFailed:
 
 
 def result_of(
-    config: Config,
+    config: RunConfig,
     run: Storage,
     summary: dict[str, Any],
     phases: dict[str, float],
@@ -129,7 +129,7 @@ def best_interval_s(stall_s: float, restart_s: float, mtbf_s: float) -> float:
 
 
 def _checkpoints(
-    config: Config, lines: list[dict[str, Any]], commit_s: float | None, restart_s: float
+    config: RunConfig, lines: list[dict[str, Any]], commit_s: float | None, restart_s: float
 ) -> dict[str, float | None]:
     """Return what checkpoints have cost, and how often they are best made; in seconds."""
     stalls = [line["checkpoint_stall_s"] for line in lines if line["checkpoint_stall_s"] > 0]

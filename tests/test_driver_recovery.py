@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayapp.finetune.recovery import (
+from rayapp.driver.recovery import (
     FAILURE,
     LONGEST_PAUSE_S,
     LOOP,

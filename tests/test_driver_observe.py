@@ -15,8 +15,8 @@ import pytest
 
 from rayapp import trackers
 from rayapp.config import load
-from rayapp.finetune import observe
-from rayapp.finetune.observe import Told
+from rayapp.driver import observe
+from rayapp.driver.observe import Told
 from rayapp.storage import Storage, open_storage
 
 

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from rayapp.config import Config
-from rayapp.finetune.session import uses_gpus
+from rayapp.config import RunConfig
+from rayapp.driver.session import uses_gpus
 
 POLL_S = 1.0
 SETTLE_S = (
@@ -29,7 +29,7 @@ CONNECT_S = 2.0
 PROBES = 32  # nodes that are asked at once
 
 
-def needs(config: Config) -> dict[str, float]:
+def needs(config: RunConfig) -> dict[str, float]:
     """Return the Ray resources of one worker."""
     gpu = {"GPU": 1.0} if uses_gpus(config) else {}
     return {"CPU": 1.0, **gpu, **config.cluster.resources}
@@ -52,7 +52,7 @@ def fit_in(free: Mapping[str, Mapping[str, float]], need: Mapping[str, float]) -
     return max(0, min(workers, math.floor((cpus - 1.0) / need["CPU"] + 1e-9)))
 
 
-def room(config: Config) -> int:
+def room(config: RunConfig) -> int:
     """Return how many more workers the cluster could take now."""
     import ray
     from ray._private.state import state  # what is free per node is in no public call
@@ -76,13 +76,13 @@ def answers(node: Mapping[str, Any]) -> bool:
     return True
 
 
-def is_elastic(config: Config) -> bool:
+def is_elastic(config: RunConfig) -> bool:
     """Say whether the number of workers may change while a run lasts."""
     return config.cluster.min_workers != config.cluster.max_workers
 
 
 @contextmanager
-def asked_for(config: Config) -> Iterator[None]:
+def asked_for(config: RunConfig) -> Iterator[None]:
     """While inside, let the cluster's autoscaler know that an elastic run wants all its workers."""
     if not is_elastic(config):
         yield
@@ -96,7 +96,7 @@ def asked_for(config: Config) -> Iterator[None]:
         request_resources(bundles=[])
 
 
-def wait_for_room(config: Config, note: Callable[[str], None], check: Callable[[], None]) -> int:
+def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callable[[], None]) -> int:
     """Return the number of workers to start; an elastic run waits here until enough fit.
 
     A fixed number is asked of Ray as it is, which waits for it and lets an autoscaler know.

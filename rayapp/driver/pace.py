@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rayapp.config import Config
+from rayapp.config import RunConfig
 from rayapp.loop import MOVE, STAY, STOP
 from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage
@@ -35,7 +35,7 @@ class Clock:
 class Cadence:
     """When to save and evaluate."""
 
-    def __init__(self, config: Config, num_steps: int) -> None:
+    def __init__(self, config: RunConfig, num_steps: int) -> None:
         self.config, self.num_steps = config, num_steps
         self.saved_at = time.monotonic()
 

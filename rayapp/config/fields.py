@@ -1,0 +1,110 @@
+"""Sections, and the types of their fields: what text from YAML or a command line may stand for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+)
+
+from rayapp.config.text import parse_yaml
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
+class Section(BaseModel):
+    """A frozen part of the config that knows no other field than its own."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
+        numbers = (int, float, int | None, float | None)
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in numbers:
+            raise ValueError("it must be a number")
+        return value
+
+
+def none_or(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() in ("none", "null", "") else value
+
+
+def yaml_or(value: Any, opening: str) -> Any:
+    """Parse text that opens like a YAML list or mapping; what does not parse stays text."""
+    if isinstance(value, str) and value.startswith(opening):
+        try:
+            return parse_yaml(value)
+        except yaml.YAMLError:
+            return value
+    return value
+
+
+def mapping(value: Any) -> Any:
+    return none_or(yaml_or(value, "{"))
+
+
+def comma_list(value: Any) -> Any:
+    value = yaml_or(value, "[")
+    if isinstance(value, str):
+        value = "" if none_or(value) is None else value
+        return [part.strip() for part in value.strip("[]()").split(",") if part.strip()]
+    return value
+
+
+def one_or_list(value: Any) -> Any:
+    value = none_or(yaml_or(value, "["))
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+def _number_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _auto_as_none(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() == "auto" else value
+
+
+def _none_as_auto(value: int | None) -> int | str:
+    return "auto" if value is None else value
+
+
+def _truth_as_text(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, (bool, str)) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+OptionalStr = Annotated[str | None, BeforeValidator(none_or)]
+OptionalInt = Annotated[int | None, BeforeValidator(none_or)]
+OptionalFloat = Annotated[float | None, BeforeValidator(none_or)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(comma_list)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_list)]
+Trackers = Annotated[
+    tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(comma_list)
+]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AutoInt = Annotated[
+    int | None,
+    BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"]),
+    PlainSerializer(_none_as_auto),
+]
+# YAML has `workers: 4` as a number and `gpu: true` as a truth value; the schema allows both.
+Workers = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | int)]
+Gpu = Annotated[
+    Literal["auto", "true", "false"],
+    BeforeValidator(_truth_as_text, json_schema_input_type=Literal["auto", "true", "false"] | bool),
+]

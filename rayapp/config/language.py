@@ -1,0 +1,277 @@
+"""The description of a run that fine-tunes a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue
+
+from rayapp.config.fields import (
+    AutoInt,
+    Beta,
+    OptionalFloat,
+    OptionalInt,
+    OptionalStr,
+    Section,
+    Strings,
+    Text,
+    Texts,
+    Weight,
+    comma_list,
+    mapping,
+)
+from rayapp.config.sections import Eval as SharedEval
+from rayapp.config.sections import RunConfig
+from rayapp.config.text import shown
+
+
+class Lora(Section):
+    rank: int = Field(default=16, ge=1)
+    """Rank of the two low-rank factors."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale; the update is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout before the first factor, 0-1."""
+    targets: Strings = ()
+    """Names of linear layers that get adapters; empty means all linear layers of the blocks."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Hold the frozen base's linear layers in 4 bits (QLoRA); needs bitsandbytes."""
+    merge: bool = False
+    """Add the adapters to the base in model/, and write them alone to adapter/; false: model/ holds
+    the adapters, as peft writes them."""
+
+
+class Model(Section):
+    path: Text = "tiny"
+    """Hugging Face folder, s3:// folder, hub id, or a preset such as `tiny`."""
+    from_scratch: bool = False
+    """Start from random weights with this model's shape (always so for a preset)."""
+    tokenizer: OptionalStr = None
+    """Folder, s3:// folder or hub id; `bpe:4096` trains a byte-level BPE of that size on the
+    data; `bytes` is one token a byte; none takes the model's own (presets: `bpe` of their size)."""
+    attention: Literal["auto", "sdpa", "flash", "flex", "varlen", "eager"] = "auto"
+    """Attention kernel; auto takes the best that is there."""
+    lora: Annotated[Lora | None, BeforeValidator(mapping)] = None
+    """Train low-rank adapters on a frozen base; none trains all weights."""
+    overrides: Annotated[dict[str, JsonValue], BeforeValidator(mapping)] = Field(
+        default_factory=dict
+    )
+    """Fields of the model's config.json to replace, e.g. `{num_hidden_layers: 4}`."""
+
+
+class Data(Section):
+    path: Text = "stdlib"
+    """File, glob, folder, s3:// path, hub id, or `stdlib` (Python's own standard library)."""
+    mixture: Annotated[dict[str, Weight], BeforeValidator(mapping)] = Field(default_factory=dict)
+    """Several such paths by weight instead of path, e.g. `{a.jsonl: 3, s3://b/c: 1}`: their shares
+    of the rows trained on; needs train.max_steps."""
+    format: Literal["auto", "text", "jsonl", "parquet", "hub"] = "auto"
+    """How the files are read; auto goes by their names."""
+    kind: Literal["auto", "text", "prompt", "chat"] = "auto"
+    """text: `text` column; prompt: `prompt` and `completion`; chat: `messages`."""
+    seq_len: int = Field(default=512, ge=8, le=1_048_576)
+    """Tokens in a row."""
+    pack: bool = True
+    """Put several documents in a row (attention never crosses them); false: one piece a row."""
+    truncate: bool = False
+    """Cut documents longer than seq_len; false splits them, so that no token is lost."""
+    eval_path: OptionalStr = None
+    """Held-out data in the same format; none holds out eval_fraction of path."""
+    eval_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Share held out, 0-1: the last bytes of a single text file, otherwise documents by hash."""
+    bad_rows: float = Field(default=0.01, ge=0, le=1)
+    """Share of rows, 0-1, that may be unusable; more stops the run, fewer are counted and named."""
+    workers: OptionalInt = Field(default=None, ge=1)
+    """Ray Data tasks at once for reading and packing; none takes the CPUs that training leaves."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the paths to train on, with their weights."""
+        return self.mixture or {self.path: 1.0}
+
+
+class Train(Section):
+    tokens_per_step: int = Field(default=16_384, ge=8)
+    """Global batch in tokens (padding included): rows per optimizer step times seq_len."""
+    micro_batch: AutoInt = Field(default=8, ge=1)
+    """Rows in one forward and backward on one worker; auto: the most that fit into a worker's
+    memory by the plan, half of them after a step that runs out of memory."""
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """adamw8bit keeps the moments in 8 bits (torchao); muon: Muon for the blocks' matrices and
+    AdamW for all else, with one lr."""
+    max_steps: OptionalInt = Field(default=None, ge=0)
+    """Optimizer steps; none is derived from epochs."""
+    epochs: OptionalInt = Field(default=None, ge=1)
+    """Passes over the data, when max_steps is none (then 1 if this is none too)."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end of cosine, linear and wsd, as a share of lr, 0-1."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd stays at the peak and falls at the end."""
+    decay: float = Field(default=0.2, gt=0, le=1)
+    """Share of the steps, 0-1, over which wsd falls."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from 0."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the squared log of the softmax's sum in the objective; not in the loss shown."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target, 0-1, spread over the vocabulary; not in the loss shown."""
+    on_spike: Literal["none", "skip", "stop"] = "none"
+    """At a step whose loss is far above those before it, or not finite: skip leaves the weights as
+    they are and goes on, stop ends the run; both name the rows. none: only what is not finite
+    ends the run."""
+    spike_sigmas: float = Field(default=6.0, gt=0)
+    """How many standard deviations above the mean of the last 64 steps a spike is."""
+    grad_clip: OptionalFloat = Field(default=1.0, gt=0)
+    """Largest global norm of the gradient; none does not clip."""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """Precision of compute; weights, gradients' sums and optimizer stay fp32. auto: bf16 where
+    a short measurement finds it faster, else fp32. fp8: the blocks' matmuls, where GPUs have it."""
+    compile: bool = False
+    """torch.compile the transformer blocks, one compilation for all of them."""
+    loss_chunk: int = Field(default=4096, ge=0)
+    """Tokens whose logits exist at once; 0 holds all logits of a micro-batch."""
+    loss_kernel: Literal["chunked", "liger"] = "chunked"
+    """chunked: PyTorch's own operations, on any device; liger: the fused kernel of the package
+    liger-kernel, on GPUs, with chunks of its own size."""
+
+
+class Parallel(Section):
+    strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
+    """What FSDP shards, with PyTorch's names."""
+    replicas: OptionalInt = Field(default=None, ge=1)
+    """hybrid_shard: how many copies of the model; none is one per node."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute activations in the backward pass instead of keeping them; selective keeps what
+    costs most to recompute for the memory it takes."""
+    activation_offload: bool = False
+    """Hold what is kept for the backward pass in host memory."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
+
+
+class Eval(SharedEval):
+    prompts: Texts = ()
+    """Text, or list `[a, b]` of texts, to continue at the end: a sample of what the model does."""
+
+
+class Config(RunConfig):
+    """One run."""
+
+    FREE: ClassVar[tuple[str, ...]] = ("data.workers", "train.micro_batch")
+
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    parallel: Parallel = Parallel()
+    eval: Eval = Eval()
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of seq_len tokens in one optimizer step, over all workers."""
+        return self.train.tokens_per_step // self.data.seq_len
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of a micro-batch, once there is a number instead of `auto`."""
+        assert self.train.micro_batch is not None, "train.micro_batch=auto is not chosen yet"
+        return self.train.micro_batch
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches in one optimizer step, over all workers."""
+        return self.rows_per_step // self.micro_batch
+
+    def with_micro_batch(self, size: int) -> Config:
+        """Return the config with so many rows in a micro-batch."""
+        return self.model_copy(
+            update={"train": self.train.model_copy(update={"micro_batch": size})}
+        )
+
+    def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield (fields, problem) for what is wrong between fields that are each legal alone."""
+        yield from super().conflicts()
+        yield from _batch_and_data(self)
+        yield from _techniques(self)
+
+
+def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    train, data = config.train, config.data
+    micro_batch = train.micro_batch or 1  # auto takes what divides the step
+    unit = micro_batch * data.seq_len
+    if train.tokens_per_step % unit:
+        below = train.tokens_per_step // unit * unit
+        legal = " or ".join(f"{value:_}" for value in (below, below + unit) if value)
+        yield (
+            ("train.tokens_per_step", "train.micro_batch", "data.seq_len"),
+            f"train.tokens_per_step={train.tokens_per_step} is not divisible: a step is a whole "
+            f"number of micro-batches of {micro_batch} rows x {data.seq_len} tokens = "
+            f"{unit}. Set train.tokens_per_step={legal}",
+        )
+    if train.max_steps is not None and train.epochs is not None:
+        yield (
+            ("train.max_steps", "train.epochs"),
+            f"train.epochs={train.epochs} is in conflict: train.max_steps={train.max_steps} "
+            "also fixes the length of the run. Set one of them to none",
+        )
+    if data.mixture and train.max_steps is None:
+        yield (
+            ("data.mixture", "train.max_steps"),
+            "train.max_steps=none is missing: the sources of data.mixture end at different times, "
+            "so that it has no epochs. Set train.max_steps",
+        )
+    if data.mixture and data.path != Data().path:
+        yield (
+            ("data.mixture", "data.path"),
+            f"data.path={shown(data.path)} is in conflict: data.mixture also names the data. "
+            "Remove one of the two, or put the path into the mixture",
+        )
+    # The default is no wish, also where a file that to_yaml() wrote spells it out.
+    if data.eval_path is not None and data.eval_fraction not in (0, Data().eval_fraction):
+        yield (
+            ("data.eval_path", "data.eval_fraction"),
+            f"data.eval_fraction={data.eval_fraction} is in conflict: data.eval_path="
+            f"{shown(data.eval_path)} also chooses the held-out data. Set data.eval_fraction=0",
+        )
+
+
+def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    train, parallel = config.train, config.parallel
+    if parallel.replicas is not None and parallel.strategy != "hybrid_shard":
+        yield (
+            ("parallel.replicas", "parallel.strategy"),
+            f"parallel.replicas={parallel.replicas} is without effect: only hybrid_shard "
+            "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
+        )
+    if train.loss_kernel == "liger" and (train.z_loss or train.label_smoothing):
+        yield (
+            ("train.loss_kernel", "train.z_loss", "train.label_smoothing"),
+            "train.loss_kernel=liger is in conflict: it gives the objective alone, and with "
+            "train.z_loss or train.label_smoothing the loss is another number. Set "
+            "train.loss_kernel=chunked",
+        )
+    lora = config.model.lora
+    if lora is not None and train.optimizer == "muon":
+        yield (
+            ("model.lora", "train.optimizer"),
+            "train.optimizer=muon is in conflict: orthogonal updates of the two thin factors of an "
+            "adapter are not those of a matrix. Set train.optimizer=adamw",
+        )
+    if lora is not None and lora.quantize != "none" and config.model.from_scratch:
+        yield (
+            ("model.lora.quantize", "model.from_scratch"),
+            f"model.lora.quantize={lora.quantize} is in conflict: model.from_scratch=true has no "
+            "weights to hold in 4 bits. Set model.from_scratch=false",
+        )
+    if lora is not None and lora.quantize != "none" and train.precision == "fp8":
+        yield (
+            ("model.lora.quantize", "train.precision"),
+            f"model.lora.quantize={lora.quantize} is in conflict: train.precision=fp8 also says "
+            "how the blocks' matmuls are done. Set train.precision=bf16",
+        )

@@ -1,0 +1,194 @@
+"""Make a checked run description of a tree of sections and fields, or say all that is wrong.
+
+    config = check(Config, tree)
+
+Every problem is found in one go, also those between fields of which others are wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from rayapp.config.fields import none_or
+from rayapp.config.sections import RunConfig
+from rayapp.config.text import flatten, shown
+
+Described = TypeVar("Described", bound=RunConfig)
+
+
+class ConfigError(ValueError):
+    """The run cannot start as described; `problems` holds one line for each reason."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+
+def check(
+    kind: type[Described], tree: Mapping[str, Any], problems: Iterable[str] = ()
+) -> Described:
+    """Check a nested mapping of sections and fields; `problems` are reported with what is found.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems = list(problems)
+    config, wrong = None, []
+    try:
+        config = kind.model_validate(tree)
+    except ValidationError as error:
+        problems += [_explain(kind, item) for item in error.errors()]
+        wrong = [tuple(map(str, item["loc"])) for item in error.errors()]
+    if wrong:  # what is right is still checked for what is wrong between its fields
+        try:
+            config = kind.model_validate(_without(tree, wrong))
+        except ValidationError:
+            config = None
+    if config is not None:
+        problems += [
+            problem
+            for names, problem in config.conflicts()
+            if not any(_overlap(tuple(name.split(".")), at) for name in names for at in wrong)
+        ]
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def combined_problems(config: RunConfig) -> list[str]:
+    """Return what is wrong between fields that are each legal alone."""
+    return [problem for _, problem in config.conflicts()]
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """Return `field: old -> new` for fields that make it another run.
+
+    Where a run executes (`cluster`), how often it saves (`checkpoint`), where its storage is and
+    who is told of it, and how a step is cut into micro-batches (its rows are the same) may change
+    between two commands that are the same run; all else may not.
+    """
+    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    free = ("cluster.", "checkpoint.", "run.storage", "run.trackers", *new.FREE)
+    return [
+        f"{field}: {before.get(field)} -> {after.get(field)}"
+        for field in sorted(before.keys() | after.keys())
+        if before.get(field) != after.get(field) and not field.startswith(free)
+    ]
+
+
+def fields(kind: type[RunConfig]) -> dict[str, str]:
+    """Return every `section.field` with its documentation; those of a field's own fields last."""
+    found: dict[str, str] = {}
+    below: dict[str, str] = {}
+    for section, info in kind.model_fields.items():
+        for model in _models(info.annotation):
+            for name, field in model.model_fields.items():
+                found[f"{section}.{name}"] = " ".join((field.description or "").split())
+                for inner in _models(field.annotation):
+                    below |= {
+                        f"{section}.{name}.{each}": " ".join((one.description or "").split())
+                        for each, one in inner.model_fields.items()
+                    }
+    return found | below
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections that a field may hold."""
+    for each in (annotation, *get_args(annotation)):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            yield each
+
+
+def _overlap(a: Sequence[str], b: Sequence[str]) -> bool:
+    return all(x == y for x, y in zip(a, b, strict=False))
+
+
+def put(tree: dict[str, Any], field: str, value: Any, problems: list[str]) -> None:
+    """Put an override into the tree."""
+    *sections, name = field.split(".")
+    node = tree
+    for section in sections:
+        child = node.get(section)
+        if none_or(child) is None:
+            child = node[section] = {}
+        if not isinstance(child, dict):
+            problems.append(
+                f"{field}={shown(value)} is misplaced: {section} holds {shown(child)}, not "
+                f"fields. Remove one of the two"
+            )
+            return
+        node = child
+    node[name] = value
+
+
+def _without(tree: Any, locations: Iterable[Sequence[str]]) -> Any:
+    """Return a copy of a nested mapping that lacks what stands at, or holds, the locations."""
+    if not isinstance(tree, Mapping):
+        return {}
+    copy: dict[Any, Any] = {}
+    for name, value in tree.items():
+        below = [location[1:] for location in locations if location[0] == str(name)]
+        if not below:
+            copy[name] = value
+        elif all(below) and isinstance(value, Mapping):
+            copy[name] = _without(value, below)
+    return copy
+
+
+_WHY = {  # what pydantic calls the error -> why
+    "int_parsing": "it must be a whole number",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "float_type": "it must be a number",
+    "bool_parsing": "it must be true or false",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be text, in quotes where YAML would read something else",
+    "model_type": "it must be a mapping of fields",
+    "model_attributes_type": "it must be a mapping of fields",
+    "dict_type": "it must be a mapping such as {name: value}",
+    "run.name": "it must be letters, digits, '.', '_' or '-', 63 at most, a letter or digit first",
+    "cluster.workers": "it must be N or MIN:MAX",
+}
+
+
+def _explain(kind: type[RunConfig], error: Any) -> str:
+    """Turn one pydantic error into a line of the house form."""
+    location, mistake = [str(part) for part in error["loc"]], error["type"]
+    if mistake == "extra_forbidden":
+        return _explain_unknown(kind, location, error["input"])
+    known = fields(kind)
+    home = next((".".join(location[:n]) for n in (3, 2) if ".".join(location[:n]) in known), "")
+    why = _WHY.get(home if mistake == "string_pattern_mismatch" else mistake)
+    if why is None:
+        message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+        why = message[0].lower() + message[1:].rstrip(".")
+    if home:
+        what = f"Set {home}: {known[home].rstrip('.')}"
+    else:
+        beside = [name for name in known if name.startswith(f"{location[0]}.")] if location else []
+        what = f"Set {' or '.join(beside[:2]) or 'sections, e.g. run'}"
+    field = ".".join(location) or "config"
+    return f"{field}={shown(error['input'])} is not valid: {why}. {what}"
+
+
+def _explain_unknown(kind: type[RunConfig], location: list[str], value: Any) -> str:
+    field, section = ".".join(location), ".".join(location[:-1])
+    known = [*kind.model_fields, *fields(kind)]
+    beside = [name for name in known if name.rpartition(".")[0] == section]
+    for candidates in (beside, known):
+        by_name = {name.rpartition(".")[2]: name for name in candidates}
+        near = difflib.get_close_matches(location[-1], list(by_name), n=1, cutoff=0.6)
+        if near:
+            what = f"Did you mean {by_name[near[0]]}?"
+            break
+    else:
+        what = f"Set one of {', '.join(name.rpartition('.')[2] for name in beside)}"
+    return f"{field}={shown(value)} is unknown: there is no such field. {what}"

@@ -1,0 +1,137 @@
+"""What every run's description has, whatever it trains: the sections that its driver reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from json import dumps
+from typing import Annotated, Any, ClassVar
+
+import yaml
+from pydantic import BeforeValidator, Field, field_validator
+
+from rayapp.config.fields import (
+    NAME_PATTERN,
+    Gpu,
+    OptionalFloat,
+    OptionalInt,
+    OptionalStr,
+    Section,
+    Text,
+    Trackers,
+    Workers,
+    mapping,
+    yaml_or,
+)
+from rayapp.config.text import Dumper
+
+
+class Run(Section):
+    name: str = Field(default="tiny", pattern=NAME_PATTERN)
+    """Name of the run and of its folder; the same name and storage is the same run."""
+    storage: Text = "runs"
+    """Folder or s3://bucket/prefix that holds the run's folder; every node must reach it."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the weights (from scratch), of the order of rows and of dropout."""
+    trackers: Trackers = ("tensorboard",)
+    """Where each step's metrics go as well: tensorboard (files in the run's folder), mlflow (to
+    MLFLOW_TRACKING_URI), wandb (with WANDB_API_KEY); none for nowhere."""
+
+
+class Checkpoint(Section):
+    every_steps: OptionalInt = Field(default=None, ge=1)
+    """Steps between checkpoints; none saves by every_s alone."""
+    every_s: OptionalFloat = Field(default=600.0, gt=0)
+    """Seconds between checkpoints; none saves by every_steps alone."""
+    keep: int = Field(default=2, ge=1)
+    """Committed checkpoints to keep; an older one goes after the next commit."""
+    asynchronous: bool = True
+    """Upload beside the next steps; only the copy off the device stalls."""
+    export: bool = True
+    """Write model/ as a Hugging Face folder at the end."""
+
+
+class Eval(Section):
+    every_steps: OptionalInt = Field(default=None, ge=1)
+    """Steps between held-out evaluations; none evaluates only at the end."""
+    checkpoints: bool = False
+    """Evaluate committed checkpoints beside training, where a worker's room is free."""
+
+
+class Cluster(Section):
+    workers: Workers = Field(default="2", pattern=r"^[0-9]{1,6}(:[0-9]{1,6})?$")
+    """Training workers: `4`, or `2:8` for elastic."""
+    gpu: Gpu = "auto"
+    """One GPU per worker; auto: if the cluster has any."""
+    instance: OptionalStr = None
+    """EC2 instance type, e.g. p5.48xlarge, for plans, costs and rendered clusters."""
+    usd_per_hour: OptionalFloat = Field(default=None, gt=0)
+    """Price of one instance, e.g. of spot; none takes the list price on demand."""
+    ignore_plan: bool = False
+    """Start although the plan says that instance's memory is too small."""
+    resources: Annotated[dict[str, float], BeforeValidator(mapping)] = Field(default_factory=dict)
+    """More Ray resources per worker, e.g. `{accelerator_type:H100: 0.001}`."""
+    max_failures: int = Field(default=3, ge=0)
+    """Worker failures to recover from before giving up."""
+    max_preemptions: OptionalInt = Field(default=None, ge=0)
+    """Nodes taken away to recover from before giving up; none is any number."""
+    mtbf_hours: float = Field(default=50_000.0, gt=0)
+    """Hours between failures of one worker, assumed when the best checkpoint interval is computed.
+    The default is what Llama 3's pre-training saw per GPU; spot instances have far less."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that ranks wait for one another before the workers are started again."""
+    address: OptionalStr = None
+    """Ray cluster: none takes RAY_ADDRESS or starts Ray here; `local` always starts Ray here."""
+
+    @property
+    def min_workers(self) -> int:
+        """Fewest workers that may train."""
+        return int(self.workers.split(":")[0])
+
+    @property
+    def max_workers(self) -> int:
+        """Most workers that may train."""
+        return int(self.workers.split(":")[-1])
+
+
+class RunConfig(Section):
+    """A run; what it trains gives `model`, `data`, `train` and `parallel` their fields."""
+
+    FREE: ClassVar[tuple[str, ...]] = ()
+    """Fields that may change between two commands that are the same run, beside the driver's."""
+
+    run: Run = Run()
+    model: Section = Section()
+    data: Section = Section()
+    train: Section = Section()
+    parallel: Section = Section()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    cluster: Cluster = Cluster()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _parse_section(cls, value: Any) -> Any:
+        return {} if value is None else yaml_or(value, "{")  # all below it is commented out
+
+    def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield (fields, problem) for what is wrong between fields that are each legal alone."""
+        cluster = self.cluster
+        if cluster.min_workers < 1 or cluster.min_workers > cluster.max_workers:
+            yield (
+                ("cluster.workers",),
+                f"cluster.workers={cluster.workers} is not a range: it must be N or MIN:MAX with "
+                "1 <= MIN <= MAX. Set e.g. cluster.workers=2 or cluster.workers=2:8",
+            )
+
+    def to_overrides(self) -> dict[str, str]:
+        """Return what differs from the defaults as `{"section.field": text}`, for `load`."""
+        default, found = type(self)().model_dump(mode="json"), {}
+        for section, values in self.model_dump(mode="json").items():
+            for name, value in values.items():
+                if value != default[section][name]:
+                    found[f"{section}.{name}"] = value if isinstance(value, str) else dumps(value)
+        return found
+
+    def to_yaml(self) -> str:
+        """Return the whole config, defaults included, as YAML."""
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False)

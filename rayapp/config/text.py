@@ -1,0 +1,100 @@
+"""YAML as it is read and written: 1.2, and no key twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's idea of plain values, and no key twice in a mapping.
+
+    PyYAML reads YAML 1.1, where `2:8` is the number 128, `1e-3` is text and `no` is false.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    why = f"{key.value} is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, why, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes what YAML 1.1 or 1.2 would read as something else than text."""
+
+
+_PLAIN = (  # tag, what it looks like, how it may begin
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9_]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", "<<", ["<"]),
+)
+for _tag, _pattern, _first in _PLAIN:
+    for _class in (_Loader, Dumper):
+        _regexp = re.compile(f"^(?:{_pattern})$")
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _regexp, _first)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text, read as YAML 1.2 and without duplicate keys.
+
+    Raises:
+        yaml.YAMLError: it is not YAML.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, RecursionError) as error:  # e.g. an integer of 5000 digits
+        raise yaml.YAMLError(str(error)) from error
+
+
+def read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+    give = "Give the path of a YAML file of sections and fields"
+    try:
+        tree = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        return {}, [f"config file {path} is not YAML: {' '.join(str(error).split())}. {give}"]
+    except UnicodeDecodeError as error:
+        return {}, [f"config file {path} is not text: {error}. {give}"]
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        return {}, [f"config file {path} is not readable: {why}. {give}"]
+    if tree is None:
+        return {}, []
+    if not isinstance(tree, dict):
+        kind = type(tree).__name__
+        return {}, [f"config file {path} is not a mapping: it holds a {kind}. {give}"]
+    return tree, []
+
+
+def shown(value: Any) -> str:
+    """Return a value as one would write it, on one line and not longer than 80 characters."""
+    if value is None or isinstance(value, bool):
+        value = "none" if value is None else str(value).lower()
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,1 @@
+"""Drive a run of any kind: start workers, watch them, start them again, write down what happens."""

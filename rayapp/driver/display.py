@@ -1,0 +1,126 @@
+"""What the driver prints: progress, and where the results lie.
+
+A terminal gets a bar that is redrawn; anything else (a job's log, a file) gets a line now and then.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rayapp.progress import duration
+
+LINE_EVERY_S = 5.0
+
+
+class Bar:
+    """Progress of a run as its metrics lines come in."""
+
+    def __init__(self, console: Console, num_steps: int, label: str) -> None:
+        self.console, self.num_steps, self.label = console, num_steps, label
+        self._last_line_s = 0.0
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._started: tuple[float, int] | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task(label, total=num_steps, figures="")
+            self._progress.start()
+
+    def update(self, line: dict[str, Any]) -> None:
+        """Show a line of metrics.jsonl."""
+        step = line["step"]
+        if self._started is None:
+            self._started = (line["time"], step)
+        figures = (
+            f"loss {_number(line['loss'])}  {_number(line['loss_per_byte'])} nats/byte  "
+            f"{line['tokens_per_s']:,.0f} tok/s"
+        )
+        if line.get("eval_loss") is not None:
+            figures += f"  held-out {_number(line['eval_loss'])}"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, figures=figures)
+            return
+        now = time.monotonic()
+        if now - self._last_line_s >= LINE_EVERY_S or step == self.num_steps:
+            self._last_line_s = now
+            elapsed, done = line["time"] - self._started[0], step - self._started[1]
+            left = (
+                "" if not done else f"  {duration((self.num_steps - step) * elapsed / done)} left"
+            )
+            self.console.print(
+                f"step {step}/{self.num_steps}  {figures}{left}", highlight=False, soft_wrap=True
+            )
+
+    def note(self, text: str) -> None:
+        """Say what is going on before the first step."""
+        if self._progress is not None:
+            self._progress.update(self._task, figures=text)
+        else:
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(plain(text), highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def result(console: Console, result: dict[str, Any]) -> None:
+    """Print what came out and where it lies."""
+    loss = result.get("eval_loss")
+    if loss is not None:
+        per_byte = result["eval_loss_per_byte"]
+        console.print(
+            f"held-out loss {loss:.4f} nats/token = {_number(per_byte)} nats/byte", highlight=False
+        )
+    for prompt, text in result.get("samples", []):
+        console.rule("sample", align="left", style="dim")
+        console.print(f"[bold]{plain(prompt)}[/bold]{plain(text)}", highlight=False, soft_wrap=True)
+        console.rule(style="dim")
+    goodput = ", ".join(
+        f"{cause} {share:.0%}"
+        for cause, share in result.get("goodput", {}).items()
+        if share >= 0.005
+    )
+    rate = result.get("tokens_per_s")
+    speed = f", {rate:,.0f} tokens/s" if rate else ""
+    console.print(
+        f"{result['status']} after {result['steps']:,} steps in {duration(result['wall_s'])}"
+        f"{speed} ({goodput})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    checkpoint = result.get("checkpoint", {})
+    if checkpoint.get("stall_s") is not None:
+        console.print(
+            f"a checkpoint stalled {1000 * checkpoint['stall_s']:.0f} ms; at the assumed failure "
+            f"rate one every {duration(checkpoint['best_every_s'])} costs the least",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(f"results in {result['run']}", highlight=False, soft_wrap=True)
+    if result.get("model_path"):
+        console.print(f"model in {result['model_path']}", highlight=False, soft_wrap=True)
+
+
+def plain(text: str) -> str:
+    """Return text that rich shows as it is."""
+    return text.replace("[", r"\[")
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"

@@ -1,0 +1,50 @@
+"""The command line of a kind of run; its exit codes: 0 done, 1 failed, 2 bad config, 3 stopped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from rayapp import arguments
+from rayapp.config import ConfigError, RunConfig, fields
+from rayapp.credentials import SecretError
+from rayapp.storage import StorageError
+
+DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 3
+
+
+def main(
+    argv: list[str],
+    usage: str,
+    kind: type[RunConfig],
+    load_run: Callable[[], Callable[..., dict[str, Any]]],
+    started: float | None,
+) -> int:
+    """Run the command line; return the exit code. What `load_run` imports takes seconds."""
+    if "--help" in argv or "-h" in argv:
+        print(usage, *(f"  --{name}: {text}" for name, text in fields(kind).items()), sep="\n")
+        return DONE
+    try:
+        config, _ = arguments.read(argv, {})
+    except ConfigError as error:
+        return _refuse(error)
+    run = load_run()  # only now needed
+    from rayapp.driver.outcome import RunFailed
+
+    try:
+        result = run(config, Console(), started)
+    except ConfigError as error:
+        return _refuse(error)
+    except (RunFailed, SecretError, StorageError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    return DONE if result["status"] == "done" else STOPPED
+
+
+def _refuse(error: ConfigError) -> int:
+    for problem in error.problems:
+        print(problem, file=sys.stderr)
+    return BAD_CONFIG

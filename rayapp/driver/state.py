@@ -1,0 +1,123 @@
+"""What a checkpoint holds, and how a rank goes back to one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as dcp_state
+
+from rayapp.checkpoint import loader, marker
+from rayapp.driver.job import Job
+from rayapp.driver.trainee import Trainee
+from rayapp.order import Cursor, differences
+from rayapp.spikes import Spikes
+from rayapp.storage import Storage
+
+logger = logging.getLogger("rayapp.training")
+
+
+class Resumed(RuntimeError):
+    """The checkpoint cannot go on with this data; the message names what differs."""
+
+
+class StartAgain(RuntimeError):
+    """This attempt cannot go on, but another one can; raised by all ranks. The message says why."""
+
+
+def state_tensors(trainee: Trainee) -> dict[str, Any]:
+    """Return what a checkpoint holds as tensors: model, optimizer and every rank's RNG."""
+    weights, optimizer = dcp_state.get_state_dict(
+        trainee.model,
+        trainee.optimizers,
+        options=dcp_state.StateDictOptions(ignore_frozen_params=True),
+    )
+    rng = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    own = {"model": weights, "optimizer": optimizer, "rng": {str(dist.get_rank()): rng}}
+    return own | trainee.tensors()
+
+
+def state_values(job: Job, trainee: Trainee, step: int, spikes: Spikes | None) -> dict[str, Any]:
+    """Return what a checkpoint holds as plain values, in state.json."""
+    import ray
+    import transformers
+
+    return {
+        "step": step,
+        **trainee.amounts(step),
+        "cursor": job.order.cursor(step, job.fingerprint).to_dict(),
+        "data": job.parts,
+        "workers": dist.get_world_size(),
+        "losses": [] if spikes is None else list(spikes.losses),
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "ray": ray.__version__,
+        },
+    }
+
+
+def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[float]]:
+    """Load the newest whole checkpoint, if there is one.
+
+    Returns the number of steps it has done, and the last losses, which spikes are compared with.
+
+    Raises:
+        Resumed: the data are not those that the checkpoint was trained on.
+        StartAgain: the checkpoint turned out to be damaged, and is refused from now on.
+    """
+    choice: list[Any] = [None]
+    if dist.get_rank() == 0:
+        found, skipped = marker.latest(storage)
+        for line in skipped:
+            logger.warning(line)
+        choice = [found]
+    dist.broadcast_object_list(choice, src=0)
+    found = choice[0]
+    if found is None:
+        return 0, []
+    check_cursor(job, found.state)
+    wanted = state_tensors(trainee)
+    saved = loader.saved_names(storage, found.name)
+    rank = str(dist.get_rank())
+    if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
+        del wanted["rng"]
+    try:
+        loader.load(storage, found.name, wanted)
+    except marker.Damaged as damage:
+        if dist.get_rank() == 0:
+            marker.refuse(storage, found.name, str(damage))
+        dist.barrier()
+        raise StartAgain(f"{damage}; it is refused from now on") from damage
+    dcp_state.set_state_dict(
+        trainee.model,
+        trainee.optimizers,
+        model_state_dict=wanted["model"],
+        optim_state_dict=wanted["optimizer"],
+        options=dcp_state.StateDictOptions(strict=False),  # what is frozen is not saved
+    )
+    if "rng" in wanted:
+        torch.set_rng_state(wanted["rng"][rank]["cpu"])
+        if torch.cuda.is_available() and "cuda" in wanted["rng"][rank]:
+            torch.cuda.set_rng_state(wanted["rng"][rank]["cuda"])
+    return found.step, found.state["losses"]
+
+
+def check_cursor(job: Job, state: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other data.
+
+    Raises:
+        Resumed: naming the parts that differ.
+    """
+    cursor = Cursor.from_dict(state["cursor"])
+    if cursor.fingerprint != job.fingerprint:
+        changed = ", ".join(differences(state["data"], job.parts))
+        raise Resumed(
+            f"the data are not those of the checkpoint at step {state['step']}: changed {changed}. "
+            "Restore them, or give the run another run.name"
+        )
+    assert job.order.step_of(cursor) == state["step"], (cursor, state["step"])

@@ -1,0 +1,139 @@
+"""What one training process does from its first line to its last, with or without Ray.
+
+    summary = run(job, make, device, open_steps)
+
+Every rank runs the same lines: make what is trained, go back to the newest whole checkpoint, train,
+evaluate, export. `open_steps(first_step)` gives this rank's rows: from Ray Data in a Ray Train
+worker, read directly under torchrun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rayapp import loop, metrics
+from rayapp.checkpoint.saver import Checkpointer
+from rayapp.driver.job import Job
+from rayapp.driver.pace import Cadence, Clock, Leaving
+from rayapp.driver.state import restore, state_tensors, state_values
+from rayapp.driver.trainee import Trainee
+from rayapp.metrics import StepRecord
+from rayapp.storage import open_storage
+
+
+def run(
+    job: Job,
+    make: Callable[[torch.device], Trainee],
+    device: torch.device,
+    open_steps: Callable[[int], Iterator[Any]],
+    notice: Callable[[], str | None] = lambda: None,
+    room: Callable[[], int] | None = None,
+    tell: Callable[[StepRecord], None] = lambda record: None,
+) -> dict[str, Any]:
+    """Train, evaluate and export; return a summary of plain values (rank 0's is the run's).
+
+    `notice` says which of our nodes are being taken away; all ranks call it together. `room` says
+    how many more workers could be placed. `tell` takes each step's record, on every rank.
+    """
+    clock, entered = Clock(), time.time()
+    config, storage = job.config, open_storage(job.run_url)
+    rank = dist.get_rank()
+    torch.manual_seed(config.run.seed * 1_000_003 + rank)
+    control = dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s)
+    )
+    trainee = make(device)
+    clock.lap("model")
+    first_step, losses = restore(job, trainee, storage)
+    clock.lap("restore")
+    said = trainee.warm_up()
+    clock.lap("compile")
+    log = metrics.MetricsLog(storage, first_step) if rank == 0 else None
+    attempt = [log.attempt if log else 0]
+    dist.broadcast_object_list(attempt, src=0, group=control)
+    asynchronous = config.checkpoint.asynchronous
+    saver = Checkpointer(
+        storage,
+        keep=config.checkpoint.keep,
+        asynchronous=asynchronous,
+        # A synchronous save ends before its step has a record.
+        before_commit=log.wait_stored if log and asynchronous else lambda step: None,
+    )
+    leaving = Leaving(storage, room) if rank == 0 else None
+    notices: list[str] = []
+
+    def look() -> int:
+        found = notice()
+        notices.extend([found] if found else [])
+        return loop.MOVE if found else loop.STAY
+
+    engine = trainee.engine(control, losses)
+    engine.attempt, engine.look = attempt[0], look
+    arm(engine, job, trainee, saver, leaving)
+    last: metrics.StepRecord | None = None
+    try:
+        for record in loop.train(engine, open_steps(first_step)):
+            if last is None:
+                clock.lap("first_step")
+            last = record
+            if log:
+                log.write(record)
+            tell(record)
+        clock.lap("train")
+        saver.close()
+    finally:
+        if log:
+            log.close()
+        if leaving:
+            leaving.close()
+    steps = last.step if last else first_step
+    summary: dict[str, Any] = {
+        "entered": entered,
+        "status": status_of(engine, steps >= job.order.num_steps),
+        "steps": steps,
+        "first_step": first_step,
+        "attempt": attempt[0],
+        "commit_s": saver.commit_s,
+        "parameters": trainee.num_parameters(),
+        **said,
+    }
+    if summary["status"] == "moved":
+        summary["notice"] = bool(notices)
+        summary["reason"] = notices[0] if notices else leaving.reason if leaving else ""
+    if summary["status"] == "done":
+        summary |= trainee.finish(engine, storage, clock.lap)
+    summary["seconds"] = clock.seconds
+    return summary
+
+
+def status_of(engine: loop.Engine, complete: bool) -> str:
+    """Say how training ended: done, moved (to start again elsewhere) or stopped."""
+    if complete:
+        return "done"
+    return "moved" if engine.left == loop.MOVE else "stopped"
+
+
+def arm(
+    engine: loop.Engine,
+    job: Job,
+    trainee: Trainee,
+    saver: Checkpointer,
+    leaving: Leaving | None,
+) -> None:
+    """Tell the loop how and when to save, and when to evaluate and leave (`leaving`: on rank 0)."""
+    cadence = Cadence(job.config, job.order.num_steps)
+
+    def save(step: int) -> float:
+        values = state_values(job, trainee, step, engine.spikes)
+        return saver.save(step, state_tensors(trainee), values)
+
+    engine.save, engine.eval_due = save, cadence.eval_due
+    if leaving is not None:
+        engine.save_due = cadence.save_due
+        engine.leave_due, engine.look_due = leaving.due, leaving.look_due
