@@ -21,14 +21,24 @@ LONG = (
     "test_drills.py",
     "test_drills_nodes.py",
     "test_infra.py",
+    "test_examples.py",
+    "test_notebook.py",
+    "test_cluster_dashboards.py",
     "test_finetune.py",
     "test_ray_job.py",
-    "test_notebook.py",
     "test_finetune_parts.py",
     "test_loop.py",
+    "test_preflight.py",
+    "test_generation.py",
     "test_model.py",
 )
-APART = ("test_drills.py", "test_drills_nodes.py", "test_finetune.py", "test_ray_job.py")
+APART = (
+    "test_drills.py",
+    "test_drills_nodes.py",
+    "test_examples.py",
+    "test_finetune.py",
+    "test_ray_job.py",
+)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
