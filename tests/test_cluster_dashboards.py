@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import yaml
+from browser import Browser, Page, needs_chromium
 
 from rayapp.storage import Storage, open_storage
 
@@ -59,9 +60,6 @@ while True:
     planned.set(0.5, {"run": "driven"})
     time.sleep(0.5)
 """
-
-# Not `-m rayapp.finetune`, which conftest.py ends after each test.
-TRAINING = "import sys; from rayapp.finetune.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
+        "PATH": f"{BIN}:{os.environ['PATH']}",  # jobs run `python`
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_metrics_report_interval_ms": "2000",  # nodes report every 2.5 s, and last twice this
@@ -154,9 +153,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             assert started[0].poll() is None and time.monotonic() < until, log
             time.sleep(0.5)
         address = f"127.0.0.1:{gcs}"
-        command = [sys.executable, "-c", TRAINING, str(ROOT / "configs/tiny_cpu.yaml")]
+        command = [sys.executable, "-m", "rayapp", "submit", str(ROOT / "configs/tiny_cpu.yaml")]
+        command += [f"--address=http://127.0.0.1:{dashboard}", "--follow"]
         command += [f"--run.storage={folder}/runs", "--run.name=watched"]
-        command += [f"--cluster.address={address}", "--train.max_steps=100000"]
+        command += ["--train.max_steps=100000"]
         command += ["--model.tokenizer=bytes", "--model.overrides={num_hidden_layers: 1}"]
         command += ["--train.tokens_per_step=2048", "--train.micro_batch=2", "--data.seq_len=128"]
         command += [f"--data.path={ROOT}/rayapp/*.py", f"--data.eval_path={ROOT}/rayapp/loop.py"]
@@ -323,6 +323,41 @@ def test_the_train_tab_knows_the_run(live: Live) -> None:
     assert (found["name"], found["status"]) == ("watched", "RUNNING")
     assert [each["status"] for each in found["attempts"][0]["workers"]] == ["ALIVE", "ALIVE"]
     assert found["run_settings"]["train_loop_config"] is None  # it would show to everyone
+
+
+@needs_prometheus
+@needs_chromium
+def test_rays_dashboard_shows_the_run(live: Live, tmp_path: Path) -> None:
+    """In a browser with the token: the job with what was asked, its workers, its log."""
+    authorized = {"Authorization": f"Bearer {live.token}"}
+    with Browser() as browser:
+        stranger = browser.open(f"{live.dashboard}/#/jobs")
+        wait_for_text(stranger, "oken")
+        assert "watched" not in stranger.evaluate(TEXT)
+        stranger.close()
+        page = browser.open("about:blank")
+        page.call("Network.setExtraHTTPHeaders", headers=authorized)
+        page.call("Page.navigate", url=f"{live.dashboard}/#/jobs")
+        text = wait_for_text(page, "watched")
+        assert "\twatched\t" in text, "the name that was given to the job"
+        assert "--run.name=watched" in text and "RUNNING" in text
+        assert live.token not in text
+        page.screenshot(tmp_path / "jobs.png")
+        page.call("Page.navigate", url=f"{live.dashboard}/#/actors")
+        text = wait_for_text(page, "RayTrainWorker")
+        assert "ALIVE" in text
+        page.screenshot(tmp_path / "actors.png")
+
+
+TEXT = "document.body?.innerText ?? ''"  # none while a page comes
+
+
+def wait_for_text(page: Page, wanted: str, seconds: float = 60.0) -> str:
+    until = time.monotonic() + seconds
+    while wanted not in (text := str(page.evaluate(TEXT))):
+        assert time.monotonic() < until, text
+        time.sleep(0.5)
+    return text
 
 
 @needs_prometheus
