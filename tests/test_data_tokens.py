@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,16 @@ def test_saved_and_loaded_tokenizers_have_one_digest(
         assert loaded("a b")["input_ids"] == tokenizer("a b")["input_ids"]
         assert loaded.chat_template == tokenizer.chat_template
     assert len({tokens.tokenizer_digest(tokenizer) for tokenizer in made.values()}) == len(made)
+
+
+def test_what_was_saved_is_loaded_without_torch(tmp_path: Path) -> None:
+    """Every process that prepares data loads it, and has no other use of torch."""
+    tokens.save_tokenizer(bpe(), open_storage(str(tmp_path)))
+    code = (
+        "import sys; from rayapp.data import tokens; tokens.load_tokenizer(sys.argv[1])('a');"
+        "assert 'transformers' in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
 def test_the_digest_is_of_rules_and_not_of_what_was_done_before() -> None:

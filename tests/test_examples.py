@@ -12,6 +12,7 @@ import nodes
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.drill
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
 

@@ -102,16 +102,31 @@ def save_tokenizer(tokenizer: Any, storage: Storage) -> None:
 def load_tokenizer(url: str) -> Any:
     """Load a tokenizer from a local or s3:// folder, or a hub id; once per process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tasks fork and share cores
-    from transformers import AutoTokenizer
-
     if "://" not in url:
-        return AutoTokenizer.from_pretrained(url)
+        return _from_folder(url)
     storage = open_storage(url)
     with tempfile.TemporaryDirectory() as folder:
         for entry in storage.list():
             if "/" not in entry.name and not entry.name.endswith(WEIGHTS):
                 (Path(folder) / entry.name).write_bytes(storage.read(entry.name))
-        return AutoTokenizer.from_pretrained(folder)
+        return _from_folder(folder)
+
+
+def _from_folder(url: str) -> Any:
+    """Load from a folder, or a hub id.
+
+    What save_tokenizer left has no model beside it to decide the class: looking it up by
+    AutoTokenizer would import torch, 2 CPU seconds and 130 MiB in every process that prepares data.
+    """
+    settings = Path(url) / "tokenizer_config.json"
+    saved = settings.is_file() and not (Path(url) / "config.json").exists()
+    if saved and json.loads(settings.read_bytes()).get("tokenizer_class") == "TokenizersBackend":
+        from transformers import TokenizersBackend
+
+        return TokenizersBackend.from_pretrained(url)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(url)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
