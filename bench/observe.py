@@ -3,13 +3,15 @@
     python bench/observe.py [--steps 400] [--block 10]
 
 Two ranks train with rayapp's own code, each connected to a Ray that a Prometheus scrapes. Blocks of
-steps with it all alternate with blocks without: without, ranks tell Ray nothing, and Prometheus and
-the process that follows the run for TensorBoard, MLflow (files) and W&B (offline) are stopped, to
-catch up in the next block. Each block is compared with its neighbour, so that a machine whose speed
-drifts does not matter. All share the machine's cores here; on a cluster only the ranks' part does.
+steps with it all alternate with blocks without: without, ranks tell Ray nothing, Prometheus and the
+process that follows the run for TensorBoard, MLflow (files) and W&B (offline) are stopped, and the
+follower never hears of the steps, so that the next block does not pay for them. Each block is
+compared with its neighbour, so that a machine whose speed drifts does not matter. All share the
+machine's cores here; on a cluster only the ranks' part does. Who takes how much CPU is printed too.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -23,7 +25,9 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from loop_alone import job_of
@@ -38,7 +42,7 @@ from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
 WARM_UP_BLOCKS = 2
-NAME = "observed"
+NAME, TOLD = "observed", "told"  # all steps; those of blocks with observation
 
 
 def free_port() -> int:
@@ -81,17 +85,69 @@ def follow(run: Path, steps: int) -> None:
     import ray
 
     ray.init(address=os.environ["OBSERVED_RAY"], log_to_driver=False)
-    job = job_of(run, steps, NAME)
+    job = job_of(run, steps, TOLD)
     trackers = ("tensorboard", "mlflow", "wandb")
-    told = job.config.run.model_copy(update={"name": NAME, "trackers": trackers})
+    told = job.config.run.model_copy(update={"name": TOLD, "trackers": trackers})
     job = job.__class__(**vars(job) | {"config": job.config.model_copy(update={"run": told})})
     with Observer(job, open_storage(job.run_url)) as observer:
         sys.stdin.readline()
         observer.ended({"status": "done"})
 
 
-def measure(storage: Path, steps: int, block: int) -> list[float]:
-    """Return observed over unobserved seconds of a step, for each pair of neighbouring blocks."""
+def cpu_s(process: subprocess.Popen[bytes]) -> float:
+    """Return the CPU seconds of a process and of what it has started, as far as it still runs."""
+    root, total = psutil.Process(process.pid), 0.0
+    for each in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended while being looked at
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class Switch:
+    """Stops and continues who observes when blocks change, and hands on the observed steps."""
+
+    def __init__(self, storage: Path, block: int, observers: dict[str, Any]) -> None:
+        self._from, self._to = storage / NAME / "metrics.jsonl", storage / TOLD / "metrics.jsonl"
+        self._block, self._observers = block, observers
+        self._on, self._read = True, 0
+        self.cpu_ms: dict[str, float] = {name: -1000 * cpu_s(p) for name, p in observers.items()}
+        self.told = 0
+
+    def look(self) -> None:
+        """Hand on the lines of observed steps; stop or continue where the next step wants it."""
+        if not self._from.exists():
+            return
+        lines = self._from.read_bytes()[self._read :].splitlines(keepends=True)
+        for line in lines:
+            if line.endswith(b"\n"):
+                self._read += len(line)
+                step = json.loads(line)["step"]
+                if observed(step, self._block):
+                    self.told += 1
+                    with self._to.open("ab") as file:
+                        file.write(line)
+                self._set(observed(step + 1, self._block))
+
+    def _set(self, on: bool) -> None:
+        if on != self._on:
+            self._on = on
+            for process in self._observers.values():
+                process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+
+    def end(self) -> None:
+        """Count what they have taken of the CPU, and let them go on."""
+        for name, process in self._observers.items():
+            assert process.poll() is None, f"{process.args} has ended"
+            self.cpu_ms[name] += 1000 * cpu_s(process)
+        self._set(True)
+
+
+def measure(storage: Path, steps: int, block: int) -> tuple[list[float], dict[str, float]]:
+    """Return what a step takes observed over not observed, and CPU milliseconds a step by whom.
+
+    The first is one ratio for each pair of neighbouring blocks.
+    """
     environment = {
         **os.environ,
         **CPU_ENVIRONMENT,
@@ -132,28 +188,29 @@ def measure(storage: Path, steps: int, block: int) -> list[float]:
         while not Path(temporary, "prom_metrics_service_discovery.json").exists():
             assert started[0].poll() is None, "Ray has not started"
             time.sleep(0.5)
+        observers = {
+            "Prometheus": subprocess.Popen(prometheus, **quiet),
+            "the follower": subprocess.Popen(
+                [sys.executable, *mine, "--follow"], stdin=subprocess.PIPE, **quiet
+            ),
+        }
+        started += observers.values()
+        while not list(storage.glob(f"{TOLD}/wandb/offline-run-*/*.wandb")):  # the last to open
+            assert observers["the follower"].poll() is None, "nobody follows"
+            time.sleep(0.5)
         log = storage / "training.log"
         with log.open("wb") as output:
             logged = quiet | {"stdout": output, "stderr": output}
             training = subprocess.Popen([*ranks, *mine], **logged)
-        follower = subprocess.Popen(
-            [sys.executable, *mine, "--follow"], stdin=subprocess.PIPE, **quiet
-        )
-        paused = [subprocess.Popen(prometheus, **quiet), follower]
-        started += [training, *paused]
-        metrics, on = storage / NAME / "metrics.jsonl", True
+        started.append(training)
+        switch = Switch(storage, block, observers)
         while training.poll() is None:
-            step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-            if on != observed(step + 1, block):
-                on = not on
-                for process in paused:
-                    process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+            switch.look()
             time.sleep(0.02)
         assert training.returncode == 0, log.read_text()[-3000:]
-        for process in paused:
-            assert process.poll() is None, f"{process.args} has ended"
-            process.send_signal(signal.SIGCONT)
-        follower.communicate(b"\n", timeout=120)
+        switch.look()
+        switch.end()
+        observers["the follower"].communicate(b"\n", timeout=120)
     finally:
         for process in started:
             process.send_signal(signal.SIGCONT)
@@ -161,8 +218,9 @@ def measure(storage: Path, steps: int, block: int) -> list[float]:
         for process in started:
             process.wait(timeout=60)
         shutil.rmtree(temporary, ignore_errors=True)
-    check_told(storage, steps)
-    lines = [json.loads(line) for line in metrics.read_bytes().splitlines()]
+    check_told(storage, switch.told)
+    metrics = (storage / NAME / "metrics.jsonl").read_bytes()
+    lines = [json.loads(line) for line in metrics.splitlines()]
     blocks: dict[int, list[float]] = {}
     for line in lines:
         blocks.setdefault(line["step"] // block, []).append(
@@ -171,19 +229,20 @@ def measure(storage: Path, steps: int, block: int) -> list[float]:
     means = [statistics.mean(blocks[i]) for i in sorted(blocks) if len(blocks[i]) == block]
     pairs = list(enumerate(pairwise(means)))[WARM_UP_BLOCKS:]
     first = min(i for i in blocks if len(blocks[i]) == block)
-    return [
+    ratios = [
         after / before if (first + i + 1) % 2 == 1 else before / after
         for i, (before, after) in pairs
     ]
+    return ratios, {name: ms / switch.told for name, ms in switch.cpu_ms.items()}
 
 
 def check_told(storage: Path, steps: int) -> None:
     """Fail if what was to be measured has not taken place."""
-    size = sum(path.stat().st_size for path in (storage / NAME / "tensorboard").iterdir())
+    size = sum(path.stat().st_size for path in (storage / TOLD / "tensorboard").iterdir())
     assert size > 500 * steps, "TensorBoard was not told all"
     told = list(storage.glob("mlruns/*/*/metrics/loss/loss"))
     assert len(told) == 1 and len(told[0].read_text().splitlines()) == steps
-    assert list(storage.glob(f"{NAME}/wandb/offline-run-*/*.wandb")), "W&B was not told"
+    assert list(storage.glob(f"{TOLD}/wandb/offline-run-*/*.wandb")), "W&B was not told"
 
 
 def main() -> None:
@@ -199,13 +258,15 @@ def main() -> None:
         train(options.folder, options.steps, options.block)
     else:
         with tempfile.TemporaryDirectory() as storage:
-            ratios = measure(Path(storage), options.steps, options.block)
+            ratios, cpu_ms = measure(Path(storage), options.steps, options.block)
         quarters = statistics.quantiles(ratios, n=4)
         print(
             f"steps observed over not observed: median {statistics.median(ratios):.4f} of "
             f"{len(ratios)} pairs of {options.block} steps (quartiles {quarters[0]:.3f}, "
             f"{quarters[2]:.3f})"
         )
+        for name, ms in cpu_ms.items():
+            print(f"{name}: {ms:.1f} CPU ms per observed step")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import nodes
 import pytest
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.drill
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
 
@@ -56,6 +55,7 @@ def test_first_fine_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "import os" in text_of(outputs[-1:])
 
 
+@pytest.mark.drill
 def test_submit_watch_resume_compare(
     cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
