@@ -331,10 +331,8 @@ def test_a_run_that_waits_for_room_can_be_stopped(
     assert (result["status"], result["steps"]) == ("stopped", 0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gpt_neox", *(pytest.param(name, marks=pytest.mark.drill) for name in list(SHAPES)[1:])],
-)
+@pytest.mark.drill
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_model_folder_loads_trains_and_exports(
     name: str, files: Path, tmp_path: Path, ray_here: None
 ) -> None:
@@ -446,6 +444,7 @@ def test_ray_without_a_dashboard_asks_no_other_ray(ray_here: None) -> None:
     assert "RAY_ADDRESS" not in os.environ and "RAY_API_SERVER_ADDRESS" not in os.environ
 
 
+@pytest.mark.drill
 def test_workers_of_ray_give_the_run_of_a_plain_process(
     files: Path, tmp_path: Path, ray_here: None
 ) -> None:
