@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from rayapp import order
 from rayapp.memory import Peaks
-from rayapp.metrics import TOKENS, StepRecord, Unit
+from rayapp.metrics import StepRecord
 from rayapp.optim import set_lr
 from rayapp.spikes import Spikes
+from rayapp.units import TOKENS, Unit
 
 logger = logging.getLogger("rayapp.loop")
 
