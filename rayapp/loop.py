@@ -73,7 +73,7 @@ class Batch(Protocol):
 
 @dataclass
 class Engine:
-    """What a step needs; `model(**inputs(...))` returns (objective, cross-entropy), both sums."""
+    """What a step needs; `model(**inputs(...))` returns sums: (objective, cross-entropy, ...)."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -219,7 +219,7 @@ def train_step(engine: Engine, batch: Batch, totals: Totals) -> tuple[float, flo
     for i in range(count):
         engine.last_of_step(i == count - 1)
         with engine.peaks.phase("forward"):
-            objective, loss = engine.model(**inputs(batch, i, engine.device))
+            objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
         with engine.peaks.phase("backward"):
             # Gradients of all ranks are summed, never averaged: this division is the only one.
             (objective / totals.weight).backward()
@@ -308,7 +308,7 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int]]:
     """Run the forward pass row by row on all ranks; return (loss, row), worst first."""
     found = []
     for (i, j), row in np.ndenumerate(batch.rows):
-        _, loss = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
+        _, loss, *_ = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
         if row >= 0:
             found.append((float(loss) / max(batch.weight(i, j), 1), int(row)))
     gathered: list[Any] = [None] * dist.get_world_size()
