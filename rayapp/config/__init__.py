@@ -29,6 +29,7 @@ from rayapp.config.vision import (
 )
 
 __all__ = [
+    "KINDS",
     "Checkpoint",
     "Cluster",
     "Config",

@@ -144,4 +144,6 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """Return the whole config, defaults included, as YAML."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False)
+        values = self.model_dump(mode="json")
+        first = {name: value for name, value in values.items() if not isinstance(value, dict)}
+        return yaml.dump(first | values, Dumper=Dumper, sort_keys=False)

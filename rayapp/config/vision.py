@@ -44,8 +44,9 @@ class RandAugment(Section):
 
 
 class Images(Section):
-    path: Text = "images/train"
-    """Folder, s3:// folder or mount: a folder per class, tar shards, or Parquet; or a glob."""
+    path: Text = "shapes"
+    """Folder, s3:// folder or mount that holds a folder for each class, tar shards, or Parquet;
+    `shapes` is a set that rayapp draws itself."""
     format: Literal["auto", "folder", "tar", "parquet"] = "auto"
     """How the images lie there; auto goes by the files' names."""
     eval_path: OptionalStr = None

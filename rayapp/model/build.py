@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -176,6 +177,15 @@ def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> dict[str, Any
         if ".lora_" not in name and not (owner in held and key in ("packed", "scales")):
             state[name] = tensor
     return {name.replace(".base_layer.", "."): value for name, value in state.items()}
+
+
+def num_nodes() -> int:
+    """Return on how many nodes the ranks are; 1 where they are not spread evenly."""
+    per_node, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), dist.get_world_size()
+    counts: list[int] = [0] * world
+    dist.all_gather_object(counts, per_node)
+    even = len(set(counts)) == 1 and world % per_node == 0
+    return world // per_node if even else 1
 
 
 def device_mesh(device_type: str, *, strategy: str, replicas: int = 1) -> DeviceMesh:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageClassification, PretrainedConfig, PreTrainedModel
@@ -81,9 +82,9 @@ class Classifier(Wrapper):
     def normal(self, images: Tensor) -> Tensor:
         """Return bytes [b, S, S, 3] as the model's [b, 3, S, S], with mean 0 and deviation 1."""
         if self._scale is None or self._scale[0].device != images.device:
-            factor = [1.0 / (255.0 * std) for std in self._std]
-            shift = [mean / std for mean, std in zip(self._mean, self._std, strict=True)]
-            made = [torch.tensor(v, device=images.device).view(3, 1, 1) for v in (factor, shift)]
+            factors = [1.0 / (255.0 * std) for std in self._std]
+            shifts = [mean / std for mean, std in zip(self._mean, self._std, strict=True)]
+            made = [torch.tensor(v, device=images.device).view(3, 1, 1) for v in (factors, shifts)]
             self._scale = made[0], made[1]
         factor, shift = self._scale
         pixels = images.permute(0, 3, 1, 2).float() * factor - shift
@@ -173,18 +174,29 @@ def distribute(
     else:
         load_weights(classifier, source, device)
     if classifier.layout is torch.channels_last:
-        classifier.to(memory_format=torch.channels_last)
+        _lay_out(classifier)
     if strategy != "ddp":
         return classifier
     where = [device] if device.type == "cuda" else None
     wrapped = DistributedDataParallel(
-        classifier, device_ids=where, broadcast_buffers=False, gradient_as_bucket_view=True
+        classifier, device_ids=where, forward_sync_buffers=False, gradient_as_bucket_view=True
     )
-    wrapped.register_comm_hook(None, _summed)
+    wrapped.register_comm_hook(None, lambda state, bucket: _summed(bucket))  # wants no types
     return wrapped
 
 
-def _summed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+@torch.no_grad()
+def _lay_out(classifier: Classifier) -> None:
+    """Lay out the kernels of convolutions as their inputs are, with the channels last."""
+    for module in classifier.modules():
+        if isinstance(module, nn.Conv2d) and not isinstance(module.weight, DTensor):
+            # Not contiguous(), which leaves a 1 x 1 kernel as it is: DDP's buckets would be laid out
+            # otherwise than its gradient.
+            laid_out = torch.empty_like(module.weight, memory_format=torch.channels_last)
+            module.weight.data = laid_out.copy_(module.weight)
+
+
+def _summed(bucket: Any) -> torch.futures.Future[Tensor]:
     """Sum a bucket of gradients over ranks: the loss is divided by the global batch already."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None

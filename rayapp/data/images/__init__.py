@@ -7,7 +7,7 @@ dataset = stream(images, look, order, first_step, world) # Ray Data tasks decode
 from rayapp.data.images.augment import Look
 from rayapp.data.images.batches import StepImages, held_out_batches, local_steps, step_images
 from rayapp.data.images.index import Images, Recipe, load
-from rayapp.data.images.prepare import prepare
+from rayapp.data.images.indexing import prepare
 from rayapp.data.images.sources import Source, find
 
 __all__ = [
