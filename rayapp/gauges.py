@@ -71,7 +71,10 @@ OF_THE_DRIVER = {
     "wall_s": "Seconds that the run's commands have taken",
     "cost_usd": "Cost of the run's machines so far",
     "usd_per_hour": "Cost of the run's machines per hour",
+    "cost_at_end_usd": "What it will have cost at the present pace",
     "lost_steps": "Steps that were done in vain",
+    "planned_step_s": "Seconds of a step by the plan, stalls left out",
+    "calibrated_step_s": "The same by the run's own first ten steps",
 }
 
 
@@ -185,9 +188,12 @@ class Driver:
         account: Account,
         last_step_s: float | None,
         checkpoint: tuple[int, float] | None,
-        checkpoint_every_s: float | None,
+        **more: float | None,
     ) -> None:
-        """Tell how the run stands; `checkpoint` is the newest one's step and its Unix time."""
+        """Tell how the run stands; `checkpoint` is the newest one's step and its Unix time.
+
+        `more` are further values of OF_THE_DRIVER, by name.
+        """
         step, committed_s = checkpoint or (None, self._started)
         self._gauges.set(
             {
@@ -196,11 +202,11 @@ class Driver:
                 "last_step_unix_s": max(last_step_s or 0.0, self._started),
                 "checkpoint_step": step,
                 "checkpoint_unix_s": max(committed_s, self._started),
-                "checkpoint_every_s": checkpoint_every_s,
                 "wall_s": account.wall_s,
                 "cost_usd": account.cost_usd,
                 "usd_per_hour": account.usd_per_hour,
                 "lost_steps": account.lost_steps,
+                **more,
             }
         )
         for cause, share in account.goodput.items():

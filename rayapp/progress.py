@@ -52,6 +52,11 @@ class Progress:
     """Unix time of the last sign of life."""
 
     @property
+    def cost_at_end_usd(self) -> float | None:
+        """What it will have cost when its last step is done, at the present pace."""
+        return cost_at_end_usd(self.account, self.left_s)
+
+    @property
     def live(self) -> bool:
         """Say whether its driver is at work."""
         return self.status in LIVE
@@ -80,12 +85,19 @@ def read(run: Storage, lines: list[dict[str, Any]] | None = None) -> Progress:
         status=status,
         step=step,
         num_steps=num_steps,
-        left_s=_left_s(lines, num_steps) if status == RUNNING else None,
+        left_s=left_s(lines, num_steps) if status == RUNNING else None,
         line=line,
         account=account(events, lines, now if live else None),
         reason=reason,
         updated_s=max(signs, default=None),
     )
+
+
+def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:
+    """Return what a run will have cost, None while price or pace is not known."""
+    if sums.cost_usd is None or sums.usd_per_hour is None or left_s is None:
+        return None
+    return sums.cost_usd + sums.usd_per_hour * left_s / 3600.0
 
 
 def duration(seconds: float) -> str:
@@ -118,7 +130,8 @@ def _num_steps(run: Storage) -> int | None:
         return None
 
 
-def _left_s(lines: list[dict[str, Any]], num_steps: int | None) -> float | None:
+def left_s(lines: list[dict[str, Any]], num_steps: int | None) -> float | None:
+    """Return the seconds that are left at the pace of the last steps, None if that is not known."""
     recent = [line["step_s"] for line in lines[-RECENT_STEPS:]]
     if num_steps is None or not recent:
         return None

@@ -21,14 +21,24 @@ LONG = (
     "test_drills.py",
     "test_drills_nodes.py",
     "test_infra.py",
+    "test_examples.py",
+    "test_notebook.py",
+    "test_cluster_dashboards.py",
     "test_finetune.py",
     "test_ray_job.py",
-    "test_notebook.py",
     "test_finetune_parts.py",
     "test_loop.py",
+    "test_preflight.py",
+    "test_generation.py",
     "test_model.py",
 )
-APART = ("test_drills.py", "test_drills_nodes.py", "test_finetune.py", "test_ray_job.py")
+APART = (
+    "test_drills.py",
+    "test_drills_nodes.py",
+    "test_examples.py",
+    "test_finetune.py",
+    "test_ray_job.py",
+)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -43,12 +53,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # it has just ended
+        return []
+
+
 @pytest.fixture(autouse=True)
 def no_command_outlives_its_test() -> Iterator[None]:
     """Kill the runs that a test which failed has left, and the Ray of each."""
     yield
     for process in psutil.Process().children():
-        if process.is_running() and "rayapp.finetune" in process.cmdline():
+        if "rayapp.finetune" in command_of(process):
             for each in [process, *process.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()

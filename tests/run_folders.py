@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from rayapp import planner
+from rayapp import metrics, planner
 from rayapp.accounts import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
 from rayapp.accounts import FILE as EVENTS
 from rayapp.config import load
 from rayapp.data.prepared import Counts, Prepared
+from rayapp.driver.outcome import step_s
 from rayapp.metrics import MetricsLog, TokenRecord
 from rayapp.storage import Storage
 
@@ -173,6 +174,8 @@ class RunFolder:
                 "samples": [["The ship", " came into the harbour at dawn, and nobody was there."]],
                 "versions": VERSIONS,
             }
+            if self.run.exists("plan.json"):
+                values["step_s"] = step_s(self.run, metrics.read(self.run))
         self.run.write("result.json", json.dumps(values | result).encode())
 
 

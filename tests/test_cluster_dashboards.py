@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import yaml
+from browser import Browser, Page, needs_chromium
 
 from rayapp.storage import Storage, open_storage
 
@@ -42,10 +43,12 @@ needs_prometheus = pytest.mark.skipif(
 DRIVEN = """
 import sys, time
 import ray
+from ray.util.metrics import Gauge
 from rayapp.gauges import Steps
 from rayapp.metrics import TokenRecord
 ray.init(address=sys.argv[1], log_to_driver=False)
 told = Steps("driven", rank=0)
+planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
 numbers = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
 step = 0
 while True:
@@ -54,11 +57,9 @@ while True:
     facts = {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "mfu": 0.25}
     facts |= {"skipped": bad, "loss": float("nan") if bad else 2.0, "eval_loss": None}
     told.step(TokenRecord(**numbers | facts))
+    planned.set(0.5, {"run": "driven"})
     time.sleep(0.5)
 """
-
-# Not `-m rayapp.finetune`, which conftest.py ends after each test.
-TRAINING = "import sys; from rayapp.finetune.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
+        "PATH": f"{BIN}:{os.environ['PATH']}",  # jobs run `python`
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_metrics_report_interval_ms": "2000",  # nodes report every 2.5 s, and last twice this
@@ -151,9 +153,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             assert started[0].poll() is None and time.monotonic() < until, log
             time.sleep(0.5)
         address = f"127.0.0.1:{gcs}"
-        command = [sys.executable, "-c", TRAINING, str(ROOT / "configs/tiny_cpu.yaml")]
+        command = [sys.executable, "-m", "rayapp", "submit", str(ROOT / "configs/tiny_cpu.yaml")]
+        command += [f"--address=http://127.0.0.1:{dashboard}", "--follow"]
         command += [f"--run.storage={folder}/runs", "--run.name=watched"]
-        command += [f"--cluster.address={address}", "--train.max_steps=100000"]
+        command += ["--train.max_steps=100000"]
         command += ["--model.tokenizer=bytes", "--model.overrides={num_hidden_layers: 1}"]
         command += ["--train.tokens_per_step=2048", "--train.micro_batch=2", "--data.seq_len=128"]
         command += [f"--data.path={ROOT}/rayapp/*.py", f"--data.eval_path={ROOT}/rayapp/loop.py"]
@@ -247,11 +250,25 @@ def test_every_name_of_ours_and_rays_is_there(live: Live) -> None:
         (live.wait_for(f"last_over_time({name}[5m])"), name)
 
 
+def whole_moment(live: Live) -> str:
+    """Return a moment at which both ranks and the driver had told: on a busy machine not all do."""
+    until = time.monotonic() + 120
+    while True:
+        time.sleep(6)
+        at = f"{time.time() - 5:.3f}"
+        told = [
+            live.get("query", query=f'ray_rayapp_{name}{{run="watched"}}', time=at)["result"]
+            for name in ("step", "attempt", "checkpoint_step", "peak_gib")
+        ]
+        if [len(each) for each in told] == [1, 1, 1, 2]:
+            return at
+        assert time.monotonic() < until, told
+
+
 @needs_prometheus
 def test_the_values_are_those_of_the_run(live: Live) -> None:
     live.wait_for('ray_rayapp_checkpoint_step{run="watched"} > 0')  # looked at every 10 s
-    time.sleep(6)
-    at = f"{time.time() - 5:.3f}"  # one moment for all
+    at = whole_moment(live)
 
     def value(name: str, tags: str = "") -> float:
         query = f'ray_rayapp_{name}{{run="watched"{tags}}}'
@@ -273,9 +290,9 @@ def test_the_values_are_those_of_the_run(live: Live) -> None:
     assert value("cost_usd") == pytest.approx(value("wall_s") / 3600 * 2 * 0.357, rel=0.05)
     assert 0 < value("goodput", ', cause="step"') < 1
     assert value("checkpoint_step") % 10 == 0 and value("checkpoint_step") > 0
-    shares = live.ask('sum(ray_rayapp_goodput{run="watched"})')
+    shares = live.get("query", query='sum(ray_rayapp_goodput{run="watched"})', time=at)["result"]
     assert float(shares[0]["value"][1]) == pytest.approx(1.0)
-    ranks = live.ask('ray_rayapp_peak_gib{run="watched"}')
+    ranks = live.get("query", query='ray_rayapp_peak_gib{run="watched"}', time=at)["result"]
     assert sorted(each["metric"]["rank"] for each in ranks) == ["0", "1"]
     assert not live.ask('ray_rayapp_mfu{run="watched"}')  # unknown on CPUs, so not told
 
@@ -306,6 +323,41 @@ def test_the_train_tab_knows_the_run(live: Live) -> None:
     assert (found["name"], found["status"]) == ("watched", "RUNNING")
     assert [each["status"] for each in found["attempts"][0]["workers"]] == ["ALIVE", "ALIVE"]
     assert found["run_settings"]["train_loop_config"] is None  # it would show to everyone
+
+
+@needs_prometheus
+@needs_chromium
+def test_rays_dashboard_shows_the_run(live: Live, tmp_path: Path) -> None:
+    """In a browser with the token: the job with what was asked, its workers, its log."""
+    authorized = {"Authorization": f"Bearer {live.token}"}
+    with Browser() as browser:
+        stranger = browser.open(f"{live.dashboard}/#/jobs")
+        wait_for_text(stranger, "oken")
+        assert "watched" not in stranger.evaluate(TEXT)
+        stranger.close()
+        page = browser.open("about:blank")
+        page.call("Network.setExtraHTTPHeaders", headers=authorized)
+        page.call("Page.navigate", url=f"{live.dashboard}/#/jobs")
+        text = wait_for_text(page, "watched")
+        assert "\twatched\t" in text, "the name that was given to the job"
+        assert "--run.name=watched" in text and "RUNNING" in text
+        assert live.token not in text
+        page.screenshot(tmp_path / "jobs.png")
+        page.call("Page.navigate", url=f"{live.dashboard}/#/actors")
+        text = wait_for_text(page, "RayTrainWorker")
+        assert "ALIVE" in text
+        page.screenshot(tmp_path / "actors.png")
+
+
+TEXT = "document.body?.innerText ?? ''"  # none while a page comes
+
+
+def wait_for_text(page: Page, wanted: str, seconds: float = 60.0) -> str:
+    until = time.monotonic() + seconds
+    while wanted not in (text := str(page.evaluate(TEXT))):
+        assert time.monotonic() < until, text
+        time.sleep(0.5)
+    return text
 
 
 @needs_prometheus

@@ -70,7 +70,7 @@ def test_what_a_run_came_to(tmp_path: Path) -> None:
     """Rates are means over the seconds of the last command's steps, stalls and evaluation out."""
     run, began = open_storage(str(tmp_path)), time.time() - 50.0
     line = {"attempt": 1, "tokens": 1, "mfu": 0.5, "loss": 1.0, "step_s": 10.0}
-    line |= {"eval_s": 0.0, "data_wait_s": 0.0}
+    line |= {"eval_s": 0.0, "data_wait_s": 0.0, "workers": 4}
     stalls = [9.0, 0.0, 0.5, 0.0, 2.0, 0.6]
     rates = [1000.0, 4.0, 1.0, 1.0, 1.0, 1.0]
     lines = [
@@ -80,6 +80,7 @@ def test_what_a_run_came_to(tmp_path: Path) -> None:
     ]
     lines[0]["time"] -= 100.0
     run.write("metrics.jsonl", "".join(json.dumps(each) + "\n" for each in lines).encode())
+    run.write("plan.json", b'{"step_s": {"value": 9.0, "low": 8.0, "high": 10.0}}')
     config = load(None, {"cluster.workers": "4", "cluster.mtbf_hours": "1000"})
     events = [
         {"event": "started", "time": began, "seen_until": None, "usd_per_hour": None},
@@ -90,6 +91,7 @@ def test_what_a_run_came_to(tmp_path: Path) -> None:
     assert result["tokens_per_s"] == pytest.approx((4 * 10 + 9.5 + 10 + 8 + 9.4) / 46.9)
     assert (result["mfu"], result["tokens"], result["steps"]) == (pytest.approx(0.5), 6, 5)
     assert result["wall_s"] == pytest.approx(50.0) and result["cost_usd"] is None
+    assert result["step_s"] == {"planned": 9.0, "calibrated": None, "measured": None}
     assert result["start_s"] == {"data": 1.0, "first_step": 2.0}
     found = result["checkpoint"]
     assert (found["stall_s"], found["commit_s"]) == (0.6, 3.0)

@@ -251,6 +251,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.drill
 def test_a_mixture_trains_on_its_shares(
     files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,7 +331,10 @@ def test_a_run_that_waits_for_room_can_be_stopped(
     assert (result["status"], result["steps"]) == ("stopped", 0)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_neox", *(pytest.param(name, marks=pytest.mark.drill) for name in list(SHAPES)[1:])],
+)
 def test_a_model_folder_loads_trains_and_exports(
     name: str, files: Path, tmp_path: Path, ray_here: None
 ) -> None:
@@ -353,6 +357,7 @@ def test_a_model_folder_loads_trains_and_exports(
     assert result["status"] == "done" and result["eval_loss"] < lines[0]["loss"]
 
 
+@pytest.mark.drill
 def test_after_no_step_the_export_is_the_input(files: Path, tmp_path: Path, ray_here: None) -> None:
     """The other shapes come back the same without Ray, in test_model."""
     name = "mixtral"
@@ -364,6 +369,7 @@ def test_after_no_step_the_export_is_the_input(files: Path, tmp_path: Path, ray_
     assert torch.equal(exported(ids).logits, before(ids).logits)
 
 
+@pytest.mark.drill
 def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
     files: Path,
     tmp_path: Path,
@@ -456,6 +462,7 @@ def test_workers_of_ray_give_the_run_of_a_plain_process(
     )
 
 
+@pytest.mark.drill
 def test_few_bad_rows_are_counted_and_many_stop_the_run(
     files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,25 +158,31 @@ def test_the_driver_tells_accounts_and_checkpoints(scrape: Scrape) -> None:
         {"event": "workers", "time": 1000.0, "workers": 2, **price},
     ]
     told = Driver("driven", num_steps=10, started=1005.0)
-    told.set(account(events, [], now=1100.0), None, None, None)
+    told.set(account(events, [], now=1100.0), None, None, planned_step_s=None)
     # Before there is a step or a checkpoint, time counts from the start of this command.
     values = {"last_step_unix_s": 1005.0, "checkpoint_unix_s": 1005.0, "num_steps": 10}
     values |= {"wall_s": 100, "goodput,start": 1.0, "goodput,step": 0.0}
     found = shown(scrape, "driven", values | {f"interruptions,{kind}": 0 for kind in KINDS})
     assert found["cost_usd"] == pytest.approx(0.1)
-    assert "checkpoint_step" not in found and "checkpoint_every_s" not in found
+    assert not {"checkpoint_step", "checkpoint_every_s", "planned_step_s"} & found.keys()
 
     failure = {"kind": "failure", "reason": "", "step": 3, "workers": 2, "trained_until": 1150.0}
     events += [{"event": "interrupted", "time": 1150.0, **failure}]
-    told.set(account(events, [], now=1200.0), 1190.0, (7, 1180.0), 30.0)
+    told.set(
+        account(events, [], now=1200.0),
+        1190.0,
+        (7, 1180.0),
+        checkpoint_every_s=30.0,
+        planned_step_s=2.0,
+    )
     values = {"wall_s": 200, "interruptions,failure": 1, "interruptions,preemption": 0}
     values |= {"checkpoint_step": 7, "checkpoint_unix_s": 1180.0, "checkpoint_every_s": 30.0}
-    found = shown(scrape, "driven", values | {"last_step_unix_s": 1190.0})
+    found = shown(scrape, "driven", values | {"last_step_unix_s": 1190.0, "planned_step_s": 2.0})
     assert sum(v for k, v in found.items() if k.startswith("goodput,")) == pytest.approx(1.0)
 
     # Resumed after a day: what was done before this command is not told as a day without a step.
     told = Driver("resumed", num_steps=10, started=90_000.0)
-    told.set(account([], [], now=None), 1190.0, (7, 1180.0), None)
+    told.set(account([], [], now=None), 1190.0, (7, 1180.0))
     values = {"last_step_unix_s": 90_000.0, "checkpoint_unix_s": 90_000.0, "checkpoint_step": 7}
     found = shown(scrape, "resumed", values | {"wall_s": 0.0})
     assert "cost_usd" not in found

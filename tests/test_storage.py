@@ -469,6 +469,18 @@ def test_faults_end_in_success_and_are_logged(
         assert storage.list() == []
 
 
+@pytest.mark.parametrize("kind", ["reset", "cut", "lose"])
+def test_an_answer_that_there_is_no_such_file_may_be_spoilt(
+    faults: Faults, s3_bucket: str, kind: str
+) -> None:
+    """botocore reads the text of a refused download by itself, and lets urllib3's errors out."""
+    storage = open_storage(f"s3://{s3_bucket}/p")
+    faults.spoil(kind, "GET", 2)
+    with pytest.raises(FileNotFoundError):
+        storage.read("a")
+    assert faults.left == 0
+
+
 @pytest.mark.parametrize("kind", ["reset", "lose"])
 @pytest.mark.parametrize("method, query", [("PUT", "partNumber"), ("POST", "uploadId=")])
 def test_faults_during_a_multipart_upload(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from rayapp.cluster.sizes import Fleet
 from rayapp.hardware import PRICE_DATE, Instance, usd_per_hour
 
-# us-east-1 and us-west-2; AWS's pages of VPC, PrivateLink and EKS as known in 2025. Data through a
-# NAT gateway (0.045 USD per GB) and stored logs come on top; S3 through its endpoint is free.
+# us-east-1 and us-west-2. Data through a NAT gateway (0.045 USD per GB) or an interface endpoint
+# (0.01) and stored logs come on top; S3 through its endpoint is free. Sources, 2026-11-22: NAT,
+# zeonedge.com "Eliminating AWS NAT Gateway Costs" (2026-04-10); endpoints, by zone, usage.ai "AWS
+# network costs" (2026-05) and cloudcostkit.com's calculator; EKS, AWS's blog "Amazon EKS extended
+# support for Kubernetes versions pricing", by which a version past its 14 months costs 0.60.
 NAT_USD_PER_HOUR = 0.045
 ENDPOINT_USD_PER_HOUR = 0.01
 EKS_USD_PER_HOUR = 0.10

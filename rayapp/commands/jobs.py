@@ -256,6 +256,7 @@ def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
             "goodput": now.account.goodput,
             "wall_s": now.account.wall_s,
             "cost_usd": now.account.cost_usd,
+            "cost_at_end_usd": now.cost_at_end_usd,
             "line": now.line,
         }
     return values

@@ -11,15 +11,18 @@ what a tracker refuses is told again later, and if it never takes it, the log sa
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from typing import Any
 
 from rayapp import accounts, metrics, trackers
+from rayapp.calibration import calibrate
 from rayapp.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
 from rayapp.driver.job import Job
 from rayapp.gauges import Driver, Pace
+from rayapp.progress import cost_at_end_usd, left_s
 from rayapp.storage import Storage
 
 POLL_S, POLL_S3_S = 1.0, 5.0
@@ -105,7 +108,9 @@ class Observer:
 
     def __init__(self, job: Job, run: Storage) -> None:
         self._run, self._started = run, time.time()
-        self._driver = Driver(job.config.run.name, job.order.num_steps, self._started)
+        self._num_steps = job.order.num_steps
+        self._planned_step_s = _planned_step_s(run)
+        self._driver = Driver(job.config.run.name, self._num_steps, self._started)
         every = job.config.checkpoint
         self._pace = Pace(every.every_s, every.every_steps)
         self._lines = metrics.Follower(run)
@@ -155,14 +160,23 @@ class Observer:
         began = time.monotonic()
         if began < self._account_at and not last:
             return
+        sums = accounts.account(accounts.read_events(self._run), lines, now=time.time())
         self._driver.set(
-            accounts.account(accounts.read_events(self._run), lines, now=time.time()),
+            sums,
             lines[-1]["time"] if lines else None,
             _newest_checkpoint(self._run),
-            self._pace.checkpoint_every_s(),
+            checkpoint_every_s=self._pace.checkpoint_every_s(),
+            planned_step_s=self._planned_step_s,
+            calibrated_step_s=found.step_s if (found := calibrate(lines)) else None,
+            cost_at_end_usd=cost_at_end_usd(sums, left_s(lines, self._num_steps)),
         )
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)
+
+
+def _planned_step_s(run: Storage) -> float | None:
+    band = json.loads(run.read("plan.json")).get("step_s")
+    return None if band is None else float(band["value"])
 
 
 def _newest_checkpoint(run: Storage) -> tuple[int, float] | None:

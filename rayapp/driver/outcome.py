@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 
 from rayapp import metrics
 from rayapp.accounts import Event, account, commands
+from rayapp.calibration import calibrate, rest_s
 from rayapp.config import RunConfig
 from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import Storage
@@ -104,10 +105,22 @@ def result_of(
         "mfu": _mean([line["mfu"] for line in steady], busy),
         "goodput": sums.goodput,
         "checkpoint": _checkpoints(config, steady, commit_s, sum(restart_s.values())),
+        "step_s": step_s(run, lines),
         "start_s": restart_s,
         "wall_s": sums.wall_s,
         "cost_usd": sums.cost_usd,
         "versions": _versions(),
+    }
+
+
+def step_s(run: Storage, lines: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the seconds of a step: as planned, as the first ten foretold, and of the rest."""
+    plan = json.loads(run.read("plan.json"))
+    found = calibrate(lines)
+    return {
+        "planned": (plan.get("step_s") or {}).get("value"),
+        "calibrated": found.step_s if found else None,
+        "measured": rest_s(lines, found) if found else None,
     }
 
 

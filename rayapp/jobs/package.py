@@ -22,6 +22,7 @@ from rayapp.credentials import VARIABLE, encode, problems_of
 
 LIMIT_MIB = 100  # of a package: what the dashboard takes (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
+NAME_KEY = "job_name"  # there too: what Ray's dashboard shows as the name
 TAG_PREFIX = "rayapp.tag."
 STOP_WAIT_S = 120  # from a hard stop's SIGTERM, which saves, to SIGKILL
 QUIET = {  # what Ray would otherwise write between a run's own lines
@@ -86,7 +87,7 @@ class Order:
     def metadata(self) -> dict[str, str]:
         """Return what Ray keeps with the job."""
         tags = {TAG_PREFIX + name: value for name, value in self.shipment.tags.items()}
-        return {**({RUN_KEY: self.run_url} if self.is_run else {}), **tags}
+        return {NAME_KEY: self.name, **({RUN_KEY: self.run_url} if self.is_run else {}), **tags}
 
 
 def prepare(

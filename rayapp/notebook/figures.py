@@ -13,7 +13,7 @@ RECENT = 50  # steps
 
 def figures(now: Progress) -> dict[str, str]:
     """Return what is shown of a moment, `n/a` for what is not known."""
-    line, account = now.line or {}, now.account
+    line, account, at_end_usd = now.line or {}, now.account, now.cost_at_end_usd
     unit = unit_of(line)
     return {
         "step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else ""),
@@ -25,7 +25,8 @@ def figures(now: Progress) -> dict[str, str]:
         "goodput": _number(account.goodput.get("step") if account.wall_s else None, ".0%"),
         "time left": "n/a" if now.left_s is None else duration(now.left_s),
         "time": duration(account.wall_s),
-        "cost": _number(account.cost_usd, ",.2f", " USD"),
+        "cost": _number(account.cost_usd, ",.2f", " USD")
+        + ("" if at_end_usd is None else f" of {at_end_usd:,.2f}"),
     }
 
 

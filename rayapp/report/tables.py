@@ -161,7 +161,16 @@ def planned(run: Run) -> list[list[str]]:
         both = [words.number(band["value"]), words.number(value)]
         width = f"{words.number(band['low'])} to {words.number(band['high'])}"
         rows.append([label, *both, ratio, verdict, width])
-    return rows
+    return [*rows, _calibrated(run)]
+
+
+def _calibrated(run: Run) -> list[str]:
+    """Return the row of a step as the run's own first ten foretold it, and as those after were."""
+    found = run.result.get("step_s") or {}
+    foretold_s, rest_s = found.get("calibrated"), found.get("measured")
+    ratio = f"{rest_s / foretold_s:.2f}" if foretold_s and rest_s else ""
+    label = "step, s, foretold by its first ten"
+    return [label, words.number(foretold_s), words.number(rest_s), ratio, "", ""]
 
 
 def _typical_step_s(run: Run) -> float | None:

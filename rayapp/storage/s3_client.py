@@ -36,6 +36,7 @@ def send(
     Raises: FileNotFoundError; StorageError at once, or after retry_s of transient failures.
     """
     from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
 
     bucket = url.split("/")[2]
     try:
@@ -46,7 +47,7 @@ def send(
     for attempt in itertools.count(1):
         try:
             return request(client)
-        except (BotoCoreError, ClientError, ConnectionError) as error:
+        except (BotoCoreError, ClientError, ConnectionError, HTTPError) as error:
             code = _code(error)
             if answers is not None and code in answers:
                 return answers[code]
@@ -127,6 +128,7 @@ CONTENDED = {"OperationAborted", "ConditionalRequestConflict"}
 
 def _is_transient(error: Exception) -> bool:
     from botocore import exceptions as boto
+    from urllib3.exceptions import HTTPError
 
     if isinstance(error, boto.ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -138,7 +140,10 @@ def _is_transient(error: Exception) -> bool:
             504,
         )
     lost = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, ConnectionError)
-    return isinstance(error, (*lost, boto.FlexibleChecksumError, boto.CredentialRetrievalError))
+    # urllib3's own, where botocore reads the text of a refused download: it lets them out.
+    return isinstance(
+        error, (*lost, HTTPError, boto.FlexibleChecksumError, boto.CredentialRetrievalError)
+    )
 
 
 S3_REASONS = {  # code -> (why, what to do)
@@ -162,10 +167,11 @@ S3_REASONS = {  # code -> (why, what to do)
 def _s3_reason(error: Exception, bucket: str) -> tuple[str, str]:
     """Explain an S3 failure in the user's words: why, and what to do."""
     from botocore import exceptions as boto
+    from urllib3.exceptions import HTTPError
 
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
         return "no AWS credentials were found", "Set AWS_PROFILE, run `aws login`, or use a role"
-    if isinstance(error, (boto.HTTPClientError, boto.ConnectionError)):
+    if isinstance(error, (boto.HTTPClientError, boto.ConnectionError, HTTPError)):
         why = f"the S3 endpoint cannot be reached: {str(error).rstrip('.')}"
         return why, "Check the network, AWS_ENDPOINT_URL_S3 and AWS_REGION"
     code = _code(error)
