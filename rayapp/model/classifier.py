@@ -51,6 +51,9 @@ class Classifier(Wrapper):
         self.offloaded = False
         self.label_smoothing, self.compute = label_smoothing, compute
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        # Batch-norm must see nothing of a blank image, and what convolves takes none at all; what
+        # attends reshapes, and cannot.
+        self.takes_none = any(isinstance(module, nn.BatchNorm2d) for module in hf.modules())
         self._mean, self._std = tuple(mean), tuple(std)
         self._scale: tuple[Tensor, Tensor] | None = None  # per channel, on the device
 
@@ -65,8 +68,13 @@ class Classifier(Wrapper):
         Shapes: images uint8 [b, S, S, 3], labels, others int64 [b], shares float32 [b] -> two
         scalars and [b, classes].
         """
+        blank = len(images) == 0 and not self.takes_none
+        pixels = images.new_zeros(1, *images.shape[1:]) if blank else images
         with torch.autocast(images.device.type, self.compute, enabled=self.mixed):
-            logits = self.hf(self.normal(images)).logits
+            logits = self.hf(self.normal(pixels)).logits
+        if blank:  # of no weight, but in the graph: all ranks join the same collectives
+            nothing = (logits * 0.0).float().sum()
+            return nothing, nothing.detach(), logits[:0]
         scores = torch.log_softmax(logits.float(), -1)
         own, other = (-scores.gather(1, c[:, None])[:, 0] for c in (labels, others))
         loss = (shares * own + (1.0 - shares) * other).sum()
@@ -190,8 +198,8 @@ def _lay_out(classifier: Classifier) -> None:
     """Lay out the kernels of convolutions as their inputs are, with the channels last."""
     for module in classifier.modules():
         if isinstance(module, nn.Conv2d) and not isinstance(module.weight, DTensor):
-            # Not contiguous(), which leaves a 1 x 1 kernel as it is: DDP's buckets would be laid out
-            # otherwise than its gradient.
+            # Not contiguous(), which leaves a 1 x 1 kernel as it is: its gradient would be laid out
+            # otherwise than DDP's bucket.
             laid_out = torch.empty_like(module.weight, memory_format=torch.channels_last)
             module.weight.data = laid_out.copy_(module.weight)
 
