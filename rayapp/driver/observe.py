@@ -175,7 +175,10 @@ class Observer:
 
 
 def _planned_step_s(run: Storage) -> float | None:
-    band = json.loads(run.read("plan.json")).get("step_s")
+    try:
+        band = json.loads(run.read("plan.json")).get("step_s")
+    except FileNotFoundError:  # a run that no command has planned
+        return None
     return None if band is None else float(band["value"])
 
 
