@@ -471,8 +471,12 @@ def test_the_job_is_no_run() -> None:
         "python -m rayapp.preflight --run.name=demo --run.storage=s3://bucket/runs --json=true"
     )
     assert order.name == "preflight"
-    assert order.metadata() == {"rayapp.tag.team": "x"}  # or it would be listed as the run
-    assert prepare(config, Shipment()).metadata() == {"rayapp.run": "s3://bucket/runs/demo"}
+    # without the run among them it would be listed as the run itself
+    assert order.metadata() == {"job_name": "preflight", "rayapp.tag.team": "x"}
+    assert prepare(config, Shipment()).metadata() == {
+        "job_name": "demo",
+        "rayapp.run": "s3://bucket/runs/demo",
+    }
 
 
 # --- real clusters -----------------------------------------------------------------------------
