@@ -105,7 +105,7 @@ def test_a_killed_worker_changes_nothing(folder: Path, expected: Undisturbed) ->
     assert {line["attempt"] for line in lines} == {1, 2}
     (event,) = result["interruptions"]
     assert event["kind"] == "failure"
-    assert result["status"] == "done" and 0 < result["eval_top1"] <= result["eval_top5"] <= 1
+    assert result["status"] == "done" and 0 <= result["eval_top1"] <= result["eval_top5"] <= 1
     each = result["classes"]["each"]
     held = json.loads(drill.run.read("plan.json"))["data"]["images"]["eval"]
     assert sum(count for _, count, _ in each) == held
