@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,12 +27,15 @@ from transformers import AutoModelForImageClassification, PretrainedConfig, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
+from rayapp.config.text import shown
 from rayapp.model.build import Wrapper, device_mesh, shard
 from rayapp.model.init import fill, init_weights
 from rayapp.model.source import Source, resolve
 from rayapp.model.weights import load_weights, misfits_of
 from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.storage import Storage
+
+DERIVED = ("out_features", "out_indices", "stage_names")  # of other fields of a config.json
 
 
 class Classifier(Wrapper):
@@ -121,21 +126,44 @@ def shape_of_classifier(path: str, overrides: dict[str, Any], classes: Sequence[
     """
     preset, source = IMAGE_PRESETS.get(path), None
     if preset is not None:
-        shape = CONFIG_MAPPING[preset.model_type](**preset.fields)
+        kind, given = CONFIG_MAPPING[preset.model_type], preset.fields
     else:
         source = resolve_classifier(path)
-        shape = copy.deepcopy(source.config)
-    if type(shape) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        kind, given = type(source.config), source.config.to_dict()
+    if kind not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise ValueError(
             f"model.path={path} is no image classifier: transformers has none of model_type "
-            f"{shape.model_type}. Set e.g. model.path=resnet50"
+            f"{kind.model_type}. Set e.g. model.path=resnet50"
         )
-    for name, value in overrides.items():
-        setattr(shape, name, value)
+    if source is not None and not overrides:
+        shape = copy.deepcopy(source.config)
+    else:  # made anew: what follows from other fields must not stay as it was
+        given = {name: value for name, value in given.items() if name not in DERIVED}
+        shape = _shape_with(kind, given, overrides)
     if classes:
         shape.id2label = dict(enumerate(classes))
         shape.label2id = {name: number for number, name in enumerate(classes)}
     return shape, source
+
+
+def _shape_with(kind: Any, given: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    known = kind()
+    unknown = [name for name in overrides if not hasattr(known, name)]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known.to_dict(), n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Correct the name, or leave it out"
+        raise ValueError(
+            f"model.overrides={shown(overrides)} is unknown in {unknown[0]}: the config.json of "
+            f"{kind.model_type} has no such field. {hint}"
+        )
+    try:
+        return kind.from_dict(given | overrides)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ValueError(
+            f"model.overrides={shown(overrides)} is not a shape of {kind.model_type}: {why}. "
+            "Correct its fields"
+        ) from error
 
 
 def build_classifier(shape: PretrainedConfig, **options: Any) -> Classifier:
