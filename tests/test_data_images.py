@@ -397,6 +397,7 @@ def ray_here() -> Any:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
+@pytest.mark.drill  # tests/test_vision_drills.py sees to it in `make test`
 def test_ray_data_indexes_as_one_process_does(
     ray_here: None, folder: Path, images: Images, tmp_path: Path
 ) -> None:
@@ -409,6 +410,7 @@ def test_ray_data_indexes_as_one_process_does(
     assert prepare(recipe, root) == found and len(told) == 1
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("world", "first_step"), [(1, 0), (2, 0), (3, 5)])
 def test_the_stream_is_what_one_process_makes(
     ray_here: None, images: Images, world: int, first_step: int
