@@ -155,7 +155,7 @@ def test_the_order_outlives_every_change_of_workers(
 def test_a_node_is_taken_away_and_another_comes(folder: Path) -> None:
     """2 workers, after a notice 1, and 2 again as soon as there is room: nothing is lost."""
     with seats(folder, 2) as nodes:
-        more = {"train.epochs": 40, "train.lr": 1e-3, "cluster.workers": "1:2"}
+        more = {"train.epochs": 200, "train.lr": 1e-3, "cluster.workers": "1:2"}
         placed = {"cluster.address": nodes[0].address, "cluster.resources": "{seat: 1}"}
         drill = ImageDrill(folder, "taken", {**more, **placed})
         drill.wait_for_step(13)
