@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -206,7 +207,11 @@ def loops(rank: int, folder: str, rounds: int, steps: int) -> None:
     batches = list(local_steps(images.rows("train"), look, order, rank, 2, 0))
     for number in range(rounds + 1):  # the first of each is thrown away
         job = Job(config, images, order, f"{folder}/loop-{number}")
-        found = {"rayapp": our_loop(job, batches), "bare": bare_loop(config, batches)}
+        arms = {
+            "rayapp": partial(our_loop, job, batches),
+            "bare": partial(bare_loop, config, batches),
+        }
+        found = {name: arms[name]() for name in (list(arms) if number % 2 else reversed(arms))}
         if rank == 0 and number:
             print(json.dumps(found), flush=True)
     import gc
@@ -256,7 +261,7 @@ def bare_loop(config: VisionConfig, batches: list) -> float:
     shape, _ = shape_of_classifier(config.model.path, {}, tuple("abcdefghij"))
     model = AutoModelForImageClassification.from_config(shape)
     model = model.to(memory_format=torch.channels_last).train()
-    ddp = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
     train = config.train
     optimizer = torch.optim.SGD(
         ddp.parameters(), train.lr, train.momentum, weight_decay=train.weight_decay, nesterov=True
