@@ -1,4 +1,5 @@
 # make finetune   train the default model on this machine, from nothing
+# make vision     train a small ResNet on images that rayapp draws itself
 # make test       the tests of every module, with one drill of each kind
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
 # make security   checkov and hadolint on infra/ and cluster/
@@ -15,7 +16,7 @@ REGION ?= us-west-2
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 TF = terraform -chdir=infra
 
-.PHONY: setup finetune test check check-infra security bench drills image
+.PHONY: setup finetune vision test check check-infra security bench drills image
 .PHONY: up-base up-ecs up-eks down-base down-ecs down-eks
 
 setup: .venv/.ready
@@ -34,6 +35,9 @@ setup: .venv/.ready
 
 finetune: setup
 	$(BIN)/python -m rayapp.finetune configs/tiny_cpu.yaml $(ARGS)
+
+vision: setup
+	$(BIN)/python -m rayapp.vision configs/vision_cpu.yaml $(ARGS)
 
 test: .venv/.optional
 	$(BIN)/python -m pytest -q -m "not drill" $(TWO) $(ARGS)
@@ -110,4 +114,4 @@ down-base:
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	for name in loop data resume sft checkpoint faults prepare step loss observe; do $(BIN)/python bench/$$name.py || exit 1; done
+	for name in loop data resume sft checkpoint faults prepare step loss observe vision; do $(BIN)/python bench/$$name.py || exit 1; done

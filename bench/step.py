@@ -172,7 +172,7 @@ def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[st
         )
         totals = loop.agree(engine, rows)
         loop.train_step(engine, rows, totals)
-        tokens += totals.tokens if step >= WARM_UP_STEPS else 0
+        tokens += totals.sums[1] if step >= WARM_UP_STEPS else 0
     cpu_s = time.process_time() - cpu_s
     synchronize(options)
     seconds = time.perf_counter() - began

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
+from typing import overload
 
 import fire
 
-from rayapp.config import Config, ConfigError, load
+from rayapp.config import ConfigError, Described, RunConfig, load
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -25,8 +26,22 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return list(paths), dict(overrides)
 
 
-def read(argv: Sequence[str], options: Mapping[str, str]) -> tuple[Config, dict[str, str]]:
+@overload
+def read(argv: Sequence[str], options: Mapping[str, str]) -> tuple[RunConfig, dict[str, str]]: ...
+
+
+@overload
+def read(
+    argv: Sequence[str], options: Mapping[str, str], kind: type[Described]
+) -> tuple[Described, dict[str, str]]: ...
+
+
+def read(
+    argv: Sequence[str], options: Mapping[str, str], kind: type[RunConfig] | None = None
+) -> tuple[RunConfig, dict[str, str]]:
     """Return the config and the command's own options, by default as given.
+
+    A config is of the kind that it says, unless the command is for one kind.
 
     Raises:
         ConfigError: with every problem.
@@ -38,11 +53,11 @@ def read(argv: Sequence[str], options: Mapping[str, str]) -> tuple[Config, dict[
             f"{' '.join(paths[1:])} is unexpected: one config file is read. "
             "Write --section.field=value"
         )
-    own = {name: value for name, value in overrides.items() if "." not in name}
+    own = {name: value for name, value in overrides.items() if not _of_config(name)}
     problems += _unknown(own, options)
-    rest = {name: value for name, value in overrides.items() if "." in name}
+    rest = {name: value for name, value in overrides.items() if _of_config(name)}
     try:
-        config = load(paths[0] if paths else None, rest)
+        config: RunConfig = load(paths[0] if paths else None, rest, kind)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
@@ -90,6 +105,10 @@ def read_words(argv: Sequence[str], options: Mapping[str, str]) -> tuple[list[st
 def flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
     """Return argv with `--name` alone written out as `--name=true`, for names that are switches."""
     return [f"{word}=true" if word.removeprefix("--") in names else word for word in argv]
+
+
+def _of_config(name: str) -> bool:
+    return "." in name or name == "task"
 
 
 def _unknown(own: Mapping[str, str], options: Mapping[str, str]) -> list[str]:

@@ -31,18 +31,22 @@ if TYPE_CHECKING:
 PREFIX = "rayapp"
 REPEAT_S = 1.0
 
-# Fields of a StepRecord that rank 0 tells as they are.
+# Fields of a StepRecord of any kind that rank 0 tells as they are, where it has them.
 OF_A_STEP = {
     "step": "Optimizer steps done",
     "epoch": "Epochs done",
-    "loss": "Nats per loss-bearing token of the last step",
+    "loss": "Nats per loss-bearing token, or per image, of the last step",
     "loss_per_byte": "Nats per UTF-8 byte of the last step",
-    "eval_loss": "Nats per token of the held-out data, when last evaluated",
+    "eval_loss": "Nats per token or image of the held-out data, when last evaluated",
     "eval_loss_per_byte": "Nats per UTF-8 byte of the held-out data, when last evaluated",
     "grad_norm": "Gradient norm before clipping",
     "lr": "Learning rate",
     "tokens_per_s": "Input tokens per second of all workers",
     "tokens_per_s_per_gpu": "Input tokens per second and worker",
+    "images_per_s": "Images per second of all workers",
+    "images_per_s_per_gpu": "Images per second and worker",
+    "eval_top1": "Share of the held-out images that are classified right, 0-1",
+    "eval_top5": "Share of them whose class is among the five likeliest, 0-1",
     "mfu": "Model FLOP/s over the hardware's peak, 0-1",
     "workers": "Training workers",
     "attempt": "How many times the run has started its workers",
@@ -50,6 +54,7 @@ OF_A_STEP = {
 OF_A_RANK = {"peak_gib": "Most memory that the rank has held so far"}
 COUNTED = {
     "tokens": "Loss-bearing tokens trained on",
+    "images": "Images trained on",
     "skipped_steps": "Steps that left the weights as they were",
     "bad_steps": "Steps whose loss or gradient was not finite",
     "checkpoint_stall_s": "Seconds that steps were held up by saving",
@@ -144,8 +149,9 @@ class Steps:
         self._count("data_wait_s", record.data_wait_s)
         if not self._first:
             return
-        self._gauges.set({name: getattr(record, name) for name in OF_A_STEP})
-        self._count("tokens", record.tokens)
+        self._gauges.set({name: getattr(record, name, None) for name in OF_A_STEP})
+        for name in ("tokens", "images"):
+            self._count(name, getattr(record, name, 0))
         self._count("skipped_steps", int(record.skipped))
         self._count("checkpoint_stall_s", record.checkpoint_stall_s)
         self._count("eval_s", record.eval_s)

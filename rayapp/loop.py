@@ -4,9 +4,9 @@
 
 Runs wherever a process group does: in Ray Train workers and under torchrun alike. A step is one
 optimizer step over the whole global batch: every rank runs its micro-batches, the loss is divided
-by the loss-bearing tokens of all of them, and the gradients are summed. One small all-reduce in
-host memory at the start of a step carries all that the ranks must agree on: the token counts, the
-digest of the batch, and whether to save or leave after it.
+by the weight of all of them (loss-bearing tokens, or images), and the gradients are summed. One
+small all-reduce in host memory at the start of a step carries all that the ranks must agree on: the
+counts, the digest of the batch, and whether to save or leave after it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rayapp import order, packing
-from rayapp.loss import IGNORE
+from rayapp import order
 from rayapp.memory import Peaks
 from rayapp.metrics import StepRecord
 from rayapp.optim import set_lr
 from rayapp.spikes import Spikes
+from rayapp.units import TOKENS, Unit
 
 logger = logging.getLogger("rayapp.loop")
 
@@ -47,9 +47,33 @@ class BadLoss(RuntimeError):
         return type(self), (str(self), self.step, self.rows)
 
 
+class Batch(Protocol):
+    """What a rank takes of a step: m micro-batches of b rows."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 0."""
+
+    @property
+    def rows(self) -> np.ndarray[Any, Any]:
+        """int64 [m, b], number of the row in the data set, EMPTY where there is none."""
+
+    def sums(self) -> tuple[int, ...]:
+        """Return what is summed over ranks; first, the weight that the loss is divided by."""
+
+    def digest(self) -> int:
+        """Return the sum of the rows' digests, whatever rank they are on."""
+
+    def weight(self, i: int, j: int) -> int:
+        """Return by what the loss of one row is divided."""
+
+    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:
+        """Return what the model takes of a micro-batch, arrays and numbers by name."""
+
+
 @dataclass
 class Engine:
-    """What a step needs; `model(**inputs(...))` returns (objective, cross-entropy), both sums."""
+    """What a step needs; `model(**inputs(...))` returns sums: (objective, cross-entropy, ...)."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -76,9 +100,15 @@ class Engine:
     """None: only what is not finite is bad."""
     skip_bad: bool = False
     """Leave the weights as they are after a bad step and go on, instead of raising BadLoss."""
-    mfu: Callable[[int, int, float], float | None] = field(default=lambda tokens, pairs, s: None)
-    """Model FLOP/s over the peak of all devices, from tokens, attended pairs and seconds."""
-    evaluate: Callable[[], tuple[float, float | None]] | None = None
+    unit: Unit = TOKENS
+    record: Callable[[dict[str, Any], tuple[int, ...], float, float], StepRecord] | None = None
+    """Make a step's record of what all have, the batch's sums, the sum of losses, and seconds."""
+    last_of_step: Callable[[bool], None] = field(default=lambda last: None)
+    """Told before each micro-batch whether it is the step's last on this rank."""
+    updated: Callable[[bool], None] = field(default=lambda skipped: None)
+    """Called on all ranks together when the weights are updated, or were left as they are."""
+    evaluate: Callable[[], dict[str, float | None]] | None = None
+    """Return figures of the held-out data, named as in a record."""
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
     peaks: Peaks = field(init=False)
 
@@ -90,19 +120,20 @@ class Engine:
 class Totals:
     """Sums over all ranks of a step, made before it runs."""
 
-    targets: int
-    tokens: int
-    pairs: int
-    """Pairs of tokens of which one attends to the other: n (n + 1) / 2 in a document of n."""
-    target_bytes: int
+    sums: tuple[int, ...]
     digest: str
     save: bool
     leave: int
     look: bool
 
+    @property
+    def weight(self) -> int:
+        """What the loss is divided by."""
+        return max(self.sums[0], 1)
 
-def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
-    """Run every step of `steps` (`data.rows.StepRows`) and yield its record; end early to leave.
+
+def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
+    """Run every step of `steps` and yield its record; end early to leave.
 
     A save that was asked for is made after its step; who leaves saves first, sets `engine.left`,
     and as the last thing yields the record of the step it saved.
@@ -125,99 +156,79 @@ def train(engine: Engine, steps: Iterable[Any]) -> Iterator[StepRecord]:
         peaks = engine.peaks.take()
         done = batch.step + 1
         evaluated = time.perf_counter()
-        eval_loss, eval_loss_per_byte = None, None
+        held_out = {}
         if engine.evaluate is not None and engine.eval_due(done):
-            eval_loss, eval_loss_per_byte = engine.evaluate()
+            held_out = engine.evaluate()
         eval_s = time.perf_counter() - evaluated
         stall_s = engine.save(done) if totals.save or leave else 0.0
         now = time.perf_counter()
         step_s, clock = now - clock, now
+        facts = {
+            "step": done,
+            "epoch": done * engine.rows_per_step / engine.rows_per_epoch,
+            "loss": loss_sum / totals.weight,
+            "grad_norm": grad_norm,
+            "lr": engine.lr_at(batch.step),
+            "step_s": step_s,
+            "data_wait_s": data_wait_s,
+            "checkpoint_stall_s": stall_s,
+            "eval_s": eval_s,
+            "skipped": skipped,
+            "peak_gib": engine.peaks.highest_gib,
+            **{f"peak_{name}_gib": peaks[name] for name in ("forward", "backward", "optimizer")},
+            "workers": world,
+            "attempt": engine.attempt,
+            "batch_digest": totals.digest,
+            "time": time.time(),
+            **held_out,
+        }
+        assert engine.record is not None, "this engine was made for single steps"
         busy_s = max(step_s - stall_s - eval_s, 1e-9)
-        yield StepRecord(
-            step=done,
-            epoch=done * engine.rows_per_step / engine.rows_per_epoch,
-            loss=loss_sum / max(totals.targets, 1),
-            loss_per_byte=loss_sum / totals.target_bytes if totals.target_bytes else None,
-            grad_norm=grad_norm,
-            lr=engine.lr_at(batch.step),
-            tokens=totals.targets,
-            tokens_per_s=totals.tokens / busy_s,
-            tokens_per_s_per_gpu=totals.tokens / busy_s / world,
-            mfu=engine.mfu(totals.tokens, totals.pairs, busy_s),
-            step_s=step_s,
-            data_wait_s=data_wait_s,
-            checkpoint_stall_s=stall_s,
-            eval_s=eval_s,
-            skipped=skipped,
-            peak_gib=engine.peaks.highest_gib,
-            peak_forward_gib=peaks["forward"],
-            peak_backward_gib=peaks["backward"],
-            peak_optimizer_gib=peaks["optimizer"],
-            workers=world,
-            attempt=engine.attempt,
-            batch_digest=totals.digest,
-            time=time.time(),
-            eval_loss=eval_loss,
-            eval_loss_per_byte=eval_loss_per_byte,
-        )
+        yield engine.record(facts, totals.sums, loss_sum, busy_s)
         if leave:
             engine.left = leave
             return
 
 
-def agree(engine: Engine, batch: Any) -> Totals:
+def agree(engine: Engine, batch: Batch) -> Totals:
     """Sum over ranks what the step must know before it runs."""
-    digest = sum(
-        order.row_digest(int(position), batch.input_ids[i, j])
-        for (i, j), position in np.ndenumerate(batch.positions)
-        if position != order.EMPTY
-    ) % (2**64)
+    digest = batch.digest() % (2**64)
     message = torch.tensor(
         [
-            int((batch.labels != IGNORE).sum()),
-            int((batch.segments != 0).sum()),
-            packing.attended_pairs(batch.segments),
-            int(batch.target_bytes.sum()),
             digest >> 32,  # in halves, so that sums over ranks cannot overflow an int64
             digest & 0xFFFFFFFF,
             int(engine.save_due(batch.step + 1)),
             engine.leave_due(),
             int(engine.look_due()),
+            *batch.sums(),
         ],
         dtype=torch.int64,
     )
     dist.all_reduce(message, group=engine.control)
-    targets, tokens, pairs, target_bytes, high, low, save, leave, look = map(int, message)
-    return Totals(
-        targets,
-        tokens,
-        pairs,
-        target_bytes,
-        order.combine([high << 32, low]),
-        save > 0,
-        leave,
-        look > 0,
-    )
+    high, low, save, leave, look, *sums = map(int, message)
+    whole = order.combine([high << 32, low])
+    return Totals(tuple(sums), whole, save > 0, leave, look > 0)
 
 
-def train_step(engine: Engine, batch: Any, totals: Totals) -> tuple[float, float, bool]:
+def train_step(engine: Engine, batch: Batch, totals: Totals) -> tuple[float, float, bool]:
     """Update the weights once; return (sum of losses in nats, gradient norm, skipped).
 
     The sum is over all ranks; the weights stay as they are after a bad step that is skipped.
     """
-    losses = []
-    for i in range(batch.input_ids.shape[0]):
+    losses, count = [], len(batch.rows)
+    for i in range(count):
+        engine.last_of_step(i == count - 1)
         with engine.peaks.phase("forward"):
-            objective, loss = engine.model(**inputs(batch, i, engine.device))
+            objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
         with engine.peaks.phase("backward"):
             # Gradients of all ranks are summed, never averaged: this division is the only one.
-            (objective / max(totals.targets, 1)).backward()
+            (objective / totals.weight).backward()
         losses.append(loss)
         del objective, loss  # or the next forward pass would hold this one's graph
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
         loss_sum = sum_over_ranks(engine, torch.stack(losses).double().sum().cpu())
-        bad = is_bad(engine, loss_sum / max(totals.targets, 1), grad_norm)
+        bad = is_bad(engine, loss_sum / totals.weight, grad_norm)
         if bad:
             report_bad(engine, batch, loss_sum, grad_norm)
         else:
@@ -226,6 +237,7 @@ def train_step(engine: Engine, batch: Any, totals: Totals) -> tuple[float, float
                 optimizer.step()
         for optimizer in engine.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        engine.updated(bad)
     return loss_sum, grad_norm, bad
 
 
@@ -236,28 +248,14 @@ def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:
     return engine.spikes is not None and engine.spikes.is_spike(loss)
 
 
-def inputs(
-    batch: Any, i: int, device: torch.device, rows: slice = slice(None)
-) -> dict[str, torch.Tensor | int]:
-    """Return what the model takes of a micro-batch (or of some of its rows), on the device.
-
-    Positions and boundaries are left out if no row holds more than one document: plain causal
-    attention, no mask.
-    """
-    segments = batch.segments[i][rows]
-    found = {
-        "input_ids": batch.input_ids[i][rows].astype(np.int64),
-        "labels": batch.labels[i][rows].astype(np.int64),
+def inputs(batch: Batch, i: int, device: torch.device, rows: slice = slice(None)) -> dict[str, Any]:
+    """Return what the model takes of a micro-batch (or of some of its rows), on the device."""
+    return {
+        name: torch.from_numpy(value).to(device, non_blocking=True)
+        if isinstance(value, np.ndarray)
+        else value
+        for name, value in batch.inputs(i, rows).items()
     }
-    if not (segments[:, :1] == segments).all():
-        found["position_ids"] = packing.position_ids(segments)
-        found["boundaries"] = packing.boundaries(segments)
-    moved: dict[str, torch.Tensor | int] = {
-        name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in found.items()
-    }
-    if "boundaries" in found:
-        moved["longest"] = int(np.diff(found["boundaries"]).max())
-    return moved
 
 
 def clip(model: nn.Module, limit: float | None) -> float:
@@ -272,19 +270,19 @@ def sum_over_ranks(engine: Engine, value: torch.Tensor) -> float:
     return float(value)
 
 
-def report_bad(engine: Engine, batch: Any, loss_sum: float, grad_norm: float) -> None:
+def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) -> None:
     """Say which step and rows are bad: in the log of rank 0 if such are skipped, else by raising.
 
     Raises:
         BadLoss: on all ranks.
     """
-    rows = worst_rows(engine, batch)
+    rows, unit = worst_rows(engine, batch), f"nats/{engine.unit.one}"
     broken = sorted(row for loss, row in rows if not math.isfinite(loss))
     shown = ", ".join(map(str, broken[:8])) + (" ..." if len(broken) > 8 else "")
     if math.isfinite(loss_sum) and math.isfinite(grad_norm):
         assert engine.spikes is not None
-        highest = ", ".join(f"{row} ({loss:.2f} nats/token)" for loss, row in rows[:3])
-        what = f"is a spike (above {engine.spikes.threshold():.3f} nats/token)"
+        highest = ", ".join(f"{row} ({loss:.2f} {unit})" for loss, row in rows[:3])
+        what = f"is a spike (above {engine.spikes.threshold():.3f} {unit})"
         cause = f"highest are rows {highest} of the prepared data"
     else:
         what = "is not finite"
@@ -306,15 +304,13 @@ def report_bad(engine: Engine, batch: Any, loss_sum: float, grad_norm: float) ->
 
 
 @torch.no_grad()
-def worst_rows(engine: Engine, batch: Any) -> list[tuple[float, int]]:
-    """Run the forward pass row by row on all ranks; return (nats per token, row), worst first."""
+def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int]]:
+    """Run the forward pass row by row on all ranks; return (loss, row), worst first."""
     found = []
-    for i in range(batch.input_ids.shape[0]):
-        for j in range(batch.input_ids.shape[1]):
-            _, loss = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
-            if batch.rows[i, j] >= 0:
-                targets = max(int((batch.labels[i, j] != IGNORE).sum()), 1)
-                found.append((float(loss) / targets, int(batch.rows[i, j])))
+    for (i, j), row in np.ndenumerate(batch.rows):
+        _, loss, *_ = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
+        if row >= 0:
+            found.append((float(loss) / max(batch.weight(i, j), 1), int(row)))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found, group=engine.control)
     rows = [pair for part in gathered for pair in part]
@@ -322,18 +318,19 @@ def worst_rows(engine: Engine, batch: Any) -> list[tuple[float, int]]:
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Iterable[Any]) -> tuple[float, float | None]:
-    """Return held-out (nats per token, nats per byte) over all ranks' batches."""
+def evaluate(
+    engine: Engine,
+    batches: Iterable[Any],
+    measure: Callable[[Any, int, Any], Sequence[float]],
+) -> list[float]:
+    """Return sums over all ranks' batches of what `measure(batch, i, output)` gives."""
     engine.model.eval()
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = []
     for batch in batches:
-        for i in range(batch.input_ids.shape[0]):
-            _, loss = engine.model(**inputs(batch, i, engine.device))
-            targets = int((batch.labels[i] != IGNORE).sum())
-            sums += torch.tensor(
-                [float(loss), targets, int(batch.target_bytes[i].sum())], dtype=torch.float64
-            )
+        for i in range(len(batch.rows)):
+            output = engine.model(**inputs(batch, i, engine.device))
+            sums.append(torch.tensor(measure(batch, i, output), dtype=torch.float64))
     engine.model.train()
-    dist.all_reduce(sums, group=engine.control)
-    loss_sum, targets_sum, bytes_sum = sums.tolist()
-    return loss_sum / max(targets_sum, 1), loss_sum / bytes_sum if bytes_sum else None
+    whole = torch.stack(sums).sum(0)
+    dist.all_reduce(whole, group=engine.control)
+    return list(whole.tolist())

@@ -1,7 +1,7 @@
 """What happened, step by step: one JSON line each in metrics.jsonl.
 
     log = MetricsLog(storage, first_step=resumed_at)
-    log.write(StepRecord(step=1, loss=..., ...)); log.close()
+    log.write(TokenRecord(step=1, loss=..., ...)); log.close()
 
 `metrics.jsonl` is the run's own record and does not go through Ray. A local file is appended to; an
 S3 object cannot be, so it is rewritten by a thread, at most every few seconds and less often as it
@@ -30,24 +30,17 @@ BYTES_PER_S = 2 * 2**20  # of rewriting an S3 object, on average
 logger = logging.getLogger("rayapp.metrics")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One line of metrics.jsonl."""
+    """What every line of metrics.jsonl has."""
 
     step: int
     """Optimizer steps done, from 1."""
     epoch: float
     loss: float
-    """Nats per loss-bearing token of the global batch."""
-    loss_per_byte: float | None
-    """Nats per UTF-8 byte of the loss-bearing tokens."""
+    """Nats per loss-bearing token, or per image, of the global batch."""
     grad_norm: float
     lr: float
-    tokens: int
-    """Loss-bearing tokens of the global batch."""
-    tokens_per_s: float
-    """Input tokens (no padding) of all workers per second of step_s."""
-    tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOP/s over the hardware's peak, 0-1; None where no peak is known."""
     step_s: float
@@ -69,7 +62,35 @@ class StepRecord:
     time: float
     """Unix time in seconds."""
     eval_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecord(StepRecord):
+    """A step of a language model."""
+
+    loss_per_byte: float | None
+    """Nats per UTF-8 byte of the loss-bearing tokens."""
+    tokens: int
+    """Loss-bearing tokens of the global batch."""
+    tokens_per_s: float
+    """Input tokens (no padding) of all workers per second of step_s."""
+    tokens_per_s_per_gpu: float
     eval_loss_per_byte: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRecord(StepRecord):
+    """A step of image classification."""
+
+    images: int
+    """Images of the global batch."""
+    images_per_s: float
+    """Images of all workers per second of step_s."""
+    images_per_s_per_gpu: float
+    eval_top1: float | None = None
+    """Share of the held-out images whose class is the likeliest by the model, 0-1."""
+    eval_top5: float | None = None
+    """The same among the five likeliest."""
 
 
 def read(storage: Storage) -> list[dict[str, Any]]:

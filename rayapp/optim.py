@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
@@ -75,6 +76,63 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
             (decay if matrix else plain).append(parameter)
     groups = [(decay, weight_decay), (plain, 0.0)]
     return [{"params": params, "weight_decay": value} for params, value in groups if params]
+
+
+class Lars(torch.optim.Optimizer):
+    """SGD whose rate is scaled in each layer by its weights' norm over its gradient's.
+
+    Only matrices and kernels are scaled, as norms and biases have no decay. Source: You et al.,
+    "Large Batch Training of Convolutional Networks", 2017, arXiv 1708.03888, algorithm 1.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float, trust: float = 0.001) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        self.trust = trust
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights once."""
+        for group in self.param_groups:
+            decay = group["weight_decay"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                change = weight.grad.add(weight, alpha=decay)
+                if weight.ndim > 1:
+                    size, slope = _norm(weight), _norm(weight.grad)
+                    scale = self.trust * size / (slope + decay * size)
+                    change.mul_(torch.where((size > 0) & (slope > 0), scale, 1.0))
+                state = self.state[weight]
+                if "velocity" not in state:
+                    state["velocity"] = torch.zeros_like(weight)
+                velocity = state["velocity"]
+                velocity.mul_(group["momentum"]).add_(change, alpha=group["lr"])
+                weight.sub_(velocity)
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm of a whole tensor, of which this rank may hold a part."""
+    norm = torch.linalg.vector_norm(tensor.detach())
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def make_image_optimizer(
+    kind: str,
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    betas: tuple[float, float],
+) -> torch.optim.Optimizer:
+    """Return what updates all parameters of an image classifier; call it after sharding."""
+    groups = decay_groups(model, weight_decay)
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    if kind == "lars":
+        return Lars(groups, lr=lr, momentum=momentum)
+    assert kind == "adamw", kind
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 def make_optimizers(

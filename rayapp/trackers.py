@@ -25,17 +25,20 @@ from typing import Any, Protocol, TypeAlias
 
 from rayapp.config import RunConfig
 from rayapp.storage import Storage
+from rayapp.units import UNITS
 
 Line: TypeAlias = dict[str, Any]
 
+RATES = [rate for unit in UNITS for rate in (unit.per_s, unit.per_s_per_gpu)]
 # Fields of metrics.jsonl, by the group they are shown in.
 GROUPS = {
     "loss": ("loss", "loss_per_byte", "eval_loss", "eval_loss_per_byte"),
+    "accuracy": ("eval_top1", "eval_top5"),
     "optimizer": ("lr", "grad_norm", "skipped"),
-    "speed": ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s"),
+    "speed": (*RATES, "mfu", "step_s"),
     "stalls": ("data_wait_s", "checkpoint_stall_s", "eval_s"),
     "memory": ("peak_gib", "peak_forward_gib", "peak_backward_gib", "peak_optimizer_gib"),
-    "run": ("epoch", "tokens", "workers", "attempt"),
+    "run": ("epoch", *(unit.many for unit in UNITS), "workers", "attempt"),
 }
 NAMES = {field: f"{group}/{field}" for group, fields in GROUPS.items() for field in fields}
 SHOWN_BY_HPARAMS = (NAMES["loss"], NAMES["eval_loss"])

@@ -20,6 +20,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
 LONG = (
     "test_drills.py",
     "test_drills_nodes.py",
+    "test_vision_drills.py",
     "test_infra.py",
     "test_examples.py",
     "test_notebook.py",
@@ -28,6 +29,7 @@ LONG = (
     "test_ray_job.py",
     "test_finetune_parts.py",
     "test_loop.py",
+    "test_vision.py",
     "test_preflight.py",
     "test_generation.py",
     "test_model.py",
@@ -38,6 +40,7 @@ APART = (
     "test_examples.py",
     "test_finetune.py",
     "test_ray_job.py",
+    "test_vision_drills.py",
 )
 
 
@@ -65,7 +68,7 @@ def no_command_outlives_its_test() -> Iterator[None]:
     """Kill the runs that a test which failed has left, and the Ray of each."""
     yield
     for process in psutil.Process().children():
-        if "rayapp.finetune" in command_of(process):
+        if {"rayapp.finetune", "rayapp.vision"} & {*command_of(process)}:
             for each in [process, *process.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()

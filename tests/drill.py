@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -55,6 +55,9 @@ Lines = list[dict[str, Any]]
 class Drill:
     """One command in a process of its own; `more` overrides SETTINGS."""
 
+    MODULE = "rayapp.finetune"
+    SETTINGS: ClassVar[dict[str, Any]] = SETTINGS
+
     def __init__(
         self,
         folder: Path,
@@ -67,11 +70,10 @@ class Drill:
         self.run = open_storage(f"{self.storage}/{name}")
         self.attempts_before = max((line["attempt"] for line in self.lines()), default=0)
         self.temporary = tempfile.mkdtemp()
-        text = folder / "text.txt"
-        text.write_text(TEXT)
-        arguments = {"run.storage": self.storage, "run.name": name, "data.path": text}
-        command = [sys.executable, "-m", "rayapp.finetune"]
-        for field, value in {**arguments, **SETTINGS, **(more or {})}.items():
+        data = self.data(folder)
+        arguments = {"run.storage": self.storage, "run.name": name, "data.path": data}
+        command = [sys.executable, "-m", self.MODULE]
+        for field, value in {**arguments, **self.SETTINGS, **(more or {})}.items():
             command.append(f"--{field}={value}")
         own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self.temporary}
         variables = {**os.environ, **own, **(environment or {})}
@@ -81,6 +83,12 @@ class Drill:
             self.process = subprocess.Popen(
                 command, env=variables, stdout=output, stderr=subprocess.STDOUT
             )
+
+    def data(self, folder: Path) -> Path:
+        """Write what is trained on; return where it is."""
+        text = folder / "text.txt"
+        text.write_text(TEXT)
+        return text
 
     def lines(self) -> Lines:
         return metrics.read(self.run)
@@ -104,6 +112,13 @@ class Drill:
         while not true():
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
+
+    def stop_after_change(self, workers: int) -> None:
+        """Let it do some steps with so many workers, which it has not had last, and stop it."""
+        attempt = max(line["attempt"] for line in self.lines())
+        self.wait_for(lambda line: line["attempt"] > attempt and line["workers"] == workers)
+        self.wait_for_step(self.lines()[-1]["step"] + 10)
+        self.stop()
 
     def stop(self) -> None:
         """Do what Ctrl-C does: it saves after its current step and leaves."""
@@ -136,8 +151,9 @@ class Drill:
 class Undisturbed:
     """The runs that nothing happens to, each made once: expected(drill, workers)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, train: Callable[..., None] | None = None) -> None:
         self.folder, self.made = folder, dict[int, Lines]()
+        self.train = train
 
     def __call__(self, drill: Drill, workers: int) -> Lines:
         """Return the lines of a run with a command's rows, as far as the command has come."""
@@ -146,20 +162,32 @@ class Undisturbed:
         steps = json.loads(drill.run.read("plan.json"))["steps"] if done else result["steps"]
         if len(self.made.get(workers, [])) < steps:
             folder = self.folder / f"undisturbed-{workers}-{steps}"
-            self.made[workers] = without_ray(drill.storage, drill.run.url, workers, folder, steps)
+            where = (drill.storage, drill.run.url, workers, folder, steps)
+            self.made[workers] = without_ray(*where, self.train)
         lines = self.made[workers][:steps]
         assert [line["step"] for line in lines] == list(range(1, steps + 1))
         return lines
 
 
-def without_ray(storage: str, run: str, workers: int, folder: Path, steps: int) -> Lines:
-    """Train again what a run has trained, by its config, on its rows, in plain processes."""
+def without_ray(
+    storage: str,
+    run: str,
+    workers: int,
+    folder: Path,
+    steps: int,
+    train: Callable[..., None] | None = None,
+) -> Lines:
+    """Train again what a run has trained, by its config, on its rows, in plain processes.
+
+    `train` is what each does, as `train_again`, which is for language models.
+    """
     folder.mkdir()
-    spawn(_train, workers, str(folder / "rendezvous"), storage, run, str(folder), steps)
+    where = (storage, run, str(folder), steps)
+    spawn(train or train_again, workers, str(folder / "rendezvous"), *where)
     return metrics.read(open_storage(str(folder)))
 
 
-def _train(rank: int, world: int, storage: str, run: str, folder: str, steps: int) -> None:
+def train_again(rank: int, world: int, storage: str, run: str, folder: str, steps: int) -> None:
     asked, prepared_root = open_storage(run), open_storage(f"{storage}/{PREPARED}")
     config = from_dict(yaml.safe_load(asked.read("config.yaml")))
     off = config.checkpoint.model_copy(update={"every_steps": None})
@@ -172,6 +200,11 @@ def _train(rank: int, world: int, storage: str, run: str, folder: str, steps: in
     job = Job(config, prepared, f"{prepared_root.url}/{tokenizer}", order, folder)
     ahead = local_steps(rows, order, rank, world, 0)
     training.run(job, torch.device("cpu"), lambda first: islice(ahead, first, steps))
+
+
+def worker_counts(lines: Lines) -> list[int]:
+    """Return how many workers there were, one after another."""
+    return [workers for workers, _ in groupby(line["workers"] for line in lines)]
 
 
 def assert_same(lines: Lines, expected: Lines) -> None:

@@ -109,6 +109,21 @@ def cluster(folder: Path) -> Iterator[list[Node]]:
 
 
 @contextlib.contextmanager
+def seats(folder: Path, count: int) -> Iterator[list[Node]]:
+    """Start a cluster with as many nodes, each with room for one worker."""
+    with cluster(folder) as nodes:
+        for _ in range(count - 1):
+            join(nodes, folder)
+        yield nodes
+
+
+def join(nodes: list[Node], folder: Path) -> None:
+    """Let another node come."""
+    log = folder / f"node-{nodes[0].address.rpartition(':')[2]}-{len(nodes)}.log"
+    nodes.append(Node(log, cpus=1, seats=1, head=nodes[0]))
+
+
+@contextlib.contextmanager
 def with_jobs(folder: Path, cpus: int, workers: int = 0) -> Iterator[dict[str, str]]:
     """Start a cluster with a dashboard and a token of its own; yield the environment of a client.
 

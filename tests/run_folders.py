@@ -22,7 +22,7 @@ from rayapp.accounts import FILE as EVENTS
 from rayapp.config import load
 from rayapp.data.prepared import Counts, Prepared
 from rayapp.driver.outcome import step_s
-from rayapp.metrics import MetricsLog, StepRecord
+from rayapp.metrics import MetricsLog, TokenRecord
 from rayapp.storage import Storage
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +100,7 @@ class RunFolder:
                 self.add(RESUMED, lost_s=1.1 * len(lost), **facts)
         self.log.close()
 
-    def record(self, more_s: float = 0.0, **values: Any) -> StepRecord:
+    def record(self, more_s: float = 0.0, **values: Any) -> TokenRecord:
         """Draw the record of a step."""
         part = self.step / self.steps
         loss = 1.9 + 9.0 * math.exp(-9.0 * part**0.6) + float(self.random.normal(0, 0.06))
@@ -139,7 +139,7 @@ class RunFolder:
             "eval_loss": held,
             "eval_loss_per_byte": None if held is None else held / 4.31,
         }
-        return StepRecord(**numbers | values)
+        return TokenRecord(**numbers | values)
 
     def interrupt(self, kind: str = "failure", reason: str = "rank 3: the node died") -> None:
         trained_until = self.now

@@ -45,18 +45,18 @@ import sys, time
 import ray
 from ray.util.metrics import Gauge
 from rayapp.gauges import Steps
-from rayapp.metrics import StepRecord
+from rayapp.metrics import TokenRecord
 ray.init(address=sys.argv[1], log_to_driver=False)
 told = Steps("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
-numbers = dict.fromkeys(StepRecord.__dataclass_fields__, 0.5)
+numbers = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
 step = 0
 while True:
     step += 1
     bad = step % 10 == 0
     facts = {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "mfu": 0.25}
     facts |= {"skipped": bad, "loss": float("nan") if bad else 2.0, "eval_loss": None}
-    told.step(StepRecord(**numbers | facts))
+    told.step(TokenRecord(**numbers | facts))
     planned.set(0.5, {"run": "driven"})
     time.sleep(0.5)
 """

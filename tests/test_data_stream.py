@@ -145,15 +145,19 @@ def test_blocks_larger_than_ray_wants_are_not_cut(
     assert not context.execution_options.preserve_order
 
 
+def row_bytes(prepared: Prepared) -> int:
+    return int(prepared.rows("train").dtype.itemsize)
+
+
 def test_chunks_are_of_a_few_mib_and_not_too_many(tmp_path: Path) -> None:
     prepared = random_rows(str(tmp_path))
-    assert stream.steps_per_chunk(prepared, EPOCHS, 0, 1) == stream.MAX_STEPS_PER_CHUNK
+    assert stream.steps_per_chunk(EPOCHS, 0, 1, row_bytes(prepared)) == stream.MAX_STEPS_PER_CHUNK
     long = Order.for_steps(num_rows=17, rows_per_step=6, micro_batch=2, seed=0, num_steps=10**6)
     for world in (1, 8):
-        per_chunk = stream.steps_per_chunk(prepared, long, 0, world)
+        per_chunk = stream.steps_per_chunk(long, 0, world, row_bytes(prepared))
         assert -(-(10**6) // per_chunk) * world <= stream.MAX_CHUNKS + world
     large = Order.for_steps(17, 10**6, 10**6, 0, 10)
-    assert stream.steps_per_chunk(prepared, large, 0, 1) == 1
+    assert stream.steps_per_chunk(large, 0, 1, row_bytes(prepared)) == 1
 
 
 # ---- Rows --------------------------------------------------------------------------------------

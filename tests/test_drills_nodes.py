@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drill import Drill, Lines, Undisturbed, assert_alike
-from nodes import Node, cluster
+from drill import Drill, Undisturbed, assert_alike, worker_counts
+from nodes import Node, join, seats
 
 # Longer than any of these drills, which stop when they have seen enough; slow enough in learning
 # that another order of summing fp32 gradients stays within 1e-4 for so many steps.
@@ -27,35 +24,9 @@ def expected(folder: Path) -> Undisturbed:
     return Undisturbed(folder)
 
 
-@contextlib.contextmanager
-def seats(folder: Path, count: int) -> Iterator[list[Node]]:
-    """Start a cluster with as many nodes, each with room for one worker."""
-    with cluster(folder) as nodes:
-        for _ in range(count - 1):
-            join(nodes, folder)
-        yield nodes
-
-
-def join(nodes: list[Node], folder: Path) -> None:
-    log = folder / f"node-{nodes[0].address.rpartition(':')[2]}-{len(nodes)}.log"
-    nodes.append(Node(log, cpus=1, seats=1, head=nodes[0]))
-
-
 def start(folder: Path, name: str, nodes: list[Node], workers: str) -> Drill:
     placed = {"cluster.address": nodes[0].address, "cluster.resources": "{seat: 1}"}
     return Drill(folder, name, {**LONG, **placed, "cluster.workers": workers})
-
-
-def stop_after_change(drill: Drill, workers: int) -> None:
-    """Let the run do some steps with so many workers, which it has not had last, and stop it."""
-    attempt = max(line["attempt"] for line in drill.lines())
-    drill.wait_for(lambda line: line["attempt"] > attempt and line["workers"] == workers)
-    drill.wait_for_step(drill.lines()[-1]["step"] + 10)
-    drill.stop()
-
-
-def worker_counts(lines: Lines) -> list[int]:
-    return [workers for workers, _ in groupby(line["workers"] for line in lines)]
 
 
 def test_a_node_is_taken_away_and_another_comes(folder: Path, expected: Undisturbed) -> None:
@@ -66,7 +37,7 @@ def test_a_node_is_taken_away_and_another_comes(folder: Path, expected: Undistur
         nodes[1].preempt()
         drill.wait_for(lambda line: line["workers"] == 1)
         join(nodes, folder)
-        stop_after_change(drill, 2)
+        drill.stop_after_change(2)
     assert_alike(drill.lines(), expected(drill, 1))
     assert worker_counts(drill.lines()) == [2, 1, 2]
     taken, grown = drill.result()["interruptions"]
@@ -81,7 +52,7 @@ def test_a_lost_node_is_left_behind(folder: Path, expected: Undisturbed) -> None
         drill = start(folder, "lost", nodes, "1:2")
         drill.wait_for_step(15)
         nodes[1].lose()
-        stop_after_change(drill, 1)
+        drill.stop_after_change(1)
     assert_alike(drill.lines(), expected(drill, 1))
     workers = [line["workers"] for line in drill.lines()]
     assert worker_counts(drill.lines()) == [2, 1]
@@ -98,7 +69,7 @@ def test_three_nodes_shrink_to_two_and_grow_again(folder: Path, expected: Undist
         nodes[2].lose()
         drill.wait_for(lambda line: line["workers"] == 2)
         join(nodes, folder)
-        stop_after_change(drill, 3)
+        drill.stop_after_change(3)
     assert_alike(drill.lines(), expected(drill, 1))
     assert worker_counts(drill.lines()) == [3, 2, 3]
     lost, grown = drill.result()["interruptions"]

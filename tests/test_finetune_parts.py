@@ -29,6 +29,7 @@ from rayapp.config import ConfigError, from_dict
 from rayapp.data import tokens
 from rayapp.data.rows import StepRows
 from rayapp.finetune.parts import Head, make_parts, technique_problems
+from rayapp.finetune.training import held_out_losses
 from rayapp.loss import liger_cross_entropy
 from rayapp.storage import open_storage
 
@@ -179,29 +180,26 @@ def train_cell(cell: Cell, root: str) -> list[float]:
     everything, losses = batches(), []
     if ("train.compile", "true") in cell.more:  # it must leave no trace in the losses
         first = {name: array[None] for name, array in everything[rank].items()}
-        model.measure_compile(parts.lm, loop.inputs(SimpleNamespace(**first), 0, device))
+        model.measure_compile(parts.lm, loop.inputs(rows_of(0, first), 0, device))
     for step in range(cell.steps):
         mine = everything[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES][rank::world]
         arrays = {name: np.stack([m[name] for m in mine]) for name in mine[0]}
-        shape = arrays["labels"].shape[:2]
-        batch = StepRows(
-            step=step,
-            **arrays,
-            target_bytes=np.zeros(shape, np.int64),
-            positions=np.zeros(shape, np.int64),
-            rows=np.zeros(shape, np.int64),
-        )
+        batch = rows_of(step, arrays)
         totals = loop.agree(engine, batch)
         loss_sum, _, _ = loop.train_step(engine, batch, totals)
-        losses.append(loss_sum / totals.targets)
+        losses.append(loss_sum / totals.weight)
     held_out = [
-        SimpleNamespace(
-            **{name: array[None] for name, array in batch.items()},
-            target_bytes=np.zeros((1, ROWS), np.int64),
-        )
+        rows_of(0, {name: array[None] for name, array in batch.items()})
         for batch in everything[-HELD_OUT:][rank::world]
     ]
-    return [*losses, loop.evaluate(engine, held_out)[0]]
+    loss = held_out_losses(engine, held_out)["eval_loss"]
+    assert loss is not None
+    return [*losses, loss]
+
+
+def rows_of(step: int, arrays: dict[str, Any]) -> StepRows:
+    zeros = np.zeros(arrays["labels"].shape[:2], np.int64)
+    return StepRows(step=step, **arrays, target_bytes=zeros, positions=zeros, rows=zeros)
 
 
 def train_cells(rank: int, world: int, root: str, cells: list[Cell]) -> None:

@@ -15,16 +15,16 @@ import pytest
 
 from rayapp.accounts import account
 from rayapp.gauges import COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
-from rayapp.metrics import StepRecord
+from rayapp.metrics import TokenRecord
 
 KINDS = ("failure", "preemption", "resize")
 Scrape = Callable[[str], dict[str, float]]
 
 
-def record(step: int, **values: Any) -> StepRecord:
-    numbers: dict[str, Any] = dict.fromkeys(StepRecord.__dataclass_fields__, 0.5)
+def record(step: int, **values: Any) -> TokenRecord:
+    numbers: dict[str, Any] = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
     facts = {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "skipped": False}
-    return StepRecord(**numbers | facts | {"mfu": None, "eval_loss": None} | values)
+    return TokenRecord(**numbers | facts | {"mfu": None, "eval_loss": None} | values)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_step_is_told_by_rank_0_and_memory_by_each(scrape: Scrape) -> None:
         def __init__(self, rank: int) -> None:
             self.told = Steps("steps", rank)
 
-        def step(self, record: StepRecord) -> None:
+        def step(self, record: TokenRecord) -> None:
             self.told.step(record)
 
     ranks = [Rank.remote(rank) for rank in (0, 1)]

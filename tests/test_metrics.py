@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp import metrics
-from rayapp.metrics import FILE, TAIL_BYTES, Follower, MetricsLog, StepRecord, last, read
+from rayapp.metrics import FILE, TAIL_BYTES, Follower, MetricsLog, TokenRecord, last, read
 from rayapp.storage import Storage, StorageError, open_storage
 
 
@@ -32,10 +32,10 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return open_storage(f"s3://{request.getfixturevalue('s3_bucket')}/run")
 
 
-def record(step: int, **values: Any) -> StepRecord:
-    numbers: dict[str, Any] = dict.fromkeys(StepRecord.__dataclass_fields__, 0.5)
+def record(step: int, **values: Any) -> TokenRecord:
+    numbers: dict[str, Any] = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
     numbers |= {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "batch_digest": "00ff"}
-    return StepRecord(**numbers | values)
+    return TokenRecord(**numbers | values)
 
 
 def steps(storage: Storage) -> list[int]:
@@ -82,7 +82,7 @@ def test_each_step_is_there_once_after_resumes(storage: Storage) -> None:
     lines = read(storage)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["attempt"] for line in lines] == [1, 1, 1, 2, 2, 2]
-    assert list(lines[0]) == list(StepRecord.__dataclass_fields__)
+    assert list(lines[0]) == list(TokenRecord.__dataclass_fields__)
 
     MetricsLog(storage, 0).close()
     assert steps(storage) == []

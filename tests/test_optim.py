@@ -14,7 +14,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rayapp.optim
-from rayapp.optim import decay_groups, hidden_matrices, lr_at, make_optimizers, set_lr
+from rayapp.optim import (
+    decay_groups,
+    hidden_matrices,
+    lr_at,
+    make_image_optimizer,
+    make_optimizers,
+    set_lr,
+)
 
 
 class Tiny(nn.Module):
@@ -210,3 +217,48 @@ def test_set_lr_sets_every_group(kind: str) -> None:
 
 def test_docstrings() -> None:
     assert doctest.testmod(rayapp.optim).failed == 0 and doctest.testmod(rayapp.optim).attempted
+
+
+def test_lars_is_the_papers_formula() -> None:
+    """By hand, weight by weight: what is scaled, what is not, and what is all zeros."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4))
+    with torch.no_grad():
+        model[3].weight.zero_()  # has no norm to scale by
+    options = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.9, "betas": (0.9, 0.99)}
+    optimizer = make_image_optimizer("lars", model, **options)  # type: ignore[arg-type]
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    velocity = {name: torch.zeros_like(p) for name, p in expected.items()}
+    for step in range(4):
+        lr = lr_at(step, peak=0.3, schedule="constant", num_steps=4, warmup_steps=2)
+        set_lr([optimizer], lr)
+        model(torch.randn(5, 2, 4, 4)).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            weight, gradient = expected[name], parameter.grad
+            assert gradient is not None
+            decay, trust = 0.01 if weight.ndim > 1 else 0.0, 1.0
+            if weight.ndim > 1 and weight.any() and gradient.any():
+                trust = float(0.001 * weight.norm() / (gradient.norm() + decay * weight.norm()))
+            velocity[name] = 0.9 * velocity[name] + lr * trust * (gradient + decay * weight)
+            expected[name] = weight - velocity[name]
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), expected[name], msg=name)
+
+
+def test_optimizers_of_image_classifiers() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+    made = {
+        kind: make_image_optimizer(
+            kind, model, lr=1.0, weight_decay=0.1, momentum=0.9, betas=(0.8, 0.9)
+        )
+        for kind in ("sgd", "lars", "adamw")
+    }
+    for optimizer in made.values():
+        shown = [([p.ndim for p in g["params"]], g["weight_decay"]) for g in optimizer.param_groups]
+        assert shown == [([4], 0.1), ([1, 1, 1], 0.0)]
+    assert (
+        made["sgd"].param_groups[0]["nesterov"] and made["sgd"].param_groups[0]["momentum"] == 0.9
+    )
+    assert made["adamw"].param_groups[0]["betas"] == (0.8, 0.9)

@@ -33,10 +33,10 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
     shutil.copytree(ROOT / "rayapp", package / "rayapp")
     shutil.copytree(ROOT / "configs", package / "configs")
     # A mark by which the workers' metrics tell that they run the code that was submitted.
-    loop = package / "rayapp" / "loop.py"
-    mark, code = "mfu=engine.mfu(totals.tokens, totals.pairs, busy_s)", loop.read_text()
+    training = package / "rayapp" / "finetune" / "training.py"
+    mark, code = "mfu=mfu(tokens, pairs, busy_s)", training.read_text()
     assert mark in code
-    loop.write_text(code.replace(mark, "mfu=0.125"))
+    training.write_text(code.replace(mark, "mfu=0.125"))
     text = "".join(f"Line {i} says {i * i % 97}.\n" for i in range(2000))
     open_storage(f"s3://{s3_bucket}").write("data/text.txt", text.encode())
     command = [str(BIN / "ray"), "job", "submit", "--working-dir", str(package), "--"]

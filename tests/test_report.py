@@ -29,6 +29,8 @@ from run_folders import HOSTILE, RunFolder, eventful
 from rayapp import metrics, report
 from rayapp.__main__ import main
 from rayapp.accounts import account, read_events
+from rayapp.config import load
+from rayapp.metrics import ImageRecord, MetricsLog
 from rayapp.report import charts, curves, folder, render, tables, timeline, words
 from rayapp.report.curves import BUCKETS, smooth, thin
 from rayapp.storage import Storage, StorageError, open_storage
@@ -315,6 +317,80 @@ def test_a_real_run(storage: Storage) -> None:
     stretches = timeline.segments(folder.read(run))
     assert [one.kind for one in stretches] == ["start", "train", "end"]
     assert stretches[-1].end_s == pytest.approx(result["wall_s"], abs=0.1)
+
+
+def test_a_classifiers_run(storage: Storage) -> None:
+    """Images instead of tokens; every class, and what is taken for what."""
+    run = classifier_run(storage)
+    page = page_of(run)
+    text = " ".join(page.texts["body"][0].split())
+    for part in (
+        "cat5 of 771.4 % dog4 of 580 % owl3 of 3100 %",  # cells have nothing between them
+        "catdog2 dogcat1",
+        "Images2,685315 held out",
+        "damaged (OSError)60.2 % for example disc/cut.jpg",
+        "Top-180 %top-5 100 %, step 3",
+        "Images/s641320.5 per worker",
+    ):
+        assert part in text, part
+    for absent in ("Samples", "Documents", "tokens"):
+        assert absent not in text, absent
+    shown = data_of(page)
+    assert shown["throughput"]["points"]["0"]["images_per_s"] == [640.0, 641.0, 642.0]
+    assert shown["accuracy"]["points"]["0"]["eval_top1"] == [0.8]
+
+
+def classifier_run(storage: Storage) -> Storage:
+    """Leave what a short run of images leaves."""
+    run = storage / "shapes"
+    config = load(str(TINY).replace("tiny_cpu", "vision_cpu"), {"run.storage": storage.url})
+    run.write("config.yaml", config.to_yaml().encode())
+    data = {
+        "images": {"train": 2685, "eval": 315},
+        "classes": 3,
+        "class_counts": {"cat": 900, "dog": 895, "owl": 890},
+        "bytes": 18 * 2**20,
+        "duplicates": 0.0,
+        "records": 3006,
+        "bad": {"damaged (OSError)": 6},
+        "examples": [["disc/cut.jpg", "damaged (OSError)"]],
+    }
+    plan = {"steps": 3, "epochs": 0.1, "parameters": 312_490, "images": 192, "data": data}
+    run.write("plan.json", json.dumps(plan).encode())
+    log = MetricsLog(run, 0)
+    for step in (1, 2, 3):
+        log.write(image_record(step))
+    log.close()
+    classes = {"each": [["cat", 7, 5], ["dog", 5, 4], ["owl", 3, 3]]}
+    classes["confused"] = [["cat", "dog", 2], ["dog", "cat", 1]]
+    result = {"status": "done", "steps": 3, "eval_loss": 0.5, "eval_top1": 0.8, "eval_top5": 1.0}
+    result |= {"images_per_s": 641.0, "images_per_s_per_gpu": 320.5, "classes": classes}
+    run.write("result.json", json.dumps(result).encode())
+    return run
+
+
+def image_record(step: int) -> ImageRecord:
+    rate = 639.0 + step
+    zeros = dict.fromkeys(("data_wait_s", "checkpoint_stall_s", "eval_s", "mfu"), 0.0)
+    peaks = {f"peak_{name}gib": 1.0 for name in ("", "forward_", "backward_", "optimizer_")}
+    return ImageRecord(
+        **zeros,
+        **peaks,
+        step=step,
+        epoch=step / 42,
+        loss=2.0 / step,
+        grad_norm=1.0,
+        lr=0.1,
+        step_s=0.1,
+        skipped=False,
+        workers=2,
+        attempt=1,
+        batch_digest=f"{step:016x}",
+        time=1_795_000_000.0 + step,
+        images=64,
+        images_per_s=rate,
+        images_per_s_per_gpu=rate / 2,
+    )
 
 
 def real_run(storage: Storage) -> Storage:

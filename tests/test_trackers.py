@@ -254,9 +254,10 @@ def test_what_cannot_work_is_refused_by_name(
 
 
 def test_a_field_is_shown_once_and_exists() -> None:
-    from rayapp.metrics import StepRecord
+    from rayapp.metrics import ImageRecord, TokenRecord
 
     shown = [field for fields in trackers.GROUPS.values() for field in fields]
     assert len(shown) == len(set(shown))
     kept_back = {"step", "time", "batch_digest"}
-    assert set(shown) == set(StepRecord.__dataclass_fields__) - kept_back
+    fields = {*TokenRecord.__dataclass_fields__, *ImageRecord.__dataclass_fields__}
+    assert set(shown) == fields - kept_back

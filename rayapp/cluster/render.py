@@ -25,7 +25,7 @@ from rayapp.cluster.sizes import (
     fleet,
     node,
 )
-from rayapp.config import Config, ConfigError
+from rayapp.config import ConfigError, RunConfig
 from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
 
 ROOT = Path(__file__).parents[2] / "cluster"
@@ -62,7 +62,7 @@ class Options:
     """New clusters a RayJob may start after a failure."""
 
 
-def render(platform: str, config: Config, options: Options) -> dict[str, str]:
+def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]:
     """Return {path: text} of everything a platform needs, Terraform's variables among it.
 
     Raises:
@@ -81,7 +81,7 @@ def render(platform: str, config: Config, options: Options) -> dict[str, str]:
     return files
 
 
-def cost(platform: str, config: Config, options: Options) -> str:
+def cost(platform: str, config: RunConfig, options: Options) -> str:
     """Return one line: dollars an hour, busy and idle."""
     problems: list[str] = []
     machines = _machines(platform, config, options, problems)
@@ -158,7 +158,7 @@ def _option_problems(platform: str, options: Options) -> list[str]:
 
 
 def _machines(
-    platform: str, config: Config, options: Options, problems: list[str]
+    platform: str, config: RunConfig, options: Options, problems: list[str]
 ) -> tuple[Node, Fleet] | None:
     """Return the head and the workers; add to `problems` what cannot be placed."""
     if config.cluster.instance is None:
@@ -207,7 +207,7 @@ def _machines(
 
 
 def _values(
-    platform: str, config: Config, options: Options, head: Node, workers: Fleet
+    platform: str, config: RunConfig, options: Options, head: Node, workers: Fleet
 ) -> dict[str, Any]:
     """Return what `${name}` stands for in the files, the same names on both platforms."""
     worker, name = workers.worker, stack(platform, options)
@@ -271,7 +271,7 @@ def _ecs(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _kuberay(
-    values: dict[str, Any], config: Config, options: Options, workers: Fleet
+    values: dict[str, Any], config: RunConfig, options: Options, workers: Fleet
 ) -> dict[str, str]:
     """Return kustomize folders: `cluster` is a RayCluster that stays, `job` a run with its own."""
     chosen = [name for name in COMPONENTS if name in options.components]
@@ -286,7 +286,7 @@ def _kuberay(
     command = [
         "python",
         "-m",
-        "rayapp.finetune",
+        config.MODULE,
         "/etc/rayapp/run.yaml",
         f"--run.storage={storage}",
     ]

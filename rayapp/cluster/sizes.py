@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rayapp.config import Config
+from rayapp.config import RunConfig
 from rayapp.hardware import Instance
 
 HOST_CPUS = 2  # left to the operating system, the agents of ECS or Kubernetes, and CloudWatch's
@@ -73,7 +73,7 @@ def _interfaces(one: Instance, efa: bool) -> tuple[str, ...]:
     return first + ("efa-only",) * rest
 
 
-def fleet(config: Config, worker: Node, problems: list[str]) -> Fleet | None:
+def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
     """Return how many machines the config's workers need; add to `problems` what cannot be placed.
 
     A worker needs a CPU, a GPU where there are any, and `cluster.resources`; one CPU in all stays

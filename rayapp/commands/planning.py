@@ -44,7 +44,7 @@ def plan(argv: list[str]) -> int:
         "budget_usd": "none",
         "usd_per_hour": "none",
     }
-    config, options = arguments.read(argv, known)
+    config, options = arguments.read(argv, known, Config)
     limits = {name: _number(name, options[name]) for name in ("deadline_hours", "budget_usd")}
     found = planner.plan(
         config,

@@ -12,27 +12,43 @@ Whatever needs a look at the outside (files, buckets, clusters) is checked by th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 from rayapp.config import reading
 from rayapp.config.language import Config, Data, Eval, Lora, Model, Parallel, Train
-from rayapp.config.reading import ConfigError, combined_problems, differences
+from rayapp.config.reading import ConfigError, Described, combined_problems, differences
 from rayapp.config.sections import Checkpoint, Cluster, Run, RunConfig
-from rayapp.config.text import parse_yaml, read_yaml
+from rayapp.config.text import parse_yaml, read_yaml, shown
+from rayapp.config.vision import (
+    ImageModel,
+    ImageParallel,
+    Images,
+    ImageTrain,
+    RandAugment,
+    VisionConfig,
+)
 
 __all__ = [
+    "KINDS",
     "Checkpoint",
     "Cluster",
     "Config",
     "ConfigError",
     "Data",
+    "Described",
     "Eval",
+    "ImageModel",
+    "ImageParallel",
+    "ImageTrain",
+    "Images",
     "Lora",
     "Model",
     "Parallel",
+    "RandAugment",
     "Run",
     "RunConfig",
     "Train",
+    "VisionConfig",
     "combined_problems",
     "differences",
     "fields",
@@ -42,8 +58,29 @@ __all__ = [
 ]
 
 
-def load(path: str | None = None, overrides: Mapping[str, str] | None = None) -> Config:
-    """Read a YAML file (or only the defaults) and `section.field` overrides into a checked Config.
+KINDS: dict[Any, type[RunConfig]] = {None: Config, "vision": VisionConfig}  # by `task`
+
+
+@overload
+def load(
+    path: str | None = None, overrides: Mapping[str, str] | None = None, kind: None = None
+) -> RunConfig: ...
+
+
+@overload
+def load(
+    path: str | None, overrides: Mapping[str, str] | None, kind: type[Described]
+) -> Described: ...
+
+
+def load(
+    path: str | None = None,
+    overrides: Mapping[str, str] | None = None,
+    kind: type[RunConfig] | None = None,
+) -> RunConfig:
+    """Read a YAML file (or only the defaults) and `section.field` overrides into a checked config.
+
+    What kind of run it is, `task` says, unless the caller knows.
 
     Raises:
         ConfigError: with every problem of the file, the overrides and their combination.
@@ -51,16 +88,28 @@ def load(path: str | None = None, overrides: Mapping[str, str] | None = None) ->
     tree, problems = ({}, []) if path is None else read_yaml(path)
     for field, value in (overrides or {}).items():
         reading.put(tree, field, value, problems)
-    return from_dict(tree, problems)
+    return from_dict(tree, problems, kind)
 
 
-def from_dict(tree: Mapping[str, Any], problems: Iterable[str] = ()) -> Config:
+def from_dict(
+    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[RunConfig] | None = None
+) -> RunConfig:
     """Check a nested mapping of sections and fields; `problems` are reported with what is found.
 
     Raises:
         ConfigError: with every problem.
     """
-    return reading.check(Config, tree, problems)
+    task = tree.get("task")
+    named = KINDS.get(task) if isinstance(task, str | None) else None
+    if named is None:
+        known = ", ".join(name for name in KINDS if name)
+        what = f"Set task to one of {known}, or leave it out for a language model"
+        line = f"task={shown(task)} is unknown: it says what is trained. {what}"
+        raise ConfigError([*problems, line])
+    if kind is not None and task is not None and named is not kind:
+        line = f"task={task} is of another command: this one runs {kind.MODULE}. "
+        raise ConfigError([*problems, f"{line}Run python -m {named.MODULE}"])
+    return reading.check(kind or named, tree, problems)
 
 
 def fields(kind: type[RunConfig] = Config) -> dict[str, str]:

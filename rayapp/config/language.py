@@ -164,6 +164,13 @@ class Eval(SharedEval):
 class Config(RunConfig):
     """One run."""
 
+    MODULE: ClassVar[str] = "rayapp.finetune"
+    LOCAL: ClassVar[tuple[str, ...]] = (
+        "data.path",
+        "data.eval_path",
+        "model.path",
+        "model.tokenizer",
+    )
     FREE: ClassVar[tuple[str, ...]] = ("data.workers", "train.micro_batch")
 
     model: Model = Model()

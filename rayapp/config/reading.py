@@ -88,6 +88,8 @@ def fields(kind: type[RunConfig]) -> dict[str, str]:
     found: dict[str, str] = {}
     below: dict[str, str] = {}
     for section, info in kind.model_fields.items():
+        if not any(_models(info.annotation)):
+            found[section] = " ".join((info.description or "").split())
         for model in _models(info.annotation):
             for name, field in model.model_fields.items():
                 found[f"{section}.{name}"] = " ".join((field.description or "").split())

@@ -96,6 +96,10 @@ class Cluster(Section):
 class RunConfig(Section):
     """A run; what it trains gives `model`, `data`, `train` and `parallel` their fields."""
 
+    MODULE: ClassVar[str]
+    """The module of the command that runs it."""
+    LOCAL: ClassVar[tuple[str, ...]]
+    """Fields that may name files of this machine."""
     FREE: ClassVar[tuple[str, ...]] = ()
     """Fields that may change between two commands that are the same run, beside the driver's."""
 
@@ -124,9 +128,15 @@ class RunConfig(Section):
             )
 
     def to_overrides(self) -> dict[str, str]:
-        """Return what differs from the defaults as `{"section.field": text}`, for `load`."""
-        default, found = type(self)().model_dump(mode="json"), {}
+        """Return what differs from the defaults as `{"section.field": text}`, for `load`.
+
+        What kind of run it is goes along, where that is not the default.
+        """
+        default, found = type(self)().model_dump(mode="json"), dict[str, str]()
         for section, values in self.model_dump(mode="json").items():
+            if not isinstance(values, dict):
+                found[section] = values
+                continue
             for name, value in values.items():
                 if value != default[section][name]:
                     found[f"{section}.{name}"] = value if isinstance(value, str) else dumps(value)
@@ -134,4 +144,6 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """Return the whole config, defaults included, as YAML."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False)
+        values = self.model_dump(mode="json")
+        first = {name: value for name, value in values.items() if not isinstance(value, dict)}
+        return yaml.dump(first | values, Dumper=Dumper, sort_keys=False)

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.order import EMPTY, Order
-from rayapp.packing import IGNORE, row_dtype
+from rayapp.order import EMPTY, Order, row_digest
+from rayapp.packing import IGNORE, attended_pairs, boundaries, position_ids, row_dtype
 from rayapp.storage import Storage
 
 READERS = 16  # ranged GETs at once
@@ -41,6 +41,47 @@ class StepRows:
     """int64 [m, b], place in the step, EMPTY where there is no row"""
     rows: np.ndarray[Any, Any]
     """int64 [m, b], number of the row in the data set, EMPTY where there is none"""
+
+    def sums(self) -> tuple[int, int, int, int]:
+        """Return loss-bearing tokens, tokens, attended pairs of tokens, and loss-bearing bytes.
+
+        A pair is n (n + 1) / 2 times in a document of n tokens.
+        """
+        return (
+            int((self.labels != IGNORE).sum()),
+            int((self.segments != 0).sum()),
+            attended_pairs(self.segments),
+            int(self.target_bytes.sum()),
+        )
+
+    def digest(self) -> int:
+        """Return the sum of the rows' digests, by their places in the step."""
+        return sum(
+            row_digest(int(position), self.input_ids[i, j])
+            for (i, j), position in np.ndenumerate(self.positions)
+            if position != EMPTY
+        )
+
+    def weight(self, i: int, j: int) -> int:
+        """Return by what the loss of one row is divided."""
+        return int((self.labels[i, j] != IGNORE).sum())
+
+    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:
+        """Return what the model takes of a micro-batch, or of some of its rows.
+
+        Positions and boundaries are left out if no row holds more than one document: plain causal
+        attention, no mask.
+        """
+        segments = self.segments[i][rows]
+        found: dict[str, Any] = {
+            "input_ids": self.input_ids[i][rows].astype(np.int64),
+            "labels": self.labels[i][rows].astype(np.int64),
+        }
+        if not (segments[:, :1] == segments).all():
+            found["position_ids"] = position_ids(segments)
+            found["boundaries"] = boundaries(segments)
+            found["longest"] = int(np.diff(found["boundaries"]).max())
+        return found
 
 
 class Rows:

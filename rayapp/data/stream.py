@@ -12,7 +12,7 @@ gets exactly its part of every step, and a resume starts reading at the step whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,25 +46,44 @@ class ExactOrder(ray.train.DataConfig):
         return [{name: split} for split in splits]
 
 
-def stream(prepared: Prepared, order: Order, first_step: int, world: int) -> ray.data.Dataset:
-    """Return the rest of the run as a Dataset of equal blocks, one per (chunk of steps, rank)."""
-    per_chunk = steps_per_chunk(prepared, order, first_step, world)
-    chunks = max(1, math.ceil((order.num_steps - first_step) / per_chunk))
-    rows = prepared.rows("train")
+Arrays = dict[str, np.ndarray[Any, Any]]
+Fields = Mapping[str, tuple[tuple[int, ...], Any]]  # of a row: shape and dtype
 
-    def read(block: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+
+def blocks(
+    order: Order,
+    first_step: int,
+    world: int,
+    row_bytes: int,
+    fields: Fields,
+    read_step: Callable[[int, int], Arrays],
+    concurrency: int | None = None,
+) -> ray.data.Dataset:
+    """Return the rest of a run as a Dataset of equal blocks, one per (chunk of steps, rank).
+
+    `read_step(step, rank)` gives the columns of what a rank takes of a step: [m * b, ...].
+    """
+    rank_rows = order.num_micro_batches(world) * order.micro_batch
+    per_chunk = steps_per_chunk(order, first_step, world, row_bytes)
+    chunks = max(1, math.ceil((order.num_steps - first_step) / per_chunk))
+
+    def read(block: Arrays) -> Arrays:
         chunk, rank = divmod(int(block["id"][0]), world)
         first = first_step + chunk * per_chunk
-        batches = [
-            step_rows(rows, order, step, rank, world)
-            for step in range(first, min(first + per_chunk, order.num_steps))
-        ]
-        return _to_block(
-            batches, per_chunk * order.num_micro_batches(world) * order.micro_batch, rows.dtype
-        )
+        steps = range(first, min(first + per_chunk, order.num_steps))
+        # What is missing at the end has step EMPTY.
+        made: Arrays = {"step": np.full(per_chunk * rank_rows, EMPTY, np.int64)}
+        for name, (shape, dtype) in fields.items():
+            made[name] = np.zeros((per_chunk * rank_rows, *shape), dtype)
+        for number, step in enumerate(steps):
+            part = slice(number * rank_rows, (number + 1) * rank_rows)
+            made["step"][part] = step
+            for name, values in read_step(step, rank).items():
+                made[name][part] = values
+        return made
 
     dataset = ray.data.range(chunks * world, override_num_blocks=chunks * world).map_batches(
-        read, batch_size=None
+        read, batch_size=None, concurrency=concurrency
     )
     dataset.context.execution_options.preserve_order = True
     dataset.context.target_max_block_size = None  # a block that is cut is dealt to two ranks
@@ -72,8 +91,10 @@ def stream(prepared: Prepared, order: Order, first_step: int, world: int) -> ray
     return dataset
 
 
-def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[StepRows]:
-    """Yield this rank's steps from its shard of the stream."""
+def parts(
+    shard: Any, names: Iterable[str], micro_batch: int, num_micro_batches: int
+) -> Iterator[tuple[int, Arrays]]:
+    """Yield (step, columns as [m, b, ...]) of a rank's steps from its shard of the blocks."""
     size = micro_batch * num_micro_batches
     for block in shard.iter_batches(batch_size=None, prefetch_batches=2):
         for start in range(0, len(block["step"]), size):
@@ -82,35 +103,45 @@ def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[Step
             if step == EMPTY:  # the last chunk is filled up to the size of the others
                 return
             shape = (num_micro_batches, micro_batch)
-            arrays = {
-                name: block[name][part].reshape(*shape, *block[name].shape[1:]) for name in FIELDS
-            }
-            yield StepRows(step, **arrays)
+            yield (
+                step,
+                {name: block[name][part].reshape(*shape, *block[name].shape[1:]) for name in names},
+            )
 
 
-def steps_per_chunk(prepared: Prepared, order: Order, first_step: int, world: int) -> int:
+def steps_per_chunk(order: Order, first_step: int, world: int, row_bytes: int) -> int:
     """Choose steps per block: a few MiB each, and never more blocks than Ray Data plans quickly."""
-    row_bytes = prepared.rows("train").dtype.itemsize
     step_bytes = row_bytes * order.micro_batch * order.num_micro_batches(world)
     least = math.ceil((order.num_steps - first_step) * world / MAX_CHUNKS)
     return max(1, least, min(MAX_STEPS_PER_CHUNK, CHUNK_BYTES // step_bytes))
 
 
-def _to_block(batches: list[StepRows], size: int, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Lay steps out as columns of `size` rows; what is missing at the end has step EMPTY."""
-    seq_len = dtype["input_ids"].shape[0]
-    block: dict[str, np.ndarray[Any, Any]] = {"step": np.full(size, EMPTY, np.int64)}
-    for name in FIELDS:
-        shape = (size, seq_len) if name in ("input_ids", "labels", "segments") else (size,)
-        kind = dtype[name].base if name in ("input_ids", "labels", "segments") else np.int64
-        block[name] = np.zeros(shape, kind)
-    place = 0
-    for batch in batches:
+# ---- Rows of tokens ----------------------------------------------------------------------------
+
+
+def stream(prepared: Prepared, order: Order, first_step: int, world: int) -> ray.data.Dataset:
+    """Return the rest of the run for so many workers."""
+    rows = prepared.rows("train")
+
+    def read_step(step: int, rank: int) -> Arrays:
+        batch = step_rows(rows, order, step, rank, world)
         count = batch.positions.size
-        part = slice(place, place + count)
-        block["step"][part] = batch.step
-        for name in FIELDS:
-            values = getattr(batch, name)
-            block[name][part] = values.reshape(count, *values.shape[2:])
-        place += count
-    return block
+        found = {name: getattr(batch, name) for name in FIELDS}
+        return {name: values.reshape(count, *values.shape[2:]) for name, values in found.items()}
+
+    row_bytes, fields = rows.dtype.itemsize, _fields(rows.dtype)
+    return blocks(order, first_step, world, row_bytes, fields, read_step)
+
+
+def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[StepRows]:
+    """Yield this rank's steps from its shard of the stream."""
+    for step, arrays in parts(shard, FIELDS, micro_batch, num_micro_batches):
+        yield StepRows(step, **arrays)
+
+
+def _fields(dtype: np.dtype[Any]) -> Fields:
+    shape = dtype["input_ids"].shape
+    tokens = ("input_ids", "labels", "segments")
+    return {
+        name: (shape, dtype[name].base) if name in tokens else ((), np.int64) for name in FIELDS
+    }

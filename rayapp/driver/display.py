@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rayapp.progress import duration
+from rayapp.units import unit_of
 
 LINE_EVERY_S = 5.0
+RATES = {"token": "tok/s", "image": "images/s"}
 
 
 class Bar:
@@ -42,12 +44,7 @@ class Bar:
         step = line["step"]
         if self._started is None:
             self._started = (line["time"], step)
-        figures = (
-            f"loss {_number(line['loss'])}  {_number(line['loss_per_byte'])} nats/byte  "
-            f"{line['tokens_per_s']:,.0f} tok/s"
-        )
-        if line.get("eval_loss") is not None:
-            figures += f"  held-out {_number(line['eval_loss'])}"
+        figures = figures_of(line)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, figures=figures)
             return
@@ -79,14 +76,41 @@ class Bar:
             self._progress.stop()
 
 
+def figures_of(line: dict[str, Any]) -> str:
+    """Write the figures of a line of metrics.jsonl that one wants to see go by."""
+    unit = unit_of(line)
+    rate = f"{line[unit.per_s]:,.0f} {RATES[unit.one]}"
+    figures = f"loss {_number(line['loss'])}  "
+    if "loss_per_byte" in line:
+        figures += f"{_number(line['loss_per_byte'])} nats/byte  "
+    figures += rate
+    if line.get("eval_loss") is not None:
+        figures += f"  held-out {_number(line['eval_loss'])}"
+    if line.get("eval_top1") is not None:
+        figures += f"  top-1 {line['eval_top1']:.1%}"
+    return figures
+
+
+def held_out(found: dict[str, Any]) -> str:
+    """Write the held-out figures of a line, or of a result.
+
+    >>> held_out({"eval_loss": 1.5, "eval_loss_per_byte": 0.5})
+    '1.5000 nats/token = 0.5000 nats/byte'
+    >>> held_out({"eval_loss": 0.1, "eval_top1": 0.9675, "eval_top5": 1.0})
+    '0.1000 nats/image, top-1 96.75%, top-5 100.00%'
+    """
+    if "eval_top1" in found:
+        return (
+            f"{found['eval_loss']:.4f} nats/image, top-1 {found['eval_top1']:.2%}, "
+            f"top-5 {found['eval_top5']:.2%}"
+        )
+    return f"{found['eval_loss']:.4f} nats/token = {_number(found['eval_loss_per_byte'])} nats/byte"
+
+
 def result(console: Console, result: dict[str, Any]) -> None:
     """Print what came out and where it lies."""
-    loss = result.get("eval_loss")
-    if loss is not None:
-        per_byte = result["eval_loss_per_byte"]
-        console.print(
-            f"held-out loss {loss:.4f} nats/token = {_number(per_byte)} nats/byte", highlight=False
-        )
+    if result.get("eval_loss") is not None:
+        console.print(f"held-out loss {held_out(result)}", highlight=False)
     for prompt, text in result.get("samples", []):
         console.rule("sample", align="left", style="dim")
         console.print(f"[bold]{plain(prompt)}[/bold]{plain(text)}", highlight=False, soft_wrap=True)
@@ -96,8 +120,9 @@ def result(console: Console, result: dict[str, Any]) -> None:
         for cause, share in result.get("goodput", {}).items()
         if share >= 0.005
     )
-    rate = result.get("tokens_per_s")
-    speed = f", {rate:,.0f} tokens/s" if rate else ""
+    unit = unit_of(result)
+    rate = result.get(unit.per_s)
+    speed = f", {rate:,.0f} {unit.many}/s" if rate else ""
     console.print(
         f"{result['status']} after {result['steps']:,} steps in {duration(result['wall_s'])}"
         f"{speed} ({goodput})",

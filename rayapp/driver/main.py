@@ -28,7 +28,7 @@ def main(
         print(usage, *(f"  --{name}: {text}" for name, text in fields(kind).items()), sep="\n")
         return DONE
     try:
-        config, _ = arguments.read(argv, {})
+        config, _ = arguments.read(argv, {}, kind)
     except ConfigError as error:
         return _refuse(error)
     run = load_run()  # only now needed

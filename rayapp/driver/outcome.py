@@ -16,6 +16,7 @@ from rayapp.calibration import calibrate, rest_s
 from rayapp.config import RunConfig
 from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import Storage
+from rayapp.units import unit_of
 
 ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before
 
@@ -92,14 +93,15 @@ def result_of(
     steady = steady[len(steady) // 10 :] or lines
     busy = [line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"] for line in steady]
     restart_s = phases | {k: v for k, v in seconds.items() if k in ON_THE_WAY}
+    unit = unit_of(lines[-1] if lines else summary)
     return {
         "run": run.url,
         **summary,
-        "tokens": sum(line["tokens"] for line in lines),
+        unit.many: sum(line[unit.many] for line in lines),
         "lost_steps": sums.lost_steps,
         "interruptions": sums.interruptions,
         "loss": lines[-1]["loss"] if lines else None,
-        "tokens_per_s": _mean([line["tokens_per_s"] for line in steady], busy),
+        unit.per_s: _mean([line[unit.per_s] for line in steady], busy),
         "mfu": _mean([line["mfu"] for line in steady], busy),
         "goodput": sums.goodput,
         "checkpoint": _checkpoints(config, steady, commit_s, sum(restart_s.values())),

@@ -18,6 +18,7 @@ from typing import Any
 
 from rayapp.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
 from rayapp.driver import placement
+from rayapp.driver.display import held_out
 from rayapp.driver.job import Job
 from rayapp.storage import Storage
 
@@ -90,7 +91,7 @@ class Validator:
         except (ray.exceptions.RayError, OSError) as error:  # e.g. retention was quicker
             logger.warning("a checkpoint was not validated: %s", str(error).splitlines()[-1])
             return
-        self._say(f"checkpoint of step {line['step']}: held-out {line['eval_loss']:.4f} nats/token")
+        self._say(f"checkpoint of step {line['step']}: held-out {held_out(line)}")
 
 
 def _validate(job: Job, name: str, step: int) -> dict[str, Any]:

@@ -127,7 +127,9 @@ def _before(config: Config, run: Storage) -> int | None:
     """Return the number that the run has had so far."""
     if not run.exists("config.yaml"):
         return None
-    return from_dict(yaml.safe_load(run.read("config.yaml"))).train.micro_batch
+    before = from_dict(yaml.safe_load(run.read("config.yaml")))
+    assert isinstance(before, Config), "another kind of run has this folder"
+    return before.train.micro_batch
 
 
 def _capacity_gib(config: Config, gpus: bool) -> float:

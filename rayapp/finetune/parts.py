@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,7 +91,7 @@ def make_parts(job: Job, device: torch.device) -> Parts:
     if parallel.activation_offload:
         model.offload_activations(lm)
     hybrid = parallel.strategy == "hybrid_shard"
-    replicas = (parallel.replicas or num_nodes()) if hybrid else 1
+    replicas = (parallel.replicas or model.num_nodes()) if hybrid else 1
     mesh = model.device_mesh(device.type, strategy=parallel.strategy, replicas=replicas)
     model.shard(
         lm,
@@ -169,15 +168,6 @@ def technique_problems(config: Config, source: model.Source, device_type: str) -
         problem = model.unknown_targets(lora.targets, names)
         found += [problem] if problem else []
     return found
-
-
-def num_nodes() -> int:
-    """Return on how many nodes the ranks are; 1 where they are not spread evenly."""
-    per_node, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), dist.get_world_size()
-    counts: list[int] = [0] * world
-    dist.all_gather_object(counts, per_node)
-    even = len(set(counts)) == 1 and world % per_node == 0
-    return world // per_node if even else 1
 
 
 def model_shape(source: model.Source, config: Config, vocabulary: int) -> Any:

@@ -7,7 +7,7 @@ Build the model on the meta device, shard it, fill the shards; the rest is rayap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ from rayapp.driver import training
 from rayapp.driver.trainee import Trainee
 from rayapp.finetune.job import Job
 from rayapp.finetune.parts import Parts, compile_gain, make_parts
-from rayapp.metrics import StepRecord
+from rayapp.loss import IGNORE
+from rayapp.metrics import StepRecord, TokenRecord
 from rayapp.optim import lr_at
 from rayapp.spikes import Spikes
 from rayapp.storage import Storage
@@ -84,12 +85,12 @@ class Tuning(Trainee):
             rows_per_epoch=job.order.num_rows,
             rows_per_step=job.order.rows_per_step,
             spikes=Spikes(config.train.spike_sigmas, losses) if watched else None,
-            mfu=mfu_of(job, self.parts, self.device),
+            record=partial(token_record, mfu_of(job, self.parts, self.device)),
             skip_bad=config.train.on_spike == "skip",
         )
         if job.held_out:
             rows, rank, world = job.prepared.rows("eval"), dist.get_rank(), dist.get_world_size()
-            engine.evaluate = lambda: loop.evaluate(
+            engine.evaluate = lambda: held_out_losses(
                 engine, sequential_batches(rows, config.micro_batch, rank, world)
             )
         return engine
@@ -101,7 +102,7 @@ class Tuning(Trainee):
         config, parts = self.job.config, self.parts
         found: dict[str, Any] = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
-            found["eval_loss"], found["eval_loss_per_byte"] = engine.evaluate()
+            found |= engine.evaluate()
         lap("evaluation")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
             found["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
@@ -113,6 +114,37 @@ class Tuning(Trainee):
         dist.barrier(group=engine.control)
         lap("export")
         return found
+
+
+def token_record(
+    mfu: Callable[[int, int, float], float | None],
+    facts: dict[str, Any],
+    sums: tuple[int, ...],
+    loss_sum: float,
+    busy_s: float,
+) -> TokenRecord:
+    """Make a step's record of what the loop knows and of its batch's sums (`StepRows.sums`)."""
+    targets, tokens, pairs, target_bytes = sums
+    return TokenRecord(
+        **facts,
+        loss_per_byte=loss_sum / target_bytes if target_bytes else None,
+        tokens=targets,
+        tokens_per_s=tokens / busy_s,
+        tokens_per_s_per_gpu=tokens / busy_s / facts["workers"],
+        mfu=mfu(tokens, pairs, busy_s),
+    )
+
+
+def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> dict[str, float | None]:
+    """Return the loss of held-out rows per token and per byte, over all ranks' batches."""
+
+    def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+        targets, target_bytes = (batch.labels[i] != IGNORE).sum(), batch.target_bytes[i].sum()
+        return [float(output[1]), float(targets), float(target_bytes)]
+
+    loss, targets, target_bytes = loop.evaluate(engine, batches, measure)
+    per_byte = loss / target_bytes if target_bytes else None
+    return {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
 
 
 def mfu_of(

@@ -20,6 +20,7 @@ def validate(job: Job, name: str, step: int) -> dict[str, Any]:
     from rayapp.checkpoint import loader
     from rayapp.data.rows import sequential_batches
     from rayapp.finetune.parts import make_parts
+    from rayapp.finetune.training import held_out_losses
     from rayapp.storage import open_storage
 
     began = time.time()
@@ -45,13 +46,12 @@ def validate(job: Job, name: str, step: int) -> dict[str, Any]:
             )
             rows = job.prepared.rows("eval")
             batches = sequential_batches(rows, job.config.micro_batch, 0, 1)
-            loss, per_byte = loop.evaluate(engine, batches)
+            found = held_out_losses(engine, batches)
         finally:
             dist.destroy_process_group()
     return {
         "step": step,
-        "eval_loss": loss,
-        "eval_loss_per_byte": per_byte,
+        **found,
         "seconds": time.time() - began,
         "time": time.time(),
     }

@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayapp.config import Config, ConfigError
+from rayapp.config import ConfigError, RunConfig
 from rayapp.credentials import VARIABLE, encode, problems_of
 
 LIMIT_MIB = 100  # of a package: what the dashboard takes (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
 NAME_KEY = "job_name"  # there too: what Ray's dashboard shows as the name
 TAG_PREFIX = "rayapp.tag."
-FINETUNE = "rayapp.finetune"  # the module of a job that is a run
 STOP_WAIT_S = 120  # from a hard stop's SIGTERM, which saves, to SIGKILL
 QUIET = {  # what Ray would otherwise write between a run's own lines
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
@@ -32,7 +31,6 @@ QUIET = {  # what Ray would otherwise write between a run's own lines
     "PYTHONWARNINGS": "ignore::DeprecationWarning",
     "TOKENIZERS_PARALLELISM": "false",
 }
-LOCAL_FIELDS = ("data.path", "data.eval_path", "model.path", "model.tokenizer")
 PINNED = re.compile(r"^[A-Za-z0-9._\[\],-]+(==|\s*@\s*)\S+$")
 LOOKS_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|(^|_)KEY$|API_KEY)", re.IGNORECASE)
 
@@ -93,11 +91,12 @@ class Order:
 
 
 def prepare(
-    config: Config, shipment: Shipment, module: str = FINETUNE, options: Sequence[str] = ()
+    config: RunConfig, shipment: Shipment, module: str | None = None, options: Sequence[str] = ()
 ) -> Order:
     """Check that a cluster could run a config, and pack what it needs.
 
-    `module` is what runs there, with its own `options` beside the config's.
+    `module` is what runs there, with its own `options` beside the config's; by default it is what
+    trains.
 
     Raises:
         ConfigError: with every problem.
@@ -117,7 +116,8 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     arguments = [f"--{name}={value}" for name, value in config.to_overrides().items()]
-    is_run = module == FINETUNE
+    is_run = module is None
+    module = module or config.MODULE
     return Order(
         run_url=f"{config.run.storage}/{config.run.name}",
         name=config.run.name if is_run else module.rpartition(".")[2],
@@ -138,7 +138,7 @@ def from_dict(values: Mapping[str, Any]) -> Shipment:
     return Shipment(**{**values, "pip": tuple(values["pip"])})
 
 
-def _storage_problems(config: Config) -> list[str]:
+def _storage_problems(config: RunConfig) -> list[str]:
     storage = config.run.storage
     if "://" in storage or os.path.isabs(storage):
         return []
@@ -164,12 +164,12 @@ def _environment_problems(shipment: Shipment) -> list[str]:
     return problems + problems_of(shipment.secrets)
 
 
-def _path_problems(config: Config, shipment: Shipment, packed: set[str]) -> list[str]:
+def _path_problems(config: RunConfig, shipment: Shipment, packed: set[str]) -> list[str]:
     """Name local files that the config needs and the cluster would not have."""
     problems = []
     tree = config.model_dump()
-    paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in LOCAL_FIELDS]
-    paths += [("data.mixture", path) for path in config.data.mixture or {}]
+    paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.LOCAL]
+    paths += [("data.mixture", path) for path in tree["data"].get("mixture") or {}]
     base = Path(shipment.working_dir or ".").expanduser()
     for name, path in paths:
         if not path or "://" in path or os.path.isabs(path) or path.startswith("~"):

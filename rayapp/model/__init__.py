@@ -25,6 +25,7 @@ from rayapp.model.build import (
     build,
     device_mesh,
     no_loss,
+    num_nodes,
     num_parameters,
     shard,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "load_weights",
     "measure_compile",
     "no_loss",
+    "num_nodes",
     "num_parameters",
     "offload_activations",
     "problems",

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,17 @@ def no_loss(
     raise AssertionError("this model was built for its shapes")
 
 
-class LanguageModel(nn.Module):
+class Wrapper(nn.Module):
+    """A module around a Hugging Face model, and the FSDP root."""
+
+    hf: PreTrainedModel
+    source_dtype: torch.dtype | None
+    """What the model's config asked for, before training's own."""
+    offloaded: bool
+    """Sharded parameters live in host memory."""
+
+
+class LanguageModel(Wrapper):
     """Wrap a Hugging Face causal language model so that its forward returns a summed loss.
 
     It is the FSDP root: parameters outside the blocks are whole only while its forward runs.
@@ -74,9 +85,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.loss = loss
-        self.source_dtype = source_dtype  # what the config asked for, before training's own dtype
+        self.source_dtype = source_dtype
         self.by_boundaries = attention in BY_BOUNDARIES
-        self.offloaded = False  # True: sharded parameters live in host memory
+        self.offloaded = False
         self.plain_head = _head_is_plain(hf)
         self.router_loss = _router_loss(hf)
 
@@ -168,6 +179,15 @@ def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> dict[str, Any
     return {name.replace(".base_layer.", "."): value for name, value in state.items()}
 
 
+def num_nodes() -> int:
+    """Return on how many nodes the ranks are; 1 where they are not spread evenly."""
+    per_node, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), dist.get_world_size()
+    counts: list[int] = [0] * world
+    dist.all_gather_object(counts, per_node)
+    even = len(set(counts)) == 1 and world % per_node == 0
+    return world // per_node if even else 1
+
+
 def device_mesh(device_type: str, *, strategy: str, replicas: int = 1) -> DeviceMesh:
     """Lay all ranks out as the strategy needs: (shard,), or (replicate, shard).
 
@@ -191,15 +211,18 @@ def device_mesh(device_type: str, *, strategy: str, replicas: int = 1) -> Device
     return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
 
 
+Wrapped = TypeVar("Wrapped", bound=Wrapper)
+
+
 def shard(
-    model: LanguageModel,
+    model: Wrapped,
     mesh: DeviceMesh,
     *,
     strategy: str = "full_shard",
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
-) -> LanguageModel:
+) -> Wrapped:
     """Shard every block, then the rest, over `mesh`; gradients become sums over all ranks."""
     assert strategy in STRATEGIES, strategy
     assert mesh.ndim == (2 if strategy in ("hybrid_shard", "no_shard") else 1), (strategy, mesh)

@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 
-from rayapp.model.build import LanguageModel, base_state
+from rayapp.model.build import Wrapper, base_state
 from rayapp.model.files import INDEX, SINGLE, layout
 from rayapp.model.lora import Update, updates
 from rayapp.model.quantize import Linear4bit
@@ -111,7 +111,7 @@ class _Reverse:
 
 @torch.no_grad()
 def export(
-    model: LanguageModel,
+    model: Wrapper,
     storage: Storage,
     *,
     tokenizer: Any = None,

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from rayapp.model.build import LanguageModel
+from rayapp.model.build import Wrapper
 
 
 @torch.no_grad()
-def init_weights(model: LanguageModel, seed: int, device: torch.device | str) -> None:
+def init_weights(model: Wrapper, seed: int, device: torch.device | str) -> None:
     """Allocate this rank's shards and draw their values from (seed, module name).
 
     One module at a time is drawn whole in host memory by the HF model's own `_init_weights`, and
@@ -54,7 +54,7 @@ def init_weights(model: LanguageModel, seed: int, device: torch.device | str) ->
 
 
 @torch.no_grad()
-def allocate(model: LanguageModel, device: torch.device | str) -> None:
+def allocate(model: Wrapper, device: torch.device | str) -> None:
     """Give parameters memory (values undefined) and buffers their values; ties stay tied.
 
     Raises: ValueError if a buffer's value cannot be recomputed.

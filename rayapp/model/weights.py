@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from rayapp.model.build import LanguageModel, base_state, build, no_loss
+from rayapp.model.build import Wrapper, base_state, build, no_loss
 from rayapp.model.files import Stored, read_header, read_headers, weight_files
 from rayapp.model.init import allocate, fill, local_part, local_slice
 from rayapp.model.quantize import Linear4bit
@@ -93,7 +93,7 @@ class LoadStats:
     """Tensors on disk that the model has no place for."""
 
 
-def load_weights(model: LanguageModel, source: Source, device: torch.device | str) -> LoadStats:
+def load_weights(model: Wrapper, source: Source, device: torch.device | str) -> LoadStats:
     """Allocate this rank's shards and fill them from the source's safetensors.
 
     Values are cast to the parameters' dtype. Works the same for a model that is not sharded.
@@ -152,6 +152,18 @@ def problems(source: Source, from_scratch: bool) -> list[str]:
     if found := found or _build_problems(source, config):
         return found
     hf = build(config, loss=no_loss, attention="eager").hf
+    plan, _ = _plan(hf, stored)
+    return _misfits(hf, plan, source.name, source.storage.url)
+
+
+def misfits_of(hf: PreTrainedModel, source: Source) -> list[str]:
+    """Say what keeps a model that was built on the meta device from being filled; headers only."""
+    if source.storage is None:
+        return [f"model.path={source.name} is a preset of language models, and has no weights"]
+    try:
+        stored = read_headers(source.storage)
+    except ValueError as error:
+        return [str(error)]
     plan, _ = _plan(hf, stored)
     return _misfits(hf, plan, source.name, source.storage.url)
 

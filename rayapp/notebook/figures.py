@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from rayapp.progress import Progress, duration
+from rayapp.units import unit_of
 
 RECENT = 50  # steps
 
@@ -13,10 +14,11 @@ RECENT = 50  # steps
 def figures(now: Progress) -> dict[str, str]:
     """Return what is shown of a moment, `n/a` for what is not known."""
     line, account, at_end_usd = now.line or {}, now.account, now.cost_at_end_usd
+    unit = unit_of(line)
     return {
         "step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else ""),
         "loss": _number(line.get("loss"), ".4f"),
-        "tokens/s": _number(line.get("tokens_per_s"), ",.0f"),
+        f"{unit.many}/s": _number(line.get(unit.per_s), ",.0f"),
         "MFU": _number(line.get("mfu"), ".1%"),
         "memory": _number(line.get("peak_gib"), ".2f", " GiB"),
         "workers": _number(line.get("workers"), "d"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayapp import metrics
-from rayapp.config import Config, ConfigError, load
+from rayapp.config import ConfigError, RunConfig, load
 from rayapp.jobs import Cluster, JobError, Shipment, prepare
 from rayapp.jobs.client import JobInfo, Unreachable
 from rayapp.jobs.package import as_dict, from_dict
@@ -56,7 +56,7 @@ class Result:
 
 
 def submit(
-    config: Config | str,
+    config: RunConfig | str,
     *,
     address: str | None = None,
     say: Callable[[str], None] = print,
@@ -86,7 +86,7 @@ def submit(
 
 
 def send(
-    config: Config, shipment: Shipment, address: str | None, say: Callable[[str], None] = print
+    config: RunConfig, shipment: Shipment, address: str | None, say: Callable[[str], None] = print
 ) -> Job:
     """Do what `submit` does, with everything at hand."""
     order = prepare(config, shipment)
@@ -302,7 +302,7 @@ class Job:
 
     # ---- What came of it ------------------------------------------------------------------
 
-    def config(self) -> Config:
+    def config(self) -> RunConfig:
         """Return what was asked."""
         import tempfile
 
@@ -389,7 +389,7 @@ class Job:
             return None
 
 
-def _changed(config: Config | str, sections: Mapping[str, Mapping[str, Any]]) -> Config:
+def _changed(config: RunConfig | str, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     overrides = {}
     for section, fields in sections.items():
         for name, value in fields.items():

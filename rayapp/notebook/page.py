@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.notebook.figures import figures, share_of_waiting
 from rayapp.progress import EXIT_CODES, Progress
+from rayapp.units import unit_of
 
 if TYPE_CHECKING:
     from rayapp.notebook.handle import Job
@@ -89,9 +90,10 @@ def render(
         parts.append(_goodput(now))
         reason = reason or now.reason
     if lines:
+        unit = unit_of(lines[-1])
         curves = {
-            "loss (nats per token)": [("loss", "#0072b2"), ("eval_loss", "#d55e00")],
-            "tokens/s": [("tokens_per_s", "#009e73")],
+            f"loss ({unit.loss})": [("loss", "#0072b2"), ("eval_loss", "#d55e00")],
+            f"{unit.many}/s": [(unit.per_s, "#009e73")],
             "memory (GiB)": [("peak_gib", "#cc79a7")],
         }
         drawn = "".join(_curve(label, lines, series) for label, series in curves.items())

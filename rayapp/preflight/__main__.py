@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rayapp import arguments, credentials
-from rayapp.config import Config, ConfigError
+from rayapp.config import ConfigError, RunConfig
 from rayapp.hardware import UnknownInstance
 from rayapp.storage import StorageError, open_storage
 
@@ -70,7 +70,7 @@ def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
     return values["min_gbit_per_s"], timeout_s
 
 
-def check(config: Config, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
+def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
     """Survey the cluster, print what was found, return the exit code."""
     from rayapp.preflight.judge import judge, marks_of
 
@@ -103,7 +103,7 @@ def check(config: Config, as_json: bool, min_gbit_per_s: float | None, timeout_s
 
 
 @contextmanager
-def _connected(config: Config) -> Iterator[None]:
+def _connected(config: RunConfig) -> Iterator[None]:
     """Connect to the cluster, or start Ray here and end it after."""
     import ray
 

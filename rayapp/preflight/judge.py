@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayapp.config import Config
+from rayapp.config import RunConfig
 from rayapp.hardware import Gpu, Instance, gpu_from_device_name, instance
 from rayapp.preflight.facts import Device, Facts, Link, Node, Rank
 
@@ -65,7 +65,7 @@ class Finding:
     fix: str
 
 
-def marks_of(config: Config, min_gbit_per_s: float | None = None) -> Marks:
+def marks_of(config: RunConfig, min_gbit_per_s: float | None = None) -> Marks:
     """Return what a config's cluster must reach.
 
     Raises:

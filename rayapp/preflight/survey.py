@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayapp.config import Config
+from rayapp.config import RunConfig
 from rayapp.preflight.collectives import rounds
 from rayapp.preflight.facts import Clock, Facts, Link, Node, Rank, Row, Silence
 from rayapp.preflight.scout import Scout, versions
@@ -35,7 +35,7 @@ WHERE_S = 5.0
 class Survey:
     """What has been found out so far."""
 
-    def __init__(self, config: Config, timeout_s: float) -> None:
+    def __init__(self, config: RunConfig, timeout_s: float) -> None:
         self.config, self.timeout_s = config, timeout_s
         self.silences: list[Silence] = []
         self.seconds: dict[str, float] = {}
@@ -66,7 +66,7 @@ class Survey:
         return found
 
 
-def survey(config: Config, timeout_s: float) -> Facts:
+def survey(config: RunConfig, timeout_s: float) -> Facts:
     """Gather all facts of the connected cluster."""
     seen = Survey(config, timeout_s)
     nodes = [

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rayapp.config import ConfigError
 from rayapp.report.folder import Run, read
 from rayapp.report.render import comparison_page, run_page
 from rayapp.storage import Storage, StorageError, open_storage
@@ -42,10 +43,16 @@ def compare(runs: Sequence[Storage], out: str) -> str:
     """Write one page of several runs to the file `out`; return where it is.
 
     Raises:
+        ConfigError: they are not of one kind.
         NoRun: one of the folders holds no run.
         StorageError: one cannot be read, or the page not be written.
     """
-    return _save(comparison_page(_told_apart([read(run) for run in runs])), out)
+    found = [read(run) for run in runs]
+    kinds = {run.unit.many for run in found}
+    if len(kinds) > 1:
+        line = f"RUN is of two kinds: these runs are counted in {' and '.join(sorted(kinds))}. "
+        raise ConfigError([f"{line}Compare runs of one kind"])
+    return _save(comparison_page(_told_apart(found)), out)
 
 
 def write_for(run: Storage) -> None:

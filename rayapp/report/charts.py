@@ -16,9 +16,15 @@ import numpy as np
 from rayapp.report import words
 from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of
 from rayapp.report.folder import Run
+from rayapp.units import IMAGES
 
 TABLE_ROWS = 12
 TOKEN, BYTE = "token", "byte"
+LOSSES = {"token": {TOKEN: "loss", BYTE: "loss_per_byte"}, "image": {TOKEN: "loss"}}
+HELD_COLUMNS = {
+    "token": {"loss": "eval_loss", "per_byte": "eval_loss_per_byte"},
+    "image": {"loss": "eval_loss", "top1": "eval_top1", "top5": "eval_top5"},
+}
 PHASES = {"forward": "peak_forward_gib", "backward": "peak_backward_gib"}
 PHASES |= {"optimizer": "peak_optimizer_gib"}
 
@@ -56,7 +62,7 @@ class Chart:
     unit: str
     lines: list[Line]
     points: dict[str, dict[str, list[float | int | None]]]
-    """Columns by the name that lines refer to: step, tokens, seconds, and what is drawn."""
+    """Columns by the name that lines refer to: step, tokens or images, seconds; what is drawn."""
     summary: str
     marks: list[Mark] = field(default_factory=list)
     zero: bool = False
@@ -124,6 +130,7 @@ def of_run(run: Run) -> list[Chart]:
     """Return the curves of one run."""
     return [
         _loss([run]),
+        *([_accuracy([run])] if run.unit is IMAGES else []),
         _throughput([run]),
         _memory(run),
         _step_time(run),
@@ -135,15 +142,16 @@ def of_run(run: Run) -> list[Chart]:
 def of_runs(runs: Sequence[Run]) -> list[Chart]:
     """Return the curves of several runs, one over another."""
     memory = _overlaid(runs, "memory", "Memory of rank 0", "GiB", "peak_gib", zero=True)
-    return [_loss(runs), _throughput(runs), memory, _gradient(runs), _rate(runs)]
+    accuracy = [_accuracy(runs)] if runs[0].unit is IMAGES else []
+    return [_loss(runs), *accuracy, _throughput(runs), memory, _gradient(runs), _rate(runs)]
 
 
 def points(
     run: Run, columns: dict[str, Array], smoothed: Sequence[str] = (), buckets: int = BUCKETS
 ) -> dict[str, list[float | int | None]]:
-    """Return the points to draw of some columns, with their steps, tokens and seconds."""
+    """Return the points to draw of some columns, with their steps, counts and seconds."""
     kept = thin(list(columns.values()), buckets)
-    axes = {"step": run.columns["step"], "tokens": run.tokens, "seconds": run.seconds}
+    axes = {"step": run.columns["step"], run.unit.many: run.counted, "seconds": run.seconds}
     found = {**axes, **columns}
     found |= {f"{name}_smooth": smooth(columns[name]) for name in smoothed}
     return {name: plain(values[kept]) for name, values in found.items()}
@@ -155,16 +163,16 @@ def _loss(runs: Sequence[Run]) -> Chart:
     alone = len(runs) == 1
     for place, run in enumerate(runs):
         color, label = place, "" if alone else f"{run.name} "
-        both = {"loss": run.columns["loss"], "loss_per_byte": run.columns["loss_per_byte"]}
+        both = {name: run.columns[name] for name in LOSSES[run.unit.one].values()}
         every[f"{place}"] = points(run, both, smoothed=list(both))
         every[f"{place}-held"] = _held_points(run)
-        smooth_y = {TOKEN: "loss_smooth", BYTE: "loss_per_byte_smooth"}
+        raw = LOSSES[run.unit.one]
+        smooth_y = {unit: f"{name}_smooth" for unit, name in raw.items()}
         if alone:
-            raw = {TOKEN: "loss", BYTE: "loss_per_byte"}
             lines.append(Line("each step", f"{place}", raw, color, "faint"))
         lines.append(Line(f"{label}train", f"{place}", smooth_y, color, dash=place))
         if run.held:
-            y = {TOKEN: "eval_loss", BYTE: "eval_loss_per_byte"}
+            y = {unit: f"eval_{name}" for unit, name in raw.items()}
             dots = Line(f"{label}held out", f"{place}-held", y, color + (1 if alone else 0), "dots")
             lines.append(dots)
     title = "Loss" if alone else "Loss, smoothed"
@@ -184,17 +192,31 @@ def _loss(runs: Sequence[Run]) -> Chart:
     )
 
 
+def _accuracy(runs: Sequence[Run]) -> Chart:
+    """Return the shares of held-out images that are classified right."""
+    every, lines = {}, []
+    for place, run in enumerate(runs):
+        every[f"{place}"] = _held_points(run)
+        label = "" if len(runs) == 1 else f"{run.name} "
+        for number, name in enumerate(("top1", "top5")):
+            y, shown = {TOKEN: f"eval_{name}"}, f"{label}{name[:3]}-{name[3:]}"
+            lines.append(Line(shown, f"{place}", y, 2 * place + number, dash=number))
+    last = [run.held[-1].top1 for run in runs if run.held]
+    summary = f"top-1 at last {', '.join(map(words.share, last)) or words.UNKNOWN}"
+    return Chart("accuracy", "Held-out accuracy", "share, 0-1", lines, every, summary, zero=True)
+
+
 def _held_points(run: Run) -> dict[str, list[float | int | None]]:
-    """Return held-out losses with the tokens and seconds of their steps."""
+    """Return held-out figures with the counts and seconds of their steps."""
     steps = np.array([one.step for one in run.held], np.float64)
     found: dict[str, list[float | int | None]] = {"step": plain(steps)}
     places = np.searchsorted(run.columns["step"], steps, side="right") - 1
-    for name, values in (("tokens", run.tokens), ("seconds", run.seconds)):
+    for name, values in ((run.unit.many, run.counted), ("seconds", run.seconds)):
         known = [values[place] if place >= 0 else 0.0 for place in places]
         found[name] = plain(np.array(known, np.float64))
-    found["eval_loss"] = plain(np.array([one.loss for one in run.held], np.float64))
-    per_byte = np.array([one.per_byte for one in run.held], np.float64)
-    return found | {"eval_loss_per_byte": plain(per_byte)}
+    for name, column in HELD_COLUMNS[run.unit.one].items():
+        found[column] = plain(np.array([getattr(one, name) for one in run.held], np.float64))
+    return found
 
 
 def _loss_note(runs: Sequence[Run], alone: bool) -> str:
@@ -216,13 +238,15 @@ def _loss_note(runs: Sequence[Run], alone: bool) -> str:
 
 
 def _throughput(runs: Sequence[Run]) -> Chart:
-    chart = _overlaid(runs, "throughput", "Throughput", "tokens/s", "tokens_per_s", zero=True)
+    unit = runs[0].unit
+    label = f"{unit.many}/s"
+    chart = _overlaid(runs, "throughput", "Throughput", label, unit.per_s, zero=True)
     if len(runs) > 1:
         return chart
     first = chart.lines[0]
-    faint = Line("each step", first.points, {TOKEN: "tokens_per_s"}, 0, "faint")
+    faint = Line("each step", first.points, {TOKEN: unit.per_s}, 0, "faint")
     chart.lines.insert(0, faint)
-    chart.marks.extend(_planned(runs[0], "tokens_per_s"))
+    chart.marks.extend(_planned(runs[0], unit.per_s))
     return chart
 
 

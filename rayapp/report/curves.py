@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
-from rayapp.metrics import FILE, StepRecord
+from rayapp.metrics import FILE, ImageRecord, TokenRecord
 from rayapp.storage import Storage
 
 BUCKETS = 600  # about one for each 2 pixels of a wide screen
@@ -29,11 +29,12 @@ SMOOTH_SHARE = 0.02  # of the steps, that a point of the smooth line is the mean
 BLOCK_BYTES = 16 * 2**20
 TEXTS = ("batch_digest",)
 TYPES = {"skipped": pa.bool_()}  # the others are numbers
+KINDS = (TokenRecord, ImageRecord)
 SCHEMA = pa.schema(
     [
-        (field.name, TYPES.get(field.name, pa.float64()))
-        for field in fields(StepRecord)
-        if field.name not in TEXTS
+        (name, TYPES.get(name, pa.float64()))
+        for name in dict.fromkeys(f.name for kind in KINDS for f in fields(kind))
+        if name not in TEXTS
     ]
 )
 

@@ -21,8 +21,10 @@ from rayapp.accounts import OF_A_STEP, Account, Event, commands, read_events
 from rayapp.config import parse_yaml
 from rayapp.report.curves import Array, columns_of, read_steps
 from rayapp.storage import Storage
+from rayapp.units import IMAGES, TOKENS, Unit
 
 ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
+HELD = ("eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
 WARM_UP_SHARE = 0.1  # of the steps, left out of mean rates
 
 
@@ -36,11 +38,13 @@ class Pause:
 
 @dataclass(frozen=True)
 class Held:
-    """A held-out loss after a step, in nats per token and per byte."""
+    """Held-out figures after a step: nats per token and byte, or per image; shares of images."""
 
     step: int
     loss: float
-    per_byte: float | None
+    per_byte: float | None = None
+    top1: float | None = None
+    top5: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Run:
     url: str
     status: str
     reason: str | None
+    task: str | None
+    """What is trained; None: a language model."""
     config_yaml: str | None
     config: dict[str, Any]
     plan: dict[str, Any]
@@ -75,10 +81,15 @@ class Run:
         """Steps done."""
         return int(self.columns["step"][-1]) if self.num_lines else 0
 
+    @property
+    def unit(self) -> Unit:
+        """What the run is counted in."""
+        return IMAGES if self.task == "vision" else TOKENS
+
     @cached_property
-    def tokens(self) -> Array:
-        """Loss-bearing tokens seen up to each step."""
-        return np.asarray(np.cumsum(np.nan_to_num(self.columns["tokens"])))
+    def counted(self) -> Array:
+        """Loss-bearing tokens, or images, seen up to each step."""
+        return np.asarray(np.cumsum(np.nan_to_num(self.columns[self.unit.many])))
 
     @cached_property
     def pauses(self) -> list[Pause]:
@@ -188,7 +199,7 @@ def read(storage: Storage) -> Run:
     events = read_events(storage)
     result = _json(storage, "result.json")
     text = _text(storage, "config.yaml")
-    config = _mapping(text)
+    task, config = _mapping(text)
     status, reason = now.status, now.reason
     if not events and not now.live and result:  # an older run, whose end result.json alone tells
         status, reason = str(result.get("status", status)), result.get("reason")
@@ -198,6 +209,7 @@ def read(storage: Storage) -> Run:
         url=storage.url,
         status=status,
         reason=reason,
+        task=task,
         config_yaml=text,
         config=config,
         plan=_json(storage, "plan.json"),
@@ -219,16 +231,17 @@ def held_out(
     for one in (*validations, *lines, last):
         if one.get("step") is not None and one.get("eval_loss") is not None:
             step = int(one["step"])
-            found[step] = Held(step, one["eval_loss"], one.get("eval_loss_per_byte"))
+            loss, per_byte, top1, top5 = (one.get(name) for name in HELD)
+            found[step] = Held(step, float(loss or 0.0), per_byte, top1, top5)
     return [found[step] for step in sorted(found)]
 
 
 def _evaluated(columns: dict[str, Array]) -> list[dict[str, Any]]:
     """Return the steps after which training has evaluated."""
-    names = ("step", "eval_loss", "eval_loss_per_byte")
+    names = ("step", *HELD)
     known = ~np.isnan(columns["eval_loss"])
     rows = zip(*(columns[name][known].tolist() for name in names), strict=True)
-    return [{"step": s, "eval_loss": e, "eval_loss_per_byte": _known(b)} for s, e, b in rows]
+    return [dict(zip(names, map(_known, row), strict=True)) for row in rows]
 
 
 def _known(value: float) -> float | None:
@@ -251,12 +264,13 @@ def _json(storage: Storage, name: str) -> dict[str, Any]:
     return json.loads(_text(storage, name) or "{}")
 
 
-def _mapping(text: str | None) -> dict[str, Any]:
-    """Return the sections of a config, also of an older rayapp's, which `load` would refuse."""
+def _mapping(text: str | None) -> tuple[str | None, dict[str, Any]]:
+    """Return task and sections of a config, also of an older one, which `load` would refuse."""
     try:
         tree = parse_yaml(text or "")
     except yaml.YAMLError:  # the page then shows the text alone
-        return {}
+        return None, {}
     if not isinstance(tree, dict):
-        return {}
-    return {section: values for section, values in tree.items() if isinstance(values, dict)}
+        return None, {}
+    sections = {section: values for section, values in tree.items() if isinstance(values, dict)}
+    return tree.get("task"), sections

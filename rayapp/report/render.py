@@ -49,7 +49,9 @@ def run_page(run: Run) -> bytes:
         planned=tables.planned(run),
         interruptions=tables.interruptions(run),
         data_facts=tables.data_facts(run),
-        lengths=tables.lengths(data["train"]["lengths"]) if data else [],
+        lengths=tables.lengths(data["train"]["lengths"]) if "train" in data else [],
+        classes=tables.classes(run),
+        confusions=tables.confusions(run),
         bad_rows=tables.bad_rows(data),
         examples=data.get("examples", []),
         records=f"{data.get('records', 0):,}",
@@ -81,7 +83,11 @@ def _page(name: str, of: Sequence[Run], found: Sequence[charts.Chart], **values:
         .get_template(name)
         .render(
             charts=found,
-            data={"charts": [one.spec() for one in found if not one.empty]},
+            unit=of[0].unit,
+            data={
+                "charts": [one.spec() for one in found if not one.empty],
+                "unit": of[0].unit.many,
+            },
             styles=styles,
             scripts=scripts,
             policy=_policy(styles, scripts),

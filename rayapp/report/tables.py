@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayapp.config import Config
+from rayapp.config import KINDS, Config
 from rayapp.report import words
 from rayapp.report.folder import Run
 from rayapp.report.words import UNKNOWN
+from rayapp.units import IMAGES
 
 CAUSES = {
     "step": "steps that count",
@@ -60,25 +61,20 @@ class Row:
 
 def headline(run: Run) -> list[Figure]:
     """Return what one looks for first."""
-    held = run.held[-1] if run.held else None
     rate = None if run.account is None else run.account.usd_per_hour
     price = f"{words.dollars(rate)} per hour" if rate else "no price is known"
     total = run.plan.get("steps")
-    per_byte, per_worker = run.last("loss_per_byte"), run.rate("tokens_per_s_per_gpu")
+    per_byte, per_worker = run.last("loss_per_byte"), run.rate(run.unit.per_s_per_gpu)
     return [
-        Figure(
-            "Held-out loss",
-            words.fixed(held.loss if held else None, 4),
-            f"{words.fixed(held.per_byte, 4)} per byte, step {held.step:,}" if held else "",
-        ),
+        *_held_figures(run),
         Figure(
             "Training loss",
             words.fixed(run.last("loss"), 4),
             "" if per_byte is None else f"{words.fixed(per_byte, 4)} nats per byte",
         ),
         Figure(
-            "Tokens/s",
-            words.amount(run.rate("tokens_per_s")),
+            f"{run.unit.many.capitalize()}/s",
+            words.amount(run.rate(run.unit.per_s)),
             "" if per_worker is None else f"{words.amount(per_worker)} per worker",
         ),
         Figure("MFU", words.share(run.rate("mfu")), "of the hardware's peak FLOP/s"),
@@ -92,11 +88,24 @@ def headline(run: Run) -> list[Figure]:
     ]
 
 
+def _held_figures(run: Run) -> list[Figure]:
+    """Return the held-out figures: the loss, and of images how many are right."""
+    held = run.held[-1] if run.held else None
+    loss = words.fixed(held.loss if held else None, 4)
+    if run.unit is IMAGES:
+        top1 = words.share(held.top1 if held else None)
+        detail = f"top-5 {words.share(held.top5)}, step {held.step:,}" if held else ""
+        return [Figure("Top-1", top1, detail), Figure("Held-out loss", loss)]
+    detail = f"{words.fixed(held.per_byte, 4)} per byte, step {held.step:,}" if held else ""
+    return [Figure("Held-out loss", loss, detail)]
+
+
 def _usd_per_1m(run: Run) -> str:
-    """Say what a million tokens have cost, if that is known."""
-    if run.cost_usd is None or not run.num_lines or not run.tokens[-1]:
+    """Say what a million tokens or images have cost, if that is known."""
+    if run.cost_usd is None or not run.num_lines or not run.counted[-1]:
         return ""
-    return f"{words.dollars(1e6 * run.cost_usd / float(run.tokens[-1]))} per 1M tokens"
+    price = words.dollars(1e6 * run.cost_usd / float(run.counted[-1]))
+    return f"{price} per 1M {run.unit.many}"
 
 
 def subtitle(run: Run) -> str:
@@ -123,8 +132,8 @@ def planned(run: Run) -> list[list[str]]:
     measured = {
         "peak_gib": run.highest("peak_gib"),
         "step_s": _typical_step_s(run),
-        "tokens_per_s": run.rate("tokens_per_s"),
-        "tokens_per_s_per_gpu": run.rate("tokens_per_s_per_gpu"),
+        run.unit.per_s: run.rate(run.unit.per_s),
+        run.unit.per_s_per_gpu: run.rate(run.unit.per_s_per_gpu),
         "mfu": run.rate("mfu"),
         "hours": None if run.wall_s is None or run.status != "done" else run.wall_s / 3600.0,
         "cost_usd": run.cost_usd if run.status == "done" else None,
@@ -132,8 +141,8 @@ def planned(run: Run) -> list[list[str]]:
     names = {
         "peak_gib": "peak memory, GiB",
         "step_s": "step, s",
-        "tokens_per_s": "tokens/s",
-        "tokens_per_s_per_gpu": "tokens/s per worker",
+        run.unit.per_s: f"{run.unit.many}/s",
+        run.unit.per_s_per_gpu: f"{run.unit.many}/s per worker",
         "mfu": "MFU, 0-1",
         "hours": "hours, all told",
         "cost_usd": "cost, USD",
@@ -234,6 +243,8 @@ def data_facts(run: Run) -> list[Figure]:
     data = run.plan.get("data", {})
     if not data:
         return []
+    if run.unit is IMAGES:
+        return _image_facts(run, data)
     train, held = data["train"], data["eval"]
     return [
         Figure("Documents", words.amount(train["documents"]), f"{held['documents']:,} held out"),
@@ -249,6 +260,33 @@ def data_facts(run: Run) -> list[Figure]:
             f"truncated ({words.amount(train['cut_tokens'])} tokens); {train['split']:,} split",
         ),
     ]
+
+
+def _image_facts(run: Run, data: dict[str, Any]) -> list[Figure]:
+    counts, every = data["images"], list(data["class_counts"].values())
+    return [
+        Figure("Images", words.amount(counts["train"]), f"{counts['eval']:,} held out"),
+        Figure("Classes", f"{data['classes']:,}", f"{min(every):,} to {max(every):,} images each"),
+        Figure("Bytes", words.amount(data["bytes"]), "of all images"),
+        Figure("Epochs", words.number(run.plan.get("epochs"), 3), "as planned"),
+        Figure("Repeats", words.share(data["duplicates"]), "of the images repeat another"),
+    ]
+
+
+def classes(run: Run) -> list[Bar]:
+    """Return how much of each class is classified right, the worst first."""
+    every = run.result.get("classes", {}).get("each", [])
+    shares = [(right / count if count else 0.0, name, count, right) for name, count, right in every]
+    return [
+        Bar(name, share, share, [f"{right:,} of {count:,}", words.share(share if count else None)])
+        for share, name, count, right in sorted(shares)
+    ]
+
+
+def confusions(run: Run) -> list[list[str]]:
+    """Return the pairs of classes most often confused: class, taken for, images."""
+    pairs = run.result.get("classes", {}).get("confused", [])
+    return [[true, taken, f"{count:,}"] for true, taken, count in pairs]
 
 
 def sources(run: Run) -> list[list[str]]:
@@ -295,7 +333,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
 
 def settings(run: Run) -> list[list[str]]:
     """Return the fields of the config that are not at their defaults: field, value, default."""
-    defaults, own = flat(Config().model_dump(mode="json")), flat(run.config)
+    kind = KINDS.get(run.task, Config)
+    defaults, own = flat(kind().model_dump(mode="json")), flat(run.config)
     return [
         [name, shown(value), shown(defaults.get(name))]
         for name, value in own.items()
@@ -317,19 +356,22 @@ def differing(runs: Sequence[Run]) -> list[Row]:
 
 def results(runs: Sequence[Run]) -> list[Row]:
     """Return the figures of several runs side by side."""
-    tokens = [float(run.tokens[-1]) if run.num_lines else None for run in runs]
+    unit = runs[0].unit
+    counted = [float(run.counted[-1]) if run.num_lines else None for run in runs]
+    per_byte = ("held-out loss per byte", [_held(run, "per_byte") for run in runs], _loss, min)
+    top1 = ("top-1", [_held(run, "top1") for run in runs], words.share, max)
     columns: list[tuple[str, list[Any], Any, Any]] = [
         ("status", [run.status for run in runs], str, None),
         ("parameters", [run.plan.get("parameters") for run in runs], words.amount, None),
         ("steps", [run.step for run in runs], lambda value: words.number(value, 12), None),
-        ("tokens", tokens, words.amount, None),
+        (unit.many, counted, words.amount, None),
         ("held-out loss", [_held(run, "loss") for run in runs], _loss, min),
-        ("held-out loss per byte", [_held(run, "per_byte") for run in runs], _loss, min),
+        top1 if unit is IMAGES else per_byte,
         ("training loss", [run.last("loss") for run in runs], _loss, min),
-        ("tokens/s", [run.rate("tokens_per_s") for run in runs], words.amount, max),
+        (f"{unit.many}/s", [run.rate(unit.per_s) for run in runs], words.amount, max),
         (
-            "tokens/s per worker",
-            [run.rate("tokens_per_s_per_gpu") for run in runs],
+            f"{unit.many}/s per worker",
+            [run.rate(unit.per_s_per_gpu) for run in runs],
             words.amount,
             max,
         ),

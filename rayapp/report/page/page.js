@@ -26,7 +26,7 @@
   const across = (value, longest) => {
     if (value == null) return "–";
     if (state.x === "step") return `step ${whole.format(value)}`;
-    if (state.x === "tokens") return `${short.format(value)} tokens`;
+    if (state.x === data.unit) return `${short.format(value)} ${data.unit}`;
     const [, size, name] = timeUnit(longest);
     return `${exact.format(value / size)} ${name}`;
   };

@@ -1,0 +1,366 @@
+"""Images: rayapp's input pipeline against a torch DataLoader, and its loop against bare DDP.
+
+    python bench/vision.py [--rounds 5] [--images 600] [--steps 40]
+
+Pipeline: JPEGs of 500 x 375 pixels are read, decoded, cropped to 224 pixels and mirrored by 2
+processes: rayapp's Ray Data tasks in one arm, a DataLoader's workers in the other. Both call the
+same function with the same seeds in the same order, and the batches are thrown away; sums of pixels
+must be equal. rayapp's arm also checks the bytes of each image and makes the digests. A third arm
+does what torchvision does on PIL images: it decodes all of a JPEG, then crops. Per core is images
+per second of CPU time of all processes of an arm, Ray's own included, so that other load on the
+machine counts little; images per second of wall time are shown beside it.
+
+Loop: the default job's ResNet, 2 ranks of one thread each, batches made before: rayapp's training
+code, with batch-norm of its own, records and all, against DistributedDataParallel with torch's SGD,
+in the same two processes. Arms run in turn, and ratios are taken round by round.
+"""
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from rayapp.config import VisionConfig, load
+from rayapp.driver.fit import CPU_ENVIRONMENT
+
+ROOT = Path(__file__).parent.parent
+ARMS = ("rayapp", "same", "torchvision")
+PROCESSES, IMAGES_PER_STEP, MICRO_BATCH = 2, 64, 32
+WARM_UP_STEPS = 6  # of either comparison: until all processes are at work
+ASPECT = (3 / 4, 4 / 3)
+
+
+def draw(folder: Path, count: int) -> None:
+    """Write JPEGs of ImageNet's usual size, as smooth as photographs: about 60 KiB each."""
+    from PIL import Image
+
+    dice = np.random.default_rng(0)
+    for number in range(count):
+        coarse = dice.integers(0, 256, (15, 20, 3), np.uint8)
+        smooth = Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC)
+        noisy = np.asarray(smooth) + dice.normal(0, 9, (375, 500, 3))
+        path = folder / f"class-{number % 10}" / f"{number:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8)).save(path, quality=90)
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process and of all below it, those that have ended too."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in [own, *own.children(recursive=True)]]
+    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
+
+
+class Stretch:
+    """Count images and seconds from the end of the warm-up on; who takes them never waits long."""
+
+    def __init__(self) -> None:
+        self.steps = self.images = self.pixels = 0
+
+    def take(self, images: np.ndarray) -> None:
+        """Take the images of a step: they are there now."""
+        self.pixels += int(images[..., ::16, :, :].sum(dtype=np.int64))
+        self.steps += 1
+        if self.steps > WARM_UP_STEPS:
+            self.images += IMAGES_PER_STEP
+        if self.steps == WARM_UP_STEPS:
+            self.wall, self.cpu = time.perf_counter(), cpu_s()
+
+    def figures(self) -> dict[str, float]:
+        """Return images per CPU second and per second, and the sum of all pixels."""
+        wall, cpu = time.perf_counter() - self.wall, cpu_s() - self.cpu
+        return {"per_core": self.images / cpu, "per_s": self.images / wall, "pixels": self.pixels}
+
+
+def through_ray(folder: str, steps: int) -> dict[str, float]:
+    """Stream the steps as a run's workers get them, indexing the images before."""
+    import ray
+
+    from rayapp.data.images import Look, Recipe, find, prepare, stream
+    from rayapp.order import Order
+    from rayapp.storage import open_storage
+
+    ray.init(address="local", num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False)
+    images = prepare(Recipe(find(f"{folder}/data"), None, 0.0), open_storage(f"{folder}/index"))
+    order = Order.for_steps(images.counts["train"], IMAGES_PER_STEP, MICRO_BATCH, 0, steps)
+    dataset = stream.stream(images, Look(224), order, 0, 1)
+    (shard,) = dataset.streaming_split(1, equal=True)
+    stretch = Stretch()
+    for batch in stream.steps(shard, MICRO_BATCH, order.num_micro_batches(1)):
+        stretch.take(batch.images)
+    found = stretch.figures()
+    ray.shutdown()
+    return found
+
+
+class Pictures:
+    """A data set for torch: (image, label) by (number, seed)."""
+
+    def __init__(self, folder: str, whole: bool) -> None:
+        from rayapp.data.images import Look
+
+        self.files = sorted(Path(folder, "data").rglob("*.jpg"))
+        self.whole, self.look = whole, Look(224)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray, int]:
+        from rayapp.data.images.augment import augmented
+
+        number, seed = key
+        data = self.files[number].read_bytes()
+        image = as_torchvision(data, seed) if self.whole else augmented(data, self.look, seed)
+        return image, int(self.files[number].parent.name.removeprefix("class-"))
+
+
+def as_torchvision(data: bytes, seed: int) -> np.ndarray:
+    """Do as RandomResizedCrop(224) and RandomHorizontalFlip do on a PIL image."""
+    import math
+    import random
+
+    from PIL import Image, ImageOps
+
+    dice = random.Random(seed)
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    for _ in range(10):
+        area = image.width * image.height * dice.uniform(0.08, 1.0)
+        aspect = math.exp(dice.uniform(*map(math.log, ASPECT)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= image.width and 0 < h <= image.height:
+            left, top = dice.randint(0, image.width - w), dice.randint(0, image.height - h)
+            image = image.crop((left, top, left + w, top + h))
+            break
+    image = image.resize((224, 224), Image.Resampling.BILINEAR)
+    return np.asarray(ImageOps.mirror(image) if dice.random() < 0.5 else image)
+
+
+def through_loader(folder: str, steps: int, whole: bool) -> dict[str, float]:
+    """Load the same images in the same order with torch's own loader."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from rayapp.data.images.augment import seed_of
+    from rayapp.order import Order
+
+    pictures = Pictures(folder, whole)
+    order = Order.for_steps(len(pictures.files), IMAGES_PER_STEP, MICRO_BATCH, 0, steps)
+    keys = []
+    for step in range(steps):
+        ids = order.micro_batches(step, 0, 1).ravel().tolist()
+        places = range(step * IMAGES_PER_STEP, (step + 1) * IMAGES_PER_STEP)
+        keys += [
+            (n, seed_of(0, at // order.num_rows, n)) for n, at in zip(ids, places, strict=True)
+        ]
+    torch.set_num_threads(1)
+    loader = DataLoader(
+        pictures,
+        sampler=keys,
+        batch_size=IMAGES_PER_STEP,
+        num_workers=PROCESSES,
+        multiprocessing_context="fork",
+        collate_fn=stacked,
+    )
+    stretch = Stretch()
+    for images, _ in loader:
+        stretch.take(images.numpy())
+    return stretch.figures()
+
+
+def stacked(samples: list) -> tuple:
+    """Make tensors of a batch's images and labels, without a copy that default_collate makes."""
+    import torch
+
+    images, labels = zip(*samples, strict=True)
+    return torch.from_numpy(np.stack(images)), torch.tensor(labels)
+
+
+# ---- The loop ----------------------------------------------------------------------------------
+
+
+def loops(rank: int, folder: str, rounds: int, steps: int) -> None:
+    """Run both loops in turn on one of two ranks; rank 0 prints images/s of each round."""
+    import torch
+    import torch.distributed as dist
+
+    from rayapp.data.images import Recipe, find, local_steps
+    from rayapp.data.images import load as load_index
+    from rayapp.storage import open_storage
+    from rayapp.vision.driver import order_of
+    from rayapp.vision.job import Job
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    config = load(str(ROOT / "configs/vision_cpu.yaml"), settings(folder, steps), VisionConfig)
+    recipe = Recipe(find(f"{folder}/data"), None, 0.0)
+    images = load_index(open_storage(f"{folder}/index") / recipe.fingerprint)
+    assert images is not None
+    order = order_of(config, images)
+    look = Job(config, images, order, "").look
+    batches = list(local_steps(images.rows("train"), look, order, rank, 2, 0))
+    for number in range(rounds + 1):  # the first of each is thrown away
+        job = Job(config, images, order, f"{folder}/loop-{number}")
+        arms = {
+            "rayapp": partial(our_loop, job, batches),
+            "bare": partial(bare_loop, config, batches),
+        }
+        found = {name: arms[name]() for name in (list(arms) if number % 2 else reversed(arms))}
+        if rank == 0 and number:
+            print(json.dumps(found), flush=True)
+    import gc
+
+    gc.collect()  # a gloo thread that frees tensors while Python shuts down aborts the process
+    dist.destroy_process_group()
+
+
+def settings(folder: str, steps: int) -> dict[str, str]:
+    """Return the default job without what a bare loop lacks: average, held-out images, files."""
+    values = {"run.storage": folder, "run.trackers": "none", "data.eval_fraction": "0"}
+    values |= {"train.max_steps": str(steps), "train.epochs": "none", "train.ema": "0"}
+    return (
+        values
+        | {"checkpoint.every_steps": "none", "checkpoint.every_s": "none"}
+        | {
+            "checkpoint.export": "false",
+            "train.precision": "fp32",
+        }
+    )
+
+
+def our_loop(job: object, batches: list) -> float:
+    """Train with rayapp's own code, in a fresh folder; return images/s."""
+    import torch
+
+    from rayapp.vision import training
+
+    done: list[float] = []
+    device = torch.device("cpu")
+    training.run(
+        job, device, lambda first: iter(batches), tell=lambda _: done.append(time.perf_counter())
+    )
+    # The last step saves.
+    return (len(done) - 1 - WARM_UP_STEPS) * IMAGES_PER_STEP / (done[-2] - done[WARM_UP_STEPS - 1])
+
+
+def bare_loop(config: VisionConfig, batches: list) -> float:
+    """Train the same model with DDP and nothing around it; return images/s."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import AutoModelForImageClassification
+
+    from rayapp.model.classifier import shape_of_classifier
+
+    shape, _ = shape_of_classifier(config.model.path, {}, tuple("abcdefghij"))
+    model = AutoModelForImageClassification.from_config(shape)
+    model = model.to(memory_format=torch.channels_last).train()
+    ddp = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    train = config.train
+    optimizer = torch.optim.SGD(
+        ddp.parameters(), train.lr, train.momentum, weight_decay=train.weight_decay, nesterov=True
+    )
+    mean, std = (torch.tensor(v).view(3, 1, 1) * 255 for v in (config.data.mean, config.data.std))
+    done = []
+    for batch in batches:
+        (pixels,), (labels,) = batch.images, batch.labels
+        values = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() - mean) / std
+        logits = ddp(values.contiguous(memory_format=torch.channels_last)).logits
+        F.cross_entropy(logits, torch.from_numpy(labels).long()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done.append(time.perf_counter())
+    return (len(done) - 1 - WARM_UP_STEPS) * IMAGES_PER_STEP / (done[-2] - done[WARM_UP_STEPS - 1])
+
+
+# ---- Side by side ------------------------------------------------------------------------------
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """Start this file in another role, one thread to a process."""
+    environment = {**os.environ, **CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, __file__, "--role", *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def answer(process: subprocess.Popen) -> list[dict[str, float]]:
+    """Wait for it; return the lines of JSON that it prints."""
+    text, _ = process.communicate()
+    assert process.returncode == 0, f"{process.args} ended with {process.returncode}"
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def show(label: str, ratios: list[float], target: str) -> None:
+    low, high = min(ratios), max(ratios)
+    middle = statistics.median(ratios)
+    print(f"{label}: median {middle:.3f} ({low:.3f}-{high:.3f}) of {len(ratios)}; {target}")
+
+
+def pipelines(folder: str, rounds: int, steps: int) -> None:
+    """Compare the arms of the input pipeline."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
+    for number in range(rounds):
+        for name in ARMS if number % 2 else reversed(ARMS):
+            found[name] += answer(start(name, folder, str(steps)))
+        latest = {name: results[-1] for name, results in found.items()}
+        assert latest["rayapp"]["pixels"] == latest["same"]["pixels"], "the images differ"
+        shown = ", ".join(
+            f"{name} {one['per_core']:.0f} (wall {one['per_s']:.0f})"
+            for name, one in latest.items()
+        )
+        print(f"round {number + 1}: images per CPU second (per second): {shown}", flush=True)
+    for other, target in (("same", "at least 1.0 is wanted"), ("torchvision", "no target")):
+        for key, what in (("per_core", "per core"), ("per_s", "by the clock")):
+            pairs = zip(found["rayapp"], found[other], strict=True)
+            ratios = [ours[key] / theirs[key] for ours, theirs in pairs]
+            show(f"pipeline / DataLoader ({other}), {what}", ratios, target)
+
+
+def play(role: str, folder: str, *numbers: int) -> None:
+    """Do what a process that this file has started is for."""
+    if role == "loop":
+        loops(numbers[0], folder, *numbers[1:])
+    elif role == "rayapp":
+        print(json.dumps(through_ray(folder, *numbers)))
+    else:
+        print(json.dumps(through_loader(folder, *numbers, whole=role == "torchvision")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--images", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--role", nargs="*", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role:
+        role, folder, *numbers = options.role
+        play(role, folder, *map(int, numbers))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        draw(Path(folder, "data"), options.images)
+        pipelines(folder, options.rounds, options.steps)
+        numbers = (str(options.rounds), str(options.steps))
+        ranks = [start("loop", folder, rank, *numbers) for rank in ("0", "1")]
+        results, _ = map(answer, ranks)
+        for number, one in enumerate(results, 1):
+            print(
+                f"round {number}: images/s of rayapp's loop {one['rayapp']:.0f}, bare DDP "
+                f"{one['bare']:.0f}"
+            )
+        ratios = [one["rayapp"] / one["bare"] for one in results]
+        show("rayapp's loop / bare DDP", ratios, "at least 0.97 is wanted")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Labelled images: find, index once, and read, decode and augment in the run's exact order.
+
+images = prepare(recipe, storage / ".prepared")          # every file is decoded once
+dataset = stream(images, look, order, first_step, world) # Ray Data tasks decode and augment
+"""
+
+from rayapp.data.images.augment import Look
+from rayapp.data.images.batches import StepImages, held_out_batches, local_steps, step_images
+from rayapp.data.images.index import Images, Recipe, load
+from rayapp.data.images.indexing import prepare
+from rayapp.data.images.sources import Source, find
+
+__all__ = [
+    "Images",
+    "Look",
+    "Recipe",
+    "Source",
+    "StepImages",
+    "find",
+    "held_out_batches",
+    "load",
+    "local_steps",
+    "prepare",
+    "step_images",
+]

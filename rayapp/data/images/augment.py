@@ -1,0 +1,217 @@
+"""Decode an image and augment it, by a seed alone: no state, no order, the same in every process.
+
+    pixels = augmented(data, look, seed)        # uint8 [size, size, 3]
+    pixels = centred(data, look)                # a held-out image: the middle
+
+Random resized crop (Szegedy et al. 2014, as torchvision draws it), mirroring, RandAugment (Cubuk et
+al. 2019, arXiv 1909.13719, with torchvision's 14 operations and strengths); mixup (Zhang et al.
+2017, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899) between pairs of a
+micro-batch. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the crop needs no more.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps, UnidentifiedImageError
+
+CROP_TRIES = 10
+ASPECT = (3 / 4, 4 / 3)
+BINS = 30  # of RandAugment's magnitudes
+GREY = (128, 128, 128)  # what geometry leaves uncovered
+MAX_PIXELS = 2**28  # of an image: more is taken for an attack, or a mistake
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the model sees of an image."""
+
+    size: int
+    eval_crop: float = 0.875
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    flip: float = 0.5
+    layers: int = 0
+    """Operations of RandAugment; 0 for none."""
+    magnitude: int = 9
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+
+def seed_of(seed: int, epoch: int, image: int) -> int:
+    """Return 64 bits that decide all that is random about an image in an epoch.
+
+    >>> seed_of(0, 0, 1) != seed_of(0, 1, 1) != seed_of(1, 1, 1)
+    True
+    """
+    text = f"augment {seed} {epoch} {image}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+
+def problem_of(data: bytes) -> str | None:
+    """Decode all of a file and say why it is no image to train on; None: it is one."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                return "too many pixels"
+            image.draft("RGB", (1, 1))  # a JPEG's data are all read, and little of it computed
+            image.convert("RGB")
+    except UnidentifiedImageError:
+        return "not an image"
+    except Exception as error:  # a decoder's own: OSError, SyntaxError, ValueError, struct.error
+        return f"damaged ({type(error).__name__})"
+    return None
+
+
+def augmented(data: bytes, look: Look, seed: int) -> Pixels:
+    """Return an image as it is trained on: uint8 [size, size, 3]."""
+    draw = random.Random(seed)
+    with Image.open(io.BytesIO(data)) as opened:
+        box = _crop(opened.size, look.crop_scale, draw)
+        image = _resized(opened, box, look.size)
+    if draw.random() < look.flip:
+        image = ImageOps.mirror(image)
+    for _ in range(look.layers):
+        image = _operate(image, look.magnitude, draw)
+    return np.asarray(image)
+
+
+def centred(data: bytes, look: Look) -> Pixels:
+    """Return an image as it is evaluated: the middle of it, uint8 [size, size, 3]."""
+    with Image.open(io.BytesIO(data)) as opened:
+        return np.asarray(_resized(opened, _middle(opened.size, look.eval_crop), look.size))
+
+
+def mix(images: Pixels, labels: Any, seeds: Any, present: Any, look: Look) -> tuple[Any, Any]:
+    """Mix images j and b - 1 - j of a micro-batch in place; return (other labels, own shares).
+
+    Shapes: images [b, S, S, 3], labels, seeds, present [b] -> int32 [b], float32 [b].
+    """
+    count = len(labels)
+    others, shares = labels.astype(np.int32), np.ones(count, np.float32)
+    if not (look.mixup or look.cutmix):
+        return others, shares
+    for j in range(count // 2):
+        k = count - 1 - j
+        if not (present[j] and present[k]):
+            continue
+        draw = random.Random(int(seeds[j]) ^ int(seeds[k]))
+        cuts = bool(look.cutmix) and (not look.mixup or draw.random() < 0.5)
+        alpha = look.cutmix if cuts else look.mixup
+        share = draw.betavariate(alpha, alpha)
+        first, second = images[j].copy(), images[k].copy()
+        if cuts:
+            rows, columns, share = _patch(images.shape[1], share, draw)
+            images[j, rows, columns] = second[rows, columns]
+            images[k, rows, columns] = first[rows, columns]
+        else:
+            images[j] = _blend(first, second, share)
+            images[k] = _blend(second, first, share)
+        others[j], others[k] = labels[k], labels[j]
+        shares[j] = shares[k] = share
+    return others, shares
+
+
+def _blend(first: Pixels, second: Pixels, share: float) -> Pixels:
+    mixed = first.astype(np.float32) * share + second.astype(np.float32) * (1.0 - share)
+    return np.rint(mixed).astype(np.uint8)
+
+
+def _patch(size: int, share: float, draw: random.Random) -> tuple[slice, slice, float]:
+    """Return (rows, columns) that the other image takes, and the share that the own one keeps."""
+    side = math.sqrt(1.0 - share) * size
+    edges = []
+    for middle in (draw.random() * size, draw.random() * size):
+        edges.append(slice(round(max(0.0, middle - side / 2)), round(min(size, middle + side / 2))))
+    rows, columns = edges
+    area = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return rows, columns, 1.0 - area / size**2
+
+
+def _crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random) -> Box:
+    """Draw a part of an image by area and aspect; the middle, if none fits in some tries."""
+    width, height = size
+    if scale[0] >= 1:
+        return _middle(size, 1.0)
+    low, high = map(math.log, ASPECT)
+    for _ in range(CROP_TRIES):
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * draw.random())
+        aspect = math.exp(low + (high - low) * draw.random())
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left = int(draw.random() * (width - w + 1))
+            top = int(draw.random() * (height - h + 1))
+            return left, top, left + w, top + h
+    return _middle(size, 1.0)
+
+
+def _middle(size: tuple[int, int], share: float) -> Box:
+    """Return the square in the middle whose side is a share of the shorter one."""
+    side = min(size) * share
+    left, top = (size[0] - side) / 2, (size[1] - side) / 2
+    return left, top, left + side, top + side
+
+
+def _resized(image: Image.Image, box: Box, size: int) -> Image.Image:
+    """Return a part of an image as size x size pixels of RGB."""
+    width, height = image.size
+    across, down = size / (box[2] - box[0]), size / (box[3] - box[1])
+    if max(across, down) < 1:  # whole pixels of 2, 4 or 8 are decoded as one
+        image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
+    rgb = image.convert("RGB")
+    x, y = rgb.width / width, rgb.height / height
+    part = (box[0] * x, box[1] * y, min(box[2] * x, rgb.width), min(box[3] * y, rgb.height))
+    return rgb.resize((size, size), Image.Resampling.BILINEAR, box=part)
+
+
+# ---- RandAugment -------------------------------------------------------------------------------
+
+GEOMETRY = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+ENHANCERS: dict[str, Any] = {
+    "brightness": ImageEnhance.Brightness,
+    "color": ImageEnhance.Color,
+    "contrast": ImageEnhance.Contrast,
+    "sharpness": ImageEnhance.Sharpness,
+}
+OPERATIONS = ("identity", *GEOMETRY, *ENHANCERS)
+OPERATIONS += ("posterize", "solarize", "autocontrast", "equalize")
+
+
+def _operate(image: Image.Image, magnitude: int, draw: random.Random) -> Image.Image:
+    """Do one operation, drawn evenly; what has a direction has a drawn one."""
+    name = OPERATIONS[int(draw.random() * len(OPERATIONS))]
+    strength = magnitude / BINS
+    sign = 1.0 if draw.random() < 0.5 else -1.0
+    if name in GEOMETRY:
+        return _move(image, name, sign * strength)
+    if name in ENHANCERS:
+        return ENHANCERS[name](image).enhance(1.0 + sign * 0.9 * strength)
+    if name == "posterize":
+        return ImageOps.posterize(image, 8 - round(4 * strength))
+    if name == "solarize":
+        return ImageOps.solarize(image, round(256 * (1.0 - strength)))
+    if name == "autocontrast":
+        return ImageOps.autocontrast(image)
+    return ImageOps.equalize(image) if name == "equalize" else image
+
+
+def _move(image: Image.Image, name: str, strength: float) -> Image.Image:
+    """Shear by up to 0.3, shift by up to 150/331 of the side, or turn by up to 30 degrees."""
+    if name == "rotate":
+        return image.rotate(30.0 * strength, Image.Resampling.NEAREST, fillcolor=GREY)
+    shear, shift = 0.3 * strength, 150 / 331 * strength * image.width
+    matrix = {
+        "shear_x": (1, shear, 0, 0, 1, 0),
+        "shear_y": (1, 0, 0, shear, 1, 0),
+        "translate_x": (1, 0, shift, 0, 1, 0),
+        "translate_y": (1, 0, 0, 0, 1, shift),
+    }[name]
+    kind = Image.Transform.AFFINE
+    return image.transform(image.size, kind, matrix, Image.Resampling.NEAREST, fillcolor=GREY)

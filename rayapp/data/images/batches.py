@@ -1,0 +1,134 @@
+"""Images of the steps of one rank, decoded and augmented; held-out ones, decoded.
+
+batch = step_images(images.rows("train"), look, order, step, rank=0, world=2)
+for batch in held_out_batches(images.rows("eval"), look, micro_batch, rank, world): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from rayapp.data.images.augment import Look, augmented, centred, mix, seed_of
+from rayapp.data.images.index import Rows
+from rayapp.order import EMPTY, Order
+
+DECODERS = 4  # threads of a training worker that decode held-out images
+
+
+@dataclass(frozen=True)
+class StepImages:
+    """What one rank takes of one step: m micro-batches of b images of S x S pixels."""
+
+    step: int
+    images: np.ndarray[Any, Any]
+    """uint8 [m, b, S, S, 3]"""
+    labels: np.ndarray[Any, Any]
+    """int32 [m, b]"""
+    others: np.ndarray[Any, Any]
+    """int32 [m, b], class of the image that this one is mixed with, else its own"""
+    shares: np.ndarray[Any, Any]
+    """float32 [m, b], share of its own class in the target, 0-1"""
+    digests: np.ndarray[Any, Any]
+    """uint64 [m, b], of place, bytes, class and seed; 0 where there is no image"""
+    rows: np.ndarray[Any, Any]
+    """int64 [m, b], number of the image in the data set, EMPTY where there is none"""
+
+    def sums(self) -> tuple[int, ...]:
+        """Return the number of images."""
+        return (int((self.rows != EMPTY).sum()),)
+
+    def digest(self) -> int:
+        """Return the sum of the images' digests."""
+        return sum(self.digests.ravel().tolist())
+
+    def weight(self, i: int, j: int) -> int:
+        """Return by what the loss of one image is divided."""
+        return 1
+
+    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:
+        """Return what the model takes of a micro-batch, or of some of it: the images that exist."""
+        there = np.flatnonzero(self.rows[i][rows] != EMPTY)
+        return {
+            "images": self.images[i][rows][there],
+            "labels": self.labels[i][rows][there].astype(np.int64),
+            "others": self.others[i][rows][there].astype(np.int64),
+            "shares": self.shares[i][rows][there],
+        }
+
+
+def step_images(
+    rows: Rows, look: Look, order: Order, step: int, rank: int, world: int
+) -> StepImages:
+    """Read, decode and augment what `rank` of `world` takes of a step."""
+    ids = order.micro_batches(step, rank, world)  # [m, b]
+    numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
+    places = numbers * order.micro_batch + np.arange(order.micro_batch)  # [m, b]
+    epochs = (step * order.rows_per_step + places) // order.num_rows
+    shape, there = ids.shape, np.flatnonzero(ids.ravel() != EMPTY)
+    pixels = np.zeros((ids.size, look.size, look.size, 3), np.uint8)
+    labels, seeds, digests = (np.zeros(ids.size, kind) for kind in (np.int32, np.uint64, np.uint64))
+    wanted = ids.ravel()[there].tolist()
+    for slot, row, data in zip(there.tolist(), wanted, rows.read(wanted), strict=True):
+        record = rows.records[row]
+        seed = seed_of(order.seed, int(epochs.ravel()[slot]), row)
+        pixels[slot] = augmented(data, look, seed)
+        labels[slot], seeds[slot] = record["label"], seed
+        place = int(places.ravel()[slot])
+        digests[slot] = image_digest(place, int(record["digest"]), int(record["label"]), seed)
+    images = pixels.reshape(*shape, *pixels.shape[1:])
+    each = zip(images, labels.reshape(shape), seeds.reshape(shape), ids != EMPTY, strict=True)
+    mixed = [mix(*micro_batch, look) for micro_batch in each]
+    others, shares = (np.stack(part) for part in zip(*mixed, strict=True))
+    flat = (labels.reshape(shape), others, shares, digests.reshape(shape))
+    return StepImages(step, images, *flat, ids)
+
+
+def image_digest(place: int, content: int, label: int, seed: int) -> int:
+    """Return 64 bits that stand for one image, as it is augmented, at one place of its step."""
+    numbers = np.array([place, content, label, seed], np.uint64)
+    return int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little")
+
+
+def local_steps(
+    rows: Rows, look: Look, order: Order, rank: int, world: int, first_step: int
+) -> Iterator[StepImages]:
+    """Yield the rest of a run's steps for one rank, made in this process, without Ray."""
+    for step in range(first_step, order.num_steps):
+        yield step_images(rows, look, order, step, rank, world)
+
+
+def held_out_batches(
+    rows: Rows, look: Look, micro_batch: int, rank: int, world: int
+) -> Iterator[StepImages]:
+    """Yield every image once, in order, one micro-batch at a time; all ranks yield equally often.
+
+    The next micro-batch is decoded while one is used.
+    """
+    count = -(-len(rows) // micro_batch)
+
+    def load(first: int) -> StepImages:
+        ids = (first + rank) * micro_batch + np.arange(micro_batch)
+        ids = np.where(ids < len(rows), ids, EMPTY)
+        there = np.flatnonzero(ids != EMPTY)
+        pixels = np.zeros((micro_batch, look.size, look.size, 3), np.uint8)
+        labels = np.zeros(micro_batch, np.int32)
+        made = decoders.map(lambda data: centred(data, look), rows.read(ids[there].tolist()))
+        for slot, image in zip(there.tolist(), made, strict=True):
+            pixels[slot], labels[slot] = image, rows.records[ids[slot]]["label"]
+        shares, digests = np.ones(micro_batch, np.float32), np.zeros(micro_batch, np.uint64)
+        arrays = (pixels, labels, labels, shares, digests, ids)
+        return StepImages(first // world, *(array[None] for array in arrays))
+
+    with ThreadPoolExecutor(DECODERS) as decoders, ThreadPoolExecutor(1) as ahead:
+        waiting = [ahead.submit(load, first) for first in range(0, count, world)[:1]]
+        for first in range(0, count, world):
+            batch = waiting.pop().result()
+            if first + world < count:
+                waiting.append(ahead.submit(load, first + world))
+            yield batch

@@ -1,0 +1,220 @@
+"""The index of a set of images: where each lies, its class, and a digest of its bytes.
+
+    images = load(storage / ".prepared" / fingerprint)
+    images.rows("train").read(ids)          # bytes and labels, by number
+
+An image is one contiguous read from where it was found, so that any order costs the same; images of
+Parquet files, which have no place of their own, are copied into files beside the index. Bytes that
+are not those which were indexed are refused by name, whenever they are read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from rayapp.data.images import sources
+from rayapp.order import fingerprint
+from rayapp.storage import Storage, StorageError, open_storage
+
+VERSION = 1  # of what a recipe gives; part of the fingerprint
+SPLITS = ("train", "eval")
+READERS = 16  # images read at once
+MANIFEST = "manifest.json"
+TRAIN_ROOT, EVAL_ROOT, OWN_ROOT = 0, 1, 2
+RECORD = np.dtype(
+    [
+        ("root", "u1"),
+        ("name_at", "<u8"),
+        ("name_size", "<u4"),
+        ("offset", "<i8"),
+        ("size", "<i8"),
+        ("label", "<i4"),
+        ("digest", "<u8"),
+    ]
+)
+Records = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides which images there are, and which are held out."""
+
+    source: sources.Source
+    eval_source: sources.Source | None
+    eval_fraction: float
+
+    def parts(self) -> dict[str, object]:
+        """Return the named parts of the fingerprint: a change of any is another set."""
+        return {
+            "files": self.source.digest(),
+            "eval_files": self.eval_source.digest() if self.eval_source else None,
+            "format": self.source.format,
+            "eval_fraction": self.eval_fraction,
+            "version": VERSION,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of `parts()`."""
+        return fingerprint(self.parts())
+
+
+@dataclass(frozen=True)
+class Images:
+    """A finished index."""
+
+    url: str
+    fingerprint: str
+    parts: dict[str, object]
+    roots: tuple[str, str, str]
+    """Where the training images, the held-out ones, and those copied from Parquet lie."""
+    classes: tuple[str, ...]
+    counts: dict[str, int]
+    """Images by split."""
+    class_counts: tuple[int, ...]
+    """Training images by class."""
+    bad: dict[str, int]
+    """Files that cannot be trained on, by reason."""
+    examples: list[tuple[str, str]]
+    """(place, reason) of the first few of them."""
+    records: int
+    """Files that were looked at."""
+    num_bytes: int
+    """Of the images of both splits."""
+    duplicates: float
+    """Share of the training images whose bytes are those of an earlier one, 0-1."""
+
+    def rows(self, split: str) -> Rows:
+        """Open the images of `train` or `eval`."""
+        return _rows(self.url, self.roots, split)
+
+    @property
+    def bad_share(self) -> float:
+        """Share of the files that cannot be trained on, 0-1."""
+        return sum(self.bad.values()) / self.records if self.records else 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures that a person checks before training."""
+        return {
+            "images": self.counts,
+            "classes": len(self.classes),
+            "class_counts": dict(zip(self.classes, self.class_counts, strict=True)),
+            "bytes": self.num_bytes,
+            "duplicates": self.duplicates,
+            "records": self.records,
+            "bad": self.bad,
+            "examples": self.examples,
+        }
+
+
+class Rows:
+    """The images of one split, by number."""
+
+    def __init__(self, url: str, roots: Sequence[str], split: str) -> None:
+        self._storage, self._roots, self._split = open_storage(url), roots, split
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @cached_property
+    def records(self) -> Records:
+        """Where each image lies, `RECORD` [images]; read once in each process."""
+        return np.frombuffer(self._storage.read(f"{self._split}.records"), RECORD)
+
+    @cached_property
+    def _names(self) -> bytes:
+        return self._storage.read(f"{self._split}.names")
+
+    @cached_property
+    def _opened(self) -> list[Storage]:
+        return [open_storage(root) for root in self._roots]
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(READERS, thread_name_prefix="images")
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_storage", "_roots", "_split")
+        return {name: self.__dict__[name] for name in kept}
+
+    def name(self, number: int) -> str:
+        """Name the file that an image lies in, and its place there."""
+        record = self.records[number]
+        file, offset = self._file(record), int(record["offset"])
+        return f"{self._roots[record['root']]}/{file}" + (f" at byte {offset}" if offset else "")
+
+    def read(self, numbers: Sequence[int]) -> list[bytes]:
+        """Return the bytes of images.
+
+        Raises:
+            StorageError: one is gone, or is not what was indexed.
+        """
+        if self._storage.local_path() is not None and len(numbers) < 2:
+            return [self._read(number) for number in numbers]
+        return list(self._pool.map(self._read, numbers))
+
+    def _read(self, number: int) -> bytes:
+        record = self.records[number]
+        storage = self._opened[record["root"]]
+        size = int(record["size"])
+        try:
+            data = storage.read(self._file(record), int(record["offset"]), size)
+        except FileNotFoundError as error:
+            raise StorageError("read", self.name(number), "it is gone", RESTORE) from error
+        if digest_of(data) != record["digest"]:
+            why = "its bytes are not those that were indexed"
+            raise StorageError("train on", self.name(number), why, RESTORE)
+        return data
+
+    def _file(self, record: Any) -> str:
+        start = int(record["name_at"])
+        return self._names[start : start + int(record["name_size"])].decode()
+
+
+RESTORE = "Restore it, or start a new run after removing .prepared beside the runs"
+
+
+@lru_cache(maxsize=4)
+def _rows(url: str, roots: tuple[str, ...], split: str) -> Rows:
+    """Open an index once in each process: Ray Data runs many tasks in it."""
+    return Rows(url, roots, split)
+
+
+def digest_of(data: bytes) -> int:
+    """Return 64 bits that stand for a file's bytes."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def load(storage: Storage) -> Images | None:
+    """Return a finished index, if it is there."""
+    if not storage.exists(MANIFEST):
+        return None
+    values = json.loads(storage.read(MANIFEST))
+    for name in ("roots", "classes", "class_counts"):
+        values[name] = tuple(values[name])
+    values["examples"] = [(place, why) for place, why in values["examples"]]
+    return Images(**{**values, "url": storage.url})
+
+
+def packed(records: Records, names: list[str], labels: list[str]) -> bytes:
+    """Return one task's part of an index; `label` of its records is a place in its labels."""
+    out = io.BytesIO()
+    text = json.dumps({"names": names, "labels": labels}).encode()
+    np.savez(out, records=records, text=np.frombuffer(text, np.uint8))
+    return out.getvalue()
+
+
+def unpacked(data: bytes) -> tuple[Records, list[str], list[str]]:
+    """Return (records, file names, labels) of `packed`; `name_at` is a place in the names."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as parts:
+        text = json.loads(parts["text"].tobytes())
+        return parts["records"], text["names"], text["labels"]

@@ -1,0 +1,227 @@
+"""Find labelled images: a folder for each class, tar shards, or Parquet, here or under s3://.
+
+    source = find("s3://bucket/imagenet/train")
+    for unit in units(source): ...            # lists of files that one task reads
+    for image in read(source, unit): image.name, image.label, image.data
+
+Labels are text here: the name of the folder, what a tar's `.cls` or `.json` beside an image says,
+else the folder in the tar, else the tar's own name; Parquet's column `label`. Which number a label
+has is known once all of them are.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any
+
+from rayapp.data.sources import SourceError
+from rayapp.storage import Storage, open_storage
+
+UNIT_BYTES = 16 * 2**20
+MAX_UNITS = 4096
+SUFFIXES = {"tar": (".tar",), "parquet": (".parquet", ".pq")}
+IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "jpg", "png", "img"), ("label", "cls", "labels")
+FORMATS = ("folder", "tar", "parquet")
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a source: `name` is relative to the source's root."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files under one root, all of one format."""
+
+    root: str
+    format: str
+    files: tuple[File, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files in bytes."""
+        return sum(file.size for file in self.files)
+
+    def digest(self) -> str:
+        """Return 16 hex digits of every file's name and size; what is in them, the index has."""
+        listing = json.dumps([asdict(file) for file in self.files])
+        return blake2b(listing.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file that may be an image, where it lies, and what it is called."""
+
+    file: str
+    offset: int
+    name: str
+    """For people, and for the choice of what is held out."""
+    label: str | None
+    """None: nothing says of which class it is."""
+    data: bytes
+
+
+def find(path: str, format: str = "auto") -> Source:
+    """List the files of `data.path`.
+
+    Raises:
+        SourceError: nothing is there, or nothing that is known.
+        StorageError: the storage says no.
+    """
+    root = open_storage(path)
+    entries = [entry for entry in root.list() if entry.size and not _hidden(entry.name)]
+    if not entries:
+        raise SourceError(
+            f"data.path={path} is empty: there is no file in {root.url}. Give a folder that holds "
+            "a folder of images for each class, tar shards or Parquet"
+        )
+    names = [entry.name for entry in entries]
+    if format == "auto":
+        format = _format_of(names)
+    suffixes = SUFFIXES.get(format)
+    files = tuple(
+        File(entry.name, entry.size)
+        for entry in entries
+        if (entry.name.lower().endswith(suffixes) if suffixes else "/" in entry.name)
+    )
+    if not files:
+        what = "in a folder of its class" if format == "folder" else f"with {suffixes}"
+        raise SourceError(
+            f"data.path={path} has nothing of data.format={format}: no file {what} is in it. "
+            f"Set data.format to what lies there: {', '.join(FORMATS)}"
+        )
+    return Source(root.url, format, files)
+
+
+def units(source: Source) -> list[tuple[File, ...]]:
+    """Cut the files into runs of about UNIT_BYTES, whatever lies in them."""
+    limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
+    found: list[tuple[File, ...]] = []
+    run: list[File] = []
+    held = 0
+    for file in source.files:
+        if run and held + file.size > limit:
+            found.append(tuple(run))
+            run, held = [], 0
+        run.append(file)
+        held += file.size
+    return [*found, tuple(run)] if run else found
+
+
+def read(root: str, format: str, files: tuple[File, ...]) -> Iterator[Found]:
+    """Read what the files of a unit hold, one after another."""
+    storage = open_storage(root)
+    reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[format]
+    for file in files:
+        yield from reader(storage, file.name)
+
+
+def _format_of(names: list[str]) -> str:
+    counts = {
+        format: sum(name.lower().endswith(ends) for name in names)
+        for format, ends in SUFFIXES.items()
+    }
+    best = max(counts, key=lambda format: counts[format])
+    return best if 2 * counts[best] > len(names) else "folder"
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith((".", "_")) for part in name.split("/"))
+
+
+def _read_file(storage: Storage, name: str) -> Iterator[Found]:
+    yield Found(name, 0, name, name.partition("/")[0], storage.read(name))
+
+
+def _read_tar(storage: Storage, name: str) -> Iterator[Found]:
+    """Read a tar from its first member to its last; what belongs together lies together.
+
+    Raises:
+        SourceError: it is no tar.
+    """
+    own = name.rpartition("/")[2].rpartition(".")[0]
+    waiting: list[Found] = []
+    key, label = "", None
+    try:
+        with storage.open_read(name) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+            for member in archive:
+                if not member.isfile() or _hidden(member.name.removeprefix("./")):
+                    continue
+                path = member.name.removeprefix("./")
+                folder, _, last = path.rpartition("/")
+                stem, _, ending = last.partition(".")
+                if f"{folder}/{stem}" != key:
+                    yield from _labelled(waiting, label)
+                    waiting, key, label = [], f"{folder}/{stem}", None
+                extracted = archive.extractfile(member)
+                assert extracted is not None, "a plain file has data"
+                data = extracted.read()
+                if ending.lower() in ("cls", "json"):
+                    label = _label_of(ending.lower(), data) or label
+                    continue
+                fallback = folder.rpartition("/")[2] or own
+                place = f"{name}:{path}"
+                waiting.append(Found(name, member.offset_data, place, fallback, data))
+        yield from _labelled(waiting, label)
+    except tarfile.TarError as error:
+        raise SourceError(
+            f"{storage.url}/{name} is not a tar that can be read: {error}. Copy it anew, without "
+            "compression: images are compressed already"
+        ) from error
+
+
+def _labelled(waiting: list[Found], label: str | None) -> Iterator[Found]:
+    """Give the images of a sample the label that a file beside them has told."""
+    for found in waiting:
+        own = found.label if label is None else label
+        yield Found(found.file, found.offset, found.name, own, found.data)
+
+
+def _label_of(ending: str, data: bytes) -> str | None:
+    """Return what `.cls` (text) or `.json` (`label` or `cls`) says; None: nothing."""
+    text = data.decode("utf-8", "replace").strip()
+    if ending == "cls":
+        return text or None
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    told = [values[name] for name in LABEL_COLUMNS if isinstance(values, dict) and name in values]
+    return str(told[0]) if told else None
+
+
+def _read_parquet(storage: Storage, name: str) -> Iterator[Found]:
+    """Read the images of a Parquet file, row group by row group; none has a place to be read at.
+
+    Raises:
+        SourceError: it is not Parquet, or its columns are others.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(storage.open_read(name))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise SourceError(f"{storage.url}/{name} is not Parquet: {error}. Copy it anew") from error
+    columns = table.schema_arrow.names
+    image = next((column for column in IMAGE_COLUMNS if column in columns), None)
+    label = next((column for column in LABEL_COLUMNS if column in columns), None)
+    if image is None or label is None:
+        raise SourceError(
+            f"{storage.url}/{name} has no images with labels: its columns are "
+            f"{', '.join(columns)}. Name them image (bytes, or a struct with bytes) and label"
+        )
+    row = 0
+    for batch in table.iter_batches(batch_size=64, columns=[image, label]):
+        for value, told in zip(batch[image].to_pylist(), batch[label].to_pylist(), strict=True):
+            data: Any = value.get("bytes") if isinstance(value, dict) else value
+            own = None if told is None else str(told)
+            yield Found(name, -1, f"{name}:{row}", own, data or b"")
+            row += 1

@@ -1,0 +1,51 @@
+"""Stream augmented images to the training workers through Ray Data, in the run's exact order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import ray.data
+
+from rayapp.data.images.augment import Look
+from rayapp.data.images.batches import StepImages, step_images
+from rayapp.data.images.index import Images
+from rayapp.data.stream import Arrays, Fields, blocks, parts
+from rayapp.order import Order
+
+FIELDS = ("images", "labels", "others", "shares", "digests", "rows")
+
+
+def stream(
+    images: Images,
+    look: Look,
+    order: Order,
+    first_step: int,
+    world: int,
+    concurrency: int | None = None,
+) -> ray.data.Dataset:
+    """Return the rest of the run for so many workers; its tasks read, decode and augment."""
+    pixels = (look.size, look.size, 3)
+    fields: Fields = {
+        "images": (pixels, np.uint8),
+        "labels": ((), np.int32),
+        "others": ((), np.int32),
+        "shares": ((), np.float32),
+        "digests": ((), np.uint64),
+        "rows": ((), np.int64),
+    }
+
+    def read_step(step: int, rank: int) -> Arrays:
+        batch = step_images(images.rows("train"), look, order, step, rank, world)
+        found = {name: getattr(batch, name) for name in FIELDS}
+        return {name: values.reshape(-1, *values.shape[2:]) for name, values in found.items()}
+
+    row_bytes = int(np.prod(pixels))
+    return blocks(order, first_step, world, row_bytes, fields, read_step, concurrency)
+
+
+def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[StepImages]:
+    """Yield this rank's steps from its shard of the stream."""
+    for step, arrays in parts(shard, FIELDS, micro_batch, num_micro_batches):
+        yield StepImages(step, **arrays)

@@ -1,0 +1,69 @@
+"""A moving average of a model's weights and statistics, sharded as they are.
+
+average = Average(model, decay=0.9999)
+average.update()                   # after each step
+with average.in_place(): evaluate, export
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rayapp.model.init import local_part
+
+
+class Average:
+    """The average; it begins as the weights are, and forgets its beginning quickly.
+
+    The decay of update n is at most (1 + n) / (10 + n), as in TensorFlow's.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._live = _values(model)
+        self.tensors: dict[str, Any] = {
+            name: tensor.detach().clone() for name, tensor in self._live.items()
+        }
+        self.tensors["updates"] = torch.zeros((), dtype=torch.int64)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are now."""
+        updates = self.tensors["updates"]
+        updates += 1
+        decay = min(self._decay, (1 + int(updates)) / (10 + int(updates)))
+        own = [local_part(self.tensors[name]) for name in self._live]
+        live = [local_part(tensor.detach()) for tensor in self._live.values()]
+        torch._foreach_lerp_(own, live, 1.0 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While inside, let the model be the average."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what a forward pass left whole would stay as it was
+        for name, tensor in self._live.items():
+            live, own = local_part(tensor.detach()), local_part(self.tensors[name])
+            kept = live.clone()
+            live.copy_(own)
+            own.copy_(kept)
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters, tied ones once, and the statistics beside them."""
+    buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+    return dict(model.named_parameters()) | buffers

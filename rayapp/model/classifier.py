@@ -1,0 +1,280 @@
+"""Build an image classifier of transformers, and fill it: the same code for every strategy.
+
+    classifier = build_classifier(shape, look...)      # meta device: shapes only
+    model = distribute(classifier, "ddp", source, seed, device)
+    objective, loss, logits = model(images, labels, others, shares)
+
+`Classifier` takes bytes as they come from the data and returns sums over the micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForImageClassification, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+
+from rayapp.config.text import shown
+from rayapp.model.build import Wrapper, device_mesh, shard
+from rayapp.model.init import fill, init_weights
+from rayapp.model.source import Source, resolve
+from rayapp.model.weights import load_weights, misfits_of
+from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.storage import Storage
+
+DERIVED = ("out_features", "out_indices", "stage_names")  # of other fields of a config.json
+
+
+class Classifier(Wrapper):
+    """Wrap a Hugging Face image classifier so that its forward takes bytes and returns sums."""
+
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        mean: Sequence[float],
+        std: Sequence[float],
+        label_smoothing: float = 0.0,
+        compute: torch.dtype = torch.float32,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__()
+        self.hf = hf
+        self.source_dtype = torch.float32
+        self.offloaded = False
+        self.label_smoothing, self.compute = label_smoothing, compute
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        # Batch-norm must see nothing of a blank image, and what convolves takes none at all; what
+        # attends reshapes, and cannot.
+        self.takes_none = any(isinstance(module, nn.BatchNorm2d) for module in hf.modules())
+        self._mean, self._std = tuple(mean), tuple(std)
+        self._scale: tuple[Tensor, Tensor] | None = None  # per channel, on the device
+
+    def forward(
+        self, images: Tensor, labels: Tensor, others: Tensor, shares: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sums over the images of the objective and of the cross-entropy, and the logits.
+
+        The objective is what to differentiate: the cross-entropy with label smoothing. An image's
+        target is its label by its share, and the other's class by the rest.
+
+        Shapes: images uint8 [b, S, S, 3], labels, others int64 [b], shares float32 [b] -> two
+        scalars and [b, classes].
+        """
+        blank = len(images) == 0 and not self.takes_none
+        pixels = images.new_zeros(1, *images.shape[1:]) if blank else images
+        with torch.autocast(images.device.type, self.compute, enabled=self.mixed):
+            logits = self.hf(self.normal(pixels)).logits
+        if blank:  # of no weight, but in the graph: all ranks join the same collectives
+            nothing = (logits * 0.0).float().sum()
+            return nothing, nothing.detach(), logits[:0]
+        scores = torch.log_softmax(logits.float(), -1)
+        own, other = (-scores.gather(1, c[:, None])[:, 0] for c in (labels, others))
+        loss = (shares * own + (1.0 - shares) * other).sum()
+        smooth = self.label_smoothing
+        objective = (1.0 - smooth) * loss - smooth * scores.mean(-1).sum() if smooth else loss
+        return objective, loss.detach(), logits
+
+    @property
+    def mixed(self) -> bool:
+        """Say whether convolutions and matmuls compute in less than fp32."""
+        return self.compute != torch.float32
+
+    def normal(self, images: Tensor) -> Tensor:
+        """Return bytes [b, S, S, 3] as the model's [b, 3, S, S], with mean 0 and deviation 1."""
+        if self._scale is None or self._scale[0].device != images.device:
+            factors = [1.0 / (255.0 * std) for std in self._std]
+            shifts = [mean / std for mean, std in zip(self._mean, self._std, strict=True)]
+            made = [torch.tensor(v, device=images.device).view(3, 1, 1) for v in (factors, shifts)]
+            self._scale = made[0], made[1]
+        factor, shift = self._scale
+        pixels = images.permute(0, 3, 1, 2).float() * factor - shift
+        return pixels.contiguous(memory_format=self.layout)
+
+
+def resolve_classifier(path: str) -> Source:
+    """Find what `model.path` means for images: a preset of theirs, else as for any model.
+
+    Raises:
+        ValueError: it is nothing of the kind.
+    """
+    try:
+        return resolve(path)
+    except ValueError as error:
+        names = ", ".join(IMAGE_PRESETS)
+        text = str(error).split(" Set an existing folder")[0]
+        raise ValueError(f"{text} Set an existing folder, org/name, or one of: {names}") from None
+
+
+def shape_of_classifier(path: str, overrides: dict[str, Any], classes: Sequence[str]) -> Any:
+    """Return (config of the model with these classes, its source: None for a preset).
+
+    Raises:
+        ValueError: it is no image classifier that transformers knows.
+    """
+    preset, source = IMAGE_PRESETS.get(path), None
+    if preset is not None:
+        kind, given = CONFIG_MAPPING[preset.model_type], preset.fields
+    else:
+        source = resolve_classifier(path)
+        kind, given = type(source.config), source.config.to_dict()
+    if kind not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"model.path={path} is no image classifier: transformers has none of model_type "
+            f"{kind.model_type}. Set e.g. model.path=resnet50"
+        )
+    if source is not None and not overrides:
+        shape = copy.deepcopy(source.config)
+    else:  # made anew: what follows from other fields must not stay as it was
+        given = {name: value for name, value in given.items() if name not in DERIVED}
+        shape = _shape_with(kind, given, overrides)
+    if classes:
+        shape.id2label = dict(enumerate(classes))
+        shape.label2id = {name: number for number, name in enumerate(classes)}
+    return shape, source
+
+
+def _shape_with(kind: Any, given: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    known = kind()
+    unknown = [name for name in overrides if not hasattr(known, name)]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known.to_dict(), n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Correct the name, or leave it out"
+        raise ValueError(
+            f"model.overrides={shown(overrides)} is unknown in {unknown[0]}: the config.json of "
+            f"{kind.model_type} has no such field. {hint}"
+        )
+    try:
+        return kind.from_dict(given | overrides)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ValueError(
+            f"model.overrides={shown(overrides)} is not a shape of {kind.model_type}: {why}. "
+            "Correct its fields"
+        ) from error
+
+
+def build_classifier(shape: PretrainedConfig, **options: Any) -> Classifier:
+    """Build the model on the meta device: every shape, no memory (options of `Classifier`)."""
+    with torch.device("meta"):
+        hf = AutoModelForImageClassification.from_config(
+            copy.deepcopy(shape), dtype=torch.float32, trust_remote_code=False
+        )
+    return Classifier(hf, **options)
+
+
+def classifier_problems(path: str, source: Source | None, shape: Any) -> list[str]:
+    """Say what would keep this model from being built and filled, from headers alone."""
+    try:
+        classifier = build_classifier(shape, mean=(0, 0, 0), std=(1, 1, 1))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        return [f"model.path={path} cannot be built: {error!r}. Correct model.overrides"]
+    return [] if source is None else misfits_of(classifier.hf, source)
+
+
+def forward_flops(shape: PretrainedConfig, size: int) -> float:
+    """Count the FLOPs of one image's forward pass, on meta tensors."""
+    classifier = build_classifier(shape, mean=(0, 0, 0), std=(1, 1, 1)).eval()
+    with FlopCounterMode(display=False) as counter:
+        classifier.hf(torch.empty(1, 3, size, size, device="meta"))
+    return float(counter.get_total_flops())
+
+
+def distribute(
+    classifier: Classifier,
+    strategy: str,
+    source: Source | None,
+    seed: int,
+    device: torch.device,
+    replicas: int = 1,
+) -> nn.Module:
+    """Give the model memory and values, and let its gradients be summed over all ranks."""
+    if strategy != "ddp":
+        mesh = device_mesh(device.type, strategy=strategy, replicas=replicas)
+        shard(classifier, mesh, strategy=strategy)
+    if source is None:
+        init_weights(classifier, seed, device)
+        _draw_convolutions(classifier.hf, seed)
+    else:
+        load_weights(classifier, source, device)
+    if classifier.layout is torch.channels_last:
+        _lay_out(classifier)
+    if strategy != "ddp":
+        return classifier
+    where = [device] if device.type == "cuda" else None
+    wrapped = DistributedDataParallel(
+        classifier, device_ids=where, forward_sync_buffers=False, gradient_as_bucket_view=True
+    )
+    wrapped.register_comm_hook(None, lambda state, bucket: _summed(bucket))  # wants no types
+    return wrapped
+
+
+@torch.no_grad()
+def _lay_out(classifier: Classifier) -> None:
+    """Lay out the kernels of convolutions as their inputs are, with the channels last."""
+    for module in classifier.modules():
+        if isinstance(module, nn.Conv2d) and not isinstance(module.weight, DTensor):
+            # Not contiguous(), which leaves a 1 x 1 kernel as it is: its gradient would be laid out
+            # otherwise than DDP's bucket.
+            laid_out = torch.empty_like(module.weight, memory_format=torch.channels_last)
+            module.weight.data = laid_out.copy_(module.weight)
+
+
+def _summed(bucket: Any) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over ranks: the loss is divided by the global batch already."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+@torch.no_grad()
+def _draw_convolutions(hf: PreTrainedModel, seed: int) -> None:
+    """Draw convolutions as He et al. 2015 do (arXiv 1502.01852), and let batch-norms begin as 1, 0.
+
+    transformers draws EfficientNet's, its batch-norms' scales too, from a deviation of 0.02: from
+    there it does not train.
+    """
+    if not any(isinstance(module, nn.BatchNorm2d) for module in hf.modules()):
+        return
+    for name, module in hf.named_modules():
+        if isinstance(module, nn.Conv2d):
+            shape = module.weight.shape
+            fan_out = shape[0] * shape[2] * shape[3] // module.groups
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            draw = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            values = torch.randn(shape, generator=draw) * (2.0 / fan_out) ** 0.5
+            fill(module.weight, values)
+        elif isinstance(module, nn.BatchNorm2d) and module.weight is not None:
+            fill(module.weight, torch.ones(module.weight.shape))
+            fill(module.bias, torch.zeros(module.bias.shape))
+
+
+def write_processor(
+    storage: Storage, size: int, crop: float, mean: Sequence[float], std: Sequence[float]
+) -> None:
+    """Write how images are to be scaled, cropped and normalised, as transformers reads it."""
+    values = {
+        "image_processor_type": "ConvNextImageProcessor",
+        "size": {"shortest_edge": size},
+        "crop_pct": crop,
+        "do_resize": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(mean),
+        "image_std": list(std),
+        "resample": 2,  # bilinear
+    }
+    storage.write("preprocessor_config.json", json.dumps(values, indent=1).encode())

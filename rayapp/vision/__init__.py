@@ -1,0 +1,22 @@
+"""Train an image classifier on Ray.
+
+    python -m rayapp.vision [CONFIG.yaml] [--section.field=value ...]
+
+The names are resolved when they are asked for: a mistake in a config is told before torch and Ray
+have been imported.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayapp.vision.driver import RunFailed, train_classifier
+
+__all__ = ["RunFailed", "train_classifier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from rayapp.vision import driver
+
+        return getattr(driver, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

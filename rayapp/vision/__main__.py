@@ -1,0 +1,28 @@
+"""python -m rayapp.vision [CONFIG.yaml] [--section.field=value ...]"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rayapp.config import VisionConfig
+from rayapp.driver import main as command_line
+
+STARTED = time.time()
+
+
+def main(argv: list[str], started: float | None = None) -> int:
+    """Run the command line; return the exit code: 0 done, 1 failed, 2 bad config, 3 stopped."""
+    return command_line.main(argv, str(__doc__), VisionConfig, _load, started)
+
+
+def _load() -> Callable[..., dict[str, Any]]:
+    from rayapp.vision.driver import train_classifier
+
+    return train_classifier
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], STARTED))

@@ -1,0 +1,100 @@
+"""Everything that can be known to be wrong with a classifier's run before Ray starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayapp import model
+from rayapp.config import ConfigError, VisionConfig
+from rayapp.data.images import shapes, sources
+from rayapp.data.sources import SourceError
+from rayapp.driver import checks
+from rayapp.model.classifier import classifier_problems, shape_of_classifier
+from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.storage import Storage, StorageError, open_storage
+
+PREPARED = ".prepared"  # beside the runs, shared by all that use the same data
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the checks found on the way."""
+
+    config: VisionConfig
+    """With absolute paths and no `auto` left in data."""
+    run: Storage
+    source: sources.Source
+    eval_source: sources.Source | None
+
+
+def absolute(config: VisionConfig) -> VisionConfig:
+    """Return the config with local paths made absolute: workers have another working folder."""
+    local = checks.absolute_path
+    paths = {"path": local(config.data.path), "eval_path": local(config.data.eval_path)}
+    found = {
+        "run": checks.absolute_run(config.run),
+        "data": config.data.model_copy(update=paths),
+        "model": config.model.model_copy(update={"path": local(config.model.path)}),
+    }
+    if config.model.path in IMAGE_PRESETS:  # also where a folder of that name lies here
+        del found["model"]
+    return config.model_copy(update=found)
+
+
+def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Ready:
+    """Look at storage, data, model and cluster size; `local_cores` None means a running cluster.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    config = absolute(config)
+    problems = checks.shared_problems(config, local_cores, local_gpus)
+    path = config.data.path
+    if path == shapes.NAME and not problems:
+        path = shapes.draw(open_storage(config.run.storage) / PREPARED)
+    source = _source(path, config.data.format, "data.path", problems)
+    eval_source = None
+    if config.data.eval_path is not None:
+        eval_source = _source(config.data.eval_path, config.data.format, "data.eval_path", problems)
+    problems += _model_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    assert source is not None
+    found = {"format": source.format}
+    config = config.model_copy(update={"data": config.data.model_copy(update=found)})
+    run = open_storage(config.run.storage) / config.run.name
+    return Ready(config, run, source, eval_source)
+
+
+def classes_problem(config: VisionConfig, classes: tuple[str, ...]) -> str | None:
+    """Say whether the model's weights are for another number of classes than the data have."""
+    if config.model.path in IMAGE_PRESETS:
+        return None
+    own = model.resolve(config.model.path).config.num_labels
+    if config.model.from_scratch or own == len(classes):
+        return None
+    return (
+        f"model.path={config.model.path} is for other classes: its last layer has {own}, and the "
+        f"data have {len(classes)}. Set model.from_scratch=true, or give a model of these classes"
+    )
+
+
+def _source(path: str, format: str, field: str, problems: list[str]) -> sources.Source | None:
+    try:
+        return sources.find(path, format)
+    except (SourceError, StorageError) as error:
+        text = str(error)
+        if not text.startswith("data.path="):
+            text = f"data.path={path} is not readable: {text}"
+        problems.append(text.replace("data.path=", f"{field}=", 1))
+        return None
+
+
+def _model_problems(config: VisionConfig) -> list[str]:
+    path = config.model.path
+    try:
+        shape, source = shape_of_classifier(path, config.model.overrides, ())
+    except (ValueError, StorageError) as error:
+        return [str(error)]
+    weights = None if config.model.from_scratch else source
+    return classifier_problems(path, weights, shape)

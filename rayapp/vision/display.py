@@ -1,0 +1,40 @@
+"""The plan of a run as equations, and what its images are like."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from rayapp.config import VisionConfig
+from rayapp.data.images import Images
+from rayapp.driver.display import plain
+from rayapp.order import Order
+
+
+def plan(
+    console: Console, config: VisionConfig, images: Images, order: Order, parameters: int
+) -> None:
+    """Print the run as equations, and what the images are like."""
+    train, workers = config.train, config.cluster.min_workers
+    micro_batches = config.micro_batches_per_step
+    counts, smallest = images.counts, min(images.class_counts)
+    total = order.num_steps * order.rows_per_step
+    norm = "all workers' micro-batches" if config.parallel.sync_batch_norm else "each micro-batch"
+    lines = {
+        "model": f"{config.model.path}: {parameters:,} parameters, {config.parallel.strategy}, "
+        f"{train.precision}; batch-norm over {norm}",
+        "data": f"{counts['train']:,} images in {len(images.classes):,} classes ({smallest:,} to "
+        f"{max(images.class_counts):,} each), {images.num_bytes / 2**20:,.0f} MiB; held out "
+        f"{counts['eval']:,}; {images.duplicates:.1%} repeat another",
+        "accumulation": f"{order.rows_per_step} images / {train.micro_batch} per micro-batch = "
+        f"{micro_batches} micro-batches / {workers} workers = {-(-micro_batches // workers)} each",
+        "steps": f"{order.num_steps:,} x {order.rows_per_step:,} = {total:,} images = "
+        f"{total / order.num_rows:.2f} epochs",
+    }
+    if images.bad:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in images.bad.items())
+        lines["bad images"] = (
+            f"{sum(images.bad.values()):,} of {images.records:,}: {reasons}; "
+            f"e.g. {images.examples[0][0]}"
+        )
+    for label, text in lines.items():
+        console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)

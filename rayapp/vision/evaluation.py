@@ -1,0 +1,72 @@
+"""How well held-out images are classified: top-1, top-5, each class, and what is taken for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rayapp import loop
+from rayapp.data.images.batches import StepImages
+
+CONFUSIONS = 20  # pairs that are named
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sums over all held-out images."""
+
+    loss: float
+    top5: int
+    confusion: torch.Tensor
+    """int64 [classes, classes]: images of a class (row) taken for a class (column)."""
+
+    @property
+    def images(self) -> int:
+        """How many there are."""
+        return int(self.confusion.sum())
+
+    def figures(self) -> dict[str, float | None]:
+        """Return what a record says."""
+        right = int(self.confusion.diagonal().sum())
+        return {
+            "eval_loss": self.loss / self.images,
+            "eval_top1": right / self.images,
+            "eval_top5": self.top5 / self.images,
+        }
+
+    def table(self, classes: Sequence[str]) -> dict[str, Any]:
+        """Return images and right ones of each class, and the pairs most often confused."""
+        counts, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
+        wrong = self.confusion.clone().fill_diagonal_(0)
+        found, places = wrong.flatten().sort(descending=True, stable=True)
+        pairs = [
+            [*(classes[i] for i in divmod(place, len(classes))), count]
+            for count, place in zip(
+                found[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True
+            )
+            if count
+        ]
+        each = zip(classes, counts, right, strict=True)
+        return {"each": [list(row) for row in each], "confused": pairs}
+
+
+def evaluate(engine: loop.Engine, batches: Iterable[StepImages], classes: int) -> Scores:
+    """Classify all ranks' batches."""
+    confusion = torch.zeros(classes, classes, dtype=torch.int64)
+
+    def measure(batch: StepImages, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:
+        _, loss, logits = output
+        labels = torch.from_numpy(batch.inputs(i)["labels"])
+        likely = logits.topk(min(TOP, classes), -1).indices.cpu()
+        places = labels * classes + likely[:, 0]
+        confusion.view(-1).add_(torch.bincount(places, minlength=classes**2))
+        return [float(loss), float((likely == labels[:, None]).sum())]
+
+    loss, top5 = loop.evaluate(engine, batches, measure)
+    dist.all_reduce(confusion, group=engine.control)
+    return Scores(loss, round(top5), confusion)

@@ -1,0 +1,220 @@
+"""What one process that trains a classifier does, with or without Ray.
+
+    summary = run(job, device, open_steps)
+
+Build the model on the meta device, shard or copy it, fill it; the rest is rayapp.driver.training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rayapp import hardware, loop, model
+from rayapp.data.images.batches import StepImages, held_out_batches
+from rayapp.driver import training
+from rayapp.driver.trainee import Trainee
+from rayapp.metrics import ImageRecord, StepRecord
+from rayapp.model.average import Average
+from rayapp.model.batch_norm import forget, settle, use_batch_norm
+from rayapp.model.classifier import (
+    Classifier,
+    build_classifier,
+    distribute,
+    forward_flops,
+    shape_of_classifier,
+    write_processor,
+)
+from rayapp.optim import lr_at, make_image_optimizer
+from rayapp.spikes import Spikes
+from rayapp.storage import Storage
+from rayapp.units import IMAGES
+from rayapp.vision.evaluation import Scores, evaluate
+from rayapp.vision.job import Job
+
+
+def run(
+    job: Job,
+    device: torch.device,
+    open_steps: Callable[[int], Iterator[StepImages]],
+    notice: Callable[[], str | None] = lambda: None,
+    room: Callable[[], int] | None = None,
+    tell: Callable[[StepRecord], None] = lambda record: None,
+) -> dict[str, Any]:
+    """Train, evaluate and export: see rayapp.driver.training.run."""
+    return training.run(job, partial(Classifying, job), device, open_steps, notice, room, tell)
+
+
+class Classifying(Trainee):
+    """An image classifier, as a rank trains it."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job, self.device = job, device
+        self.model = make_model(job, device)
+        self.ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self.classifier = cast(Classifier, self.ddp.module if self.ddp else self.model)
+        train = job.config.train
+        optimizer = make_image_optimizer(
+            train.optimizer,
+            self.classifier,
+            lr=train.lr,
+            weight_decay=train.weight_decay,
+            momentum=train.momentum,
+            betas=train.betas,
+        )
+        self.optimizers = [optimizer]
+        self.average = Average(self.classifier, train.ema) if train.ema else None
+
+    def num_parameters(self) -> int:
+        """Return the parameters of the whole model."""
+        return model.num_parameters(self.classifier)
+
+    def amounts(self, step: int) -> dict[str, Any]:
+        """Return the images of so many steps."""
+        return {"images": step * self.job.order.rows_per_step}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the moving average."""
+        return {"average": self.average.tensors} if self.average else {}
+
+    def engine(self, control: Any, losses: list[float]) -> loop.Engine:
+        """Tell the loop what it needs of a classifier."""
+        job, train = self.job, self.job.config.train
+        engine = loop.Engine(
+            model=self.model,
+            optimizers=self.optimizers,
+            lr_at=partial(
+                lr_at,
+                peak=train.lr,
+                schedule=train.schedule,
+                num_steps=job.order.num_steps,
+                warmup_steps=train.warmup_steps,
+                floor=train.min_lr,
+                decay=train.decay,
+            ),
+            device=self.device,
+            grad_clip=train.grad_clip,
+            control=control,
+            rows_per_epoch=job.order.num_rows,
+            rows_per_step=job.order.rows_per_step,
+            spikes=Spikes(train.spike_sigmas, losses) if train.on_spike != "none" else None,
+            unit=IMAGES,
+            record=partial(image_record, mfu_of(job, self.device)),
+            skip_bad=train.on_spike == "skip",
+            last_of_step=self._last_of_step,
+            updated=self._updated,
+        )
+        if job.held_out:
+            engine.evaluate = lambda: self.scores(engine).figures()
+        return engine
+
+    def scores(self, engine: loop.Engine) -> Scores:
+        """Classify the held-out images, by the moving average where there is one."""
+        rows = self.job.images.rows("eval")
+        micro_batch, look = self.job.config.train.micro_batch, self.job.look
+        batches = held_out_batches(rows, look, micro_batch, dist.get_rank(), dist.get_world_size())
+        with self.average.in_place() if self.average else nullcontext():
+            return evaluate(engine, batches, len(self.job.images.classes))
+
+    def finish(
+        self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Evaluate and export what was trained."""
+        found: dict[str, Any] = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
+        if self.job.held_out:
+            scores = self.scores(engine)
+            found |= scores.figures() | {"classes": scores.table(self.job.images.classes)}
+        lap("evaluation")
+        found["model_path"] = None
+        if self.job.config.checkpoint.export:
+            with self.average.in_place() if self.average else nullcontext():
+                model.export(self.classifier, storage / "model")
+            if dist.get_rank() == 0:
+                data = self.job.config.data
+                write_processor(storage / "model", data.size, data.eval_crop, data.mean, data.std)
+            found["model_path"] = f"{storage.url}/model"
+        dist.barrier(group=engine.control)
+        lap("export")
+        return found
+
+    def _last_of_step(self, last: bool) -> None:
+        """Let gradients be summed over ranks once a step."""
+        if self.ddp is not None:
+            self.ddp.require_backward_grad_sync = last
+
+    def _updated(self, skipped: bool) -> None:
+        """Take the step into batch-norm's statistics and the average, or forget it."""
+        if skipped:
+            forget(self.classifier)
+            return
+        settle(self.classifier)
+        if self.average is not None:
+            self.average.update()
+
+
+def make_model(job: Job, device: torch.device) -> nn.Module:
+    """Build the model, and give it memory and values."""
+    config = job.config
+    shape, source = shape_of_classifier(
+        config.model.path, config.model.overrides, job.images.classes
+    )
+    classifier = build_classifier(
+        shape,
+        mean=config.data.mean,
+        std=config.data.std,
+        label_smoothing=config.train.label_smoothing,
+        compute=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        channels_last=config.train.channels_last,
+    )
+    use_batch_norm(classifier.hf, config.parallel.sync_batch_norm)
+    if config.train.compile:
+        classifier.hf.compile()
+    hybrid = config.parallel.strategy == "hybrid_shard"
+    replicas = (config.parallel.replicas or model.num_nodes()) if hybrid else 1
+    weights = None if config.model.from_scratch else source
+    made = distribute(
+        classifier, config.parallel.strategy, weights, config.run.seed, device, replicas
+    )
+    return made.train()
+
+
+def image_record(
+    mfu: Callable[[int, float], float | None],
+    facts: dict[str, Any],
+    sums: tuple[int, ...],
+    loss_sum: float,
+    busy_s: float,
+) -> ImageRecord:
+    """Make a step's record of what the loop knows and of its batch's sums."""
+    (images,) = sums
+    return ImageRecord(
+        **facts,
+        images=images,
+        images_per_s=images / busy_s,
+        images_per_s_per_gpu=images / busy_s / facts["workers"],
+        mfu=mfu(images, busy_s),
+    )
+
+
+def mfu_of(job: Job, device: torch.device) -> Callable[[int, float], float | None]:
+    """Return what computes model FLOP/s over the peak of all devices; None where none is known.
+
+    A backward pass takes twice the FLOPs of the forward pass.
+    """
+    if device.type != "cuda":
+        return lambda images, seconds: None
+    gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
+    peak = None if gpu is None else gpu.flops[job.config.train.precision]
+    if peak is None:
+        return lambda images, seconds: None
+    shape, _ = shape_of_classifier(job.config.model.path, job.config.model.overrides, ())
+    of_image = 3 * forward_flops(shape, job.config.data.size)
+    all_of_them = peak * dist.get_world_size()
+    return lambda images, seconds: images * of_image / seconds / all_of_them

@@ -1,0 +1,437 @@
+"""Images: what is found, indexed, read, and how it is augmented, against independent ways."""
+
+from __future__ import annotations
+
+import collections
+import doctest
+import io
+import random
+import shutil
+import tarfile
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import as_folder, as_parquet, as_tars, drawn, indexed
+from PIL import Image
+
+from rayapp.data import stream as streams
+from rayapp.data.images import (
+    Images,
+    Look,
+    augment,
+    batches,
+    find,
+    index,
+    indexing,
+    prepare,
+    shapes,
+    stream,
+)
+from rayapp.data.images.batches import held_out_batches, image_digest, local_steps, step_images
+from rayapp.data.sources import SourceError
+from rayapp.order import EMPTY, Order, combine
+from rayapp.storage import StorageError, open_storage
+
+LOOK = Look(size=24, crop_scale=(0.3, 1.0), layers=1, mixup=0.4, cutmix=0.4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="module")
+def images(folder: Path) -> Images:
+    path = as_folder(folder / "tree", drawn(3, 8))
+    return indexed(path, open_storage(str(folder / "prepared")))
+
+
+@pytest.mark.parametrize("module", [augment, index, indexing, shapes])
+def test_doctests(module: Any) -> None:
+    assert not doctest.testmod(module).failed
+
+
+# ---- Finding and indexing ----------------------------------------------------------------------
+
+
+def contents(images: Images, split: str = "train") -> list[tuple[str, bytes]]:
+    """Return (class, bytes) of all images, in the index's order."""
+    rows = images.rows(split)
+    data = rows.read(range(len(rows)))
+    return [(images.classes[r["label"]], one) for r, one in zip(rows.records, data, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["folder", "tar", "parquet"])
+@pytest.mark.parametrize("where", ["here", "s3"])
+def test_every_layout_gives_the_same_images(
+    layout: str, where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    wanted = drawn(3, 7)
+    write = {
+        "folder": as_folder,
+        "tar": partial(as_tars, per_shard=8),
+        "parquet": partial(as_parquet, per_file=11),
+    }[layout]
+    root = write(tmp_path / "data", wanted)
+    url = str(root)
+    if where == "s3":
+        url = f"s3://{request.getfixturevalue('s3_bucket')}/data"
+        for path in filter(Path.is_file, root.rglob("*")):
+            open_storage(url).write(str(path.relative_to(root)), path.read_bytes())
+    assert find(url).format == layout
+    found = indexed(url, open_storage(str(tmp_path / "prepared")))
+    assert contents(found) == [(name.partition("/")[0], data) for name, data in wanted]
+    assert found.classes == shapes.CLASSES[:3] and found.class_counts == (7, 7, 7)
+    assert found.counts == {"train": 21, "eval": 0} and not found.bad and found.records == 21
+    assert found.num_bytes == sum(len(data) for _, data in wanted)
+
+
+def test_labels_of_tars_without_sidecars(tmp_path: Path) -> None:
+    """The folder in the tar, else the tar's own name, as ImageNet's training data come."""
+    (_, picture), *_ = drawn(1, 1)
+    for tar, member in (("n01440764.tar", "n01440764_1.jpg"), ("rest.tar", "./cat/x.jpg")):
+        with tarfile.open(tmp_path / tar, "w") as archive:
+            info = tarfile.TarInfo(member)
+            info.size = len(picture)
+            archive.addfile(info, io.BytesIO(picture))
+    found = indexed(tmp_path, open_storage(str(tmp_path / "prepared")))
+    assert found.classes == ("cat", "n01440764")
+
+
+def test_what_cannot_be_trained_on_is_counted_and_named(tmp_path: Path) -> None:
+    good = drawn(10, 2)
+    path = as_folder(tmp_path / "data", [*good, *shapes.damaged()])
+    (path / "README.txt").write_text("not in a class's folder")
+    found = indexed(path, open_storage(str(tmp_path / "prepared")))
+    assert contents(found) == sorted(
+        (name.partition("/")[0], data) for name, data in good
+    ) or sorted(contents(found)) == sorted((n.partition("/")[0], d) for n, d in good)
+    assert found.bad == {"damaged (OSError)": 4, "not an image": 2}
+    assert found.records == 26 and found.bad_share == pytest.approx(6 / 26)
+    assert ("checks/cut-short.jpg", "damaged (OSError)") in found.examples
+
+
+def test_what_is_held_out_is_known_by_its_name(tmp_path: Path) -> None:
+    path = as_folder(tmp_path / "data", drawn(4, 20))
+    some = indexed(path, open_storage(str(tmp_path / "prepared")), 0.25)
+    more = indexed(path, open_storage(str(tmp_path / "prepared")), 0.5)
+    assert sum(some.counts.values()) == 80 and 8 <= some.counts["eval"] <= 35
+    held = [data for _, data in contents(some, "eval")]
+    assert not set(held) & {data for _, data in contents(some)}
+    assert set(held) < {data for _, data in contents(more, "eval")}
+    other = as_folder(tmp_path / "other", drawn(2, 3))
+    given = indexed(path, open_storage(str(tmp_path / "prepared")), eval_path=other)
+    assert given.counts == {"train": 80, "eval": 6} and len(contents(given, "eval")) == 6
+
+
+def test_problems_are_told_in_the_users_words(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"data.path=.* is empty: "):
+        find(str(tmp_path))
+    path = as_folder(tmp_path / "data", drawn(1, 2))
+    with pytest.raises(SourceError, match=r"nothing of data.format=tar: no file with"):
+        find(str(path), "tar")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.tar").write_bytes(b"no tar" * 1000)
+    with pytest.raises(SourceError, match=r"a.tar is not a tar that can be read"):
+        indexed(tmp_path / "bad", open_storage(str(tmp_path / "prepared")))
+    other = as_folder(tmp_path / "other", [("dog/1.png", drawn(1, 1)[0][1])])
+    with pytest.raises(SourceError, match="classes that the training data lack: dog"):
+        indexed(path, open_storage(str(tmp_path / "prepared")), eval_path=other)
+
+
+def test_an_image_that_changes_is_refused_by_name(tmp_path: Path) -> None:
+    path = as_folder(tmp_path / "data", drawn(2, 2))
+    found = indexed(path, open_storage(str(tmp_path / "prepared")))
+    victim = sorted(filter(Path.is_file, path.rglob("*")))[2]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(StorageError, match=rf"{victim.name}.* are not those that were indexed"):
+        found.rows("train").read([2])
+    victim.unlink()
+    with pytest.raises(StorageError, match="it is gone"):
+        found.rows("train").read([2])
+
+
+def test_the_set_that_rayapp_draws(tmp_path: Path) -> None:
+    """Labels that tell the classes apart, several formats and modes, and it is drawn only once."""
+    storage = open_storage(str(tmp_path))
+    names = [shapes.one(name, n) for name in shapes.CLASSES for n in range(3)]
+    assert names == [shapes.one(name, n) for name in shapes.CLASSES for n in range(3)]
+    kinds = collections.Counter(Image.open(io.BytesIO(data)).format for _, data in names)
+    assert len(kinds) >= 4
+    storage.write(f"{shapes.NAME}-{shapes.VERSION}/{shapes.DONE}", b"there")
+    assert shapes.draw(storage) == f"{storage.url}/{shapes.NAME}-{shapes.VERSION}"
+    assert [entry.name for entry in storage.list()] == [
+        f"{shapes.NAME}-{shapes.VERSION}/{shapes.DONE}"
+    ]
+
+
+# ---- Augmentation ------------------------------------------------------------------------------
+
+
+def picture(width: int, height: int, mode: str = "RGB", kind: str = "PNG") -> bytes:
+    """Encode a smooth gradient: what it shows at a place follows from the place."""
+    across = np.linspace(0, 255, width)[None, :, None] * np.array([1, 0, 0.5])
+    down = np.linspace(0, 255, height)[:, None, None] * np.array([0, 1, 0.5])
+    image = Image.fromarray((across + down).astype(np.uint8)).convert(mode)
+    out = io.BytesIO()
+    image.save(out, kind)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+@pytest.mark.parametrize("size", [(40, 30), (500, 400)])
+def test_the_middle_is_what_cropping_and_scaling_by_hand_gives(
+    kind: str, size: tuple[int, int]
+) -> None:
+    data, look = picture(*size, kind=kind), Look(size=24, eval_crop=0.75)
+    side = 0.75 * min(size)
+    left, top = (size[0] - side) / 2, (size[1] - side) / 2
+    whole = Image.open(io.BytesIO(data)).convert("RGB")
+    box = (left, top, left + side, top + side)
+    expected = np.asarray(whole.resize((24, 24), Image.Resampling.BILINEAR, box=box), np.int64)
+    found = augment.centred(data, look).astype(np.int64)
+    assert found.shape == (24, 24, 3)
+    assert np.abs(found - expected).max() <= (0 if kind == "PNG" else 4)  # a JPEG is decoded small
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(20, 90), st.integers(20, 90))
+@settings(max_examples=60, deadline=None)
+def test_a_crop_lies_within_the_image_and_has_the_drawn_area(
+    seed: int, width: int, height: int
+) -> None:
+    left, top, right, bottom = augment._crop((width, height), (0.2, 0.8), random.Random(seed))
+    assert 0 <= left < right <= width and 0 <= top < bottom <= height
+    share = (right - left) * (bottom - top) / (width * height)
+    assert 0.15 <= share <= 0.9 or right - left == bottom - top == min(width, height)
+    aspect = (right - left) / (bottom - top)
+    assert 0.65 <= aspect <= 1.5
+
+
+def test_crops_are_distributed_as_torchvision_draws_them() -> None:
+    """Areas are even, log aspects too: means over many draws of an image that any crop fits in."""
+    draws = [augment._crop((1000, 1000), (0.1, 0.3), random.Random(n)) for n in range(4000)]
+    areas = np.array([(r - x) * (b - y) / 1e6 for x, y, r, b in draws])
+    aspects = np.log([(r - x) / (b - y) for x, y, r, b in draws])
+    assert areas.mean() == pytest.approx(0.2, abs=0.004)
+    assert aspects.mean() == pytest.approx(0.0, abs=0.01)
+    assert aspects.std() == pytest.approx(np.log(16 / 9) / 12**0.5, rel=0.03)
+
+
+def test_the_seed_alone_decides() -> None:
+    data, look = picture(60, 50), Look(size=16, layers=2, magnitude=15)
+    first = [augment.augmented(data, look, seed) for seed in range(20)]
+    again = [augment.augmented(data, look, seed) for seed in reversed(range(20))]
+    assert all(map(np.array_equal, first, reversed(again)))
+    assert len({one.tobytes() for one in first}) == 20
+    plain = Look(size=16, crop_scale=(1, 1), flip=1.0)
+    expected = augment.centred(data, Look(size=16, eval_crop=1.0))[:, ::-1]
+    assert np.array_equal(augment.augmented(data, plain, 5), expected)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK", "1", "I;16", "LA"])
+def test_every_mode_becomes_rgb(mode: str) -> None:
+    kind = "TIFF" if mode in ("CMYK", "I;16") else "PNG"
+    assert augment.problem_of(picture(40, 40, mode, kind)) is None
+    assert augment.augmented(picture(40, 40, mode, kind), Look(size=16), 1).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("name", augment.OPERATIONS)
+def test_every_operation_of_randaugment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    smooth = np.asarray(Image.open(io.BytesIO(picture(32, 32))))
+    rough = np.random.default_rng(0).integers(-9, 9, smooth.shape)
+    image = Image.fromarray(np.clip(smooth + rough, 0, 255).astype(np.uint8))
+    monkeypatch.setattr(augment, "OPERATIONS", (name,))
+    still = augment._operate(image, 0, random.Random(1))
+    changed = augment._operate(image, 20, random.Random(1))
+    assert changed.size == (32, 32) and changed.mode == "RGB"
+    strong = np.abs(np.asarray(changed, np.int64) - np.asarray(image, np.int64)).mean()
+    weak = np.abs(np.asarray(still, np.int64) - np.asarray(image, np.int64)).mean()
+    if name in ("autocontrast", "equalize"):
+        assert strong == weak
+    elif name == "identity":
+        assert strong == weak == 0
+    else:
+        assert strong > weak and weak < 1
+
+
+@given(st.integers(2, 9), st.integers(0, 2**32), st.sampled_from(["mixup", "cutmix", "both"]))
+@settings(max_examples=50, deadline=None)
+def test_mixing_keeps_every_pixel_and_every_share(count: int, seed: int, kind: str) -> None:
+    """What an image gives away its partner has; the target has the pixels' shares."""
+    draw = np.random.default_rng(seed)
+    images = draw.integers(0, 256, (count, 8, 8, 3), np.uint8)
+    labels, seeds = np.arange(count), draw.integers(0, 2**63, count).astype(np.uint64)
+    present = draw.random(count) < 0.8
+    look = Look(8, mixup=0.5 * (kind != "cutmix"), cutmix=0.7 * (kind != "mixup"))
+    mixed = images.copy()
+    others, shares = augment.mix(mixed, labels, seeds, present, look)
+    for j in range(count):
+        k = count - 1 - j
+        alone = j == k or not (present[j] and present[k])
+        if alone:
+            assert np.array_equal(mixed[j], images[j]) and others[j] == j and shares[j] == 1
+            continue
+        assert others[j] == k and shares[j] == shares[k] and 0 <= shares[j] <= 1
+        total = mixed[j].astype(int) + mixed[k]
+        assert np.abs(total - (images[j].astype(int) + images[k])).max() <= 1
+        blend = images[j] * shares[j] + images[k] * (1 - shares[j])
+        if np.abs(mixed[j] - blend).max() > 0.51:  # CutMix: each pixel is one of the two
+            own = (mixed[j] == images[j]).all(-1)
+            assert (own | (mixed[j] == images[k]).all(-1)).all()
+            assert own.mean() == pytest.approx(shares[j], abs=0.1)
+
+
+# ---- Order -------------------------------------------------------------------------------------
+
+# 24 images, 3 micro-batches of 3 a step: step 2 straddles an epoch's end, and the last is short.
+ORDER = Order.for_epochs(num_rows=24, rows_per_step=9, micro_batch=3, seed=3, epochs=3)
+
+
+def by_place(images: Images, world: int, step: int) -> dict[int, tuple[Any, ...]]:
+    """Return what all ranks together have of a step, by its place in the step."""
+    found = {}
+    for rank in range(world):
+        batch = step_images(images.rows("train"), LOOK, ORDER, step, rank, world)
+        for (i, j), row in np.ndenumerate(batch.rows):
+            if row != EMPTY:
+                place = (i * world + rank) * ORDER.micro_batch + j
+                one = batch.images[i, j].tobytes(), int(batch.labels[i, j])
+                more = int(batch.others[i, j]), float(batch.shares[i, j]), batch.digests[i, j]
+                found[place] = (int(row), *one, *more)
+    return found
+
+
+@pytest.mark.parametrize("step", range(ORDER.num_steps))
+def test_a_step_is_the_same_for_any_number_of_workers(images: Images, step: int) -> None:
+    expected = by_place(images, 1, step)
+    assert [row for row, *_ in expected.values()] == [r for r in ORDER.rows(step) if r != EMPTY]
+    for world in (2, 3, 4):
+        found = by_place(images, world, step)
+        assert dict(sorted(found.items())) == expected
+
+
+def test_digests_tell_of_bytes_class_seed_and_place(images: Images) -> None:
+    """Made again from the files, by hand."""
+    batch = step_images(images.rows("train"), LOOK, ORDER, 2, 0, 1)
+    digests = []
+    for place, row in enumerate(ORDER.rows(2)):
+        data = images.rows("train").read([int(row)])[0]
+        label = int(images.rows("train").records[row]["label"])
+        epoch = (2 * 9 + place) // 24
+        seed = augment.seed_of(3, epoch, int(row))
+        digests.append(image_digest(place, index.digest_of(data), label, seed))
+    assert combine([batch.digest()]) == combine(digests)
+    assert {(2 * 9 + place) // 24 for place in range(9)} == {0, 1}
+    assert len({image_digest(*numbers) for numbers in ((0, 1, 2, 3), (1, 0, 2, 3), (0, 1, 3, 2))})
+
+
+def test_an_image_looks_different_in_every_epoch(images: Images) -> None:
+    seen = collections.defaultdict(set)
+    plain = Look(size=24)
+    for batch in local_steps(images.rows("train"), plain, ORDER, 0, 1, 0):
+        for place, row in np.ndenumerate(batch.rows):
+            if row != EMPTY:
+                seen[int(row)].add(batch.images[place].tobytes())
+    assert set(map(len, seen.values())) == {3} and len(seen) == 24
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_held_out_images_come_once_and_equally_often_to_all_ranks(
+    images: Images, world: int
+) -> None:
+    rows = images.rows("train")
+    every = [list(held_out_batches(rows, LOOK, 5, rank, world)) for rank in range(world)]
+    assert len({len(one) for one in every}) == 1
+    found = {}
+    for batch in (batch for one in every for batch in one):
+        for place, row in np.ndenumerate(batch.rows):
+            if row != EMPTY:
+                assert found.setdefault(int(row), batch.images[place].tobytes())
+    assert sorted(found) == list(range(24))
+    data = rows.read(range(24))
+    assert all(found[n] == augment.centred(data[n], LOOK).tobytes() for n in range(24))
+
+
+def test_a_micro_batch_gives_the_model_the_images_that_exist(images: Images) -> None:
+    batch = step_images(images.rows("train"), LOOK, ORDER, ORDER.num_steps - 1, 0, 2)
+    assert batch.rows.shape == (2, 3)
+    counts = [len(batch.inputs(i)["images"]) for i in range(2)]
+    other = step_images(images.rows("train"), LOOK, ORDER, ORDER.num_steps - 1, 1, 2)
+    more = [len(other.inputs(i)["images"]) for i in range(2)]
+    assert sum(counts) + sum(more) == 72 % 9 or 9
+    assert batch.sums()[0] + other.sums()[0] == sum(r != EMPTY for r in ORDER.rows(7))
+    assert 0 in more  # rank 1 has no second micro-batch
+
+
+# ---- Through Ray Data --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Any:
+    import tempfile
+
+    import ray
+
+    temporary = tempfile.mkdtemp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=150 * 2**20,
+            log_to_driver=False,
+            _temp_dir=temporary,
+        )
+        yield
+        ray.shutdown()
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.mark.drill  # tests/test_vision_drills.py sees to it in `make test`
+def test_ray_data_indexes_as_one_process_does(
+    ray_here: None, folder: Path, images: Images, tmp_path: Path
+) -> None:
+    recipe = index.Recipe(find(str(folder / "tree")), None, 0.0)
+    told: list[int] = []
+    root = open_storage(str(tmp_path))
+    found = prepare(recipe, root, 1, lambda done, total: told.append(done))
+    assert contents(found) == contents(images) and found.fingerprint == images.fingerprint
+    assert told[-1] == found.num_bytes
+    assert prepare(recipe, root) == found and len(told) == 1
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("world", "first_step"), [(1, 0), (2, 0), (3, 5)])
+def test_the_stream_is_what_one_process_makes(
+    ray_here: None, images: Images, world: int, first_step: int
+) -> None:
+    opened = partial(stream.stream, images, LOOK, ORDER)
+    shards = streams.ExactOrder(opened).configure({"train": first_step}, world)
+    taken: list[list[batches.StepImages]] = [[] for _ in range(world)]
+
+    def consume(rank: int) -> None:
+        micro_batches = ORDER.num_micro_batches(world)
+        taken[rank] += stream.steps(shards[rank]["train"], ORDER.micro_batch, micro_batches)
+
+    threads = [threading.Thread(target=consume, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(world):
+        expected = list(local_steps(images.rows("train"), LOOK, ORDER, rank, world, first_step))
+        assert [one.step for one in taken[rank]] == [one.step for one in expected]
+        for one, other in zip(taken[rank], expected, strict=True):
+            for name in stream.FIELDS:
+                a, b = getattr(one, name), getattr(other, name)
+                assert np.array_equal(a, b) and a.dtype == b.dtype, name
