@@ -75,7 +75,9 @@ def kept_image_bytes(layout: ImageLayout) -> float:
     """Return what is kept of one image between forward and backward."""
     kept = layout.shape.kept
     of_norms = FP32 if layout.synchronized else layout.element
-    return float(layout.element * kept.values + of_norms * kept.norms + 8 * kept.indices + kept.masks)
+    return float(
+        layout.element * kept.values + of_norms * kept.norms + 8 * kept.indices + kept.masks
+    )
 
 
 def image_peak(layout: ImageLayout) -> Peak:

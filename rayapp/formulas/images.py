@@ -282,8 +282,9 @@ def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
 
 
 def _stages(config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    names = ("in_channels", "out_channels", "strides", "kernel_sizes", "expand_ratios")
-    names += ("num_block_repeats",)
+    keys = ("inputs", "outputs", "stride", "kernel", "expand", "repeats")
+    names = ["in_channels", "out_channels", "strides", "kernel_sizes", "expand_ratios"]
+    names.append("num_block_repeats")
     usual = (
         (32, 16, 24, 40, 80, 112, 192),
         (16, 24, 40, 80, 112, 192, 320),
@@ -293,7 +294,6 @@ def _stages(config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
         (1, 2, 2, 3, 3, 4, 1),
     )
     lists = [config.get(name) or default for name, default in zip(names, usual, strict=True)]
-    keys = ("inputs", "outputs", "stride", "kernel", "expand", "repeats")
     for values in zip(*lists, strict=True):
         yield dict(zip(keys, map(int, values), strict=True))
 

@@ -69,6 +69,22 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
     return shown
 
 
+def misfit(found: Answer | None) -> str | None:
+    """Say why a run cannot fit, and what would; None if it may."""
+    if found is None or found.fits is not False:
+        return None
+    question = found.question
+    assert question.instance is not None and found.capacity_gib is not None
+    others = suggestions(question, most=2)
+    what = " or ".join(one.change for one in others) or "a larger cluster.instance"
+    return (
+        f"cluster.instance={question.instance.name} is too small: the plan is "
+        f"{found.peak_gib.value:.1f} GiB of "
+        f"{found.capacity_gib:.1f} on each of {question.workers} workers. Set {what}, or start it "
+        "all the same with cluster.ignore_plan=true"
+    )
+
+
 def _per_worker(one: Suggestion) -> float:
     assert one.answer.rate is not None
     return one.answer.rate.value / one.answer.workers
@@ -185,7 +201,8 @@ def scaling(question: Question) -> list[Answer]:
     answers = []
     for nodes in counts:
         other = question.on(question.instance, nodes)
-        if other is not None and other.workers <= question.rows_per_step:
+        least = question.layout.micro_batch if isinstance(question.layout, ImageLayout) else 1
+        if other is not None and other.workers * least <= question.rows_per_step:
             answers.append(answer(other))
     return answers
 

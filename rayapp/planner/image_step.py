@@ -2,7 +2,8 @@
 
 Links are those of planner/step.py. Each convolution takes the time of its multiply-adds or that of
 its bytes, whichever is longer; batch-norm, activations, sums and gates take that of their bytes; if
-that is less than the host needs to launch their kernels, that. Gradients are summed behind the backward pass of a step's last micro-batch.
+that is less than the host needs to launch their kernels, that. Gradients are summed behind the
+backward pass of a step's last micro-batch.
 """
 
 from __future__ import annotations

@@ -152,15 +152,15 @@ def ask(
     )
 
 
-def workers_of(
-    config: RunConfig, one: Instance | None, most: bool = False
-) -> tuple[int, int]:
+def workers_of(config: RunConfig, one: Instance | None, most: bool = False) -> tuple[int, int]:
     """Return how many workers are planned for, and their nodes: the fewest, or the most."""
     workers = config.cluster.max_workers if most else config.cluster.min_workers
     return workers, 1 if one is None or not one.gpus else -(-workers // one.gpus)
 
 
-def replica_shards(config: Config | VisionConfig, workers: int, nodes: int, problems: list[str]) -> int:
+def replica_shards(
+    config: Config | VisionConfig, workers: int, nodes: int, problems: list[str]
+) -> int:
     """Return how many workers hold a part of each parameter; add to `problems`."""
     replicas = config.parallel.replicas or nodes
     strategy = config.parallel.strategy

@@ -71,7 +71,8 @@ def _headline(console: Console, found: Answer) -> None:
     }[found.fits]
     trains = ""
     if isinstance(layout, ImageLayout):
-        how = f"{layout.shape.macs / 1e9:.2f} GMACs of {layout.shape.size} x {layout.shape.size} pixels"
+        shape = layout.shape
+        how = f"{shape.macs / 1e9:.2f} GMACs of {shape.size} x {shape.size} pixels"
         norm = "all workers" if layout.synchronized else "each micro-batch"
         rest = f"{how}, batch-norm over {norm}"
         step = f"{question.rows_per_step} images"
@@ -113,18 +114,28 @@ def _memory(console: Console, found: Answer) -> None:
 def _time(console: Console, found: Answer) -> None:
     assert found.step is not None
     _say(console, f"\n[bold]step[/bold]      {band(found.step_s, '.3g', ' s')}")
+    convolved = isinstance(found.question.layout, ImageLayout)
     for name, seconds in vars(found.step).items():
+        if convolved and name == "attention_s":
+            continue
+        name = "convolutions" if convolved and name == "matrices_s" else name
         share = seconds / found.step.total_s
         drawn = "█" * round(BAR * share)
         _say(console, f"  {name.removesuffix('_s'):12} {seconds:8.3f} s   {share:4.0%} {drawn}")
     per_gpu = found.rate
     assert per_gpu is not None
     per_gpu = per_gpu.times(1 / found.workers)
-    _say(console, f"[bold]speed[/bold]     {band(found.rate, ',.0f', f' {found.question.unit.many}/s')}")
+    _say(
+        console,
+        f"[bold]speed[/bold]     {band(found.rate, ',.0f', f' {found.question.unit.many}/s')}",
+    )
     _say(console, f"          {band(per_gpu, ',.0f', ' a GPU')}, MFU {band(found.mfu, '.1%')}")
     if found.epoch_hours is not None:
         count = found.question.epoch_rows
-        _say(console, f"[bold]epoch[/bold]     {band(found.epoch_hours, '.3g', ' h')}, {count:,} images")
+        _say(
+            console,
+            f"[bold]epoch[/bold]     {band(found.epoch_hours, '.3g', ' h')}, {count:,} images",
+        )
     _say(console, f"[bold]run[/bold]       {_figures(found)}")
     saving = found.saving
     if saving is not None and found.goodput is not None:
@@ -172,7 +183,7 @@ def _scaling(console: Console, answers: list[Answer]) -> None:
     epochs = answers[0].epoch_hours is not None
     table = Table(
         *("nodes", "GPUs", "fits", "GiB", rate, "efficiency"),
-        *(["epoch hours"] if epochs else []),
+        *(["epoch h"] if epochs else []),
         *("hours", "USD"),
         title="more or fewer nodes, the same step",
         title_justify="left",

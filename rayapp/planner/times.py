@@ -1,6 +1,6 @@
 """What a step's time is reckoned with, of whatever kind: machines, their shares, collectives.
 
-    collective_s(machine_of(instance("p4d.24xlarge"), 3), ranks=24, sent=1e9)
+collective_s(machine_of(instance("p4d.24xlarge"), 3), ranks=24, sent=1e9)
 """
 
 from __future__ import annotations
