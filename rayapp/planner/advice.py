@@ -116,9 +116,9 @@ def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
                 yield from _changed(other, both, full)
 
 
-def _micro_batches(layout: Layout | ImageLayout) -> Changes:
-    sizes = {1, layout.micro_batch // 2, layout.micro_batch * 2, layout.micro_batch * 4}
-    for size in sorted(sizes - {0, layout.micro_batch}, reverse=True):
+def _micro_batches(now: int, *more: int) -> Changes:
+    sizes = {1, now // 2, now * 2, now * 4, *more}
+    for size in sorted(sizes - {0, now}, reverse=True):
         yield f"train.micro_batch={size}", {"micro_batch": size}
 
 
@@ -127,7 +127,7 @@ def _text_changes(layout: Layout, fits: bool) -> Changes:
     for mode in ("none", "selective", "full"):
         if mode != layout.checkpointing:
             yield f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}
-    yield from _micro_batches(layout)
+    yield from _micro_batches(layout.micro_batch)
     if layout.strategy != "full_shard":
         yield "parallel.strategy=full_shard", {"strategy": "full_shard"}
     if not layout.compiled:
@@ -144,7 +144,7 @@ def _text_changes(layout: Layout, fits: bool) -> Changes:
 
 def _image_changes(layout: ImageLayout) -> Changes:
     """Yield what may be set otherwise in the run of an image classifier."""
-    yield from _micro_batches(layout)
+    yield from _micro_batches(layout.micro_batch, layout.micro_batch // 4)
     if layout.synchronized:
         yield "parallel.sync_batch_norm=false", {"synchronized": False}
     if not layout.compiled:
