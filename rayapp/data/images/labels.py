@@ -4,8 +4,8 @@
     folders_of(labels, names, synsets=None)         # {"ILSVRC2012_val_00000001.JPEG": "n01751748"}
 
 What is read: a name and its label on each line, with commas or blanks between (Kaggle's
-LOC_val_solution.csv, whose further words are boxes, and lists such as val.txt), or labels alone, one
-a line in the order of the images' names (ILSVRC2012_validation_ground_truth.txt, TensorFlow's
+LOC_val_solution.csv, whose further words are boxes, and lists such as val.txt), or labels alone,
+one a line in the order of the images' names (ILSVRC2012_validation_ground_truth.txt, TensorFlow's
 imagenet_2012_validation_synset_labels.txt). Labels that are numbers need the names of the classes
 in their order: the training folders have names.
 """
@@ -120,8 +120,8 @@ def _numbered(found: dict[str, str | None], synsets: Sequence[str] | None) -> di
     highest = max(numbers.values(), default=0)
     if highest - first >= len(synsets):
         raise LabelError(
-            f"synsets are {len(synsets):,}, and a label is {highest}: there is none of that number. "
-            "Give the list that belongs to the labels"
+            f"synsets are {len(synsets):,}, and a label is {highest}: there is none of that "
+            "number. Give the list that belongs to the labels"
         )
     named = {name: synsets[number - first] for name, number in numbers.items()}
     return {name: named.get(name) for name in found}
