@@ -104,10 +104,10 @@ def stage(
     entries = [one for one in here.list() if one.size and not sources.hidden(one.name)]
     if not entries:
         raise SourceError(f"SOURCE={source} is empty: there is no file in it. Correct it")
-    there.check_writable()
     names = [one.name for one in entries]
     format = sources.format_of(names)
     places = _places(names, format, labels, synsets)
+    there.check_writable()
     ledger = _Ledger(there)
     present = {one.name: one for one in there.list() if not sources.hidden(one.name)}
     report = Report(here.url, there.url)
