@@ -1,6 +1,7 @@
 """python -m rayapp COMMAND [CONFIG.yaml] [--section.field=value ...] [--option=value ...]
 
 plan      will it fit, how long will it take, what will it cost
+stage     copy images to where they are trained on, verified
 preflight check the cluster before money is spent: GPUs, network, limits, storage
 submit    send a run to a cluster as a Ray job;   resume    send it again
 list      the runs of a folder or of a cluster;   status    how one is getting on
@@ -24,6 +25,7 @@ from rayapp.config import ConfigError
 
 COMMANDS = {  # name: module and function of rayapp.commands
     "plan": "planning.plan",
+    "stage": "staging.stage",
     "preflight": "jobs.preflight",
     "submit": "jobs.submit",
     "resume": "jobs.resume",

@@ -15,7 +15,8 @@ from pathlib import Path
 from rayapp.formulas import Linear, Shape, mean_context, shape_of
 from rayapp.formulas.memory import FRAGMENTATION, Layout, peak_memory
 from rayapp.hardware import GPUS, Gpu
-from rayapp.planner.step import Job, Machine, step_time
+from rayapp.planner.step import step_time
+from rayapp.planner.times import Job, Machine
 from rayapp.presets import config_of
 
 DOC = Path(__file__).parent.parent / "docs" / "plan.md"

@@ -22,7 +22,7 @@ from rayapp.cluster import PLATFORMS, Options, render, write
 from rayapp.cluster.check import check_manifests, check_task_definition
 from rayapp.cluster.render import ROOT as TEMPLATES
 from rayapp.cluster.sizes import fleet, node
-from rayapp.config import Config, ConfigError, load
+from rayapp.config import ConfigError, RunConfig, load
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).with_name("golden")
@@ -48,6 +48,12 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {"market": "spot", "components": ("autoscaling", "kueue", "lustre"), "lustre": LUSTRE},
     ),
 }
+# The seed's set-ups for images, as their configs have them.
+FROM_FILE = {
+    "resnet50": "resnet50_imagenet.yaml",
+    "efficientnet-b7": "efficientnet_b7_imagenet.yaml",
+}
+CASES |= {case: ({}, {"components": ("lustre",), "lustre": LUSTRE}) for case in FROM_FILE}
 needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl is not installed"
 )
@@ -56,7 +62,9 @@ needs_crds = pytest.mark.skipif(
 )
 
 
-def config_of(case: str) -> Config:
+def config_of(case: str) -> RunConfig:
+    if case in FROM_FILE:
+        return load(str(ROOT / "configs" / FROM_FILE[case]))
     return load(None, {"run.name": "demo", **CASES[case][0]})
 
 
@@ -106,7 +114,7 @@ def test_manifests(case: str, tmp_path: Path) -> None:
     same_as_golden(f"kuberay-{case}/terraform.tfvars.json", files["terraform.tfvars.json"])
     for what in ("cluster", "job"):
         text = build(tmp_path / what)
-        if what == "cluster" or case == "p5":
+        if what == "cluster" or case in ("p5", *FROM_FILE):
             same_as_golden(f"kuberay-{case}/{what}.yaml", text)
         assert check_manifests(yaml.safe_load_all(text)) == []
 

@@ -16,11 +16,15 @@ from botocore.exceptions import ClientError
 from terraform import ACCOUNT, REGION, ROOT, Cloud, mirror
 
 from rayapp.cluster import Options, render, write
-from rayapp.config import Config, load
+from rayapp.config import RunConfig, load
 from rayapp.hardware import INSTANCES, instance
 
 ECS_INSTANCE = "p4d.24xlarge"
-EKS_INSTANCES = ("g5.12xlarge", "p3.16xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
+EKS_INSTANCES = ("g5.12xlarge", "p3.8xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
+FROM_FILE = {  # the seed's set-ups for images
+    "p3.8xlarge": "resnet50_imagenet.yaml",
+    "p4d.24xlarge": "efficientnet_b7_imagenet.yaml",
+}
 BUCKET = f"rayapp-{ACCOUNT}-{REGION}"
 GPU_METRICS = {  # of the CloudWatch agent; the seeds' list
     *("utilization_gpu", "utilization_memory", "memory_total", "memory_used", "memory_free"),
@@ -34,12 +38,16 @@ needs_terraform = pytest.mark.skipif(
 pytestmark = needs_terraform
 
 
-def config(instance_type: str, workers: str = "8:16") -> Config:
+def config(instance_type: str, workers: str = "8:16") -> RunConfig:
     return load(None, {"cluster.instance": instance_type, "cluster.workers": workers})
 
 
-def tfvars(platform: str, instance_type: str, **options: Any) -> dict[str, Any]:
-    files = render(platform, config(instance_type), Options(account=ACCOUNT, **options))
+def tfvars(
+    platform: str, instance_type: str, file: str | None = None, **options: Any
+) -> dict[str, Any]:
+    described = load(str(ROOT / "configs" / file)) if file else config(instance_type)
+    assert described.cluster.instance == instance_type
+    files = render(platform, described, Options(account=ACCOUNT, **options))
     return json.loads(files["terraform.tfvars.json"])
 
 
@@ -58,7 +66,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         write(render("ecs", config(ECS_INSTANCE), Options(account=ACCOUNT)), rendered)
         ecs, spot = tfvars("ecs", ECS_INSTANCE), tfvars("ecs", ECS_INSTANCE, market="spot")
         ecs["workers"] |= spot["workers"]
-        eks = [tfvars("kuberay", one) for one in EKS_INSTANCES]
+        eks = [tfvars("kuberay", one, FROM_FILE.get(one)) for one in EKS_INSTANCES]
         groups = {
             name.split(".")[0]: one["workers"]["workers"]
             for name, one in zip(EKS_INSTANCES, eks, strict=True)
@@ -214,6 +222,20 @@ def test_capacity_is_bought_as_asked(cloud: Cloud) -> None:
     (taint,) = group["nodegroup"]["taints"]
     assert taint == {"key": "nvidia.com/gpu", "value": "true", "effect": "NO_SCHEDULE"}
     assert group["nodegroup"]["scalingConfig"]["minSize"] == 0
+
+
+def test_the_set_ups_for_images_have_their_nodes(cloud: Cloud) -> None:
+    """ResNet-50 on up to 4 p3.8xlarge, EfficientNet-B7 on up to 3 p4d.24xlarge with 4 EFA each."""
+    eks, templates = cloud.client("eks"), launch_templates(cloud)
+    for name, nodes, adapters in (("p3", 4, 0), ("p4d", 3, 4)):
+        group = f"rayapp-eks-{name}"
+        found = eks.describe_nodegroup(clusterName="rayapp-eks", nodegroupName=group)["nodegroup"]
+        assert found["scalingConfig"]["maxSize"] == nodes
+        kinds = [card.get("InterfaceType", "") for card in templates[group]["NetworkInterfaces"]]
+        assert sum(kind.startswith("efa") for kind in kinds) == adapters
+    (system,) = cloud.client("fsx").describe_file_systems()["FileSystems"]
+    nodes_in = {found["subnets"][0], *system["SubnetIds"]}
+    assert len(nodes_in) == 1, "the file system is where the nodes are"
 
 
 @pytest.mark.parametrize("stack", ["ecs", "eks"])

@@ -19,7 +19,8 @@ from rayapp.formulas import mean_context, shape_of
 from rayapp.formulas.memory import Layout, checkpoint_bytes, peak_memory, state_bytes
 from rayapp.hardware import GPUS, INSTANCES
 from rayapp.planner import report
-from rayapp.planner.step import Job, Machine, collective_s, machine_of, step_time
+from rayapp.planner.step import step_time
+from rayapp.planner.times import Job, Machine, collective_s, machine_of
 from rayapp.presets import PRESETS, config_of
 
 ROOT = Path(__file__).parent.parent
@@ -206,7 +207,7 @@ def test_what_is_unknown_is_none_with_a_reason() -> None:
     assert (found.fits, found.hours, found.cost_usd, found.mfu) == (None, None, None, None)
     assert "Set cluster.instance" in found.reasons[0]
     found = planner.plan(config(train={"max_steps": None}))
-    assert found.hours is None and found.cost_usd is None and found.usd_per_1m_tokens is not None
+    assert found.hours is None and found.cost_usd is None and found.usd_per_1m is not None
     assert "Set train.max_steps" in found.reasons[0]
     found = planner.plan(config(cluster={"instance": "p5e.48xlarge"}))
     assert found.hours is not None and found.cost_usd is None
@@ -227,7 +228,7 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     assert found.fits is False
     others = planner.suggestions(found.question)
     assert others and all(one.answer.fits for one in others)
-    rates = [one.answer.tokens_per_s.value / one.answer.workers for one in others]
+    rates = [one.answer.rate.value / one.answer.workers for one in others]
     assert rates == sorted(rates, reverse=True)
     assert any(one.change.startswith("cluster.workers=") for one in others)
 
@@ -288,7 +289,7 @@ def test_other_node_counts_are_the_plans_of_those_counts() -> None:
     four = next(one for one in answers if one.question.nodes == 4)
     alone = planner.plan(config(cluster={"workers": "32", "instance": "p5.48xlarge"}))
     assert four.as_dict() == alone.as_dict()
-    rates = [one.tokens_per_s.value for one in answers]
+    rates = [one.rate.value for one in answers]
     assert rates == sorted(rates)
 
 
@@ -366,9 +367,9 @@ def test_overrides_and_an_own_tokenizer_change_the_shape() -> None:
 
 
 def test_steps_come_from_the_folder_of_a_prepared_run(tmp_path: Path) -> None:
-    assert planner.steps_of_run(str(tmp_path)) is None
+    assert planner.counts_of_run(str(tmp_path)) == {}
     (tmp_path / "plan.json").write_text('{"steps": 77}', encoding="utf-8")
-    assert planner.steps_of_run(str(tmp_path)) == 77
+    assert planner.counts_of_run(str(tmp_path)) == {"steps": 77}
     found = planner.plan(config(train={"max_steps": None}), steps=77)
     assert found.question.steps == 77 and found.hours is not None
 

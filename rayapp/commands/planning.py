@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rayapp.commands.codes import DONE
-from rayapp.config import Config, ConfigError
+from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
+from rayapp.formulas.image_memory import ImageLayout
 from rayapp.formulas.memory import Layout
 
 PLAN = """python -m rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
@@ -16,6 +17,7 @@ PLAN = """python -m rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=valu
   --deadline_hours=H   find the cheapest machines that are done in H hours
   --budget_usd=D       find the cheapest machines for at most D dollars
   --region=NAME        AWS region of the prices; us-west-2 by default
+  --images=N           training images of a classifier, where the config has no data.count
   --usd_per_hour=D     price of one instance, e.g. spot, instead of the list's
   --trace              also run the real step on fake tensors (imports torch; seconds to minutes)"""
 
@@ -31,10 +33,10 @@ def plan(argv: list[str]) -> int:
     from rayapp.planner.report import show
 
     argv = arguments.flags(argv, {"json", "trace"})
-    steps = None
+    prepared: dict[str, int] = {}
     for number, word in enumerate(argv):
         if not word.startswith("-") and (Path(word) / "config.yaml").is_file():
-            steps = planner.steps_of_run(word)
+            prepared = planner.counts_of_run(word)
             argv[number] = str(Path(word) / "config.yaml")
     known = {
         "json": "false",
@@ -43,20 +45,29 @@ def plan(argv: list[str]) -> int:
         "deadline_hours": "none",
         "budget_usd": "none",
         "usd_per_hour": "none",
+        "images": "none",
     }
-    config, options = arguments.read(argv, known, Config)
+    config, options = arguments.read(argv, known)
+    assert isinstance(config, Config | VisionConfig)
+    images = _number("images", options["images"])
+    if images is not None:
+        prepared["images"] = int(images)
+    if isinstance(config, Config) and prepared.pop("images", None) is not None:
+        raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
     limits = {name: _number(name, options[name]) for name in ("deadline_hours", "budget_usd")}
     found = planner.plan(
         config,
         region=options["region"],
         usd_per_hour=_number("usd_per_hour", options["usd_per_hour"]),
-        steps=steps,
+        **prepared,
     )
     best = None
     if any(value is not None for value in limits.values()):
         best = planner.cheapest(found.question, **limits)
     others, table = planner.suggestions(found.question), planner.scaling(found.question)
-    traced = _trace(config, found.question.layout) if options["trace"] == "true" else None
+    traced = None
+    if options["trace"] == "true":
+        traced = _trace(config, found.question.layout)
     if options["json"] == "true":
         values = planner.as_dict(found, others, table, best) | {"traced": traced}
         print(json.dumps(values, indent=2))
@@ -70,8 +81,10 @@ def plan(argv: list[str]) -> int:
     return DONE
 
 
-def _trace(config: Config, layout: Layout) -> dict[str, float]:
+def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:
     """Run the real step on fake tensors; return its peak and the plan's, both without slack."""
+    if not (isinstance(config, Config) and isinstance(layout, Layout)):
+        raise ConfigError(["--trace=true is for language models: leave it out"])
     from rayapp import trace
     from rayapp.formulas.memory import peak_memory
 

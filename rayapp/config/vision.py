@@ -72,6 +72,8 @@ class Images(Section):
     """Mean of red, green and blue, 0-1, that is taken off."""
     std: Three = (0.229, 0.224, 0.225)
     """Their deviation, that is divided by."""
+    count: OptionalInt = Field(default=None, ge=1)
+    """How many training images there are, for a plan before the run has counted them itself."""
     bad_images: Share = 0.01
     """Share of files, 0-1, that may be no images or damaged; more stops the run, fewer are counted,
     named and skipped."""
@@ -143,7 +145,7 @@ class VisionConfig(RunConfig):
 
     MODULE: ClassVar[str] = "rayapp.vision"
     LOCAL: ClassVar[tuple[str, ...]] = ("data.path", "data.eval_path", "model.path")
-    FREE: ClassVar[tuple[str, ...]] = ("data.workers",)
+    FREE: ClassVar[tuple[str, ...]] = ("data.workers", "data.count")
 
     task: Literal["vision"] = "vision"
     """What is trained."""

@@ -16,7 +16,7 @@ from rayapp.driver.command import Phases
 from rayapp.driver.outcome import RunFailed
 from rayapp.driver.session import fastest_precision
 from rayapp.finetune import checks, display, micro_batch
-from rayapp.finetune.forecast import forecast, misfit
+from rayapp.finetune.forecast import forecast
 from rayapp.finetune.inputs import (
     count_parameters,
     order_of,
@@ -26,6 +26,7 @@ from rayapp.finetune.inputs import (
 )
 from rayapp.finetune.job import Job
 from rayapp.finetune.parts import model_shape, overridden, technique_problems
+from rayapp.planner import misfit
 
 __all__ = ["RunFailed", "finetune"]
 

@@ -1,7 +1,7 @@
-"""The plan of a run that is about to start: refuse what cannot fit, and write down the rest.
+"""The plan of a run that is about to start.
 
 found = forecast(config, shape, steps=1000)      # None: this architecture has no formula
-if problem := misfit(found): raise ConfigError([problem])
+if problem := planner.misfit(found): raise ConfigError([problem])
 """
 
 from __future__ import annotations
@@ -29,19 +29,3 @@ def forecast(
     except UnknownShape:
         return None
     return planner.plan(config, steps=steps, model=values, **machine)
-
-
-def misfit(found: planner.Answer | None) -> str | None:
-    """Say why a run cannot fit, and what would; None if it may."""
-    if found is None or found.fits is not False:
-        return None
-    question = found.question
-    assert question.instance is not None and found.capacity_gib is not None
-    others = planner.suggestions(question, most=2)
-    what = " or ".join(one.change for one in others) or "a larger cluster.instance"
-    return (
-        f"cluster.instance={question.instance.name} is too small: the plan is "
-        f"{found.peak_gib.value:.1f} GiB of "
-        f"{found.capacity_gib:.1f} on each of {question.workers} workers. Set {what}, or start it "
-        "all the same with cluster.ignore_plan=true"
-    )

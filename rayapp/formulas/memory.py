@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayapp.formulas.flops import model_flops
 from rayapp.formulas.shape import Linear, Shape, lora_parameters
 
 FP32 = 4
@@ -61,6 +62,23 @@ class Layout:
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch * self.seq_len
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row."""
+        return self.seq_len
+
+    def peak(self) -> Peak:
+        """Return the moment of a step that holds most."""
+        return peak_memory(self)
+
+    def checkpoint_bytes(self) -> float:
+        """Return the bytes of a checkpoint of all ranks."""
+        return checkpoint_bytes(self)
+
+    def model_flops(self, context: float) -> float:
+        """Return the FLOPs that training on a token needs."""
+        return model_flops(self.shape, context, self.lora_rank, self.lora_targets)
 
     @property
     def element(self) -> int:

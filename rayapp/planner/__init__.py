@@ -4,8 +4,8 @@
     found.fits, found.peak_gib, found.hours, found.cost_usd        # each with a band
     cheapest(found.question, deadline_hours=24).question.instance.name
 
-question.py  the config, with shape and machines looked up
-step.py      seconds of a step
+question.py  the config, with shape and machines looked up; image_question.py: of a classifier
+step.py      seconds of a step; image_step.py: of a classifier; times.py: what both reckon with
 answer.py    memory, time, cost, checkpoints, goodput
 advice.py    what would fit or be faster, other node counts, the cheapest
 report.py    tables for people
@@ -17,17 +17,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayapp.config import Config, ConfigError
+from rayapp.config import Config, ConfigError, VisionConfig
 from rayapp.planner.advice import (
     Suggestion,
     cheapest,
     largest_micro_batch,
+    misfit,
     scaling,
     suggestions,
     with_micro_batch,
 )
 from rayapp.planner.answer import Answer, Band, answer
-from rayapp.planner.question import Question, ask, steps_of_run
+from rayapp.planner.image_question import ask_images
+from rayapp.planner.question import Question, ask, counts_of_run
 
 __all__ = [
     "Answer",
@@ -37,23 +39,27 @@ __all__ = [
     "answer",
     "as_dict",
     "ask",
+    "ask_images",
     "cheapest",
+    "counts_of_run",
     "largest_micro_batch",
+    "misfit",
     "plan",
     "scaling",
-    "steps_of_run",
     "suggestions",
     "with_micro_batch",
 ]
 
 
-def plan(config: Config, **more: Any) -> Answer:
-    """Plan a run; `more` is what `ask` takes: region, usd_per_hour, steps, model.
+def plan(config: Config | VisionConfig, **more: Any) -> Answer:
+    """Plan a run; `more` is what `ask` or `ask_images` takes: region, usd_per_hour, steps, model.
 
     Raises:
         ConfigError: the config cannot be planned; with every problem.
     """
     try:
+        if isinstance(config, VisionConfig):
+            return answer(ask_images(config, **more))
         question = ask(config, **more)
         if config.train.micro_batch is None:
             question = with_micro_batch(question, largest_micro_batch(question) or 1)

@@ -13,12 +13,15 @@ from typing import Any
 
 from rayapp.config import ConfigError
 from rayapp.formulas import mean_context
+from rayapp.formulas.image_memory import ImageLayout
+from rayapp.formulas.memory import Layout
 from rayapp.hardware import INSTANCES
 from rayapp.planner.answer import Answer, answer
 from rayapp.planner.question import Question
-from rayapp.planner.step import Job, machine_of
+from rayapp.planner.times import Job, machine_of
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
+Changes = Iterator[tuple[str, dict[str, Any]]]
 GAIN = 1.03  # less is within the noise of the model
 
 
@@ -31,12 +34,12 @@ class Suggestion:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        rate = self.answer.tokens_per_s
+        rate = self.answer.rate
         return {
             "set": self.change,
             "fits": self.answer.fits,
             "peak_gib": self.answer.peak_gib.as_dict(),
-            "tokens_per_s": None if rate is None else rate.as_dict(),
+            self.answer.question.unit.per_s: None if rate is None else rate.as_dict(),
         }
 
 
@@ -54,8 +57,8 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
         if then.fits:
             found.append(Suggestion(change, then))
     if now.fits:
-        assert now.tokens_per_s is not None
-        limit = GAIN * now.tokens_per_s.value / question.workers
+        assert now.rate is not None
+        limit = GAIN * now.rate.value / question.workers
         found = [one for one in found if _per_worker(one) > limit]
     found.sort(key=_per_worker, reverse=True)
     shown = found[:most]
@@ -66,39 +69,39 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
     return shown
 
 
+def misfit(found: Answer | None) -> str | None:
+    """Say why a run cannot fit, and what would; None if it may."""
+    if found is None or found.fits is not False:
+        return None
+    question = found.question
+    assert question.instance is not None and found.capacity_gib is not None
+    others = suggestions(question, most=2)
+    what = " or ".join(one.change for one in others) or "a larger cluster.instance"
+    return (
+        f"cluster.instance={question.instance.name} is too small: the plan is "
+        f"{found.peak_gib.value:.1f} GiB of "
+        f"{found.capacity_gib:.1f} on each of {question.workers} workers. Set {what}, or start it "
+        "all the same with cluster.ignore_plan=true"
+    )
+
+
 def _per_worker(one: Suggestion) -> float:
-    assert one.answer.tokens_per_s is not None
-    return one.answer.tokens_per_s.value / one.answer.workers
+    assert one.answer.rate is not None
+    return one.answer.rate.value / one.answer.workers
 
 
 def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
     """Yield (what to set, the question with it): a change alone, or with full checkpointing."""
     layout = question.layout
-    singles: list[tuple[str, dict[str, Any]]] = []
-    for mode in ("none", "selective", "full"):
-        if mode != layout.checkpointing:
-            singles.append((f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}))
-    sizes = {1, layout.micro_batch // 2, layout.micro_batch * 2, layout.micro_batch * 4}
-    for size in sorted(sizes - {0, layout.micro_batch}, reverse=True):
-        singles.append((f"train.micro_batch={size}", {"micro_batch": size}))
-    if layout.strategy != "full_shard":
-        singles.append(("parallel.strategy=full_shard", {"strategy": "full_shard"}))
-    if not layout.compiled:
-        singles.append(("train.compile=true", {"compiled": True}))
-    if layout.optimizer == "adamw":
-        singles.append(("train.optimizer=adamw8bit", {"optimizer": "adamw8bit"}))
-    if not layout.cpu_offload:
-        singles.append(("parallel.cpu_offload=true", {"cpu_offload": True}))
-    if not layout.activation_offload:
-        singles.append(("parallel.activation_offload=true", {"activation_offload": True}))
-    if (
-        layout.lora_rank is None and not fits
-    ):  # another task, worth it only where this is impossible
-        singles.append(("model.lora={rank: 16}", {"lora_rank": 16}))
-    full = {"checkpointing": "full"}
+    full: dict[str, Any] = {}
+    if isinstance(layout, ImageLayout):
+        singles = _image_changes(layout)
+    else:
+        singles = _text_changes(layout, fits)
+        full = {"checkpointing": "full"} if layout.checkpointing != "full" else {}
     for change, fields in singles:
         yield from _changed(question, change, fields)
-        if "checkpointing" not in fields and layout.checkpointing != "full":
+        if full and "checkpointing" not in fields:
             both = f"{change} parallel.activation_checkpointing=full"
             yield from _changed(question, both, {**fields, **full})
     one = question.instance
@@ -108,9 +111,48 @@ def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
         if other is not None:
             change = f"cluster.workers={other.workers}"
             yield change, other
-            if layout.checkpointing != "full":
+            if full:
                 both = f"{change} parallel.activation_checkpointing=full"
                 yield from _changed(other, both, full)
+
+
+def _micro_batches(now: int, *more: int) -> Changes:
+    sizes = {1, now // 2, now * 2, now * 4, *more}
+    for size in sorted(sizes - {0, now}, reverse=True):
+        yield f"train.micro_batch={size}", {"micro_batch": size}
+
+
+def _text_changes(layout: Layout, fits: bool) -> Changes:
+    """Yield what may be set otherwise in the run of a language model."""
+    for mode in ("none", "selective", "full"):
+        if mode != layout.checkpointing:
+            yield f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}
+    yield from _micro_batches(layout.micro_batch)
+    if layout.strategy != "full_shard":
+        yield "parallel.strategy=full_shard", {"strategy": "full_shard"}
+    if not layout.compiled:
+        yield "train.compile=true", {"compiled": True}
+    if layout.optimizer == "adamw":
+        yield "train.optimizer=adamw8bit", {"optimizer": "adamw8bit"}
+    if not layout.cpu_offload:
+        yield "parallel.cpu_offload=true", {"cpu_offload": True}
+    if not layout.activation_offload:
+        yield "parallel.activation_offload=true", {"activation_offload": True}
+    if layout.lora_rank is None and not fits:  # another task, worth it only where all else fails
+        yield "model.lora={rank: 16}", {"lora_rank": 16}
+
+
+def _image_changes(layout: ImageLayout) -> Changes:
+    """Yield what may be set otherwise in the run of an image classifier."""
+    yield from _micro_batches(layout.micro_batch, layout.micro_batch // 4)
+    if layout.synchronized:
+        yield "parallel.sync_batch_norm=false", {"synchronized": False}
+    if not layout.compiled:
+        yield "train.compile=true", {"compiled": True}
+    if layout.precision == "fp32":
+        yield "train.precision=bf16", {"precision": "bf16"}
+    if layout.strategy != "full_shard":
+        yield "parallel.strategy=full_shard", {"strategy": "full_shard"}
 
 
 def _changed(
@@ -159,7 +201,8 @@ def scaling(question: Question) -> list[Answer]:
     answers = []
     for nodes in counts:
         other = question.on(question.instance, nodes)
-        if other is not None and other.workers <= question.rows_per_step:
+        least = question.layout.micro_batch if isinstance(question.layout, ImageLayout) else 1
+        if other is not None and other.workers * least <= question.rows_per_step:
             answers.append(answer(other))
     return answers
 
@@ -220,7 +263,7 @@ def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
         one = INSTANCES["p5.48xlarge"]
         start = replace(base, job=_any_job(base))
         base = start.on(one, 1) or start
-    sizes = {1, 2, 4, 8, base.layout.micro_batch}
+    settings = list(_settings(base.layout))
     for one in INSTANCES.values():
         if one.gpu is None or base.region not in one.usd_per_hour:
             continue
@@ -228,21 +271,31 @@ def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
             continue
         for nodes in NODE_COUNTS:
             best: tuple[float, float, Answer] | None = None
-            for size in sizes:
-                for mode in ("none", "selective", "full"):
-                    other = base.on(one, nodes, micro_batch=size, checkpointing=mode)
-                    if other is None or other.workers > base.rows_per_step // size:
-                        continue
-                    then = answer(other)
-                    if then.fits and then.cost_usd is not None and then.hours is not None:
-                        row = (then.cost_usd.value, then.hours.value, then)
-                        best = row if best is None or row[1] < best[1] else best
+            for fields in settings:
+                other = base.on(one, nodes, **fields)
+                if other is None or other.workers > base.rows_per_step // fields["micro_batch"]:
+                    continue
+                then = answer(other)
+                if then.fits and then.cost_usd is not None and then.hours is not None:
+                    row = (then.cost_usd.value, then.hours.value, then)
+                    best = row if best is None or row[1] < best[1] else best
             if best is not None:
                 yield best
 
 
-def _any_job(question: Question) -> Job:
-    context = mean_context([question.layout.seq_len])
+def _settings(layout: Layout | ImageLayout) -> Iterator[dict[str, Any]]:
+    """Yield what is tried on each machine."""
+    if isinstance(layout, ImageLayout):  # batch-norm is over a micro-batch: another is another task
+        yield {"micro_batch": layout.micro_batch}
+        return
+    for size in {1, 2, 4, 8, layout.micro_batch}:
+        for mode in ("none", "selective", "full"):
+            yield {"micro_batch": size, "checkpointing": mode}
+
+
+def _any_job(question: Question) -> Job[Any]:
+    layout = question.layout
+    context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
     return Job(question.layout, machine_of(INSTANCES["p5.48xlarge"], 1), context)
 
 

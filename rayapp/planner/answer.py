@@ -11,10 +11,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayapp.formulas import mfu, model_flops
-from rayapp.formulas.memory import Peak, checkpoint_bytes, peak_memory, with_slack
+from rayapp.formulas import mfu
+from rayapp.formulas.image_memory import ImageLayout
+from rayapp.formulas.memory import Peak, with_slack
+from rayapp.planner.image_step import image_step_time
 from rayapp.planner.question import Question
-from rayapp.planner.step import PINNED, StepTime, step_time
+from rayapp.planner.step import step_time
+from rayapp.planner.times import PINNED, StepTime
 
 GIB = 2**30
 # GPUs whose published training runs the model was compared with, and how far off speed may be:
@@ -22,10 +25,17 @@ GIB = 2**30
 COMPARED = ("A100-40GB", "A100-80GB", "H100", "H200")
 SPEED_BAND, SPEED_BAND_OTHERS = 0.15, 0.50
 MEMORY_BAND = 0.08
+# The same for images; what a GPU holds then has not been compared with a run's.
+IMAGES_COMPARED = ("V100-16GB", "V100-32GB", "A100-40GB", "A100-80GB")
+IMAGES_SPEED_BAND, IMAGES_MEMORY_BAND = 0.20, 0.15
 # S3's share of a node's network, and its most.
 S3_SHARE, S3_BYTES_PER_S = 0.3, 5e9
 # From a failure to the next new step: measured with a small model (README), plus its reading back.
 RECOVERY_S = 30.0
+# Seconds of a vCPU for a photograph of 500 x 375 pixels: what any size takes, and a pixel of the
+# model's input. A core of this project's machine took 2.1 ms at 224 pixels and 6.6 ms at 600 with
+# two operations of RandAugment; a vCPU is half a core.
+DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
 START_S = 120.0
 
 
@@ -72,11 +82,13 @@ class Answer:
     capacity_gib: float | None
     step: StepTime | None = None
     step_s: Band | None = None
-    tokens_per_s: Band | None = None
+    rate: Band | None = None
     mfu: Band | None = None
     hours: Band | None = None
+    epoch_hours: Band | None = None
+    """Of images, where their number is known."""
     cost_usd: Band | None = None
-    usd_per_1m_tokens: Band | None = None
+    usd_per_1m: Band | None = None
     saving: Saving | None = None
     goodput: float | None = None
     reasons: list[str] = field(default_factory=list)
@@ -85,16 +97,18 @@ class Answer:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values: the keys of plan.json."""
         question = self.question
-        per_gpu = None if self.tokens_per_s is None else self.tokens_per_s.times(1 / self.workers)
+        unit = question.unit
+        per_gpu = None if self.rate is None else self.rate.times(1 / self.workers)
         bands = {
             "peak_gib": self.peak_gib,
             "step_s": self.step_s,
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_per_gpu": per_gpu,
+            unit.per_s: self.rate,
+            unit.per_s_per_gpu: per_gpu,
             "mfu": self.mfu,
             "hours": self.hours,
+            "epoch_hours": self.epoch_hours,
             "cost_usd": self.cost_usd,
-            "usd_per_1m_tokens": self.usd_per_1m_tokens,
+            f"usd_per_1m_{unit.many}": self.usd_per_1m,
         }
         one = question.instance
         return {
@@ -114,7 +128,7 @@ class Answer:
             "usd_per_hour": question.usd_per_hour,
             "region": question.region,
             "steps": question.steps,
-            "tokens_per_step": question.tokens_per_step,
+            f"{unit.many}_per_step": question.amount_per_step,
             "checkpoint": None if self.saving is None else vars(self.saving),
             "goodput": self.goodput,
             "reasons": self.reasons,
@@ -133,9 +147,11 @@ def answer(question: Question) -> Answer:
         ValueError: the GPU cannot compute in this precision.
     """
     reasons: list[str] = []
-    peak = with_slack(peak_memory(question.layout), cuda=not question.layout.on_cpu)
+    peak = with_slack(question.layout.peak(), cuda=not question.layout.on_cpu)
     size = peak.total / GIB
-    peak_gib = Band(size, size * (1 - MEMORY_BAND), size * (1 + MEMORY_BAND))
+    images = isinstance(question.layout, ImageLayout)
+    width = IMAGES_MEMORY_BAND if images else MEMORY_BAND
+    peak_gib = Band(size, size * (1 - width), size * (1 + width))
     capacity = _capacity_gib(question)
     fits = None if capacity is None else peak_gib.value <= capacity
     if capacity is not None and fits and peak_gib.high > capacity:
@@ -147,27 +163,33 @@ def answer(question: Question) -> Answer:
         reasons.append(_no_time(question))
         return Answer(question, fits, peak, peak_gib, capacity, reasons=reasons)
     job, machine = question.job, question.job.machine
-    time = step_time(job)
-    width = SPEED_BAND if machine.gpu.name in COMPARED else SPEED_BAND_OTHERS
-    if width == SPEED_BAND_OTHERS:
+    time = image_step_time(job) if images else step_time(job)
+    compared, width = (IMAGES_COMPARED, IMAGES_SPEED_BAND) if images else (COMPARED, SPEED_BAND)
+    if machine.gpu.name not in compared:
+        width = SPEED_BAND_OTHERS
         reasons.append(f"no published run on {machine.gpu.name} was compared: the band is wide")
-    tokens = question.tokens_per_step
-    rate = tokens / time.total_s
-    tokens_per_s = Band(rate, rate * (1 - width), rate * (1 + width))
+    amount = question.amount_per_step
+    per_s = amount / time.total_s
+    rate = Band(per_s, per_s * (1 - width), per_s * (1 + width))
     layout = question.layout
-    needed = model_flops(layout.shape, job.context, layout.lora_rank, layout.lora_targets)
+    needed = layout.model_flops(job.context)
     peak_flops = machine.gpu.flops.get(layout.precision)
     share = mfu(1.0, needed, gpus=question.workers, peak_flops=peak_flops)
     saving = _saving(question)
     goodput = _goodput(question, saving)
-    hours = cost = usd = None
+    hours = cost = usd = epoch = None
+    if question.epoch_rows is not None:
+        epoch = rate.inverse(question.epoch_rows / 3600)
+    if images:
+        reasons += _feeding(question, per_s)
     if question.steps is None:
+        what = "data.count (of images)" if images else "train.max_steps"
         reasons.append(
-            "hours and cost are unknown: the number of steps is. Set train.max_steps, or plan the "
+            f"hours and cost are unknown: the number of steps is. Set {what}, or plan the "
             "folder of a run whose data are prepared"
         )
     else:
-        busy = tokens_per_s.inverse(question.steps * tokens / 3600 / goodput)
+        busy = rate.inverse(question.steps * amount / 3600 / goodput)
         hours = Band(*(value + START_S / 3600 for value in (busy.value, busy.low, busy.high)))
     if question.usd_per_hour is None:
         name = question.instance.name if question.instance else "the instance"
@@ -177,7 +199,7 @@ def answer(question: Question) -> Answer:
         )
     else:
         all_nodes = question.usd_per_hour * question.nodes
-        usd = tokens_per_s.inverse(all_nodes / 3600 * 1e6 / goodput)
+        usd = rate.inverse(all_nodes / 3600 * 1e6 / goodput)
         cost = None if hours is None else hours.times(all_nodes)
     return Answer(
         question,
@@ -186,16 +208,36 @@ def answer(question: Question) -> Answer:
         peak_gib,
         capacity,
         step=time,
-        step_s=tokens_per_s.inverse(tokens),
-        tokens_per_s=tokens_per_s,
-        mfu=None if share is None else tokens_per_s.times(share),
+        step_s=rate.inverse(amount),
+        rate=rate,
+        mfu=None if share is None else rate.times(share),
         hours=hours,
+        epoch_hours=epoch,
         cost_usd=cost,
-        usd_per_1m_tokens=usd,
+        usd_per_1m=usd,
         saving=saving,
         goodput=goodput,
         reasons=reasons,
     )
+
+
+def _feeding(question: Question, per_s: float) -> list[str]:
+    """Say what the CPUs must decode and augment, where that is more than they may be able to."""
+    layout = question.layout
+    assert question.spare_cpus is not None and isinstance(layout, ImageLayout)
+    each, least = per_s / question.spare_cpus, 1 / decode_s(layout.shape.size)
+    if each <= least:
+        return []
+    return [
+        f"each of {question.spare_cpus} CPUs must decode and augment {each:,.0f} images/s, and may "
+        f"not reach {least:,.0f}: the GPUs would wait. Store smaller images, or set a "
+        "cluster.instance with more CPUs"
+    ]
+
+
+def decode_s(size: int) -> float:
+    """Return seconds of a CPU to decode and augment a photograph of half a megapixel."""
+    return DECODE_S + DECODE_PIXEL_S * size**2
 
 
 def _no_time(question: Question) -> str:
@@ -217,7 +259,7 @@ def _capacity_gib(question: Question) -> float | None:
 def _saving(question: Question) -> Saving:
     assert question.job is not None
     machine, layout = question.job.machine, question.layout
-    size = checkpoint_bytes(layout)
+    size = layout.checkpoint_bytes()
     copies = machine.ranks if layout.shards == 1 else layout.shards
     stall = size / copies / (PINNED * machine.gpu.pcie_bytes_per_s)
     network = min(S3_SHARE * machine.network_bits_per_s / 8, S3_BYTES_PER_S) * machine.nodes

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from rayapp import hardware
-from rayapp.config import Config, ConfigError
+from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
 from rayapp.formulas import Shape, UnknownShape, mean_context, shape_of
+from rayapp.formulas.image_memory import ImageLayout
 from rayapp.formulas.memory import Layout
 from rayapp.hardware import Instance, UnknownInstance
-from rayapp.planner.step import Job, machine_of
+from rayapp.planner.times import Job, machine_of
 from rayapp.presets import PRESETS, config_of
+from rayapp.units import IMAGES, TOKENS, Unit
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Question:
     """A run as the planner sees it."""
 
     name: str
-    job: Job | None
+    job: Job[Any] | None
     """None: no instance is named, or one without a GPU."""
-    layout: Layout
+    layout: Layout | ImageLayout
     instance: Instance | None
     nodes: int
     workers: int
@@ -45,10 +47,20 @@ class Question:
     capacity_gib: float | None = None
     """What a worker may hold, where a machine was asked; None: what the instance has."""
 
+    epoch_rows: int | None = None
+    """Images there are to train on, where that is known."""
+    spare_cpus: int | None = None
+    """Of all nodes, beside a CPU for each worker: they read, decode and augment images."""
+
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step of all workers."""
-        return self.rows_per_step * self.layout.seq_len
+    def unit(self) -> Unit:
+        """What the run is counted in."""
+        return IMAGES if isinstance(self.layout, ImageLayout) else TOKENS
+
+    @property
+    def amount_per_step(self) -> int:
+        """Tokens or images of a step of all workers."""
+        return self.rows_per_step * self.layout.row
 
     def on(self, one: Instance, nodes: int, **changes: Any) -> Question | None:
         """Return the question for other machines; None where the step cannot be dealt out so.
@@ -60,9 +72,7 @@ class Question:
         if self.rows_per_step % layout.micro_batch:
             return None
         micro_batches = -(-self.rows_per_step // layout.micro_batch // workers)
-        shards = {"full_shard": workers, "shard_grad_op": workers, "no_shard": 1}.get(
-            layout.strategy, one.gpus
-        )
+        shards = shards_of(layout.strategy, workers, one.gpus)
         layout = replace(layout, shards=shards, accumulates=micro_batches > 1)
         assert self.job is not None
         job = Job(layout, machine_of(one, nodes), self.job.context, micro_batches)
@@ -76,7 +86,19 @@ class Question:
             nodes=nodes,
             workers=workers,
             usd_per_hour=self.usd_per_hour if same else price,
+            spare_cpus=None if self.spare_cpus is None else spare_cpus(one, nodes, workers),
         )
+
+
+def shards_of(strategy: str, workers: int, replica: int) -> int:
+    """Return how many workers hold a part of each parameter; `replica` is a copy's workers."""
+    whole = {"full_shard": workers, "shard_grad_op": workers, "no_shard": 1, "ddp": 1}
+    return whole.get(strategy, replica)
+
+
+def spare_cpus(one: Instance, nodes: int, workers: int) -> int:
+    """Return the CPUs that workers leave, less two of each node for the machine itself."""
+    return max(1, nodes * max(1, one.vcpus - 2) - workers)
 
 
 def ask(
@@ -100,20 +122,11 @@ def ask(
     problems: list[str] = []
     tree = config.model_dump()
     shape = _shape(config, model, problems)
-    one = _instance(config, problems)
-    workers = config.cluster.min_workers
-    nodes = 1 if one is None or not one.gpus else -(-workers // one.gpus)
-    strategy = config.parallel.strategy
-    replicas = config.parallel.replicas or nodes
-    if strategy == "hybrid_shard" and workers % replicas:
-        problems.append(
-            f"parallel.replicas={replicas} does not divide {workers} workers: every replica must "
-            f"have the same number. Set one of "
-            f"{', '.join(str(n) for n in range(1, workers + 1) if workers % n == 0)}"
-        )
+    one = named_instance(config, problems)
+    workers, nodes = workers_of(config, one)
+    shards = replica_shards(config, workers, nodes, problems)
     if problems or shape is None:
         raise ConfigError(problems)
-    shards = {"hybrid_shard": workers // replicas, "no_shard": 1}.get(strategy, workers)
     rows = config.train.tokens_per_step // config.data.seq_len
     size = config.train.micro_batch or 1  # auto is tried out from one row on
     micro_batches = -(-rows // size // workers)
@@ -123,9 +136,6 @@ def ask(
     if one is not None and one.gpu is not None:
         used = -(-workers // nodes)
         job = Job(layout, machine_of(one, nodes, used), _context(config), micro_batches)
-    price = usd_per_hour or config.cluster.usd_per_hour
-    if price is None and one is not None:
-        price = hardware.usd_per_hour(one, region)
     return Question(
         name=config.run.name,
         job=job,
@@ -136,19 +146,52 @@ def ask(
         rows_per_step=rows,
         steps=steps if steps is not None else config.train.max_steps,
         region=region,
-        usd_per_hour=price,
+        usd_per_hour=price_of(config, one, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
         capacity_gib=None if one is not None else capacity_gib,
     )
 
 
-def steps_of_run(folder: str) -> int | None:
-    """Return the steps that a run's plan.json found when its data were prepared, None without."""
+def workers_of(config: RunConfig, one: Instance | None, most: bool = False) -> tuple[int, int]:
+    """Return how many workers are planned for, and their nodes: the fewest, or the most."""
+    workers = config.cluster.max_workers if most else config.cluster.min_workers
+    return workers, 1 if one is None or not one.gpus else -(-workers // one.gpus)
+
+
+def replica_shards(
+    config: Config | VisionConfig, workers: int, nodes: int, problems: list[str]
+) -> int:
+    """Return how many workers hold a part of each parameter; add to `problems`."""
+    replicas = config.parallel.replicas or nodes
+    strategy = config.parallel.strategy
+    if strategy == "hybrid_shard" and workers % replicas:
+        problems.append(
+            f"parallel.replicas={replicas} does not divide {workers} workers: every replica must "
+            f"have the same number. Set one of "
+            f"{', '.join(str(n) for n in range(1, workers + 1) if workers % n == 0)}"
+        )
+    return shards_of(strategy, workers, workers // replicas)
+
+
+def price_of(
+    config: RunConfig, one: Instance | None, region: str, usd_per_hour: float | None
+) -> float | None:
+    """Return what an instance costs: as given, as configured, else as listed."""
+    price = usd_per_hour or config.cluster.usd_per_hour
+    if price is None and one is not None:
+        price = hardware.usd_per_hour(one, region)
+    return price
+
+
+def counts_of_run(folder: str) -> dict[str, int]:
+    """Return the steps, and the training images, that a run's plan.json has counted, by name."""
     path = Path(folder) / "plan.json"
     if not path.is_file():
-        return None
-    steps = json.loads(path.read_text(encoding="utf-8")).get("steps")
-    return int(steps) if steps is not None else None
+        return {}
+    values = json.loads(path.read_text(encoding="utf-8"))
+    images = (values.get("data") or {}).get("images") or {}
+    found = {"steps": values.get("steps"), "images": images.get("train")}
+    return {name: int(count) for name, count in found.items() if count is not None}
 
 
 def _context(config: Config) -> float:
@@ -195,7 +238,7 @@ def _layout(
     )
 
 
-def _instance(config: Config, problems: list[str]) -> Instance | None:
+def named_instance(config: RunConfig, problems: list[str]) -> Instance | None:
     if config.cluster.instance is None:
         return None
     try:

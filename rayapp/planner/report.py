@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from rayapp.formulas.image_memory import ImageLayout
 from rayapp.formulas.memory import CONTEXT_BYTES
 from rayapp.hardware import PRICE_DATE, PRICE_SOURCE
 from rayapp.planner.advice import Suggestion
@@ -68,18 +69,29 @@ def _headline(console: Console, found: Answer) -> None:
         False: "[red]does not fit[/red]",
         None: "[yellow]may or may not fit[/yellow]",
     }[found.fits]
-    trains = "" if layout.lora_rank is None else f", {layout.trainable:,} trained (LoRA)"
+    trains = ""
+    if isinstance(layout, ImageLayout):
+        shape = layout.shape
+        how = f"{shape.macs / 1e9:.2f} GMACs of {shape.size} x {shape.size} pixels"
+        norm = "all workers" if layout.synchronized else "each micro-batch"
+        rest = f"{how}, batch-norm over {norm}"
+        step = f"{question.rows_per_step} images"
+    else:
+        rest = f"activation checkpointing {layout.checkpointing}"
+        step = f"{question.rows_per_step} rows x {layout.seq_len} = "
+        step += f"{question.amount_per_step:,} tokens"
+        if layout.lora_rank is not None:
+            trains = f", {layout.trainable:,} trained (LoRA)"
     _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(found)}")
     _say(
         console,
         f"model     {layout.shape.parameters:,} parameters{trains}; {layout.strategy}, "
-        f"{layout.precision}, {layout.optimizer}, activation checkpointing {layout.checkpointing}",
+        f"{layout.precision}, {layout.optimizer}, {rest}",
     )
     rows, size = question.rows_per_step, layout.micro_batch
     _say(
         console,
-        f"step      {rows} rows x {layout.seq_len} = {question.tokens_per_step:,} tokens; "
-        f"{rows // size} micro-batches of {size} / {question.workers} workers",
+        f"step      {step}; {rows // size} micro-batches of {size} / {question.workers} workers",
     )
 
 
@@ -102,15 +114,28 @@ def _memory(console: Console, found: Answer) -> None:
 def _time(console: Console, found: Answer) -> None:
     assert found.step is not None
     _say(console, f"\n[bold]step[/bold]      {band(found.step_s, '.3g', ' s')}")
+    convolved = isinstance(found.question.layout, ImageLayout)
     for name, seconds in vars(found.step).items():
+        if convolved and name == "attention_s":
+            continue
+        name = "convolutions" if convolved and name == "matrices_s" else name
         share = seconds / found.step.total_s
         drawn = "█" * round(BAR * share)
         _say(console, f"  {name.removesuffix('_s'):12} {seconds:8.3f} s   {share:4.0%} {drawn}")
-    per_gpu = found.tokens_per_s
+    per_gpu = found.rate
     assert per_gpu is not None
     per_gpu = per_gpu.times(1 / found.workers)
-    _say(console, f"[bold]speed[/bold]     {band(found.tokens_per_s, ',.0f', ' tokens/s')}")
+    _say(
+        console,
+        f"[bold]speed[/bold]     {band(found.rate, ',.0f', f' {found.question.unit.many}/s')}",
+    )
     _say(console, f"          {band(per_gpu, ',.0f', ' a GPU')}, MFU {band(found.mfu, '.1%')}")
+    if found.epoch_hours is not None:
+        count = found.question.epoch_rows
+        _say(
+            console,
+            f"[bold]epoch[/bold]     {band(found.epoch_hours, '.3g', ' h')}, {count:,} images",
+        )
     _say(console, f"[bold]run[/bold]       {_figures(found)}")
     saving = found.saving
     if saving is not None and found.goodput is not None:
@@ -125,12 +150,14 @@ def _time(console: Console, found: Answer) -> None:
 def _figures(one: Answer) -> str:
     return (
         f"{band(one.hours, ',.3g', ' h')}, ${band(one.cost_usd, ',.0f')}, "
-        f"${band(one.usd_per_1m_tokens, ',.3g')} per 1M tokens"
+        f"${band(one.usd_per_1m, ',.3g')} per 1M {one.question.unit.many}"
     )
 
 
 def _settings(one: Answer) -> str:
     layout = one.question.layout
+    if isinstance(layout, ImageLayout):
+        return f"train.micro_batch={layout.micro_batch}"
     return (
         f"train.micro_batch={layout.micro_batch} "
         f"parallel.activation_checkpointing={layout.checkpointing}"
@@ -139,36 +166,42 @@ def _settings(one: Answer) -> str:
 
 def _suggestions(console: Console, found: Answer, others: list[Suggestion]) -> None:
     title = "faster" if found.fits else "what would fit"
-    table = Table("set", "GiB", "tokens/s", title=title, title_justify="left", title_style="bold")
+    rate = f"{found.question.unit.many}/s"
+    table = Table("set", "GiB", rate, title=title, title_justify="left", title_style="bold")
     for one in others:
         table.add_row(
             one.change.replace("[", r"\["),
             band(one.answer.peak_gib, ".1f"),
-            band(one.answer.tokens_per_s, ",.0f"),
+            band(one.answer.rate, ",.0f"),
         )
     console.print()
     console.print(table)
 
 
 def _scaling(console: Console, answers: list[Answer]) -> None:
+    rate = f"{answers[0].question.unit.many}/s"
+    epochs = answers[0].epoch_hours is not None
     table = Table(
-        *("nodes", "GPUs", "fits", "GiB", "tokens/s", "efficiency", "hours", "USD"),
+        *("nodes", "GPUs", "fits", "GiB", rate, "efficiency"),
+        *(["epoch h"] if epochs else []),
+        *("hours", "USD"),
         title="more or fewer nodes, the same step",
         title_justify="left",
         title_style="bold",
     )
     first = next((one for one in answers if one.fits), answers[0])
-    assert first.tokens_per_s is not None
+    assert first.rate is not None
     for one in answers:
-        assert one.tokens_per_s is not None
-        each = one.tokens_per_s.value / one.workers
+        assert one.rate is not None
+        each = one.rate.value / one.workers
         table.add_row(
             str(one.question.nodes),
             str(one.workers),
             "yes" if one.fits else "no",
             f"{one.peak_gib.value:.1f}",
-            f"{one.tokens_per_s.value:,.0f}",
-            f"{each * first.workers / first.tokens_per_s.value:.0%}",
+            f"{one.rate.value:,.0f}",
+            f"{each * first.workers / first.rate.value:.0%}",
+            *([f"{one.epoch_hours.value:,.3g}"] if one.epoch_hours is not None else []),
             "n/a" if one.hours is None else f"{one.hours.value:,.3g}",
             "n/a" if one.cost_usd is None else f"{one.cost_usd.value:,.0f}",
         )

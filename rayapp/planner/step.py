@@ -22,7 +22,20 @@ from rayapp.formulas import (
     recomputed_flops,
 )
 from rayapp.formulas.memory import FP32, Layout, kept_bytes, kept_linears
-from rayapp.hardware import Gpu, Instance
+from rayapp.hardware import Gpu
+from rayapp.planner.times import (
+    CONTENTION,
+    LAUNCH_S,
+    PINNED,
+    SPREAD,
+    STEP_S,
+    TRAFFIC,
+    Job,
+    Machine,
+    StepTime,
+    collective_s,
+    no_precision,
+)
 
 # Share of the measured rate of large products that the products of a step reach.
 MATRICES = 0.80
@@ -31,82 +44,12 @@ UNMEASURED = 0.75
 # Flash attention's forward and backward (with its recomputation), as shares of MATRICES' rate.
 ATTENTION_FORWARD = 0.45
 ATTENTION_BACKWARD = 0.35
-# Share of memory bandwidth that elementwise kernels reach.
-TRAFFIC = 0.75
-# Shares of the links' rates that collectives reach, and seconds a hop of a ring takes.
-NVLINK, PCIE, EFA, TCP = 0.75, 0.35, 0.75, 0.6
-# Share of PCIe that copies between pinned host memory and a GPU reach.
-PINNED = 0.4
-HOP_S, NODE_HOP_S = 2e-6, 15e-6
-# What a collective beside it takes of a block's compute: SMs and memory bandwidth.
-CONTENTION = 0.12
-# Spread of GPUs' speed (standard deviation over mean): all wait for the slowest. 5 % and more
-# between the fastest and the slowest of a node are usual (ml-engineering's table of products).
-SPREAD = 0.015
-# Seconds the host needs for a kernel, and kernels of a block's forward.
-LAUNCH_S = 6e-6
+# Kernels of a block's forward.
 KERNELS_EAGER, KERNELS_PLAIN, KERNELS_COMPILED = 60, 25, 15
 # Memory bandwidth that the host gives one rank, for an optimizer on the CPU.
 HOST_BYTES_PER_S = 20e9
-# Seconds of FSDP's hooks, each block and direction; of a step outside its micro-batches.
-HOOKS_S, STEP_S = 2e-4, 5e-3
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Nodes of one kind, with a rank on each GPU."""
-
-    gpu: Gpu
-    gpus: int
-    """GPUs of a node that have a rank."""
-    nodes: int
-    network_bits_per_s: float
-    efa: bool
-
-    @property
-    def ranks(self) -> int:
-        """All of them."""
-        return self.gpus * self.nodes
-
-
-def machine_of(one: Instance, nodes: int, gpus: int | None = None) -> Machine:
-    """Return the machine that `nodes` instances of a kind make."""
-    assert one.gpu is not None, one.name
-    used = one.gpus if gpus is None else gpus
-    return Machine(one.gpu, used, nodes, one.network_bits_per_s, one.efa_interfaces > 0)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a step does."""
-
-    layout: Layout
-    machine: Machine
-    context: float
-    """Tokens that a token attends to on average."""
-    micro_batches: int = 1
-    """Of one rank in a step."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step, by what takes them."""
-
-    matrices_s: float
-    attention_s: float
-    traffic_s: float
-    host_s: float
-    """Waiting for the host to launch kernels."""
-    exposed_s: float
-    """Communication that is not behind compute, and what it slows compute by."""
-    stragglers_s: float
-    """Waiting for the slowest GPU."""
-    optimizer_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The sum."""
-        return sum(vars(self).values())
+# Seconds of FSDP's hooks, each block and direction.
+HOOKS_S = 2e-4
 
 
 def matmul_rate(gpu: Gpu, precision: str) -> float:
@@ -117,16 +60,12 @@ def matmul_rate(gpu: Gpu, precision: str) -> float:
     """
     peak = gpu.flops.get(precision)  # fp32: PyTorch multiplies without tensor cores by default
     if peak is None:
-        known = ", ".join(name for name, value in gpu.flops.items() if value and name != "tf32")
-        raise ValueError(
-            f"train.precision={precision} is not available: {gpu.name} has no {precision} "
-            f"arithmetic. Set train.precision to one of {known}"
-        )
+        raise no_precision(gpu, precision)
     measured = gpu.measured_flops.get(precision, UNMEASURED * peak)
     return MATRICES * measured
 
 
-def step_time(job: Job) -> StepTime:
+def step_time(job: Job[Layout]) -> StepTime:
     """Return how long a step takes.
 
     Raises:
@@ -168,7 +107,7 @@ class _Compute:
         return self.matrices_s + self.attention_s + self.elementwise_s
 
 
-def _compute(job: Job) -> _Compute:
+def _compute(job: Job[Layout]) -> _Compute:
     layout, shape, gpu = job.layout, job.layout.shape, job.machine.gpu
     tokens = layout.tokens
     forward = forward_flops(shape, job.context, layout.lora_rank, layout.lora_targets)
@@ -196,7 +135,7 @@ def _compute(job: Job) -> _Compute:
     )
 
 
-def _host_s(job: Job) -> float:
+def _host_s(job: Job[Layout]) -> float:
     """Return seconds that the host takes to launch a micro-batch."""
     layout = job.layout
     passes = 3 if layout.checkpointing == "none" else 4
@@ -204,7 +143,7 @@ def _host_s(job: Job) -> float:
     return layout.shape.layers * (LAUNCH_S * _kernels(layout) * passes + hooks)
 
 
-def _copies_s(job: Job) -> float:
+def _copies_s(job: Job[Layout]) -> float:
     """Return seconds of copying into and out of the buffers of collectives."""
     if job.machine.ranks == 1:
         return 0.0
@@ -215,7 +154,7 @@ def _copies_s(job: Job) -> float:
     return (gathered + reduced) / (TRAFFIC * job.machine.gpu.memory_bytes_per_s)
 
 
-def _transfers_s(job: Job) -> float:
+def _transfers_s(job: Job[Layout]) -> float:
     """Return seconds of moving what is offloaded between host and GPU, which nothing hides."""
     layout, rate = job.layout, PINNED * job.machine.gpu.pcie_bytes_per_s
     moved = 0.0
@@ -255,27 +194,6 @@ def loss_traffic_bytes(layout: Layout) -> float:
     return layout.shape.vocabulary * (26.0 if layout.plain_loss else 18.0)
 
 
-def collective_s(machine: Machine, ranks: int, sent: float) -> float:
-    """Return seconds of an all-gather or reduce-scatter of `sent` bytes in all over `ranks`.
-
-    A ring: each rank receives all but its own part; a node's network is shared by its GPUs' rings.
-    """
-    if ranks <= 1:
-        return 0.0
-    inside = min(ranks, machine.gpus)
-    nodes = -(-ranks // machine.gpus)
-    if machine.gpu.nvlink_bytes_per_s is not None:
-        link = NVLINK * machine.gpu.nvlink_bytes_per_s
-    else:
-        link = PCIE * machine.gpu.pcie_bytes_per_s
-    crossing = sent * (ranks - 1) / ranks
-    slowest = crossing / link if inside > 1 else 0.0
-    if nodes > 1:
-        network = machine.network_bits_per_s / 8 * (EFA if machine.efa else TCP)
-        slowest = max(slowest, crossing / network)
-    return slowest + (ranks - nodes) * HOP_S + (nodes - 1) * NODE_HOP_S
-
-
 def _frees(layout: Layout) -> bool:
     return layout.strategy in ("full_shard", "hybrid_shard")
 
@@ -307,7 +225,7 @@ def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
     return shard * bytes_each / (TRAFFIC * gpu.memory_bytes_per_s)
 
 
-def _exposed_s(job: Job, forward_s: float, backward_s: float) -> float:
+def _exposed_s(job: Job[Layout], forward_s: float, backward_s: float) -> float:
     """Return seconds of a micro-batch in which nothing but communication goes on."""
     layout, machine, shape = job.layout, job.machine, job.layout.shape
     shards, replicas = layout.shards, machine.ranks // layout.shards

@@ -21,8 +21,10 @@ from rayapp.driver.outcome import RunFailed
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
 from rayapp.order import Order
+from rayapp.planner import misfit
 from rayapp.storage import open_storage
 from rayapp.vision import checks, display
+from rayapp.vision.forecast import forecast
 from rayapp.vision.job import Job
 
 __all__ = ["RunFailed", "train_classifier"]
@@ -53,9 +55,14 @@ class Vision(command.Kind):
         self.config = config
 
     def check(self, local_cores: int | None, local_gpus: int) -> None:
-        """Look at storage, data, model and cluster size."""
+        """Look at storage, data, model and cluster size, and whether the plan fits."""
         self.ready = checks.check(self.config, local_cores, local_gpus)
         self.config, self.run = self.ready.config, self.ready.run
+        model = self.config.model
+        shape, _ = shape_of_classifier(model.path, model.overrides, ())
+        problem = misfit(forecast(self.config, shape))
+        if problem and not self.config.cluster.ignore_plan:
+            raise ConfigError([problem])
 
     def settle(self, gpus: bool) -> None:
         """Choose the precision: convolutions in bf16 are no faster on CPUs."""
@@ -76,7 +83,10 @@ class Vision(command.Kind):
         classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
         parameters = num_parameters(classifier)
         run.write("config.yaml", config.to_yaml().encode())
-        plan = plan_of(config, images, order, parameters)
+        counted = {"steps": order.num_steps, "images": images.counts["train"]}
+        planned = forecast(config, shape, len(images.classes), **counted)
+        values = planned.as_dict() if planned else {}
+        plan = values | plan_of(config, images, order, parameters)
         run.write("plan.json", json.dumps(plan, indent=1).encode())
         display.plan(console, config, images, order, parameters)
         phases.end("plan")

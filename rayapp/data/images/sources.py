@@ -26,6 +26,7 @@ MAX_UNITS = 4096
 SUFFIXES = {"tar": (".tar",), "parquet": (".parquet", ".pq")}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "jpg", "png", "img"), ("label", "cls", "labels")
 FORMATS = ("folder", "tar", "parquet")
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def find(path: str, format: str = "auto") -> Source:
         StorageError: the storage says no.
     """
     root = open_storage(path)
-    entries = [entry for entry in root.list() if entry.size and not _hidden(entry.name)]
+    entries = [entry for entry in root.list() if entry.size and not hidden(entry.name)]
     if not entries:
         raise SourceError(
             f"data.path={path} is empty: there is no file in {root.url}. Give a folder that holds "
@@ -84,7 +85,7 @@ def find(path: str, format: str = "auto") -> Source:
         )
     names = [entry.name for entry in entries]
     if format == "auto":
-        format = _format_of(names)
+        format = format_of(names)
     suffixes = SUFFIXES.get(format)
     files = tuple(
         File(entry.name, entry.size)
@@ -123,7 +124,8 @@ def read(root: str, format: str, files: tuple[File, ...]) -> Iterator[Found]:
         yield from reader(storage, file.name)
 
 
-def _format_of(names: list[str]) -> str:
+def format_of(names: list[str]) -> str:
+    """Tell by the names of files how most of them hold images."""
     counts = {
         format: sum(name.lower().endswith(ends) for name in names)
         for format, ends in SUFFIXES.items()
@@ -132,7 +134,8 @@ def _format_of(names: list[str]) -> str:
     return best if 2 * counts[best] > len(names) else "folder"
 
 
-def _hidden(name: str) -> bool:
+def hidden(name: str) -> bool:
+    """Say whether a file is nobody's data: it, or a folder of it, begins with a dot or a _."""
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
@@ -152,7 +155,7 @@ def _read_tar(storage: Storage, name: str) -> Iterator[Found]:
     try:
         with storage.open_read(name) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
             for member in archive:
-                if not member.isfile() or _hidden(member.name.removeprefix("./")):
+                if not member.isfile() or hidden(member.name.removeprefix("./")):
                     continue
                 path = member.name.removeprefix("./")
                 folder, _, last = path.rpartition("/")

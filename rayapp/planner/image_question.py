@@ -1,0 +1,145 @@
+"""What is asked of the plan of an image classifier: the config, its layers and machines looked up.
+
+    question = ask_images(config, region="us-west-2", images=1_281_167)
+
+Only local files are read, never the network: how many images there are, the config says
+(`data.count`), the caller, or nobody. It is asked for as many workers as the config allows: what
+lies on a GPU is the same for any number of them, unless weights are sharded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rayapp import hardware
+from rayapp.config import ConfigError, VisionConfig
+from rayapp.formulas import UnknownShape
+from rayapp.formulas.image_memory import ImageLayout
+from rayapp.formulas.images import ImageShape, image_shape_of
+from rayapp.hardware import Instance
+from rayapp.planner.question import (
+    Question,
+    named_instance,
+    price_of,
+    replica_shards,
+    spare_cpus,
+    workers_of,
+)
+from rayapp.planner.times import Job, machine_of
+from rayapp.presets.images import IMAGE_PRESETS
+
+
+def ask_images(
+    config: VisionConfig,
+    *,
+    region: str = hardware.DEFAULT_REGION,
+    usd_per_hour: float | None = None,
+    steps: int | None = None,
+    model: Mapping[str, Any] | None = None,
+    images: int | None = None,
+) -> Question:
+    """Look up what the config names; `model` is a config.json where the caller has it.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems: list[str] = []
+    shape = _shape(config, model, problems)
+    one = named_instance(config, problems)
+    sharded = config.parallel.strategy != "ddp"
+    workers, nodes = workers_of(config, one, most=not sharded)
+    shards = replica_shards(config, workers, nodes, problems)
+    if problems or shape is None:
+        raise ConfigError(problems)
+    rows, size = config.train.images_per_step, config.train.micro_batch
+    micro_batches = -(-rows // size // workers)
+    layout = _layout(config, shape, one, shards, micro_batches)
+    job = None
+    if one is not None and one.gpu is not None:
+        job = Job(layout, machine_of(one, nodes, -(-workers // nodes)), 0.0, micro_batches)
+    images = images or config.data.count
+    return Question(
+        name=config.run.name,
+        job=job,
+        layout=layout,
+        instance=one,
+        nodes=nodes,
+        workers=workers,
+        rows_per_step=rows,
+        steps=steps if steps is not None else _steps(config, images),
+        region=region,
+        usd_per_hour=price_of(config, one, region, usd_per_hour),
+        mtbf_hours=config.cluster.mtbf_hours,
+        epoch_rows=images,
+        spare_cpus=None if one is None else spare_cpus(one, nodes, workers),
+    )
+
+
+def _steps(config: VisionConfig, images: int | None) -> int | None:
+    """Return the steps of the run: as configured, or those of its epochs."""
+    train = config.train
+    if train.max_steps is not None or images is None:
+        return train.max_steps
+    return -(-images * (train.epochs or 1) // train.images_per_step)
+
+
+def _layout(
+    config: VisionConfig, shape: ImageShape, one: Instance | None, shards: int, micro_batches: int
+) -> ImageLayout:
+    train = config.train
+    precision = str(train.precision)
+    if precision == "auto":
+        has_bf16 = one is not None and one.gpu is not None and one.gpu.flops["bf16"] is not None
+        precision = "bf16" if has_bf16 else "fp32"
+    return ImageLayout(
+        shape=shape,
+        shards=shards,
+        micro_batch=train.micro_batch,
+        strategy=config.parallel.strategy,
+        precision=precision,
+        optimizer=train.optimizer,
+        compiled=train.compile,
+        averaged=train.ema > 0,
+        synchronized=config.parallel.sync_batch_norm,
+        accumulates=micro_batches > 1,
+        on_cpu=one is not None and one.gpu is None,
+    )
+
+
+def _shape(
+    config: VisionConfig, model: Mapping[str, Any] | None, problems: list[str]
+) -> ImageShape | None:
+    values = model
+    if values is None:
+        values = _config_json(config.model.path, problems)
+        if values is None:
+            return None
+        values = {**values, **config.model.overrides}
+    try:
+        return image_shape_of(values, config.data.size)
+    except UnknownShape as error:
+        problems.append(f"model.path={config.model.path} is not known: {error}")
+        return None
+
+
+def _config_json(path: str, problems: list[str]) -> Mapping[str, Any] | None:
+    preset = IMAGE_PRESETS.get(path)
+    if preset is not None:
+        return {"model_type": preset.model_type, **preset.fields}
+    file = Path(os.path.expanduser(path)) / "config.json"
+    if file.is_file():
+        try:
+            values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return values
+        except ValueError as error:
+            problems.append(f"{file} is not valid JSON: {error}. Copy it anew")
+            return None
+    problems.append(
+        f"model.path={path} is not at hand: a plan needs the model's config.json and never uses "
+        f"the network. Give a local folder, or one of {', '.join(IMAGE_PRESETS)}"
+    )
+    return None

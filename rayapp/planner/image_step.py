@@ -1,0 +1,159 @@
+"""How long a step of an image classifier takes: convolutions, memory traffic, communication.
+
+Links are those of planner/step.py. Each convolution takes the time of its multiply-adds or that of
+its bytes, whichever is longer; batch-norm, activations, sums and gates take that of their bytes; if
+that is less than the host needs to launch their kernels, that. Gradients are summed behind the
+backward pass of a step's last micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rayapp.formulas.image_memory import STATES, ImageLayout
+from rayapp.formulas.images import Convolution
+from rayapp.formulas.memory import FP32
+from rayapp.hardware import Gpu
+from rayapp.planner.times import (
+    CONTENTION,
+    HOP_S,
+    LAUNCH_S,
+    NODE_HOP_S,
+    SPREAD,
+    STEP_S,
+    TRAFFIC,
+    Job,
+    Machine,
+    StepTime,
+    collective_s,
+    no_precision,
+)
+
+# These shares are fitted to the published runs of docs/plan.md, one set for all.
+# Share of the peak that convolutions reach: of tensor cores in bf16; of TF32, which cuDNN takes for
+# fp32 where it is there; of plain fp32. And of memory bandwidth, where that is what bounds them.
+CONVOLUTIONS = {"bf16": 0.75, "tf32": 0.25, "fp32": 0.85}
+CONVOLUTIONS_TRAFFIC = 0.49
+# A depthwise convolution has no use for tensor cores: share of the plain fp32 peak, by bytes of a
+# number, and of memory bandwidth.
+DEPTHWISE = {2: 0.055, 4: 0.0225}
+DEPTHWISE_TRAFFIC = 0.38
+# Share of memory bandwidth that batch-norm and elementwise kernels reach, as their bytes are
+# counted here: what one writes, the next may still find in the cache.
+ELEMENTWISE = 0.90
+# Times that batch-norm reads or writes a number: forward, backward. Synchronized in fp32, in bytes.
+NORM_FORWARD, NORM_BACKWARD = 3, 5
+SYNCHRONIZED_FORWARD, SYNCHRONIZED_BACKWARD = 44, 70
+# Kernels of batch-norm's statistics beside its own.
+NORM_KERNELS = 6
+# Bytes of gradients that DDP sums together, the last of which nothing hides.
+BUCKET_BYTES = 25 * 2**20
+
+
+def image_step_time(job: Job[ImageLayout]) -> StepTime:
+    """Return how long a step takes.
+
+    Raises:
+        ValueError: the GPU cannot compute in this precision.
+    """
+    layout, machine = job.layout, job.machine
+    gpu, count = machine.gpu, layout.micro_batch
+    rate = convolution_rate(gpu, layout.precision)
+    bandwidth = ELEMENTWISE * gpu.memory_bytes_per_s
+    passes = [_convolution_s(one, layout, rate, gpu) for one in layout.shape.layers]
+    convolutions = count * (3 * sum(passes) - passes[0])  # pixels have no gradient
+    forward, backward = _moved_bytes(layout)
+    moved = count * (forward + backward) / bandwidth
+    waiting = max(0.0, _host_s(layout) - convolutions - moved)
+    backward_s = count * (2 * sum(passes) - passes[0] + backward / bandwidth) + waiting * 2 / 3
+    behind = SPREAD * math.sqrt(2 * math.log(machine.ranks))
+    times = job.micro_batches
+    return StepTime(
+        matrices_s=times * convolutions,
+        attention_s=0.0,
+        traffic_s=times * moved,
+        host_s=times * waiting,
+        exposed_s=_exposed_s(layout, machine, times, backward_s),
+        stragglers_s=times * behind * (convolutions + moved),
+        optimizer_s=_optimizer_s(layout, gpu) + STEP_S,
+    )
+
+
+def convolution_rate(gpu: Gpu, precision: str) -> float:
+    """Return FLOP/s that convolutions reach.
+
+    Raises:
+        ValueError: the GPU cannot compute so.
+    """
+    peak = gpu.flops.get(precision)
+    if peak is None:
+        raise no_precision(gpu, precision)
+    if precision == "fp32" and gpu.flops["tf32"] is not None:  # torch.backends.cudnn.allow_tf32
+        return CONVOLUTIONS["tf32"] * gpu.flops["tf32"]
+    return CONVOLUTIONS[precision] * peak
+
+
+def _convolution_s(one: Convolution, layout: ImageLayout, rate: float, gpu: Gpu) -> float:
+    """Return seconds of a pass over an image; forward, and twice backward, as many numbers move."""
+    moved = layout.element * (one.read + one.written) / gpu.memory_bytes_per_s
+    if one.depthwise:
+        plain = gpu.flops["fp32"]
+        assert plain is not None, gpu.name
+        return max(2 * one.macs / plain / DEPTHWISE[layout.element], moved / DEPTHWISE_TRAFFIC)
+    return max(2 * one.macs / rate, moved / CONVOLUTIONS_TRAFFIC)
+
+
+def _moved_bytes(layout: ImageLayout) -> tuple[float, float]:
+    """Return bytes of an image that all but convolutions move, forward and backward.
+
+    Compiled, what follows a batch-norm is done with its last pass.
+    """
+    shape, element = layout.shape, layout.element
+    normed = sum(one.written for one in shape.normed)
+    forward, backward = element * NORM_FORWARD, element * NORM_BACKWARD
+    if layout.synchronized:
+        forward, backward = SYNCHRONIZED_FORWARD, SYNCHRONIZED_BACKWARD
+    share = 0.4 if layout.compiled else 1.0
+    return (
+        float(forward * normed + share * element * shape.moved.forward),
+        float(backward * normed + share * element * shape.moved.backward),
+    )
+
+
+def _host_s(layout: ImageLayout) -> float:
+    """Return seconds that the host takes to launch a micro-batch."""
+    norms = len(layout.shape.normed) * (NORM_KERNELS + (20 if layout.synchronized else 0))
+    share = 0.5 if layout.compiled else 1.0
+    return LAUNCH_S * (3 * share * layout.shape.moved.kernels + norms)
+
+
+def _exposed_s(layout: ImageLayout, machine: Machine, times: int, backward_s: float) -> float:
+    """Return seconds of a step in which nothing but communication goes on."""
+    ranks = machine.ranks
+    if ranks == 1:
+        return 0.0
+    exposed = 0.0
+    if layout.synchronized:  # statistics of each layer, there and back
+        latency = (ranks - machine.nodes) * HOP_S + (machine.nodes - 1) * NODE_HOP_S
+        exposed += times * 2 * len(layout.shape.normed) * 2 * latency
+    size = float(FP32 * layout.trainable)
+    if layout.strategy == "ddp":
+        whole = 2 * collective_s(machine, ranks, size)
+        last = 2 * collective_s(machine, ranks, min(size, BUCKET_BYTES))
+    else:  # weights are gathered for both passes, gradients scattered, each micro-batch
+        whole = times * 3 * collective_s(machine, layout.shards, size)
+        if layout.shards < ranks:
+            across = Machine(machine.gpu, 1, machine.nodes, machine.network_bits_per_s, machine.efa)
+            whole += 2 * collective_s(across, machine.nodes, size)
+        last = collective_s(machine, layout.shards, min(size, BUCKET_BYTES))
+        backward_s = times * 1.5 * backward_s
+    hidden = min(max(0.0, whole - last), backward_s)
+    return exposed + whole - hidden + CONTENTION * hidden
+
+
+def _optimizer_s(layout: ImageLayout, gpu: Gpu) -> float:
+    """Return seconds of the optimizer and of the moving average."""
+    states = STATES[layout.optimizer]
+    times = 3 + 2 * states + (3 if layout.averaged else 0)  # reads and writes of fp32 numbers
+    moved = FP32 * times * layout.trainable / layout.shards
+    return moved / (TRAFFIC * gpu.memory_bytes_per_s)

@@ -1,0 +1,107 @@
+"""A classifier that cannot fit is refused before anything starts; the plan in plan.json."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pictures import as_folder, drawn, indexed
+from rich.console import Console
+
+from rayapp.config import VisionConfig, from_dict
+from rayapp.driver.command import Phases
+from rayapp.model.classifier import shape_of_classifier
+from rayapp.planner import misfit
+from rayapp.storage import open_storage
+from rayapp.vision import driver
+from rayapp.vision.forecast import forecast
+
+
+def config(path: str = "resnet50", size: int = 224, **cluster: Any) -> VisionConfig:
+    found = from_dict(
+        {
+            "task": "vision",
+            "model": {"path": path},
+            "data": {"path": "images", "size": size},
+            "train": {"images_per_step": 256, "micro_batch": 64},
+            "cluster": {"workers": "2", **cluster},
+        }
+    )
+    assert isinstance(found, VisionConfig)
+    return found
+
+
+def shape(path: str) -> Any:
+    return shape_of_classifier(path, {}, ())[0]
+
+
+def test_what_cannot_fit_is_refused_and_what_would_is_named() -> None:
+    large = config("efficientnet-b7", 600, instance="p4d.24xlarge")
+    problem = misfit(forecast(large, shape("efficientnet-b7"), 1000))
+    assert problem is not None
+    assert problem.startswith("cluster.instance=p4d.24xlarge is too small: the plan is 1")
+    assert "train.micro_batch=" in problem
+    assert problem.endswith("or start it all the same with cluster.ignore_plan=true")
+    assert misfit(forecast(config(instance="p4d.24xlarge"), shape("resnet50"), 1000)) is None
+
+
+def test_what_is_not_known_is_no_misfit() -> None:
+    from transformers import ViTConfig
+
+    assert misfit(forecast(config(), shape("resnet50"))) is None  # no instance is named
+    assert forecast(config(instance="p4d.24xlarge"), ViTConfig()) is None
+
+
+def test_the_forecast_knows_what_was_counted() -> None:
+    counted = {"steps": 100, "images": 25_600}
+    found = forecast(config(instance="p4d.24xlarge"), shape("resnet50"), 10, **counted)
+    assert found is not None and found.hours is not None and found.epoch_hours is not None
+    assert found.question.steps == 100
+    assert found.question.layout.shape.parameters == 25_557_032 - 990 * 2049
+
+
+def test_the_command_refuses_before_it_holds_anything(tmp_path: Path) -> None:
+    import ray
+
+    as_folder(tmp_path / "images", drawn(2, 3))
+    tree = {
+        "task": "vision",
+        "run": {"storage": str(tmp_path), "name": "r"},
+        "model": {"path": "efficientnet-b7"},
+        "data": {"path": str(tmp_path / "images"), "size": 600},
+        "cluster": {"instance": "g5.xlarge", "workers": "1", "address": "local"},
+    }
+    with pytest.raises(ValueError, match=r"cluster\.instance=g5\.xlarge is too small: "):
+        driver.train_classifier(from_dict(tree))  # type: ignore[arg-type]
+    assert not ray.is_initialized()
+    assert not (tmp_path / "r").exists()
+
+
+def test_plan_json_holds_the_plan_with_what_was_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = as_folder(tmp_path / "images", drawn(3, 8))
+    images = indexed(root, open_storage(str(tmp_path / "index")))
+    monkeypatch.setattr(driver, "index", lambda *_: images)
+    tree = {
+        "task": "vision",
+        "run": {"storage": str(tmp_path), "name": "r"},
+        "model": {"path": "resnet-tiny"},
+        "data": {"path": str(root), "size": 32},
+        "train": {"images_per_step": 8, "micro_batch": 4, "epochs": 2, "precision": "fp32"},
+        "cluster": {"instance": "p3.8xlarge", "workers": "2", "address": "local"},
+    }
+    described = from_dict(tree)
+    assert isinstance(described, VisionConfig)
+    run = driver.Vision(described)
+    run.check(local_cores=8, local_gpus=0)
+    job = run.prepare(False, Console(quiet=True), Phases(time.time()))
+    plan = json.loads(open_storage(str(tmp_path / "r")).read("plan.json"))
+    assert plan["fits"] is True and plan["steps"] == job.order.num_steps
+    assert plan["images_per_s"]["value"] > 0 and plan["hours"]["value"] > 0
+    epoch = images.counts["train"] / plan["images_per_s"]["value"] / 3600
+    assert plan["epoch_hours"]["value"] == pytest.approx(epoch, rel=1e-4)
+    assert plan["data"]["images"] == images.counts
