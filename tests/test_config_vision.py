@@ -25,7 +25,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 SURFACE = {
     "model": "path from_scratch overrides",
     "data": "path format eval_path eval_fraction size eval_crop crop_scale flip randaugment mixup"
-    " cutmix mean std bad_images workers",
+    " cutmix mean std count bad_images workers",
     "train": "images_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
     " warmup_steps momentum betas weight_decay label_smoothing ema on_spike spike_sigmas grad_clip"
     " precision channels_last compile",

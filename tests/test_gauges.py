@@ -15,8 +15,9 @@ import pytest
 
 from rayapp.accounts import account
 from rayapp.gauges import COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
-from rayapp.metrics import TokenRecord
+from rayapp.metrics import ImageRecord, TokenRecord
 
+FIELDS = {kind: kind.__dataclass_fields__.keys() for kind in (TokenRecord, ImageRecord)}
 KINDS = ("failure", "preemption", "resize")
 Scrape = Callable[[str], dict[str, float]]
 
@@ -100,7 +101,7 @@ def test_a_step_is_told_by_rank_0_and_memory_by_each(scrape: Scrape) -> None:
     values |= {"checkpoint_stall_s_total": 1.5, "step_s_count": 2}
     values |= {"step_s_bucket,0.5": 1, "step_s_bucket,10.0": 2}
     found = shown(scrape, "steps", values)
-    told = OF_A_STEP.keys() - {"mfu"}  # unknown is not told
+    told = OF_A_STEP.keys() & FIELDS[TokenRecord] - {"mfu"}  # unknown is not told
     assert {name for name in found if name in OF_A_STEP} == told
     assert not [name for name in found if name.startswith(("bad_steps", "skipped_steps"))]
     assert len(found) < 60  # series; those of another rank are two
@@ -203,5 +204,6 @@ def test_checkpoints_are_due_by_time_or_by_steps() -> None:
 
 
 def test_names_bear_their_unit() -> None:
+    assert OF_A_STEP.keys() <= FIELDS[TokenRecord] | FIELDS[ImageRecord]
     for name in (*OF_A_STEP, *COUNTED, *OF_THE_DRIVER):
-        assert re.fullmatch(r"[a-z][a-z_]*", name) and not name.endswith("_seconds")
+        assert re.fullmatch(r"[a-z][a-z_]*[15]?", name) and not name.endswith("_seconds")

@@ -36,8 +36,8 @@ def test_the_entrypoint_is_the_config(path: Path) -> None:
     """What a shell and the command make of it is the config again."""
     wanted = load(str(path), {"run.storage": "s3://bucket/runs"})
     words = shlex.split(prepare(wanted, Shipment()).entrypoint)
-    assert words[:3] == ["python", "-m", "rayapp.finetune"]
-    found, _ = read(words[3:], {})
+    assert words[:3] == ["python", "-m", wanted.MODULE]
+    found, _ = read(words[3:], {}, type(wanted))
     assert found == wanted
 
 

@@ -91,7 +91,7 @@ def test_the_real_step_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> No
     ("argv", "message"),
     [
         (["plna"], "command=plna is unknown: there is no such command. Did you mean plan?"),
-        (["zzz"], "Set one of plan, preflight, submit, resume"),
+        (["zzz"], "Set one of plan, stage, preflight, submit, resume"),
         (["plan", C4, "--cluster.instance=p5.48xlrge"], "Did you mean p5.48xlarge?"),
         (["plan", C4, "--deadline_hours=0.01"], "deadline_hours=0.01 is impossible"),
         (["plan", C4, "--deadlin_hours=1"], "Did you mean --deadline_hours?"),

@@ -417,7 +417,7 @@ def test_steps_are_read_block_by_block(
         lines = metrics.read(run.run)
         assert [line["step"] for line in lines] == [s for s in range(1, 51) if s not in missing]
         for name, column in columns.items():
-            wanted = np.array([line[name] for line in lines], np.float64)
+            wanted = np.array([line.get(name, math.nan) for line in lines], np.float64)
             np.testing.assert_array_equal(column, wanted, err_msg=name)
     assert "a line is not readable" in caplog.text
 
