@@ -1,6 +1,6 @@
 """Images: rayapp's input pipeline against a torch DataLoader, and its loop against bare DDP.
 
-    python bench/vision.py [--rounds 5] [--images 600] [--steps 40]
+    python bench/vision.py [--rounds 5] [--images 600] [--steps 100]
 
 Pipeline: JPEGs of 500 x 375 pixels are read, decoded, cropped to 224 pixels and mirrored by 2
 processes: rayapp's Ray Data tasks in one arm, a DataLoader's workers in the other. Both call the
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -61,29 +62,22 @@ def cpu_s() -> float:
     return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
-class Stretch:
-    """Count images and seconds from the end of the warm-up on; who takes them never waits long."""
+def taken(batches: Iterable[np.ndarray]) -> dict[str, float]:
+    """Take all images of a stream; return them per CPU second and per second, and their pixels.
 
-    def __init__(self) -> None:
-        self.steps = self.images = self.pixels = 0
-
-    def take(self, images: np.ndarray) -> None:
-        """Take the images of a step: they are there now."""
-        self.pixels += int(images[..., ::16, :, :].sum(dtype=np.int64))
-        self.steps += 1
-        if self.steps > WARM_UP_STEPS:
-            self.images += IMAGES_PER_STEP
-        if self.steps == WARM_UP_STEPS:
-            self.wall, self.cpu = time.perf_counter(), cpu_s()
-
-    def figures(self) -> dict[str, float]:
-        """Return images per CPU second and per second, and the sum of all pixels."""
-        wall, cpu = time.perf_counter() - self.wall, cpu_s() - self.cpu
-        return {"per_core": self.images / cpu, "per_s": self.images / wall, "pixels": self.pixels}
+    Seconds are from before it is opened to its end, so that nothing is made before or after.
+    """
+    images = pixels = 0
+    wall, cpu = time.perf_counter(), cpu_s()
+    for batch in batches:
+        images += IMAGES_PER_STEP
+        pixels += int(batch[..., ::16, :, :].sum(dtype=np.int64))
+    wall, cpu = time.perf_counter() - wall, cpu_s() - cpu
+    return {"per_core": images / cpu, "per_s": images / wall, "pixels": pixels}
 
 
 def through_ray(folder: str, steps: int) -> dict[str, float]:
-    """Stream the steps as a run's workers get them, indexing the images before."""
+    """Stream the steps as a run's workers get them, in processes that have done some before."""
     import ray
 
     from rayapp.data.images import Look, Recipe, find, prepare, stream
@@ -92,13 +86,16 @@ def through_ray(folder: str, steps: int) -> dict[str, float]:
 
     ray.init(address="local", num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False)
     images = prepare(Recipe(find(f"{folder}/data"), None, 0.0), open_storage(f"{folder}/index"))
-    order = Order.for_steps(images.counts["train"], IMAGES_PER_STEP, MICRO_BATCH, 0, steps)
-    dataset = stream.stream(images, Look(224), order, 0, 1)
-    (shard,) = dataset.streaming_split(1, equal=True)
-    stretch = Stretch()
-    for batch in stream.steps(shard, MICRO_BATCH, order.num_micro_batches(1)):
-        stretch.take(batch.images)
-    found = stretch.figures()
+
+    def batches(count: int) -> Iterator[np.ndarray]:
+        order = Order.for_steps(images.counts["train"], IMAGES_PER_STEP, MICRO_BATCH, 0, count)
+        dataset = stream.stream(images, Look(224), order, 0, 1)
+        (shard,) = dataset.streaming_split(1, equal=True)
+        for batch in stream.steps(shard, MICRO_BATCH, order.num_micro_batches(1)):
+            yield batch.images
+
+    taken(batches(4 * WARM_UP_STEPS))
+    found = taken(batches(steps))
     ray.shutdown()
     return found
 
@@ -151,27 +148,30 @@ def through_loader(folder: str, steps: int, whole: bool) -> dict[str, float]:
     from rayapp.order import Order
 
     pictures = Pictures(folder, whole)
-    order = Order.for_steps(len(pictures.files), IMAGES_PER_STEP, MICRO_BATCH, 0, steps)
-    keys = []
-    for step in range(steps):
-        ids = order.micro_batches(step, 0, 1).ravel().tolist()
-        places = range(step * IMAGES_PER_STEP, (step + 1) * IMAGES_PER_STEP)
-        keys += [
-            (n, seed_of(0, at // order.num_rows, n)) for n, at in zip(ids, places, strict=True)
-        ]
     torch.set_num_threads(1)
-    loader = DataLoader(
-        pictures,
-        sampler=keys,
-        batch_size=IMAGES_PER_STEP,
-        num_workers=PROCESSES,
-        multiprocessing_context="fork",
-        collate_fn=stacked,
-    )
-    stretch = Stretch()
-    for images, _ in loader:
-        stretch.take(images.numpy())
-    return stretch.figures()
+
+    def batches(count: int) -> Iterator[np.ndarray]:
+        order = Order.for_steps(len(pictures.files), IMAGES_PER_STEP, MICRO_BATCH, 0, count)
+        keys = []
+        for step in range(count):
+            ids = order.micro_batches(step, 0, 1).ravel().tolist()
+            places = range(step * IMAGES_PER_STEP, (step + 1) * IMAGES_PER_STEP)
+            keys += [
+                (n, seed_of(0, at // order.num_rows, n)) for n, at in zip(ids, places, strict=True)
+            ]
+        loader = DataLoader(
+            pictures,
+            sampler=keys,
+            batch_size=IMAGES_PER_STEP,
+            num_workers=PROCESSES,
+            multiprocessing_context="fork",
+            collate_fn=stacked,
+        )
+        for images, _ in loader:
+            yield images.numpy()
+
+    taken(batches(WARM_UP_STEPS))
+    return taken(batches(steps))
 
 
 def stacked(samples: list) -> tuple:
@@ -340,7 +340,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--images", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--role", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:

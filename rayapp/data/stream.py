@@ -58,13 +58,15 @@ def blocks(
     fields: Fields,
     read_step: Callable[[int, int], Arrays],
     concurrency: int | None = None,
+    block_bytes: int = CHUNK_BYTES,
 ) -> ray.data.Dataset:
     """Return the rest of a run as a Dataset of equal blocks, one per (chunk of steps, rank).
 
-    `read_step(step, rank)` gives the columns of what a rank takes of a step: [m * b, ...].
+    `read_step(step, rank)` gives the columns of what a rank takes of a step: [m * b, ...]. Blocks
+    have at most `block_bytes`, and at least one step.
     """
     rank_rows = order.num_micro_batches(world) * order.micro_batch
-    per_chunk = steps_per_chunk(order, first_step, world, row_bytes)
+    per_chunk = steps_per_chunk(order, first_step, world, row_bytes, block_bytes)
     chunks = max(1, math.ceil((order.num_steps - first_step) / per_chunk))
 
     def read(block: Arrays) -> Arrays:
@@ -109,11 +111,13 @@ def parts(
             )
 
 
-def steps_per_chunk(order: Order, first_step: int, world: int, row_bytes: int) -> int:
-    """Choose steps per block: a few MiB each, and never more blocks than Ray Data plans quickly."""
+def steps_per_chunk(
+    order: Order, first_step: int, world: int, row_bytes: int, block_bytes: int = CHUNK_BYTES
+) -> int:
+    """Choose steps per block: by bytes, and never more blocks than Ray Data plans quickly."""
     step_bytes = row_bytes * order.micro_batch * order.num_micro_batches(world)
     least = math.ceil((order.num_steps - first_step) * world / MAX_CHUNKS)
-    return max(1, least, min(MAX_STEPS_PER_CHUNK, CHUNK_BYTES // step_bytes))
+    return max(1, least, min(MAX_STEPS_PER_CHUNK, block_bytes // step_bytes))
 
 
 # ---- Rows of tokens ----------------------------------------------------------------------------
