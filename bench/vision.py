@@ -13,7 +13,7 @@ machine counts little; images per second of wall time are shown beside it.
 Loop: 2 ranks of one thread each, batches made before: rayapp's training code, with batch-norm of
 its own, records and all, against DistributedDataParallel with torch's SGD, in the same processes.
 Arms run in turn, and ratios are taken round by round. Once with ResNet-18, whose steps are nearer
-to a real job's, and once with the default job's ResNet, whose steps take some 40 ms.
+to a real job's, and once with the default job's ResNet, whose steps take some 30 ms.
 """
 
 import argparse
