@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -159,49 +160,29 @@ def measure(storage: Path, steps: int, block: int) -> tuple[list[float], dict[st
         "WANDB_MODE": "offline",
         "OBSERVED_RAY": f"127.0.0.1:{free_port()}",
     }
-    run, temporary = storage / "prepared", tempfile.mkdtemp()
     quiet = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [sys.executable, "-m", "rayapp.finetune", "configs/tiny_cpu.yaml"]
     command += [f"--run.storage={storage}", "--run.name=prepared", "--train.max_steps=1"]
     subprocess.run([*command, "--eval.prompts="], cwd=ROOT, check=True, **quiet)
-    config = (ROOT / "cluster/prometheus/prometheus.yml").read_text()
-    (storage / "prometheus.yml").write_text(config.replace("/tmp/ray", temporary))
-    shutil.copy(ROOT / "cluster/prometheus/rules.yml", storage)
-    options = {"port": environment["OBSERVED_RAY"].split(":")[1], "temp-dir": temporary}
-    names = ("dashboard-port", "dashboard-agent-listen-port", "metrics-export-port")
-    options |= {name: str(free_port()) for name in (*names, "ray-client-server-port")}
-    options |= {"num-cpus": "2", "object-store-memory": "200000000"}
-    ray = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
-    ray += ["--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
-    prometheus = ["prometheus", f"--config.file={storage}/prometheus.yml"]
-    prometheus += [f"--storage.tsdb.path={storage}/tsdb"]
-    prometheus += [f"--web.listen-address=127.0.0.1:{free_port()}"]
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    mine = [
-        str(ROOT / "bench/observe.py"),
-        f"--folder={run}",
-        f"--steps={steps}",
-        f"--block={block}",
-    ]
-    started = [subprocess.Popen(ray, **quiet)]
+    temporary = Path(tempfile.mkdtemp())
+    started = [subprocess.Popen(ray_head(environment["OBSERVED_RAY"], temporary), **quiet)]
     try:
-        while not Path(temporary, "prom_metrics_service_discovery.json").exists():
-            assert started[0].poll() is None, "Ray has not started"
-            time.sleep(0.5)
+        wait_for(started[0], lambda: (temporary / "prom_metrics_service_discovery.json").exists())
+        mine = [str(ROOT / "bench/observe.py"), f"--folder={storage}/prepared"]
+        mine += [f"--steps={steps}", f"--block={block}"]
+        following = [sys.executable, *mine, "--follow"]
         observers = {
-            "Prometheus": subprocess.Popen(prometheus, **quiet),
-            "the follower": subprocess.Popen(
-                [sys.executable, *mine, "--follow"], stdin=subprocess.PIPE, **quiet
-            ),
+            "Prometheus": subprocess.Popen(prometheus(storage, temporary), **quiet),
+            "the follower": subprocess.Popen(following, stdin=subprocess.PIPE, **quiet),
         }
         started += observers.values()
-        while not list(storage.glob(f"{TOLD}/wandb/offline-run-*/*.wandb")):  # the last to open
-            assert observers["the follower"].poll() is None, "nobody follows"
-            time.sleep(0.5)
+        last_to_open = f"{TOLD}/wandb/offline-run-*/*.wandb"
+        wait_for(observers["the follower"], lambda: any(storage.glob(last_to_open)))
         log = storage / "training.log"
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         with log.open("wb") as output:
             logged = quiet | {"stdout": output, "stderr": output}
-            training = subprocess.Popen([*ranks, *mine], **logged)
+            training = subprocess.Popen([*ranks, "--standalone", *mine], **logged)
         started.append(training)
         switch = Switch(storage, block, observers)
         while training.poll() is None:
@@ -219,21 +200,48 @@ def measure(storage: Path, steps: int, block: int) -> tuple[list[float], dict[st
             process.wait(timeout=60)
         shutil.rmtree(temporary, ignore_errors=True)
     check_told(storage, switch.told)
-    metrics = (storage / NAME / "metrics.jsonl").read_bytes()
-    lines = [json.loads(line) for line in metrics.splitlines()]
+    cpu_ms = {name: ms / switch.told for name, ms in switch.cpu_ms.items()}
+    return ratios_of(storage / NAME / "metrics.jsonl", block), cpu_ms
+
+
+def ray_head(address: str, temporary: Path) -> list[str]:
+    """Return the command of a Ray of two CPUs that exports its metrics."""
+    options = {"port": address.split(":")[1], "temp-dir": str(temporary)}
+    names = ("dashboard-port", "dashboard-agent-listen-port", "metrics-export-port")
+    options |= {name: str(free_port()) for name in (*names, "ray-client-server-port")}
+    options |= {"num-cpus": "2", "object-store-memory": "200000000"}
+    ray = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
+    return [*ray, "--disable-usage-stats", *(f"--{name}={v}" for name, v in options.items())]
+
+
+def prometheus(storage: Path, temporary: Path) -> list[str]:
+    """Write what it reads, and return its command."""
+    config = (ROOT / "cluster/prometheus/prometheus.yml").read_text()
+    (storage / "prometheus.yml").write_text(config.replace("/tmp/ray", str(temporary)))
+    shutil.copy(ROOT / "cluster/prometheus/rules.yml", storage)
+    command = ["prometheus", f"--config.file={storage}/prometheus.yml"]
+    command += [f"--storage.tsdb.path={storage}/tsdb"]
+    return [*command, f"--web.listen-address=127.0.0.1:{free_port()}"]
+
+
+def wait_for(process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> None:
+    while not ready():
+        assert process.poll() is None, f"{process.args} has ended"
+        time.sleep(0.5)
+
+
+def ratios_of(metrics: Path, block: int) -> list[float]:
+    """Compare each whole block of steps with its neighbour: observed over not observed."""
     blocks: dict[int, list[float]] = {}
-    for line in lines:
-        blocks.setdefault(line["step"] // block, []).append(
-            line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"]
-        )
-    means = [statistics.mean(blocks[i]) for i in sorted(blocks) if len(blocks[i]) == block]
-    pairs = list(enumerate(pairwise(means)))[WARM_UP_BLOCKS:]
-    first = min(i for i in blocks if len(blocks[i]) == block)
-    ratios = [
-        after / before if (first + i + 1) % 2 == 1 else before / after
-        for i, (before, after) in pairs
+    for line in map(json.loads, metrics.read_bytes().splitlines()):
+        seconds = line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"]
+        blocks.setdefault(line["step"] // block, []).append(seconds)
+    means = {i: statistics.mean(each) for i, each in blocks.items() if len(each) == block}
+    pairs = list(pairwise(sorted(means)))[WARM_UP_BLOCKS:]
+    return [
+        means[after] / means[before] if after % 2 == 1 else means[before] / means[after]
+        for before, after in pairs
     ]
-    return ratios, {name: ms / switch.told for name, ms in switch.cpu_ms.items()}
 
 
 def check_told(storage: Path, steps: int) -> None:

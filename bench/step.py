@@ -170,9 +170,9 @@ def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[st
             positions=zeros,
             rows=zeros,
         )
-        totals = loop.agree(engine, rows)
-        loop.train_step(engine, rows, totals)
-        tokens += totals.sums[1] if step >= WARM_UP_STEPS else 0
+        agreement = loop.agree(engine, rows)
+        loop.train_step(engine, rows, agreement)
+        tokens += agreement.wait().sums[1] if step >= WARM_UP_STEPS else 0
     cpu_s = time.process_time() - cpu_s
     synchronize(options)
     seconds = time.perf_counter() - began

@@ -5,8 +5,8 @@
 Runs wherever a process group does: in Ray Train workers and under torchrun alike. A step is one
 optimizer step over the whole global batch: every rank runs its micro-batches, the loss is divided
 by the weight of all of them (loss-bearing tokens, or images), and the gradients are summed. One
-small all-reduce in host memory at the start of a step carries all that the ranks must agree on: the
-counts, the digest of the batch, and whether to save or leave after it.
+small all-reduce in host memory, behind the first forward pass, carries all that the ranks must
+agree on: the counts, the digest of the batch, and whether to save or leave after it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rayapp.units import TOKENS, Unit
 
 logger = logging.getLogger("rayapp.loop")
 
+CLIP_EPS = 1e-6  # what PyTorch adds to a norm before it divides by it
 STAY, STOP, MOVE = 0, 1, 2  # leave after this step: not at all, for good, to start again elsewhere
 
 
@@ -118,7 +119,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all ranks of a step, made before it runs."""
+    """Sums over all ranks of a step."""
 
     sums: tuple[int, ...]
     digest: str
@@ -130,6 +131,25 @@ class Totals:
     def weight(self) -> int:
         """What the loss is divided by."""
         return max(self.sums[0], 1)
+
+
+class Agreement:
+    """The totals of a step, on their way: an all-reduce of int64 in host memory."""
+
+    def __init__(self, message: torch.Tensor, group: Any) -> None:
+        self._message = message
+        self._work = dist.all_reduce(message, group=group, async_op=True)
+        self._totals: Totals | None = None
+
+    def wait(self) -> Totals:
+        """Return the totals when all ranks have sent theirs."""
+        if self._totals is None:
+            assert self._work is not None, "every rank is in the group"
+            self._work.wait()
+            high, low, save, leave, look, *sums = map(int, self._message)
+            whole = order.combine([high << 32, low])
+            self._totals = Totals(tuple(sums), whole, save > 0, leave, look > 0)
+        return self._totals
 
 
 def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
@@ -150,9 +170,10 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         data_wait_s = time.perf_counter() - waited
         if batch is None:
             return
-        totals = agree(engine, batch)
+        agreement = agree(engine, batch)
+        loss_sum, grad_norm, skipped = train_step(engine, batch, agreement)
+        totals = agreement.wait()
         leave = totals.leave or (engine.look() if totals.look else STAY)
-        loss_sum, grad_norm, skipped = train_step(engine, batch, totals)
         peaks = engine.peaks.take()
         done = batch.step + 1
         evaluated = time.perf_counter()
@@ -190,8 +211,8 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
             return
 
 
-def agree(engine: Engine, batch: Batch) -> Totals:
-    """Sum over ranks what the step must know before it runs."""
+def agree(engine: Engine, batch: Batch) -> Agreement:
+    """Begin to sum over ranks what the step must know."""
     digest = batch.digest() % (2**64)
     message = torch.tensor(
         [
@@ -204,13 +225,10 @@ def agree(engine: Engine, batch: Batch) -> Totals:
         ],
         dtype=torch.int64,
     )
-    dist.all_reduce(message, group=engine.control)
-    high, low, save, leave, look, *sums = map(int, message)
-    whole = order.combine([high << 32, low])
-    return Totals(tuple(sums), whole, save > 0, leave, look > 0)
+    return Agreement(message, engine.control)
 
 
-def train_step(engine: Engine, batch: Batch, totals: Totals) -> tuple[float, float, bool]:
+def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> tuple[float, float, bool]:
     """Update the weights once; return (sum of losses in nats, gradient norm, skipped).
 
     The sum is over all ranks; the weights stay as they are after a bad step that is skipped.
@@ -222,13 +240,13 @@ def train_step(engine: Engine, batch: Batch, totals: Totals) -> tuple[float, flo
             objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
         with engine.peaks.phase("backward"):
             # Gradients of all ranks are summed, never averaged: this division is the only one.
-            (objective / totals.weight).backward()
+            (objective / agreement.wait().weight).backward()
         losses.append(loss)
         del objective, loss  # or the next forward pass would hold this one's graph
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
         loss_sum = sum_over_ranks(engine, torch.stack(losses).double().sum().cpu())
-        bad = is_bad(engine, loss_sum / totals.weight, grad_norm)
+        bad = is_bad(engine, loss_sum / agreement.wait().weight, grad_norm)
         if bad:
             report_bad(engine, batch, loss_sum, grad_norm)
         else:
@@ -259,9 +277,16 @@ def inputs(batch: Batch, i: int, device: torch.device, rows: slice = slice(None)
 
 
 def clip(model: nn.Module, limit: float | None) -> float:
-    """Clip the gradient to a global norm over all shards and return the norm before."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    """Clip the gradient to a global norm over all shards and return the norm before.
+
+    As nn.utils.clip_grad_norm_, but gradients that are short enough are not read again.
+    """
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm(each.grad for each in parameters if each.grad is not None)
+    length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if limit is not None and length > limit - CLIP_EPS:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return length
 
 
 def sum_over_ranks(engine: Engine, value: torch.Tensor) -> float:

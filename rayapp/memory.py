@@ -9,12 +9,14 @@ On a GPU it is what tensors take (the allocator's cache apart), elsewhere reside
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 GIB = 2**30
+STATUS_BYTES = 8192  # of /proc/self/status, which has some 1,500
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -26,6 +28,7 @@ class Peaks:
         self.highest_gib = 0.0
         """Of the whole time so far, what came before the first phase too."""
         self._phases = dict.fromkeys(PHASES, 0.0)
+        self._resident = None if device.type == "cuda" else _Resident()
         self._note(None)
 
     @contextmanager
@@ -42,19 +45,30 @@ class Peaks:
 
     def _note(self, phase: str | None) -> None:
         """Book the peak since the last call on a phase, and begin anew."""
-        if self.device.type == "cuda":
+        if self._resident is None:
             peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            peak_gib = _resident_peak_gib()
+            peak_gib = self._resident.peak_gib()
         self.highest_gib = max(self.highest_gib, peak_gib)
         if phase:
             self._phases[phase] = max(self._phases[phase], peak_gib)
 
 
-def _resident_peak_gib() -> float:
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("VmHWM:"))
-    with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")  # the peak becomes what is resident now: proc(5)
-    return int(line.split()[1]) * 1024 / GIB
+class _Resident:
+    """This process's resident memory, from files that stay open: several reads a step."""
+
+    def __init__(self) -> None:
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+
+    def __del__(self) -> None:
+        os.close(self._status)
+        os.close(self._clear)
+
+    def peak_gib(self) -> float:
+        """Return the peak since the last call."""
+        text = os.pread(self._status, STATUS_BYTES, 0)
+        kib = int(text[text.index(b"VmHWM:") + 6 :].split(None, 1)[0])
+        os.pwrite(self._clear, b"5", 0)  # the peak becomes what is resident now: proc(5)
+        return kib * 1024 / GIB

@@ -383,10 +383,10 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
 
         real = loop.train_step
 
-        def step(engine: Any, batch: Any, totals: Any) -> Any:
+        def step(engine: Any, batch: Any, agreement: Any) -> Any:
             if batch.input_ids.shape[1] > 2:
                 torch.empty(2**55, dtype=torch.uint8)
-            return real(engine, batch, totals)
+            return real(engine, batch, agreement)
 
         loop.train_step = step
         return train(job)

@@ -477,7 +477,7 @@ def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
     loop_engine_stop: list[bool] = []
     original = loop.agree
 
-    def agree(engine: loop.Engine, batch: Any) -> loop.Totals:
+    def agree(engine: loop.Engine, batch: Any) -> loop.Agreement:
         engine.leave_due = lambda: loop.STOP if rank == 0 and loop_engine_stop else loop.STAY
         return original(engine, batch)
 

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import AutoModelForImageClassificati
 
 from rayapp.model import num_parameters
 from rayapp.model.average import Average
-from rayapp.model.batch_norm import BatchNorm, forget, settle, use_batch_norm
+from rayapp.model.batch_norm import BatchNorm, Settling, discard, use_batch_norm
 from rayapp.model.classifier import (
     Classifier,
     build_classifier,
@@ -60,7 +60,7 @@ def _alone(rank: int, world: int) -> None:
             for output in (found, wanted):
                 output.square().sum().backward()
             torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-4)
-            settle(nn.Sequential(layer))
+            Settling([layer]).finish()
         torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
         torch.testing.assert_close(layer.state_dict(), plain.state_dict())
         layer.eval(), plain.eval()
@@ -87,7 +87,7 @@ def _over_ranks(rank: int, world: int) -> None:
         layer.zero_grad()
         output = layer(own)
         (output * own_goal).sum().backward()
-        settle(nn.Sequential(layer))
+        Settling([layer]).finish()
         assert whole.grad is not None and plain.weight.grad is not None
         wanted = whole.grad.split(counts)[rank]
         torch.testing.assert_close(own.grad, wanted, rtol=1e-4, atol=1e-5)
@@ -105,8 +105,10 @@ def test_what_a_skipped_step_had_is_forgotten(tmp_path: Path) -> None:
 def _forgotten(rank: int, world: int) -> None:
     layer, before = ours(False), ours(False).state_dict()
     layer(torch.randn(4, CHANNELS, 3, 3))
-    forget(nn.Sequential(layer))
-    settle(nn.Sequential(layer))
+    Settling([layer]).forget()
+    layer(torch.randn(4, CHANNELS, 3, 3))
+    discard([layer])
+    Settling([layer]).finish()
     torch.testing.assert_close(layer.state_dict(), before)
     assert layer(torch.randn(0, CHANNELS, 3, 3)).shape == (0, CHANNELS, 3, 3)
     one = layer(torch.full((1, CHANNELS, 1, 1), 3.0))  # nothing varies

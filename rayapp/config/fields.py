@@ -38,6 +38,7 @@ class Section(BaseModel):
 
 
 def none_or(value: Any) -> Any:
+    """Read `none`, `null` and nothing at all as None."""
     return None if isinstance(value, str) and value.lower() in ("none", "null", "") else value
 
 
@@ -52,10 +53,12 @@ def yaml_or(value: Any, opening: str) -> Any:
 
 
 def mapping(value: Any) -> Any:
+    """Parse text that opens like a mapping; see none_or."""
     return none_or(yaml_or(value, "{"))
 
 
 def comma_list(value: Any) -> Any:
+    """Split text at commas, or parse it as a YAML list."""
     value = yaml_or(value, "[")
     if isinstance(value, str):
         value = "" if none_or(value) is None else value
@@ -64,6 +67,7 @@ def comma_list(value: Any) -> Any:
 
 
 def one_or_list(value: Any) -> Any:
+    """Take one text as a list of one, and None as an empty list."""
     value = none_or(yaml_or(value, "["))
     if value is None:
         return []

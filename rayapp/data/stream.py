@@ -56,14 +56,14 @@ def blocks(
     world: int,
     row_bytes: int,
     fields: Fields,
-    read_step: Callable[[int, int], Arrays],
+    fill: Callable[[int, int, Arrays], None],
     concurrency: int | None = None,
     block_bytes: int = CHUNK_BYTES,
 ) -> ray.data.Dataset:
     """Return the rest of a run as a Dataset of equal blocks, one per (chunk of steps, rank).
 
-    `read_step(step, rank)` gives the columns of what a rank takes of a step: [m * b, ...]. Blocks
-    have at most `block_bytes`, and at least one step.
+    `fill(step, rank, columns)` writes what a rank takes of a step where the block has it, into
+    columns of zeros: [m * b, ...]. Blocks have at most `block_bytes`, and at least one step.
     """
     rank_rows = order.num_micro_batches(world) * order.micro_batch
     per_chunk = steps_per_chunk(order, first_step, world, row_bytes, block_bytes)
@@ -80,8 +80,7 @@ def blocks(
         for number, step in enumerate(steps):
             part = slice(number * rank_rows, (number + 1) * rank_rows)
             made["step"][part] = step
-            for name, values in read_step(step, rank).items():
-                made[name][part] = values
+            fill(step, rank, {name: made[name][part] for name in fields})
         return made
 
     dataset = ray.data.range(chunks * world, override_num_blocks=chunks * world).map_batches(
@@ -127,14 +126,13 @@ def stream(prepared: Prepared, order: Order, first_step: int, world: int) -> ray
     """Return the rest of the run for so many workers."""
     rows = prepared.rows("train")
 
-    def read_step(step: int, rank: int) -> Arrays:
+    def fill(step: int, rank: int, columns: Arrays) -> None:
         batch = step_rows(rows, order, step, rank, world)
-        count = batch.positions.size
-        found = {name: getattr(batch, name) for name in FIELDS}
-        return {name: values.reshape(count, *values.shape[2:]) for name, values in found.items()}
+        for name, column in columns.items():
+            column[:] = getattr(batch, name).reshape(column.shape)
 
     row_bytes, fields = rows.dtype.itemsize, _fields(rows.dtype)
-    return blocks(order, first_step, world, row_bytes, fields, read_step)
+    return blocks(order, first_step, world, row_bytes, fields, fill)
 
 
 def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[StepRows]:

@@ -76,16 +76,8 @@ def run(
     engine = trainee.engine(control, losses)
     engine.attempt, engine.look = attempt[0], look
     arm(engine, job, trainee, saver, leaving)
-    last: metrics.StepRecord | None = None
     try:
-        for record in loop.train(engine, open_steps(first_step)):
-            if last is None:
-                clock.lap("first_step")
-            last = record
-            if log:
-                log.write(record)
-            tell(record)
-        clock.lap("train")
+        last = train(engine, open_steps(first_step), log, tell, clock)
         saver.close()
     finally:
         if log:
@@ -93,9 +85,10 @@ def run(
         if leaving:
             leaving.close()
     steps = last.step if last else first_step
+    status = status_of(engine, steps >= job.order.num_steps)
     summary: dict[str, Any] = {
         "entered": entered,
-        "status": status_of(engine, steps >= job.order.num_steps),
+        "status": status,
         "steps": steps,
         "first_step": first_step,
         "attempt": attempt[0],
@@ -103,13 +96,33 @@ def run(
         "parameters": trainee.num_parameters(),
         **said,
     }
-    if summary["status"] == "moved":
+    if status == "moved":
         summary["notice"] = bool(notices)
         summary["reason"] = notices[0] if notices else leaving.reason if leaving else ""
-    if summary["status"] == "done":
+    if status == "done":
         summary |= trainee.finish(engine, storage, clock.lap)
     summary["seconds"] = clock.seconds
     return summary
+
+
+def train(
+    engine: loop.Engine,
+    steps: Iterator[Any],
+    log: metrics.MetricsLog | None,
+    tell: Callable[[StepRecord], None],
+    clock: Clock,
+) -> StepRecord | None:
+    """Run the steps, log and tell their records; return the last one."""
+    last: StepRecord | None = None
+    for record in loop.train(engine, steps):
+        if last is None:
+            clock.lap("first_step")
+        last = record
+        if log:
+            log.write(record)
+        tell(record)
+    clock.lap("train")
+    return last
 
 
 def status_of(engine: loop.Engine, complete: bool) -> str:

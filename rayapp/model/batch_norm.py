@@ -1,7 +1,8 @@
 """Batch-norm whose statistics do not depend on the number of workers, unless they are to.
 
     use_batch_norm(hf, synchronized=False)       # before sharding
-    settle(hf)                                   # after each step, on all ranks together
+    settling = Settling(batch_norms(hf))         # after a step's last forward pass, on all ranks
+    settling.finish()                            # once it is known that the step counts
 
 Each micro-batch is normalised by its own mean and variance; micro-batches are the same for any
 number of workers. So are the running statistics: what all micro-batches of a step had is averaged
@@ -12,6 +13,7 @@ PyTorch's own SyncBatchNorm refuses CPU tensors (2.13).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,27 +29,30 @@ class BatchNorm(nn.BatchNorm2d):
     """
 
     synchronized = False
-    _sums: Tensor | None = None  # elements per channel, and that times mean and variance: [1 + 2 C]
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    _sums: Tensor | None = None  # elements per channel, times one, mean and variance: [1 + 2 C]
 
     def forward(self, input: Tensor) -> Tensor:
         """Shapes: [b, C, H, W] -> the same."""
         if not self.training:
             return super().forward(input)
         if self.synchronized:
-            output, count, mean, variance = _Synchronized.apply(
-                input, self.weight, self.bias, self.eps
-            )
+            output, found = _Synchronized.apply(input, self.weight, self.bias, self.eps)
         else:
-            output, count, mean, variance = self._local(input)
-        with torch.no_grad():
-            found = torch.cat([count, count * mean, count * variance])
-            self._sums = found if self._sums is None else self._sums + found
+            output, found = self._local(input)
+        # Synchronized or not, ranks weigh what they found by the images that they had themselves.
+        found = found * (input.numel() // input.shape[1])
+        self._sums = found if self._sums is None else self._sums + found
         return output
 
-    def _local(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the output, and elements per channel, mean and unbiased variance."""
-        elements = input.numel() // input.shape[1] if len(input) else 0
-        mean, variance = (torch.zeros_like(self.weight, dtype=torch.float32) for _ in range(2))
+    def _local(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, and one, mean and unbiased variance: [1 + 2 C]."""
+        channels = input.shape[1]
+        found = torch.ones(1 + 2 * channels, dtype=torch.float32, device=input.device)
+        mean, variance = found[1 : 1 + channels], found[1 + channels :]
+        elements = input.numel() // channels
         if elements > 1:  # with a momentum of 1 the kernel leaves its own statistics in the buffers
             output = nn.functional.batch_norm(
                 input, mean, variance, self.weight, self.bias, True, 1.0, self.eps
@@ -55,9 +60,10 @@ class BatchNorm(nn.BatchNorm2d):
         else:  # nothing varies
             shape = (1, -1, 1, 1)
             output = (input - input) * self.weight.view(shape) + self.bias.view(shape)
+            variance.zero_()
             if elements:
-                mean = input.detach().float().flatten()
-        return output, mean.new_full((1,), elements), mean, variance
+                mean.copy_(input.detach().flatten())
+        return output, found
 
 
 class _Synchronized(torch.autograd.Function):
@@ -85,9 +91,10 @@ class _Synchronized(torch.autograd.Function):
         shape = (1, -1, 1, 1)
         normal = (values - mean.view(shape)) * inverse.view(shape)
         context.save_for_backward(normal, weight, inverse, count)
-        context.mark_non_differentiable(count, mean)
+        found = torch.cat([torch.ones_like(count), mean, square / (count - 1).clamp(min=1)])
+        context.mark_non_differentiable(found)
         output = normal * weight.float().view(shape) + bias.float().view(shape)
-        return output.to(input.dtype), count, mean, square / (count - 1).clamp(min=1)
+        return output.to(input.dtype), found
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -119,28 +126,49 @@ def use_batch_norm(hf: PreTrainedModel, synchronized: bool) -> int:
     return len(found)
 
 
-@torch.no_grad()
-def settle(model: nn.Module) -> None:
-    """Take what the step's micro-batches had into the running statistics, the same on all ranks."""
-    layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m._sums is not None]
-    if not layers:
-        return
-    sums = [layer._sums for layer in layers if layer._sums is not None]
-    whole = torch.cat(sums)
-    dist.all_reduce(whole)
-    for layer, part in zip(layers, whole.split([len(each) for each in sums]), strict=True):
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
+    """Return a model's batch-norms that are ours."""
+    return [module for module in model.modules() if isinstance(module, BatchNorm)]
+
+
+class Settling:
+    """What the batch-norms of a step had, on its way to all ranks."""
+
+    @torch.no_grad()
+    def __init__(self, layers: Sequence[BatchNorm]) -> None:
+        """Begin to sum it over ranks, which do so together."""
+        self._layers = [layer for layer in layers if layer._sums is not None]
+        self._work: Any = None
+        if self._layers:
+            self._whole = torch.cat(
+                [layer._sums for layer in self._layers if layer._sums is not None]
+            )
+            self._work = dist.all_reduce(self._whole, async_op=True)
+        discard(layers)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take it into the running statistics, the same on all ranks."""
+        if self._work is None:
+            return
+        self._work.wait()
+        sizes = [size for layer in self._layers for size in (1, *[layer.num_features] * 2)]
+        parts = self._whole.split(sizes)
+        counts, found = parts[::3], [*parts[1::3], *parts[2::3]]
+        torch._foreach_div_(found, [*counts, *counts])
+        running = [layer.running_mean for layer in self._layers]
+        running += [layer.running_var for layer in self._layers]
+        momenta = [0.1 if layer.momentum is None else layer.momentum for layer in self._layers]
+        torch._foreach_lerp_(running, found, [*momenta, *momenta])
+        torch._foreach_add_([layer.num_batches_tracked for layer in self._layers], 1)
+
+    def forget(self) -> None:
+        """Leave the running statistics as they are."""
+        if self._work is not None:
+            self._work.wait()
+
+
+def discard(layers: Sequence[BatchNorm]) -> None:
+    """Drop what forward passes had that are not to count."""
+    for layer in layers:
         layer._sums = None
-        count, (mean, variance) = part[0], part[1:].chunk(2)
-        assert layer.running_mean is not None and layer.running_var is not None
-        momentum = 0.1 if layer.momentum is None else layer.momentum
-        layer.running_mean.lerp_(mean / count, momentum)
-        layer.running_var.lerp_(variance / count, momentum)
-        if layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.add_(1)
-
-
-def forget(model: nn.Module) -> None:
-    """Leave the running statistics as they are: the step did not count."""
-    for module in model.modules():
-        if isinstance(module, BatchNorm):
-            module._sums = None

@@ -8,7 +8,7 @@ A band is what the figures of published runs were off by (docs/plan.md), not a g
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayapp.formulas import mfu
@@ -17,7 +17,7 @@ from rayapp.formulas.memory import Peak, with_slack
 from rayapp.planner.image_step import image_step_time
 from rayapp.planner.question import Question
 from rayapp.planner.step import step_time
-from rayapp.planner.times import PINNED, StepTime
+from rayapp.planner.times import PINNED, Job, StepTime
 
 GIB = 2**30
 # GPUs whose published training runs the model was compared with, and how far off speed may be:
@@ -146,51 +146,51 @@ def answer(question: Question) -> Answer:
     Raises:
         ValueError: the GPU cannot compute in this precision.
     """
-    reasons: list[str] = []
+    found = _memory(question)
+    if question.job is None:
+        found.reasons.append(_no_time(question))
+        return found
+    return _time_and_cost(found, question.job)
+
+
+def _memory(question: Question) -> Answer:
+    """Say whether it fits."""
     peak = with_slack(question.layout.peak(), cuda=not question.layout.on_cpu)
     size = peak.total / GIB
-    images = isinstance(question.layout, ImageLayout)
-    width = IMAGES_MEMORY_BAND if images else MEMORY_BAND
+    width = IMAGES_MEMORY_BAND if _of_images(question) else MEMORY_BAND
     peak_gib = Band(size, size * (1 - width), size * (1 + width))
     capacity = _capacity_gib(question)
     fits = None if capacity is None else peak_gib.value <= capacity
+    found = Answer(question, fits, peak, peak_gib, capacity)
     if capacity is not None and fits and peak_gib.high > capacity:
-        reasons.append(
+        found.reasons.append(
             f"memory is tight: {peak_gib.value:.1f} GiB of {capacity:.1f}, and {peak_gib.high:.1f} "
             "is within the band"
         )
-    if question.job is None:
-        reasons.append(_no_time(question))
-        return Answer(question, fits, peak, peak_gib, capacity, reasons=reasons)
-    job, machine = question.job, question.job.machine
+    return found
+
+
+def _time_and_cost(found: Answer, job: Job[Any]) -> Answer:
+    """Add what a step takes, and the run where its steps are known."""
+    question, reasons, images = found.question, found.reasons, _of_images(found.question)
+    layout, gpu = question.layout, job.machine.gpu
     time = image_step_time(job) if images else step_time(job)
     compared, width = (IMAGES_COMPARED, IMAGES_SPEED_BAND) if images else (COMPARED, SPEED_BAND)
-    if machine.gpu.name not in compared:
+    if gpu.name not in compared:
         width = SPEED_BAND_OTHERS
-        reasons.append(f"no published run on {machine.gpu.name} was compared: the band is wide")
+        reasons.append(f"no published run on {gpu.name} was compared: the band is wide")
     amount = question.amount_per_step
     per_s = amount / time.total_s
     rate = Band(per_s, per_s * (1 - width), per_s * (1 + width))
-    layout = question.layout
     needed = layout.model_flops(job.context)
-    peak_flops = machine.gpu.flops.get(layout.precision)
+    peak_flops = gpu.flops.get(layout.precision)
     share = mfu(1.0, needed, gpus=question.workers, peak_flops=peak_flops)
-    saving = _saving(question)
-    goodput = _goodput(question, saving)
-    hours = cost = usd = epoch = None
-    if question.epoch_rows is not None:
-        epoch = rate.inverse(question.epoch_rows / 3600)
     if images:
         reasons += _feeding(question, per_s)
-    if question.steps is None:
-        what = "data.count (of images)" if images else "train.max_steps"
-        reasons.append(
-            f"hours and cost are unknown: the number of steps is. Set {what}, or plan the "
-            "folder of a run whose data are prepared"
-        )
-    else:
-        busy = rate.inverse(question.steps * amount / 3600 / goodput)
-        hours = Band(*(value + START_S / 3600 for value in (busy.value, busy.low, busy.high)))
+    saving = _saving(question)
+    goodput = _goodput(question, saving)
+    hours = _hours(found, rate, goodput)
+    cost = usd = None
     if question.usd_per_hour is None:
         name = question.instance.name if question.instance else "the instance"
         reasons.append(
@@ -201,24 +201,38 @@ def answer(question: Question) -> Answer:
         all_nodes = question.usd_per_hour * question.nodes
         usd = rate.inverse(all_nodes / 3600 * 1e6 / goodput)
         cost = None if hours is None else hours.times(all_nodes)
-    return Answer(
-        question,
-        fits,
-        peak,
-        peak_gib,
-        capacity,
+    epoch = question.epoch_rows
+    return replace(
+        found,
         step=time,
         step_s=rate.inverse(amount),
         rate=rate,
         mfu=None if share is None else rate.times(share),
         hours=hours,
-        epoch_hours=epoch,
+        epoch_hours=None if epoch is None else rate.inverse(epoch / 3600),
         cost_usd=cost,
         usd_per_1m=usd,
         saving=saving,
         goodput=goodput,
-        reasons=reasons,
     )
+
+
+def _hours(found: Answer, rate: Band, goodput: float) -> Band | None:
+    """Return hours from start to end, where the number of steps is known."""
+    question = found.question
+    if question.steps is None:
+        what = "data.count (of images)" if _of_images(question) else "train.max_steps"
+        found.reasons.append(
+            f"hours and cost are unknown: the number of steps is. Set {what}, or plan the "
+            "folder of a run whose data are prepared"
+        )
+        return None
+    busy = rate.inverse(question.steps * question.amount_per_step / 3600 / goodput)
+    return Band(*(value + START_S / 3600 for value in (busy.value, busy.low, busy.high)))
+
+
+def _of_images(question: Question) -> bool:
+    return isinstance(question.layout, ImageLayout)
 
 
 def _feeding(question: Question, per_s: float) -> list[str]:

@@ -23,7 +23,7 @@ from rayapp.driver import training
 from rayapp.driver.trainee import Trainee
 from rayapp.metrics import ImageRecord, StepRecord
 from rayapp.model.average import Average
-from rayapp.model.batch_norm import forget, settle, use_batch_norm
+from rayapp.model.batch_norm import Settling, batch_norms, discard, use_batch_norm
 from rayapp.model.classifier import (
     Classifier,
     build_classifier,
@@ -71,6 +71,9 @@ class Classifying(Trainee):
         )
         self.optimizers = [optimizer]
         self.average = Average(self.classifier, train.ema) if train.ema else None
+        self.batch_norms = batch_norms(self.classifier)
+        self._last, self._settling = True, Settling([])
+        self.classifier.register_forward_hook(self._forwarded)
 
     def num_parameters(self) -> int:
         """Return the parameters of the whole model."""
@@ -146,15 +149,22 @@ class Classifying(Trainee):
 
     def _last_of_step(self, last: bool) -> None:
         """Let gradients be summed over ranks once a step."""
+        self._last = last
         if self.ddp is not None:
             self.ddp.require_backward_grad_sync = last
+
+    def _forwarded(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Send batch-norm's statistics to all ranks while the step's last backward pass runs."""
+        if self._last and module.training and torch.is_grad_enabled():
+            self._settling = Settling(self.batch_norms)
 
     def _updated(self, skipped: bool) -> None:
         """Take the step into batch-norm's statistics and the average, or forget it."""
         if skipped:
-            forget(self.classifier)
+            self._settling.forget()
+            discard(self.batch_norms)  # a bad step's rows were looked at one by one
             return
-        settle(self.classifier)
+        self._settling.finish()
         if self.average is not None:
             self.average.update()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.data.images.augment import Look, augmented, centred, mix, seed_of
+from rayapp.data.images.augment import Look, Pixels, augmented, centred, mix, seed_of
 from rayapp.data.images.index import Rows
 from rayapp.order import EMPTY, Order
 
@@ -63,15 +63,25 @@ class StepImages:
 
 
 def step_images(
-    rows: Rows, look: Look, order: Order, step: int, rank: int, world: int
+    rows: Rows,
+    look: Look,
+    order: Order,
+    step: int,
+    rank: int,
+    world: int,
+    pixels: Pixels | None = None,
 ) -> StepImages:
-    """Read, decode and augment what `rank` of `world` takes of a step."""
+    """Read, decode and augment what `rank` of `world` takes of a step.
+
+    The images are written into `pixels`, if given: zeros, uint8 [m * b, S, S, 3].
+    """
     ids = order.micro_batches(step, rank, world)  # [m, b]
     numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
     places = numbers * order.micro_batch + np.arange(order.micro_batch)  # [m, b]
     epochs = (step * order.rows_per_step + places) // order.num_rows
     shape, there = ids.shape, np.flatnonzero(ids.ravel() != EMPTY)
-    pixels = np.zeros((ids.size, look.size, look.size, 3), np.uint8)
+    if pixels is None:
+        pixels = np.zeros((ids.size, look.size, look.size, 3), np.uint8)
     labels, seeds, digests = (np.zeros(ids.size, kind) for kind in (np.int32, np.uint64, np.uint64))
     wanted = ids.ravel()[there].tolist()
     for slot, row, data in zip(there.tolist(), wanted, rows.read(wanted), strict=True):

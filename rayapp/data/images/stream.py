@@ -41,15 +41,16 @@ def stream(
         "rows": ((), np.int64),
     }
 
-    def read_step(step: int, rank: int) -> Arrays:
-        batch = step_images(images.rows("train"), look, order, step, rank, world)
-        found = {name: getattr(batch, name) for name in FIELDS}
-        return {name: values.reshape(-1, *values.shape[2:]) for name, values in found.items()}
+    def fill(step: int, rank: int, columns: Arrays) -> None:
+        pixels = columns.pop("images")
+        batch = step_images(images.rows("train"), look, order, step, rank, world, pixels)
+        for name, column in columns.items():
+            column[:] = getattr(batch, name).ravel()
 
     row_bytes = int(np.prod(pixels))
     store = ray.cluster_resources().get("object_store_memory", math.inf)
     block_bytes = int(min(BLOCK_BYTES, store * STORE_SHARE))
-    return blocks(order, first_step, world, row_bytes, fields, read_step, concurrency, block_bytes)
+    return blocks(order, first_step, world, row_bytes, fields, fill, concurrency, block_bytes)
 
 
 def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[StepImages]:
