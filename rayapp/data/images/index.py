@@ -27,7 +27,7 @@ from rayapp.storage import Storage, StorageError, open_storage
 
 VERSION = 2  # of what a recipe gives; part of the fingerprint
 SPLITS = ("train", "eval")
-READERS = 16  # images read at once
+READERS, READERS_OF_DISKS = 16, 4  # images read at once; more threads cost more than they read
 MANIFEST = "manifest.json"
 TRAIN_ROOT, EVAL_ROOT, OWN_ROOT = 0, 1, 2
 RECORD = np.dtype(
@@ -140,7 +140,12 @@ class Rows:
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(READERS, thread_name_prefix="images")
+        return ThreadPoolExecutor(self._readers, thread_name_prefix="images")
+
+    @cached_property
+    def _readers(self) -> int:
+        local = all(root.local_path() is not None for root in self._opened)
+        return READERS_OF_DISKS if local else READERS
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_storage", "_roots", "_split")
@@ -158,10 +163,11 @@ class Rows:
         Raises:
             StorageError: one is gone, or is not what was indexed.
         """
-        parts = [numbers[first::READERS] for first in range(min(READERS, len(numbers)))]
+        step = self._readers
+        parts = [numbers[first::step] for first in range(min(step, len(numbers)))]
         found: list[bytes] = [b""] * len(numbers)
         for first, part in enumerate(self._pool.map(lambda p: list(map(self._read, p)), parts)):
-            found[first::READERS] = part
+            found[first::step] = part
         return found
 
     def _read(self, number: int) -> bytes:
