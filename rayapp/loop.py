@@ -233,19 +233,24 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> tuple[floa
 
     The sum is over all ranks; the weights stay as they are after a bad step that is skipped.
     """
-    losses, count = [], len(batch.rows)
-    for i in range(count):
-        engine.last_of_step(i == count - 1)
+    losses, summing, last = [], None, len(batch.rows) - 1
+    for i in range(last + 1):
+        engine.last_of_step(i == last)
         with engine.peaks.phase("forward"):
             objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
+        losses.append(loss.detach())
+        if i == last:  # behind the last backward pass
+            whole = torch.stack(losses).double().sum()
+            summing = dist.all_reduce(whole, async_op=True)
         with engine.peaks.phase("backward"):
             # Gradients of all ranks are summed, never averaged: this division is the only one.
             (objective / agreement.wait().weight).backward()
-        losses.append(loss)
         del objective, loss  # or the next forward pass would hold this one's graph
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
-        loss_sum = sum_over_ranks(engine, torch.stack(losses).double().sum().cpu())
+        assert summing is not None, "a step has a micro-batch, and every rank is in the group"
+        summing.wait()
+        loss_sum = float(whole)
         bad = is_bad(engine, loss_sum / agreement.wait().weight, grad_norm)
         if bad:
             report_bad(engine, batch, loss_sum, grad_norm)
@@ -287,12 +292,6 @@ def clip(model: nn.Module, limit: float | None) -> float:
     if limit is not None and length > limit - CLIP_EPS:
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return length
-
-
-def sum_over_ranks(engine: Engine, value: torch.Tensor) -> float:
-    """Return the sum of a host scalar over all ranks."""
-    dist.all_reduce(value, group=engine.control)
-    return float(value)
 
 
 def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) -> None:

@@ -19,6 +19,9 @@ OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray started here on CPUs
 ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # Room of objects that nobody needs is used again after this and not 1 s, so that a stream of
+    # large blocks goes through pages that are there already (docs/decisions.md).
+    "RAY_free_objects_period_milliseconds": "100",
     # How long a worker that hangs holds up the next attempt, once it has been found out.
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     **QUIET,
