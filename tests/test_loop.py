@@ -521,3 +521,16 @@ def poisoned_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
     with pytest.raises(loop.BadLoss, match="step 3: ") as caught:
         run(job, torch.device("cpu"), steps)
     assert caught.value.step == 3 and caught.value.rows == [bad_row]
+
+
+@pytest.mark.parametrize("limit", [None, 0.5, 5.0 - 5e-7, 5.0, 5.1])
+def test_a_gradient_is_clipped_as_pytorch_does(limit: float | None) -> None:
+    """Above the limit, just at it, and below it, where it is left alone."""
+    ours, theirs = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    for each in (ours, theirs):
+        each.weight.grad, each.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
+    assert loop.clip(ours, limit) == 5.0
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if limit is None else limit)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
