@@ -64,6 +64,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return (the mapping of a config file, what is wrong with it); one of them is empty."""
     give = "Give the path of a YAML file of sections and fields"
     try:
         tree = parse_yaml(Path(path).read_text(encoding="utf-8"))
@@ -91,6 +92,7 @@ def shown(value: Any) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree of mappings by their dotted names; an empty mapping is a leaf."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:

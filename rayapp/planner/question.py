@@ -239,6 +239,7 @@ def _layout(
 
 
 def named_instance(config: RunConfig, problems: list[str]) -> Instance | None:
+    """Return `cluster.instance`; None where none is named or known, the latter as a problem."""
     if config.cluster.instance is None:
         return None
     try:
