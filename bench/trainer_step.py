@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from fsdp_on_cpus import allow_fsdp_on_cpus
 from step import WARM_UP_STEPS, figures, synchronize
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from rayapp.memory import Peaks
@@ -34,6 +36,7 @@ def run_trainer(
     examples, counts = examples_of(batches, packed)
     clock, peaks = Clock(options), Peaks(torch.device(options.device))
     hf = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    allow_fsdp_on_cpus()
     with tempfile.TemporaryDirectory() as folder:
         arguments = arguments_of(options, folder, len(batches), bf16)
         trainer = OwnRows(hf, arguments, callbacks=[clock])
@@ -41,6 +44,7 @@ def run_trainer(
             examples, options.micro_batch, collate_fn=partial(collate, packed)
         )
         trainer.train()
+        assert isinstance(trainer.model_wrapped, FSDPModule), type(trainer.model_wrapped)
     with peaks.phase("optimizer"):
         pass
     control = dist.new_group(backend="gloo")

@@ -5,9 +5,6 @@
 OPTIONS is a JSON object of more options of SFTConfig. Prints one line of JSON: tokens/s after the
 warm-up, in which only real tokens count, how many of the positions they fill, and what sharded the
 model.
-
-accelerate knows FSDP on accelerators only, and on CPUs would wrap the model in DDP. Its FSDP2 code
-runs on CPUs as it is once its state says FSDP; that is all that is set here.
 """
 
 import gc
@@ -19,26 +16,11 @@ import time
 import datasets
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from fsdp_on_cpus import allow_fsdp_on_cpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 WARM_UP_STEPS = 10
-
-
-def allow_fsdp_on_cpus() -> None:
-    """Let accelerate's state choose FSDP on CPUs as it does on GPUs."""
-    plain = AcceleratorState.__init__
-
-    def init(self, *args, fsdp_plugin=None, **kwargs) -> None:
-        plain(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
-            self.distributed_type = DistributedType.FSDP
-            fsdp_plugin.set_mixed_precision(self._mixed_precision)
-            self.fsdp_plugin = fsdp_plugin
-
-    AcceleratorState.__init__ = init
 
 
 class Count(TrainerCallback):

@@ -112,7 +112,7 @@ TECHNIQUES = [
     Cell("llama", more=(("parallel.activation_offload", "true"),)),
     Cell("llama", "full_shard", "full", more=(("parallel.activation_offload", "true"),)),
     Cell("llama", more=(("parallel.cpu_offload", "true"),)),
-    Cell("llama", more=(("model.attention", "varlen"),)),
+    Cell("llama", more=(("model.attention", "sdpa"),)),
     Cell("llama", more=(("train.loss_chunk", "7"),)),
     Cell("llama", "full_shard", "selective", lora=True, more=(("model.lora.quantize", "nf4"),)),
     Cell("gpt_neox", "no_shard", "full", "bf16", True, (("model.lora.quantize", "nf4"),)),
@@ -178,6 +178,7 @@ def train_cell(cell: Cell, root: str) -> list[float]:
         )
     engine = loop.Engine(parts.lm, parts.optimizers, lambda step: LR, device, 1.0, dist.group.WORLD)
     everything, losses = batches(), []
+    assert model.keeps_documents_apart(parts.lm, device)  # and leaves no trace in the losses
     if ("train.compile", "true") in cell.more:  # it must leave no trace in the losses
         first = {name: array[None] for name, array in everything[rank].items()}
         model.measure_compile(parts.lm, loop.inputs(rows_of(0, first), 0, device))

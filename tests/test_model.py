@@ -44,6 +44,7 @@ from rayapp.model import (
     resolve,
     shard,
 )
+from rayapp.model.attention import varlen_attention
 from rayapp.model.build import find_blocks
 from rayapp.model.init import fill
 from rayapp.storage import open_storage
@@ -259,6 +260,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "llama"
     make_folder("llama_untied", path)
     return path
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_by_boundaries_knows_dropout(window: int | None) -> None:
+    """So little of it that nothing is dropped; and the mean over many draws is what it drops of."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def attend(dropout: float) -> Tensor:
+        options = {"sliding_window": window, "cu_seq_lens_q": bounds, "max_length_q": 7}
+        return varlen_attention(nn.Module(), q, k, v, None, dropout=dropout, **options)[0]
+
+    torch.testing.assert_close(attend(1e-9), attend(0.0))
+    assert (attend(0.3) - attend(0.0)).abs().max() > 0.1
+    mean = torch.stack([attend(0.3) for _ in range(2000)]).mean(0)
+    torch.testing.assert_close(mean, attend(0.0), rtol=0, atol=0.15)
 
 
 @pytest.mark.parametrize("world", WORLDS)

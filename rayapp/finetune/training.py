@@ -59,7 +59,16 @@ class Tuning(Trainee):
         return {"tokens": step * self.job.config.train.tokens_per_step}
 
     def warm_up(self) -> dict[str, Any]:
-        """Compile, and say what it gains."""
+        """Compile, and say what it gains.
+
+        Raises: Unavailable if documents of a row would see one another.
+        """
+        lm, packed = self.parts.lm, self.job.config.data.pack and self.job.order.num_steps > 0
+        if packed and not model.keeps_documents_apart(lm, self.device):
+            raise model.Unavailable(
+                f"data.pack=true is not available: in {lm.hf.config.model_type}, as transformers "
+                "has it, the documents of a row see one another. Set data.pack=false"
+            )
         gain = compile_gain(self.job, self.parts, self.device)
         return {"compile": None if gain is None else asdict(gain) | {"speedup": gain.speedup}}
 

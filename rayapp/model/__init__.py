@@ -29,6 +29,7 @@ from rayapp.model.build import (
     num_parameters,
     shard,
 )
+from rayapp.model.documents import keeps_documents_apart
 from rayapp.model.export import export
 from rayapp.model.init import init_weights
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
@@ -62,6 +63,7 @@ __all__ = [
     "hold_in_4_bits",
     "init_adapters",
     "init_weights",
+    "keeps_documents_apart",
     "linear_names",
     "load_tokenizer",
     "load_weights",

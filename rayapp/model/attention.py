@@ -1,6 +1,6 @@
 """Choose the attention kernel, and add one that takes packed rows without a mask: `varlen`.
 
-    name = choose_attention("auto", config, "cuda")       # varlen, where the GPU has it
+    name = choose_attention("auto", config, "cuda")       # varlen, if model and GPU allow it
     model = build(config, loss=loss, attention=name)
 
 sdpa and flex keep the documents of a row apart by a mask, made from positions that restart. varlen
@@ -11,13 +11,20 @@ result, and no work or memory for pairs of tokens that do not see one another.
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+)
 
 
 class Unavailable(ValueError):
@@ -42,9 +49,9 @@ def choose_attention(wanted: str, config: PretrainedConfig, device_type: str) ->
     Raises: Unavailable saying why a wanted one cannot be had.
     """
     if wanted == "auto":
-        if _capped(config):
+        if _capped(config) or not _supports(config, "sdpa"):
             return "eager"
-        return "sdpa" if _flash_problem(device_type) else "varlen"
+        return "sdpa" if _varlen_problem(config, device_type) else "varlen"
     problem = attention_problem(wanted, config, device_type)
     if problem:
         raise Unavailable(f"model.attention={wanted} is not available: {problem}")
@@ -60,10 +67,16 @@ def attention_problem(wanted: str, config: PretrainedConfig, device_type: str) -
             f"{config.model_type} caps or sinks attention scores, which only eager computes "
             "exactly. Set model.attention=auto"
         )
-    if wanted == "flex" and device_type != "cuda":
-        return "flex attention trains on GPUs only. Set model.attention=auto"
+    if wanted == "sdpa":
+        known = _supports(config, "sdpa")
+        return None if known else f"{config.model_type} has none. Set model.attention=auto"
+    if wanted == "varlen":
+        problem = _varlen_problem(config, device_type)
+        return problem and f"{problem}. Set model.attention=auto"
+    if device_type != "cuda":
+        return f"{wanted} attention trains on GPUs only. Set model.attention=auto"
     if wanted == "flash":
-        if problem := _flash_problem(device_type):
+        if problem := _old_gpu():
             return f"{problem}. Set model.attention=auto"
         if importlib.util.find_spec("flash_attn") is None:
             return "the package flash-attn is not installed. Install it, or set varlen"
@@ -75,11 +88,22 @@ def _capped(config: PretrainedConfig) -> bool:
     return bool(getattr(text, "attn_logit_softcapping", None)) or text.model_type == "gpt_oss"
 
 
-def _flash_problem(device_type: str) -> str | None:
-    if device_type != "cuda":
-        return "it needs a GPU"
-    capability = torch.cuda.get_device_capability()
-    if capability < AMPERE:
+def _supports(config: PretrainedConfig, what: str) -> bool:
+    """Say whether the model's class has sdpa, or takes whatever kernel is registered."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return known is None or bool(getattr(known, f"_supports_{what}"))
+
+
+def _varlen_problem(config: PretrainedConfig, device_type: str) -> str | None:
+    if not _supports(config, "attention_backend"):
+        return f"{config.model_type} takes no other kernel than its own"
+    if getattr(config.get_text_config(), "attention_chunk_size", None):
+        return f"{config.model_type} attends in chunks, which takes a mask"
+    return _old_gpu() if device_type == "cuda" else None
+
+
+def _old_gpu() -> str | None:
+    if torch.cuda.get_device_capability() < AMPERE:
         return f"it needs compute capability 8.0, and {torch.cuda.get_device_name()} is older"
     return None
 
@@ -103,11 +127,11 @@ def varlen_attention(
     Shapes: query [B, heads, S, D], key and value [B, kv_heads, S, D] -> [B, S, heads, D]. With
     boundaries (cu_seq_lens_q [documents + 1], from 0 to S) B is 1; without, a row is a document.
     """
-    assert attention_mask is None and not dropout, "varlen takes neither mask nor dropout"
+    assert attention_mask is None, "varlen takes no mask"
     rows, heads, length, size = query.shape
     if cu_seq_lens_q is None and (sliding_window is None or sliding_window >= length):
         out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            query, key, value, None, dropout, is_causal=True, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
     if cu_seq_lens_q is None:  # the window needs a kernel that has one: lay the rows end to end
@@ -116,41 +140,153 @@ def varlen_attention(
             0, (rows + 1) * length, length, dtype=torch.int32, device=query.device
         )
     assert max_length_q is not None
+    value_size = value.shape[-1]
+    value = pad(value, (0, size - value_size))  # kernels take one size of heads
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [B * S, heads, D]
     window = -1 if sliding_window is None else sliding_window - 1
-    if query.device.type == "cuda":
+    scale = size**-0.5 if scaling is None else scaling
+    if dropout:
+        packed = _with_dropout(q, k, v, cu_seq_lens_q, window, scale, dropout)
+    elif query.device.type == "cuda":
         from torch.nn.attention.varlen import varlen_attn
 
         bounds, longest = cu_seq_lens_q, max_length_q
-        packed = varlen_attn(
+        found = varlen_attn(
             *(q, k, v, bounds, bounds, longest, longest),
-            scale=scaling,
+            scale=scale,
             window_size=(window, 0),
             enable_gqa=True,
         )
-        assert isinstance(packed, Tensor)
+        assert isinstance(found, Tensor)
+        packed = found
     else:
-        packed = _document_by_document(q, k, v, scaling, window, cu_seq_lens_q)
-    return packed.view(rows, length, heads, size), None
+        k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+        packed, _ = _by_document(q, k, v, cu_seq_lens_q, window, scale)
+    return packed.view(rows, length, heads, size)[..., :value_size], None
 
 
 @torch.compiler.disable
-def _document_by_document(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int, bounds: Tensor
+def _with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    window: int,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
-    """Do the same where there is no kernel for it: [T, heads, D] -> [T, heads, D]."""
+    """Do the same by what knows dropout, document by document: [T, heads, D] -> [T, heads, D]."""
     parts = []
     for start, end in pairwise(bounds.tolist()):
-        length, mask = end - start, None
-        if 0 <= window < length - 1:
-            ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-            mask = ones.tril().triu(-window)
-        q, k, v = (t[start:end].transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+        q, k, v = _heads_first((query, key, value), start, end)
+        mask = _window_mask(end - start, window, query)
         out = scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
+
+
+# ---- varlen on CPUs: torch's own kernel, one document after the other ----------------------------
+
+
+@torch.library.custom_op("rayapp::by_document", mutates_args=())
+def _by_document(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend causally within each document, to `window` tokens before (-1: all of them).
+
+    Shapes: query, key, value [T, heads, D], bounds int32 [documents + 1] -> [T, heads, D] and the
+    logarithm of each softmax's sum [T, heads]. One operation whatever the documents are, so that
+    autograd keeps one node of it and compiled blocks stay whole.
+    """
+    out, log_sum = _results(query)
+    for start, end in pairwise(bounds.tolist()):
+        mask = _window_mask(end - start, window, query)
+        part, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_heads_first((query, key, value), start, end),
+            *(0.0, mask is None),
+            attn_mask=mask,
+            scale=scale,
+        )
+        out[start:end] = part[0].transpose(0, 1)
+        log_sum[start:end] = sums[0].transpose(0, 1)
+    return out, log_sum
+
+
+@_by_document.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _results(query)
+
+
+@torch.library.custom_op("rayapp::by_document_backward", mutates_args=())
+def _by_document_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    bounds: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, each [T, heads, D]."""
+    grads = tuple(torch.empty_like(each) for each in (query, key, value))
+    for start, end in pairwise(bounds.tolist()):
+        mask = _window_mask(end - start, window, query)
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_heads_first((grad, query, key, value, out, log_sum), start, end),
+            *(0.0, mask is None),
+            attn_mask=mask,
+            scale=scale,
+        )
+        for whole, part in zip(grads, parts, strict=True):
+            whole[start:end] = part[0].transpose(0, 1)
+    return grads[0], grads[1], grads[2]
+
+
+@_by_document_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *unused: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, unused: Tensor) -> tuple[Any, ...]:
+    query, key, value, bounds, out, log_sum = ctx.saved_tensors
+    options = (bounds, ctx.window, ctx.scale)
+    grads = _by_document_backward(grad, query, key, value, out, log_sum, *options)
+    return (*grads, None, None, None)
+
+
+_by_document.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _results(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Make room for what attention gives; the sums are in fp32 at least."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=exact)
+
+
+def _heads_first(tensors: Iterable[Tensor], start: int, end: int) -> list[Tensor]:
+    """Return one document as the kernel takes it: [T, heads, ...] -> [1, heads, length, ...]."""
+    return [each[start:end].transpose(0, 1).unsqueeze(0) for each in tensors]
+
+
+def _window_mask(length: int, window: int, like: Tensor) -> Tensor | None:
+    """Return what a window adds to scores, [length, length]; None where causal is enough."""
+    if not 0 <= window < length - 1:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril().triu(-window)
+    return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, -math.inf)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

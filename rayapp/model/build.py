@@ -110,7 +110,9 @@ class LanguageModel(Wrapper):
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
-        inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+        inputs: dict[str, Any] = {"input_ids": input_ids}
+        if position_ids is not None:  # not every model takes them
+            inputs["position_ids"] = position_ids
         if self.by_boundaries and position_ids is not None:
             assert boundaries is not None, "this attention needs the documents' boundaries"
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
