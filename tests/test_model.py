@@ -6,9 +6,11 @@ test then compares one kind of result with a reference computed here in one proc
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayapp.config import Lora
@@ -44,6 +47,7 @@ from rayapp.model import (
     resolve,
     shard,
 )
+from rayapp.model.activations import ATTENTION
 from rayapp.model.attention import varlen_attention
 from rayapp.model.build import find_blocks
 from rayapp.model.init import fill
@@ -585,6 +589,51 @@ def test_what_is_recomputed_asks_for_no_gradient_of_frozen_embeddings(folder: Pa
     assert all(grad is not None for grad in found["none"].values())
     torch.testing.assert_close(found["full"], found["none"])
     torch.testing.assert_close(found["selective"], found["none"])
+
+
+class Counted(TorchDispatchMode):
+    """Count operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[op.name()] += 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("attention", "kernel"),
+    [
+        ("sdpa", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        ("varlen", "rayapp::by_document"),
+    ],
+)
+def test_selective_recomputes_the_feed_forward_and_no_attention(
+    folder: Path, attention: str, kernel: str
+) -> None:
+    source, attended, products = resolve(str(folder)), {}, {}
+    for mode in ("none", "full", "selective"):
+        model = build(source.config, loss=summed_loss, attention=attention)
+        checkpoint_activations(model, mode)
+        load_weights(model, source, "cpu")
+        ends = torch.arange(0, 61, 12, dtype=torch.int32)
+        with Counted() as counted:
+            objective, _ = model.train()(**make_batch(), boundaries=ends, longest=12)
+            objective.backward()
+        attended[mode], products[mode] = counted.names[kernel], counted.names["aten::mm"]
+    layers = source.config.num_hidden_layers
+    assert attended == {"none": layers, "full": 2 * layers, "selective": layers}
+    assert products["none"] < products["selective"] < products["full"]
+
+
+def test_kernels_that_are_kept_exist_by_these_names() -> None:
+    importlib.import_module("torch.nn.attention.varlen")
+    for name in ATTENTION - {"flex_attention", "flash_attn::_flash_attn_varlen_forward"}:
+        namespace, _, op = name.partition("::")
+        assert getattr(getattr(torch.ops, namespace), op).default.name() == name
+    assert torch.ops.higher_order.flex_attention.name() == "flex_attention"
 
 
 def test_no_positions_means_no_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

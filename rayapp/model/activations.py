@@ -21,18 +21,20 @@ from rayapp.model.build import LanguageModel, find_blocks
 
 MIN_OFFLOAD_BYTES = 2**16
 
-aten = torch.ops.aten
 # A kernel of each device and mask; recomputing one costs S / 2 times as many operations a byte as
 # it gives back, for S tokens a document.
 ATTENTION = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,
-    torch._higher_order_ops.flex_attention,
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "torch_attn::_varlen_attn",
+    "rayapp::by_document",
+    "flash_attn::_flash_attn_varlen_forward",
+    "flex_attention",
 }
-MATMULS = {aten.mm.default, aten.addmm.default}
+MATMULS = {"aten::mm", "aten::addmm"}
 
 
 def checkpoint_activations(model: LanguageModel, mode: str) -> None:
@@ -58,7 +60,8 @@ def checkpoint_activations(model: LanguageModel, mode: str) -> None:
 
 
 def _policy(hidden_size: int, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op in ATTENTION or (op in MATMULS and _is_kept(hidden_size, *args[-2:])):
+    name = op.name()
+    if name in ATTENTION or (name in MATMULS and _is_kept(hidden_size, *args[-2:])):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
