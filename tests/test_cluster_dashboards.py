@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import yaml
 from browser import Browser, Page, needs_chromium
+from drill import PATIENCE_S
 
 from rayapp.storage import Storage, open_storage
 
@@ -147,7 +148,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     )
     run = open_storage(str(folder / "runs")) / "watched"
     try:
-        until = time.monotonic() + 90
+        until = time.monotonic() + PATIENCE_S
         while not Path(temporary, Path(DISCOVERY).name).exists():
             log = (folder / "ray.log").read_text()
             assert started[0].poll() is None and time.monotonic() < until, log
@@ -172,7 +173,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             run,
             training,
         )
-        until = time.monotonic() + 240
+        until = time.monotonic() + PATIENCE_S
         while not found_step(found, "watched", 25):
             log = (folder / "finetune.log").read_text()[-3000:]
             assert training.poll() is None and time.monotonic() < until, log
