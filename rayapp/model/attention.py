@@ -141,7 +141,8 @@ def varlen_attention(
         )
     assert max_length_q is not None
     value_size = value.shape[-1]
-    value = pad(value, (0, size - value_size))  # kernels take one size of heads
+    if value_size != size:  # kernels take one size of heads
+        value = pad(value, (0, size - value_size))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [B * S, heads, D]
     window = -1 if sliding_window is None else sliding_window - 1
     scale = size**-0.5 if scaling is None else scaling
@@ -162,7 +163,8 @@ def varlen_attention(
     else:
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         packed, _ = _by_document(q, k, v, cu_seq_lens_q, window, scale)
-    return packed.view(rows, length, heads, size)[..., :value_size], None
+    packed = packed.view(rows, length, heads, size)
+    return packed if value_size == size else packed[..., :value_size], None
 
 
 @torch.compiler.disable

@@ -30,8 +30,8 @@ def keeps_documents_apart(model: LanguageModel, device: torch.device) -> bool:
     if "position_ids" not in inspect.signature(taker.forward).parameters:
         return False
     row = torch.arange(2 * LENGTH, device=device).unsqueeze(0)
-    ids, labels = row % model.hf.config.get_text_config().vocab_size, row.roll(-1, 1)
-    labels = torch.where((row < LENGTH) | (row == 2 * LENGTH - 1), -100, labels)
+    ids = row % model.hf.config.get_text_config().vocab_size
+    labels = torch.where((row < LENGTH) | (row == 2 * LENGTH - 1), -100, ids.roll(-1, 1))
     ends = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32, device=device)
     embedded: list[Tensor] = []
 
