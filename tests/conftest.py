@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import PATIENCE_S
 
 # Ray's workers are nice by default and would starve beside tests that are not.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
@@ -72,7 +73,7 @@ def no_command_outlives_its_test() -> Iterator[None]:
             for each in [process, *process.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
-            process.wait(timeout=60)
+            process.wait(timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

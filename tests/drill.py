@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import psutil
 import torch
 import yaml
+from patience import PATIENCE_S
 from processes import spawn
 
 from rayapp import metrics
@@ -48,7 +49,6 @@ SETTINGS = {
     "cluster.workers": 2,
     "cluster.max_failures": 3,
 }
-PATIENCE_S = 900.0  # of a test that waits for what should come within a minute
 Lines = list[dict[str, Any]]
 
 

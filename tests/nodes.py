@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from patience import PATIENCE_S
 
 RAY = Path(sys.executable).with_name("ray")
 
@@ -90,7 +91,7 @@ class Node:
         for process in [root, *root.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=PATIENCE_S)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -170,12 +171,12 @@ def with_jobs(folder: Path, cpus: int, workers: int = 0) -> Iterator[dict[str, s
         for process in reversed(started):
             process.terminate()
         for process in started:
-            process.wait(timeout=60)
+            process.wait(timeout=PATIENCE_S)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _wait_for_dashboard(address: str, head: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             urllib.request.urlopen(f"{address}/api/version", timeout=5)

@@ -14,6 +14,7 @@ from typing import Any
 
 import boto3
 from nodes import free_port
+from patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 REGION, ACCOUNT = "us-west-2", "123456789012"
@@ -75,7 +76,7 @@ class Cloud:
 
     def post(self, what: str, body: str) -> None:
         """Tell moto itself something; wait for it to be up."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         headers = {"Content-Type": "text/plain"}
         request = urllib.request.Request(f"{self.url}/moto-api/{what}", body.encode(), headers)
         while True:
@@ -104,7 +105,7 @@ class Cloud:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=580,
+            timeout=PATIENCE_S,
         )
 
     def init(self, stack: str) -> subprocess.CompletedProcess[str]:
@@ -138,4 +139,4 @@ class Cloud:
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=PATIENCE_S)

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import yaml
 from browser import Browser, Page, needs_chromium
-from drill import PATIENCE_S
+from patience import PATIENCE_S
 
 from rayapp.storage import Storage, open_storage
 
@@ -186,7 +186,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
                 process.terminate()
         for process in started:
             try:
-                process.wait(timeout=60)
+                process.wait(timeout=PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -364,7 +364,7 @@ def wait_for_text(page: Page, wanted: str, seconds: float = 60.0) -> str:
 @needs_prometheus
 def test_what_ends_leaves_its_last_counts(live: Live) -> None:
     live.run.write("STOP", b"")
-    assert live.training.wait(timeout=120) == 3
+    assert live.training.wait(timeout=PATIENCE_S) == 3
     lines = [json.loads(line) for line in live.run.read("metrics.jsonl").splitlines()]
     tokens = sum(line["tokens"] for line in lines)
     live.wait_for(f'sum(ray_rayapp_tokens_total{{run="watched"}}) == {tokens}')

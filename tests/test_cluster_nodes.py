@@ -22,6 +22,7 @@ import psutil
 import pytest
 import yaml
 from nodes import free_port
+from patience import PATIENCE_S
 
 from rayapp import metrics
 from rayapp.cluster import Options, render
@@ -101,7 +102,7 @@ class Machine:
             )
 
     def wait(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while "Ray runtime started" not in self.log.read_text():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
@@ -113,7 +114,7 @@ class Machine:
             for process in [*whole.children(recursive=True), whole]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=PATIENCE_S)
 
 
 class Cluster:
@@ -176,7 +177,7 @@ def test_a_job_runs_and_a_worker_leaves(cluster: Cluster) -> None:
     code = "import ray; ray.init(); print(ray.get(ray.remote(lambda: 6 * 7).remote()), 'it is')"
     command = [str(BIN / "ray"), "job", "submit", "--", "python", "-c", code]
     done = subprocess.run(
-        command, env=cluster.client(), capture_output=True, text=True, timeout=300
+        command, env=cluster.client(), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0 and "42 it is" in done.stdout, done.stdout[-3000:] + done.stderr
     worker.process.send_signal(signal.SIGTERM)
@@ -228,7 +229,7 @@ def test_a_job_outlives_its_node(cluster: Cluster, s3_bucket: str, tmp_path: Pat
     workers[1].process.send_signal(signal.SIGTERM)
     workers[1].process.wait(timeout=GRACE_S)  # later ECS or the kubelet would kill it
     left_s = time.monotonic() - stopped
-    assert job.wait(timeout=900) == 0, log.read_text()[-5000:]
+    assert job.wait(timeout=PATIENCE_S) == 0, log.read_text()[-5000:]
     result = json.loads(run.read("result.json"))
     (taken,) = result["interruptions"]
     assert (taken["kind"], taken["lost_steps"]) == ("preemption", 0), taken
@@ -239,7 +240,7 @@ def test_a_job_outlives_its_node(cluster: Cluster, s3_bucket: str, tmp_path: Pat
 
 
 def wait_for_two_workers(run: Any, job: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 500
+    deadline = time.monotonic() + PATIENCE_S
     while not any(line["workers"] == 2 and line["step"] >= 3 for line in metrics.read(run)):
         assert job.poll() is None, log.read_text()[-5000:]
         assert time.monotonic() < deadline, log.read_text()[-5000:]

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from drill import Drill, Undisturbed, assert_alike, assert_same
 from faults import Storm
+from patience import PATIENCE_S
 
 from rayapp.checkpoint.marker import FOLDER, MARKER, latest
 
@@ -242,7 +243,7 @@ def test_a_crash_loop_ends_with_the_reason_and_the_rows(folder: Path) -> None:
     """Every group of workers loses one as soon as it starts: three are enough."""
     drill = Drill(folder, "loop", {"cluster.max_failures": 99})
     killed: set[int] = set()
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE_S
     while drill.process.poll() is None:
         assert time.monotonic() < deadline
         for pid in set(drill.workers()) - killed:

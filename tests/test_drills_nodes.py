@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from drill import Drill, Undisturbed, assert_alike, worker_counts
 from nodes import Node, join, seats
+from patience import PATIENCE_S
 
 # Longer than any of these drills, which stop when they have seen enough; slow enough in learning
 # that another order of summing fp32 gradients stays within 1e-4 for so many steps.
@@ -86,7 +87,7 @@ def test_a_lost_head_ends_the_command_and_another_cluster_goes_on(
         first = start(folder, "headless", nodes, "2")
         first.wait_for_step(15)
         nodes[0].lose()
-        assert first.process.wait(timeout=180) not in (0, 2, 3), first.log.read_text()
+        assert first.process.wait(timeout=PATIENCE_S) not in (0, 2, 3), first.log.read_text()
     with seats(folder, 2) as nodes:
         second = start(folder, "headless", nodes, "2")
         second.wait_for_step(30)

@@ -11,6 +11,7 @@ import nbformat
 import nodes
 import pytest
 from nbclient import NotebookClient
+from patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
@@ -22,7 +23,9 @@ def execute(name: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> l
         monkeypatch.setenv(key, value)
     book = nbformat.read(FOLDER / name, as_version=4)
     # The results go where the test says, not beside the notebook.
-    NotebookClient(book, timeout=400, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(
+        book, timeout=int(PATIENCE_S), resources={"metadata": {"path": str(FOLDER)}}
+    ).execute()
     return [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
 
 

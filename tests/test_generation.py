@@ -16,6 +16,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from patience import PATIENCE_S
 from run_folders import RunFolder
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -308,5 +309,5 @@ def test_in_a_terminal_it_is_a_conversation(folder: Path, tmp_path: Path) -> Non
         until(b" three four\r\n")
     until(b"> ")
     os.write(ours, b"\x04")
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=PATIENCE_S) == 0
     os.close(ours)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from patience import PATIENCE_S
 from terraform import ACCOUNT, REGION, ROOT, Cloud, mirror
 
 from rayapp.cluster import Options, render, write
@@ -92,7 +93,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 def wait_for(ask: Callable[[], Any], applying: Any) -> None:
     """Wait until AWS knows of a thing."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             found = ask()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from rayapp import metrics
 from rayapp.metrics import FILE, TAIL_BYTES, Follower, MetricsLog, TokenRecord, last, read
@@ -123,7 +124,8 @@ def test_what_is_not_finite_becomes_null(storage: Storage) -> None:
     assert [line[name] for name in ("loss", "grad_norm", "lr", "mfu")] == [None] * 4
 
 
-def test_close_makes_all_durable_at_once(storage: Storage) -> None:
+def test_close_makes_all_durable_at_once(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "FLUSH_S", PATIENCE_S)
     log = MetricsLog(storage, 0)
     for step in range(1, 301):
         log.write(record(step))
@@ -169,7 +171,7 @@ def test_s3_is_rewritten_without_close(s3_bucket: str, monkeypatch: pytest.Monke
     log = MetricsLog(storage, 0)
     for step in range(1, 6):
         log.write(record(step))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while steps(storage)[-1:] != [step]:
             assert time.monotonic() < deadline
     log.close()
@@ -179,7 +181,7 @@ def test_what_waits_for_a_step_goes_on_once_it_is_stored(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it waits before the step has its record; at once, not when the next flush is due."""
-    monkeypatch.setattr(metrics, "FLUSH_S", 600.0)
+    monkeypatch.setattr(metrics, "FLUSH_S", 2 * PATIENCE_S)
     log = MetricsLog(storage, 0)
     with ThreadPoolExecutor(1) as pool:
         for step in range(1, 6):
@@ -188,12 +190,12 @@ def test_what_waits_for_a_step_goes_on_once_it_is_stored(
                 time.sleep(0.05)
             assert not waiting.done()
             log.write(record(step))
-            assert waiting.result(timeout=60) == list(range(1, step + 1))
+            assert waiting.result(timeout=PATIENCE_S) == list(range(1, step + 1))
         never = pool.submit(log.wait_stored, 7)
         log.write(record(6))
         log.close()
         with pytest.raises(StorageError, match="step 7 is not stored"):
-            never.result(timeout=10)
+            never.result(timeout=PATIENCE_S)
     assert steps(storage) == [1, 2, 3, 4, 5, 6]
 
 
@@ -211,7 +213,7 @@ def test_training_goes_on_while_s3_fails(
         broken.setattr(type(storage), "write", refuse)
         for step in (1, 2, 3):
             log.write(record(step))
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE_S
             while len(caplog.records) < step:
                 assert time.monotonic() < deadline
     log.write(record(4))
@@ -254,7 +256,7 @@ def test_a_disk_that_takes_a_part_gets_the_rest_later(tmp_path: Path) -> None:
 import resource
 from rayapp.metrics import MetricsLog
 from rayapp.storage import open_storage
-from tests.test_metrics import record, steps
+from test_metrics import record, steps
 storage = open_storage({str(tmp_path)!r})
 log = MetricsLog(storage, 0)
 log.write(record(1))
@@ -268,8 +270,8 @@ log.write(record(3))
 log.close()
 assert steps(storage) == [1, 2, 3]
 """
-    root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", script], cwd=root, check=True)
+    here = Path(__file__).parent
+    subprocess.run([sys.executable, "-c", script], cwd=here, check=True)
 
 
 seconds = st.floats(0, 1e5)

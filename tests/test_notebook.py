@@ -21,6 +21,7 @@ import nodes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from rich.console import Console
 
 from rayapp.accounts import account
@@ -29,7 +30,7 @@ from rayapp.progress import Progress
 from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
-STEPS = 300
+STEPS = 100
 
 
 class Relay:
@@ -93,7 +94,7 @@ def rayapp(
         env={**cluster, **environment},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE_S,
         cwd=cluster["HOME"],
     )
     assert done.returncode == expect, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -103,7 +104,11 @@ def rayapp(
 def kernel(cluster: dict[str, str], code: str) -> Any:
     """Run code in a Python that is new, as after a kernel's restart; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], env=cluster, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env=cluster,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -157,7 +162,7 @@ def test_submit_watch_stop_resume_finish(
         assert listed["status"] == "running" and listed["cost_usd"] > 0
         stopped = rayapp(cluster, "stop", "demo", expect=3)
         assert stopped.stdout == "demo stopped\n"
-        assert follower.wait(timeout=60) == 3
+        assert follower.wait(timeout=PATIENCE_S) == 3
     relay.close()
     logs = rayapp(cluster, "logs", "demo").stdout
     assert (tmp_path / "followed.txt").read_text() == logs

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import Node, cluster, free_port, with_jobs
+from patience import PATIENCE_S
 from processes import spawn
 
 from rayapp import __main__ as entry
@@ -493,7 +494,7 @@ def preflight(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENCE_S,
     )
     assert done.stdout.startswith("{"), done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -522,7 +523,7 @@ def wait_until_gone(head: Node) -> None:
         "while sum(one['Alive'] for one in ray.nodes()) > 1: time.sleep(0.2)"
     )
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=PATIENCE_S)
 
 
 def newest(found: dict[str, Any]) -> str:
@@ -628,14 +629,14 @@ def aws(tmp_path: Path) -> Iterator[dict[str, dict[str, str]]]:
         yield found
     finally:
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=PATIENCE_S)
 
 
 def tell(url: str, free_calls: str, process: subprocess.Popen[bytes]) -> None:
     """Let moto pass so many calls before it asks IAM; wait for it to be up."""
     headers = {"Content-Type": "text/plain"}
     request = urllib.request.Request(f"{url}/moto-api/reset-auth", free_calls.encode(), headers)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             urllib.request.urlopen(request, timeout=10).read()
@@ -751,14 +752,14 @@ def test_it_runs_as_a_job(tmp_path: Path) -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads(done.stdout[done.stdout.index("{") :])
         assert len(found["facts"]["nodes"]) == 2 and found["passed"]
         more = [*send, "--min_gbit_per_s=1e6"]
         done = subprocess.run(
-            more, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500
+            more, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert done.returncode == 1, done.stdout + done.stderr
         assert "the link is slow" in done.stdout and "--min_gbit_per_s" in done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import nodes
 import pytest
+from patience import PATIENCE_S
 from transformers import AutoModelForCausalLM
 
 from rayapp.storage import open_storage
@@ -45,7 +46,7 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
     command += ["--model.tokenizer=bytes", "--model.overrides={num_hidden_layers: 1}"]
     command += ["--train.max_steps=6", "--train.tokens_per_step=1024", "--train.micro_batch=2"]
     command += ["--train.warmup_steps=0", "--checkpoint.every_s=none", "--checkpoint.every_steps=3"]
-    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     # A job's log has lines, not a bar that is redrawn.
     assert "step 6/6" in done.stdout and "tok/s" in done.stdout

@@ -21,6 +21,7 @@ import torch
 import yaml
 from drill import Drill, Undisturbed, assert_alike, assert_same, worker_counts
 from nodes import join, seats, with_jobs
+from patience import PATIENCE_S
 from pictures import as_folder, as_tars, drawn
 from transformers import AutoModelForImageClassification
 
@@ -202,7 +203,9 @@ def test_a_ray_job_trains_a_classifier(tmp_path: Path) -> None:
         command += ["--train.epochs=none", "--train.max_steps=12", "--data.size=32"]
         command += ["--checkpoint.every_steps=6"]
         variables = {**environment, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
         assert "step 12/12" in done.stdout and "images/s" in done.stdout
         assert "top-1" in done.stdout and f"model in {storage}/job/model" in done.stdout
