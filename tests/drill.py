@@ -23,6 +23,7 @@ from patience import PATIENCE_S
 from processes import spawn
 
 from rayapp import metrics
+from rayapp.checkpoint.marker import latest
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.data.rows import local_steps
@@ -101,6 +102,11 @@ class Drill:
         """Wait until an attempt of this command (its first is 1) has done the step."""
         number = self.attempts_before + attempt
         self.wait_for(lambda line: line["step"] >= step and line["attempt"] >= number)
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Wait for a step, and for a checkpoint to which what dies then goes back."""
+        self.wait_for_step(step)
+        self.wait_until(lambda: latest(self.run)[0] is not None)
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Wait for a line of metrics."""

@@ -84,8 +84,8 @@ class Live:
         """Return what a query gives now: a list of {metric, value}."""
         return list(self.get("query", query=expression)["result"])
 
-    def wait_for(self, expression: str, seconds: float = 90.0) -> list[dict[str, Any]]:
-        until = time.monotonic() + seconds
+    def wait_for(self, expression: str) -> list[dict[str, Any]]:
+        until = time.monotonic() + PATIENCE_S
         while not (found := self.ask(expression)):
             assert time.monotonic() < until, f"no data: {expression}"
             time.sleep(0.5)

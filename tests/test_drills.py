@@ -42,7 +42,7 @@ def expected(folder: Path) -> Undisturbed:
 def test_what_happens_to_a_run_does_not_change_it(folder: Path, expected: Undisturbed) -> None:
     """A killed worker, a stop, and other workers at last."""
     first = Drill(folder, "killed")
-    first.wait_for_step(13)
+    first.wait_for_checkpoint(13)
     os.kill(first.workers()[-1], signal.SIGKILL)
     first.wait_for_step(22, attempt=2)
     first.stop()
@@ -68,7 +68,7 @@ def test_a_hung_worker_and_a_dead_driver_change_nothing(
     folder: Path, expected: Undisturbed
 ) -> None:
     first = Drill(folder, "hung", {"cluster.collective_timeout_s": 15})
-    first.wait_for_step(13)
+    first.wait_for_checkpoint(13)
     hung = first.workers()[0]
     os.kill(hung, signal.SIGSTOP)
     first.wait_for_step(22, attempt=2)

@@ -51,7 +51,7 @@ def test_a_lost_node_is_left_behind(folder: Path, expected: Undisturbed) -> None
     """SIGKILL to all of a node's processes: the other node goes on from the last checkpoint."""
     with seats(folder, 2) as nodes:
         drill = start(folder, "lost", nodes, "1:2")
-        drill.wait_for_step(15)
+        drill.wait_for_checkpoint(15)
         nodes[1].lose()
         drill.stop_after_change(1)
     assert_alike(drill.lines(), expected(drill, 1))
@@ -66,7 +66,7 @@ def test_three_nodes_shrink_to_two_and_grow_again(folder: Path, expected: Undist
     """One of three is lost; the run goes on with two, and with three once another has come."""
     with seats(folder, 3) as nodes:
         drill = start(folder, "three", nodes, "1:3")
-        drill.wait_for_step(15)
+        drill.wait_for_checkpoint(15)
         nodes[2].lose()
         drill.wait_for(lambda line: line["workers"] == 2)
         join(nodes, folder)
@@ -85,7 +85,7 @@ def test_a_lost_head_ends_the_command_and_another_cluster_goes_on(
     """SIGKILL to the head, on which the driver is: the same command on a new cluster resumes."""
     with seats(folder, 2) as nodes:
         first = start(folder, "headless", nodes, "2")
-        first.wait_for_step(15)
+        first.wait_for_checkpoint(15)
         nodes[0].lose()
         assert first.process.wait(timeout=PATIENCE_S) not in (0, 2, 3), first.log.read_text()
     with seats(folder, 2) as nodes:

@@ -96,7 +96,7 @@ def expected(folder: Path) -> Undisturbed:
 def test_a_killed_worker_changes_nothing(folder: Path, expected: Undisturbed) -> None:
     """Indexed and streamed by Ray Data, trained by Ray Train, as plain processes do: 1, 2 or 3."""
     drill = ImageDrill(folder, "killed")
-    drill.wait_for_step(13)
+    drill.wait_for_checkpoint(13)
     os.kill(drill.workers()[-1], signal.SIGKILL)
     drill.end(0)
     lines, result = drill.lines(), drill.result()
