@@ -29,9 +29,11 @@ from rayapp.config import Lora
 from rayapp.model import (
     CompileGain,
     LanguageModel,
+    Unavailable,
     add_adapters,
     build,
     checkpoint_activations,
+    choose_attention,
     compile_blocks,
     device_mesh,
     export,
@@ -281,6 +283,39 @@ def test_attention_by_boundaries_knows_dropout(window: int | None) -> None:
     assert (attend(0.3) - attend(0.0)).abs().max() > 0.1
     mean = torch.stack([attend(0.3) for _ in range(2000)]).mean(0)
     torch.testing.assert_close(mean, attend(0.0), rtol=0, atol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "capability", "why"),
+    [
+        ({}, torch.bfloat16, (9, 0), None),
+        ({}, torch.float32, (9, 0), "in 16 bits"),
+        ({"head_dim": 320}, torch.bfloat16, (9, 0), "256 at most, and these have 320"),
+        ({}, torch.bfloat16, (7, 5), "needs compute capability 8.0, and an old GPU is older"),
+    ],
+)
+def test_what_a_gpus_kernel_cannot_compute_is_left_to_sdpa(
+    values: dict[str, Any],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, **values)
+    best = choose_attention("auto", config, "cuda", dtype)
+    assert best == ("varlen" if why is None else "sdpa")
+    for asked in ("varlen", "flash") if why else ():
+        with pytest.raises(Unavailable, match=f"model.attention={asked} .*{why}.*=auto"):
+            choose_attention(asked, config, "cuda", dtype)
+
+
+@pytest.mark.parametrize("asked", ["sdpa", "flex", "flash", "varlen"])
+def test_a_kernel_that_a_model_has_not_is_refused(asked: str) -> None:
+    config = transformers.MambaConfig()
+    with pytest.raises(Unavailable, match=f"model.attention={asked} .*mamba .*=auto"):
+        choose_attention(asked, config, "cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("world", WORLDS)

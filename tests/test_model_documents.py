@@ -82,7 +82,7 @@ def model_of(kind: str, values: dict[str, Any], lora: bool = False) -> LanguageM
     """Build a small model, with weights large enough that a leak would show."""
     config = getattr(transformers, f"{kind}Config")(**COMMON, **values)
     loss = partial(chunked_cross_entropy, chunk=16)
-    lm = build(config, loss=loss, attention=choose_attention("auto", config, "cpu"))
+    lm = build(config, loss=loss, attention=choose_attention("auto", config, "cpu", torch.float32))
     if lora:
         add_adapters(lm, Lora(rank=2))
     lm.to_empty(device="cpu")
@@ -101,7 +101,7 @@ def test_the_model_itself_says_whether_documents_are_apart(
     kind: str, values: dict[str, Any], attention: str
 ) -> None:
     lm = model_of(kind, values)
-    assert choose_attention("auto", lm.hf.config, "cpu") == attention
+    assert choose_attention("auto", lm.hf.config, "cpu", torch.float32) == attention
     apart = (kind, values, attention) in APART
     assert keeps_documents_apart(lm, CPU) is apart
     if kind in ("Bloom", "Mamba"):

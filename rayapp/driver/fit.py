@@ -158,7 +158,9 @@ def _trainer(job: Job, workers: int) -> Any:
     return kit.torch.TorchTrainer(
         lambda: train(job),
         torch_config=kit.torch.TorchConfig(
-            backend="nccl" if gpus else "gloo", timeout_s=cluster.collective_timeout_s
+            # Gloo too: parameters in host memory (parallel.cpu_offload) have a norm to sum there.
+            backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
+            timeout_s=cluster.collective_timeout_s,
         ),
         scaling_config=kit.ScalingConfig(
             num_workers=workers, use_gpu=gpus, resources_per_worker=placement.needs(job.config)

@@ -27,7 +27,7 @@ ENVIRONMENT = {
     **QUIET,
 }
 
-
+WITHOUT_BF16 = {"K80", "P4", "P100", "V100", "T4"}  # NVIDIA's before Ampere, as Ray calls them
 NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
 
 
@@ -134,8 +134,16 @@ def uses_gpus(config: RunConfig) -> bool:
 
 
 def fastest_precision(gpus: bool) -> str:
-    """Return what `auto` is: bf16 on GPUs; on CPUs what a measurement says."""
-    return "bf16" if gpus or _bf16_is_faster() else "fp32"
+    """Return what `auto` is: bf16 on GPUs that have it; on CPUs what a measurement says."""
+    return "bf16" if (gpus_have_bf16() if gpus else _bf16_is_faster()) else "fp32"
+
+
+def gpus_have_bf16() -> bool:
+    """Say whether none of the connected Ray's GPUs is too old for it; older ones emulate it."""
+    import ray
+
+    there = {name.removeprefix("accelerator_type:") for name in ray.cluster_resources()}
+    return not there & WITHOUT_BF16
 
 
 def _bf16_is_faster() -> bool:

@@ -70,12 +70,12 @@ def make_parts(job: Job, device: torch.device) -> Parts:
     head = Head(config)
     shape = model_shape(source, config, len(tokenizer))
     lora, parallel = config.model.lora, config.parallel
-    compute = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
+    compute = compute_dtype(config)
     lm = model.build(
         shape,
         loss=head,
         dtype=torch.float32 if lora is None else compute,  # what is frozen has no fp32 master copy
-        attention=model.choose_attention(config.model.attention, shape, device.type),
+        attention=model.choose_attention(config.model.attention, shape, device.type, compute),
     )
     # The order matters: adapters wrap linear layers; float8 replaces those that compute; what is
     # recomputed is decided inside what is compiled; FSDP's hooks stay outside of all of it.
@@ -116,6 +116,11 @@ def make_parts(job: Job, device: torch.device) -> Parts:
     return Parts(lm.train(), optimizers, source, tokenizer, head)
 
 
+def compute_dtype(config: Config) -> torch.dtype:
+    """Return what the blocks compute in, where float8 does not."""
+    return torch.float32 if config.train.precision == "fp32" else torch.bfloat16
+
+
 def compile_gain(job: Job, parts: Parts, device: torch.device) -> model.CompileGain | None:
     """Compile a block on this rank's first rows, and print on rank 0 what that gains."""
     if not job.config.train.compile or not job.order.num_steps:
@@ -136,7 +141,8 @@ def technique_problems(config: Config, source: model.Source, device_type: str) -
     found = []
     if device_type != "cuda":
         kernel = config.model.attention
-        if problem := model.attention_problem(kernel, source.config, device_type):
+        dtype = compute_dtype(config)
+        if problem := model.attention_problem(kernel, source.config, device_type, dtype):
             found.append(f"model.attention={kernel} is not available: {problem}")
         asked = {
             "train.precision=fp8": (config.train.precision == "fp8", "train.precision=auto"),

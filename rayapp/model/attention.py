@@ -1,6 +1,6 @@
 """Choose the attention kernel, and add one that takes packed rows without a mask: `varlen`.
 
-    name = choose_attention("auto", config, "cuda")       # varlen, if model and GPU allow it
+    name = choose_attention("auto", config, "cuda", torch.bfloat16)  # varlen, if they allow it
     model = build(config, loss=loss, attention=name)
 
 sdpa and flex keep the documents of a row apart by a mask, made from positions that restart. varlen
@@ -32,6 +32,7 @@ class Unavailable(ValueError):
 
 
 AMPERE = (8, 0)  # compute capability that FlashAttention needs
+LARGEST_HEAD = 256  # that it takes
 
 IMPLEMENTATIONS = {  # our name -> transformers' name
     "eager": "eager",
@@ -40,25 +41,30 @@ IMPLEMENTATIONS = {  # our name -> transformers' name
     "flash": "flash_attention_2",
     "varlen": "rayapp_varlen",
 }
+FLAGS = {"sdpa": "sdpa", "flex": "flex_attn", "flash": "flash_attn"}  # of the model's class
 BY_BOUNDARIES = ("varlen", "flash")
 
 
-def choose_attention(wanted: str, config: PretrainedConfig, device_type: str) -> str:
-    """Return the kernel for a model on this machine's devices; `auto` takes the best.
+def choose_attention(
+    wanted: str, config: PretrainedConfig, device_type: str, dtype: torch.dtype
+) -> str:
+    """Return the kernel for a model on this machine's devices, in a dtype; `auto` takes the best.
 
     Raises: Unavailable saying why a wanted one cannot be had.
     """
     if wanted == "auto":
         if _capped(config) or not _supports(config, "sdpa"):
             return "eager"
-        return "sdpa" if _varlen_problem(config, device_type) else "varlen"
-    problem = attention_problem(wanted, config, device_type)
+        return "sdpa" if _varlen_problem(config, device_type, dtype) else "varlen"
+    problem = attention_problem(wanted, config, device_type, dtype)
     if problem:
         raise Unavailable(f"model.attention={wanted} is not available: {problem}")
     return wanted
 
 
-def attention_problem(wanted: str, config: PretrainedConfig, device_type: str) -> str | None:
+def attention_problem(
+    wanted: str, config: PretrainedConfig, device_type: str, dtype: torch.dtype
+) -> str | None:
     """Say why a kernel cannot be had and what to set; None if it can."""
     if wanted in ("auto", "eager"):
         return None
@@ -67,16 +73,17 @@ def attention_problem(wanted: str, config: PretrainedConfig, device_type: str) -
             f"{config.model_type} caps or sinks attention scores, which only eager computes "
             "exactly. Set model.attention=auto"
         )
+    if wanted in FLAGS and not _supports(config, FLAGS[wanted]):
+        return f"{config.model_type} has none. Set model.attention=auto"
     if wanted == "sdpa":
-        known = _supports(config, "sdpa")
-        return None if known else f"{config.model_type} has none. Set model.attention=auto"
+        return None
     if wanted == "varlen":
-        problem = _varlen_problem(config, device_type)
+        problem = _varlen_problem(config, device_type, dtype)
         return problem and f"{problem}. Set model.attention=auto"
     if device_type != "cuda":
         return f"{wanted} attention trains on GPUs only. Set model.attention=auto"
     if wanted == "flash":
-        if problem := _old_gpu():
+        if problem := _flash_problem(config, dtype):
             return f"{problem}. Set model.attention=auto"
         if importlib.util.find_spec("flash_attn") is None:
             return "the package flash-attn is not installed. Install it, or set varlen"
@@ -89,20 +96,27 @@ def _capped(config: PretrainedConfig) -> bool:
 
 
 def _supports(config: PretrainedConfig, what: str) -> bool:
-    """Say whether the model's class has sdpa, or takes whatever kernel is registered."""
+    """Say whether the model's class has a kernel, or takes whatever kernel is registered."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return known is None or bool(getattr(known, f"_supports_{what}"))
 
 
-def _varlen_problem(config: PretrainedConfig, device_type: str) -> str | None:
+def _varlen_problem(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str | None:
     if not _supports(config, "attention_backend"):
         return f"{config.model_type} takes no other kernel than its own"
     if getattr(config.get_text_config(), "attention_chunk_size", None):
         return f"{config.model_type} attends in chunks, which takes a mask"
-    return _old_gpu() if device_type == "cuda" else None
+    return _flash_problem(config, dtype) if device_type == "cuda" else None
 
 
-def _old_gpu() -> str | None:
+def _flash_problem(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
+    """Say why FlashAttention's kernels, which varlen is on GPUs, cannot compute this."""
+    if dtype == torch.float32:
+        return "on GPUs it computes in 16 bits, and train.precision is fp32"
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if head > LARGEST_HEAD:
+        return f"it takes heads of {LARGEST_HEAD} at most, and these have {head}"
     if torch.cuda.get_device_capability() < AMPERE:
         return f"it needs compute capability 8.0, and {torch.cuda.get_device_name()} is older"
     return None

@@ -18,6 +18,7 @@ from rayapp.data.sources import SourceError
 from rayapp.driver import command
 from rayapp.driver.command import Phases
 from rayapp.driver.outcome import RunFailed
+from rayapp.driver.session import gpus_have_bf16
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
 from rayapp.order import Order
@@ -68,7 +69,7 @@ class Vision(command.Kind):
         """Choose the precision: convolutions in bf16 are no faster on CPUs."""
         train = self.config.train
         if train.precision == "auto":
-            found = {"precision": "bf16" if gpus else "fp32"}
+            found = {"precision": "bf16" if gpus and gpus_have_bf16() else "fp32"}
             self.config = self.config.model_copy(update={"train": train.model_copy(update=found)})
 
     def prepare(self, gpus: bool, console: Console, phases: Phases) -> Job:
