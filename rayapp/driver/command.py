@@ -24,7 +24,7 @@ from rayapp.driver.journal import Journal
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
 from rayapp.driver.outcome import RunFailed, result_of
-from rayapp.driver.session import ENVIRONMENT, connected, gpus_here, uses_gpus
+from rayapp.driver.session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage
 
@@ -82,8 +82,7 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
     phases = Phases(started or time.time())
     credentials.load()
     console = console or Console()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    tell_ray()
     address = address_of(kind.config)
     local = address == "local"
     phases.end("import")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rayapp import arguments
 from rayapp.config import ConfigError, RunConfig, fields
 from rayapp.credentials import SecretError
+from rayapp.driver.session import tell_ray
 from rayapp.storage import StorageError
 
 DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 3
@@ -31,6 +32,7 @@ def main(
         config, _ = arguments.read(argv, {}, kind)
     except ConfigError as error:
         return _refuse(error)
+    tell_ray()
     run = load_run()  # only now needed
     from rayapp.driver.outcome import RunFailed
 

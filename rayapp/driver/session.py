@@ -15,7 +15,7 @@ from rayapp.jobs.package import QUIET
 DATA_CPUS = 2  # logical CPUs beside the workers' own, so that Ray Data is never starved
 OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray started here on CPUs
 
-# Ray reads these when it is imported. The controller would otherwise look at its workers every 2 s.
+# The controller would otherwise look at its workers every 2 s.
 ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
@@ -29,6 +29,12 @@ ENVIRONMENT = {
 
 WITHOUT_BF16 = {"K80", "P4", "P100", "V100", "T4"}  # NVIDIA's before Ampere, as Ray calls them
 NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
+
+
+def tell_ray() -> None:
+    """Set what Ray reads when it is imported, where the user has not; so before that."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 @contextmanager

@@ -25,7 +25,14 @@ RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
 NAME_KEY = "job_name"  # there too: what Ray's dashboard shows as the name
 TAG_PREFIX = "rayapp.tag."
 STOP_WAIT_S = 120  # from a hard stop's SIGTERM, which saves, to SIGKILL
+SKIPPED = (  # lines of workers that ask nothing of a user; Ray's log files keep them
+    r"class name: 'PreemptionWatcher'",
+    r"Failed to query Ray Train Controller actor state",  # without a dashboard
+    r"Dataset \S+ execution finished in",
+    r"torchao/_C_|Detected no triton|register_constant\(\)",  # torchao's import without a GPU
+)
 QUIET = {  # what Ray would otherwise write between a run's own lines
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "|".join(SKIPPED),
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::DeprecationWarning",
