@@ -116,7 +116,7 @@ def test_a_server_that_hangs_holds_up_nobody(
     began = time.monotonic()
     told.update(lines_of([(1, 1), (1, 2)]), 0)
     told.close("done", [], began + 0.5)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 5
     assert recorder.ended is None
     assert caplog.records[-1].getMessage() == "recorder was not told all"
     recorder.refuses.clear()  # lets the thread end

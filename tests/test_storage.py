@@ -528,7 +528,7 @@ def test_giving_up_says_how_long(
     started = time.monotonic()
     with pytest.raises(StorageError, match=r"write s3://.*/p/a: .*gave up after \d tries"):
         storage.write("a", b"1")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 5
     with pytest.raises(StorageError, match=r"endpoint cannot be reached.*gave up"):
         storage.write("big", LARGE)
     assert storage.list() == [] and uploads_of(storage) == []
@@ -575,7 +575,7 @@ def test_check_writable_names_an_unreachable_endpoint(
         started = time.monotonic()
         with pytest.raises(StorageError, match=r"endpoint cannot be reached.*AWS_ENDPOINT_URL_S3"):
             open_storage("s3://bucket/p").check_writable()
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 10  # two tries, each with up to 1 s for Expect: 100
 
 
 def test_check_writable_names_bucket_permission_and_credentials(
