@@ -208,7 +208,7 @@ def test_a_job_outlives_its_node(cluster: Cluster, s3_bucket: str, tmp_path: Pat
         "model.overrides": "{num_hidden_layers: 1, hidden_size: 64, intermediate_size: 128}",
         "train.tokens_per_step": "4096",
         "train.micro_batch": "8",
-        "train.max_steps": "100",  # some 10 s: a notice is seen within 7
+        "train.max_steps": "400",  # more than the 7 s in which a notice is seen
         "train.precision": "fp32",
         "checkpoint.every_steps": "1000",
         "checkpoint.every_s": "none",

@@ -30,7 +30,7 @@ from rayapp.progress import Progress
 from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
-STEPS = 100
+STEPS = 300
 
 
 class Relay:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from rayapp.credentials import SecretError
 from rayapp.driver.session import tell_ray
 from rayapp.storage import StorageError
 
+# Where torchao is installed transformers imports it, which warns of kernels that need a GPU.
+NOISY = ("torchao", "torch.utils._pytree")
 DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 3
 
 
@@ -33,6 +36,8 @@ def main(
     except ConfigError as error:
         return _refuse(error)
     tell_ray()
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     run = load_run()  # only now needed
     from rayapp.driver.outcome import RunFailed
 
