@@ -115,11 +115,14 @@ def test_more_tokens_take_more_and_more_shards_less(layout: Layout) -> None:
 def test_recomputing_more_takes_less_memory_and_more_time(layout: Layout) -> None:
     modes = ("none", "selective", "full")
     layouts = [replace(layout, checkpointing=mode) for mode in modes]
-    peaks = [peak_memory(each).total for each in layouts]
+    none, selective, full = map(peak_memory, layouts)
     if layout.shape.layers > 8:  # else a block's own recomputation weighs as much
         kept = kept_bytes(layouts[0]) * layout.shape.layers * layout.tokens
-        assert peaks[2] <= peaks[1] * 1.0001
-        assert peaks[1] <= peaks[0] * 1.0001 + 0.35 * kept
+        for less, more, share in ((full, selective, 1.0001), (selective, none, 1.3498)):
+            if less.phase == more.phase:
+                assert less.terms["activations"] <= more.terms["activations"] * share
+            else:  # another term's peak may be higher than what recomputing lowers
+                assert less.total <= more.total + (share - 1) * kept
     here = machine(GPUS["A100-80GB"], 8, 400)
     layout = replace(layout, shards=8)
     times = [
