@@ -6,8 +6,9 @@
 The model is physical and has one set of constants (below) for all systems. Each block's forward
 and backward takes the time of its matrix products (at the rate that large products were measured
 to reach, times MATRICES), of attention, and of the bytes that everything elementwise moves; or, if
-that is longer, the time that the host needs to launch its kernels. A block's gather runs beside the
-block before it, and what is longer than that block is exposed; gradients leave the same way.
+that is longer, the time that the host needs to launch that pass's kernels. A block's gather runs
+beside the block before it, and what is longer than that block is exposed; gradients leave the same
+way.
 """
 
 from __future__ import annotations
@@ -73,9 +74,11 @@ def step_time(job: Job[Layout]) -> StepTime:
     """
     layout, gpu = job.layout, job.machine.gpu
     compute = _compute(job)
-    waiting = max(0.0, _host_s(job) - compute.total_s)
-    backward_s = compute.total_s - compute.forward_s
-    exposed = _exposed_s(job, compute.forward_s + waiting / 3, backward_s + waiting * 2 / 3)
+    passes, host = _passes(layout), _host_s(job)
+    forward_s = max(compute.forward_s, host / passes)
+    backward_s = max(compute.total_s - compute.forward_s, host * (passes - 1) / passes)
+    waiting = forward_s + backward_s - compute.total_s
+    exposed = _exposed_s(job, forward_s, backward_s)
     loss = layout.tokens * loss_traffic_bytes(layout) / (TRAFFIC * gpu.memory_bytes_per_s)
     moved = compute.elementwise_s + loss + _copies_s(job)
     # The slowest of n normal draws is about sqrt(2 ln n) standard deviations behind.
@@ -126,7 +129,7 @@ def _compute(job: Job[Layout]) -> _Compute:
     flash_back = 1.25 * tokens * backward.attention / (ATTENTION_BACKWARD * plain)
     once = shape.layers * tokens * block_traffic_bytes(layout)
     once /= TRAFFIC * gpu.memory_bytes_per_s
-    passes = 3 if layout.checkpointing == "none" else 4
+    passes = _passes(layout)
     return _Compute(
         matrices_s=matrices(forward + backward + again),
         attention_s=flash + flash_again + flash_back,
@@ -138,9 +141,8 @@ def _compute(job: Job[Layout]) -> _Compute:
 def _host_s(job: Job[Layout]) -> float:
     """Return seconds that the host takes to launch a micro-batch."""
     layout = job.layout
-    passes = 3 if layout.checkpointing == "none" else 4
     hooks = 2 * HOOKS_S if job.machine.ranks > 1 else 0.0
-    return layout.shape.layers * (LAUNCH_S * _kernels(layout) * passes + hooks)
+    return layout.shape.layers * (LAUNCH_S * _kernels(layout) * _passes(layout) + hooks)
 
 
 def _copies_s(job: Job[Layout]) -> float:
@@ -192,6 +194,11 @@ def block_traffic_bytes(layout: Layout) -> float:
 def loss_traffic_bytes(layout: Layout) -> float:
     """Return bytes that the loss moves for one token: logits and what becomes of them."""
     return layout.shape.vocabulary * (26.0 if layout.plain_loss else 18.0)
+
+
+def _passes(layout: Layout) -> int:
+    """Return how often a block's kernels run, in units of its forward; the backward is two."""
+    return 3 if layout.checkpointing == "none" else 4
 
 
 def _frees(layout: Layout) -> bool:
