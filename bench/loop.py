@@ -65,13 +65,13 @@ def main() -> None:
             alone = torchrun("loop_alone.py", run, options.steps, CPU_ENVIRONMENT)
             print(
                 f"round {number}: tokens/s of rayapp {rate:,.0f}, its loop alone {alone:,.0f}, "
-                f"bare loop {bare:,.0f}, bare loop with rayapp's allocator settings {tuned:,.0f}",
+                f"bare loop {bare:,.0f}, bare loop with rayapp's settings of glibc {tuned:,.0f}",
                 flush=True,
             )
             for label, value in (
                 ("rayapp / bare loop", rate / bare),
-                ("loop without Ray / bare loop, both with the allocator settings", alone / tuned),
-                ("rayapp / bare loop with the allocator settings", rate / tuned),
+                ("loop without Ray / bare loop, both with the settings of glibc", alone / tuned),
+                ("rayapp / bare loop with the settings of glibc", rate / tuned),
             ):
                 ratios.setdefault(label, []).append(value)
     for label, found in ratios.items():

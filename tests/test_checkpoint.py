@@ -27,11 +27,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from rayapp.checkpoint import files, marker
 from rayapp.checkpoint import saver as saving
-from rayapp.checkpoint.loader import load, saved_names
+from rayapp.checkpoint.loader import load, saved_shapes
 from rayapp.checkpoint.marker import (
     MARKER,
     METADATA,
@@ -45,7 +46,9 @@ from rayapp.checkpoint.marker import (
     open_checked,
     refuse,
 )
+from rayapp.checkpoint.quantized import narrowed, scales, widened
 from rayapp.checkpoint.saver import MAX_FAILURES, Checkpointer
+from rayapp.checkpoint.staging import HostCopy
 from rayapp.optim import make_optimizers
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -390,25 +393,105 @@ def test_what_is_written(storage: Storage) -> None:
     }
     found, skipped = latest(storage)
     assert found == Found("step-00000500", 500, whole) and skipped == []
-    assert saved_names(storage, found.name) == {"a.x", "a.text", "n"}
+    assert saved_shapes(storage, found.name) == {"a.x": (6,), "a.text": None, "n": None}
     loaded = {"a": {"x": torch.zeros(6), "text": ""}, "n": 0}
     load(storage, found.name, loaded)
     assert torch.equal(loaded["a"]["x"], torch.arange(6.0))  # type: ignore[index]
     assert (loaded["a"]["text"], loaded["n"]) == ("words", 3)  # type: ignore[index]
 
 
-def test_the_copy_shares_no_memory(tmp_path: Path, group: None) -> None:
-    saver = Checkpointer(open_storage(str(tmp_path / "run")), keep=2, asynchronous=True)
+def test_the_copy_shares_no_memory(group: None) -> None:
+    copy = HostCopy()
     base = torch.arange(8.0)
-    tensors = {"whole": base, "view": base[2:5], "list": [base.view(2, 4)], "count": [1]}
-    staged: Any = saver._stager.stage(tensors)
-    base.fill_(-1)
-    tensors["count"].append(2)
-    assert torch.equal(staged["whole"], torch.arange(8.0))
-    assert torch.equal(staged["view"], torch.arange(2.0, 5.0))
-    assert torch.equal(staged["list"][0], torch.arange(8.0).view(2, 4))
-    assert staged["count"] == [1]
+    mesh = init_device_mesh("cpu", (1,))
+    tensors: dict[str, Any] = {
+        "whole": base,
+        "view": base[2:5],
+        "list": [base.view(2, 4)],
+        "turned": base.view(2, 4).t(),
+        "half": base.bfloat16(),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "sharded": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]),
+        "count": [1],
+        "name": "a",
+    }
+    places = []
+    for number in (1.0, 2.0, 3.0):  # the second and the third in the memory of the first
+        for each in every_tensor(tensors):
+            each.fill_(number)
+        tensors["count"][0] = int(number)
+        staged = copy.take(tensors)
+        places.append([each.data_ptr() for each in every_tensor(staged)])
+        for each in every_tensor(tensors):
+            each.fill_(-1)
+        tensors["count"][0] = -1
+        for was, now in zip(every_tensor(tensors), every_tensor(staged), strict=True):
+            assert torch.equal(now, torch.full_like(was, number)) and now.dtype == was.dtype
+        assert (staged["count"], staged["name"]) == ([int(number)], "a")
+        assert staged["sharded"].placements == (Shard(0),)
+    assert places[0] == places[1] == places[2]
+    copy.close()
+
+
+def test_a_state_of_another_form_is_copied_anew() -> None:
+    copy = HostCopy()
+    first = copy.take({"a": torch.ones(3)})
+    more = copy.take({"a": torch.full((3,), 2.0), "b": torch.zeros(2)})
+    wider = copy.take({"a": torch.full((4,), 3.0), "b": torch.zeros(2)})
+    double = copy.take({"a": torch.full((4,), 4.0, dtype=torch.float64), "b": torch.zeros(2)})
+    assert torch.equal(first["a"], torch.ones(3)) and torch.equal(more["a"], torch.full((3,), 2.0))
+    assert torch.equal(wider["a"], torch.full((4,), 3.0))
+    assert double["a"].dtype == torch.float64 and float(double["a"].sum()) == 16.0
+    copy.close()
+
+
+def test_moments_of_8_bits_come_back_bit_by_bit(group: None, tmp_path: Path) -> None:
+    """Saved as fp32 values, with the scales of this rank's shards; without them, nearly."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (1,))
+
+    def state(seed: int) -> tuple[dict[str, Any], Any]:
+        torch.manual_seed(seed)
+        moment = OptimState8bit.zeros((64, 96))
+        moment.copy_(torch.randn(64, 96) * torch.logspace(-6, 0, 64)[:, None])
+        sharded = DTensor.from_local(moment, mesh, [Shard(0)], run_check=False)
+        return {"moment": sharded, "step": torch.tensor(3.0)}, moment
+
+    (tree, moment), (other, _) = state(1), state(2)
+    saver = Checkpointer(open_storage(str(tmp_path / "run")), keep=3, asynchronous=False)
+    for step in (1, 2):  # the second into the memory of the first
+        saver.save(step, {"o": other if step == 1 else tree, "s": scales(tree)}, {"step": step})
     saver.close()
+    storage = open_storage(str(tmp_path / "run"))
+    found, _ = latest(storage)
+    assert found is not None
+    assert saved_shapes(storage, found.name)["o.moment"] == (64, 96)
+    for exact in (True, False):
+        target, into = state(3)
+        loading = {"o": widened(target)} | ({"s": scales(target)} if exact else {})
+        assert loading["o"]["step"] is target["step"]
+        load(storage, found.name, loading)
+        back = narrowed(target, loading["o"], loading.get("s", {}))
+        assert back["moment"] is target["moment"] and float(back["step"]) == 3.0
+        if exact:
+            assert torch.equal(into.codes, moment.codes) and torch.equal(into.scale, moment.scale)
+        else:
+            assert not torch.equal(into.scale, moment.scale)
+            error = (into.dequantize() - moment.dequantize()).abs().view(-1, 256).amax(1)
+            assert (error <= 0.02 * moment.scale).all()
+
+
+def every_tensor(tree: Any) -> list[torch.Tensor]:
+    """Return the plain tensors under a tree, those of DTensors too."""
+    if isinstance(tree, dict):
+        return [each for value in tree.values() for each in every_tensor(value)]
+    if isinstance(tree, list):
+        return [each for value in tree for each in every_tensor(value)]
+    if isinstance(tree, DTensor):
+        return every_tensor(tree.to_local())
+    return [tree.data] if isinstance(tree, torch.Tensor) else []
 
 
 def test_load_refuses_what_does_not_fit(tmp_path: Path, group: None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from rayapp.checkpoint.files import FAILURES, Files, reason_of
@@ -34,9 +35,13 @@ def load(storage: Storage, name: str, tensors: dict[str, Any]) -> None:
         ) from error
 
 
-def saved_names(storage: Storage, name: str) -> set[str]:
-    """Return the names of the tensors and objects that a checkpoint holds."""
-    return set(_Reader(storage / FOLDER, name).read_metadata().state_dict_metadata)
+def saved_shapes(storage: Storage, name: str) -> dict[str, tuple[int, ...] | None]:
+    """Return the names of what a checkpoint holds, tensors with their shapes, objects with none."""
+    metadata = _Reader(storage / FOLDER, name).read_metadata().state_dict_metadata
+    return {
+        key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
+        for key, item in metadata.items()
+    }
 
 
 class _Reader(FileSystemReader):

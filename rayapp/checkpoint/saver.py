@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -30,6 +28,7 @@ from rayapp.checkpoint.marker import (
     newest_first,
     order_of,
 )
+from rayapp.checkpoint.staging import HostCopy
 from rayapp.storage import Storage
 
 MAX_FAILURES = 3  # saves that fail in a row before the run stops
@@ -56,14 +55,7 @@ class Checkpointer:
         self.storage, self.keep, self.asynchronous = storage / FOLDER, keep, asynchronous
         self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
         self.rank = dist.get_rank()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=torch.cuda.is_available(),
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=torch.cuda.is_available(),
-            )
-        )
+        self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the last save
         self._failures = 0
@@ -84,8 +76,7 @@ class Checkpointer:
         start = time.perf_counter()
         self.wait()
         data = json.dumps(state, indent=1).encode()  # now: the caller may change it later
-        staged = self._stager.stage(tensors)
-        assert isinstance(staged, dict)
+        staged = self._copy.take(tensors)
         self._thread = threading.Thread(
             target=self._write, args=(step, staged, data, start), name="checkpoint"
         )
@@ -124,7 +115,7 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._stager.close()
+        self._copy.close()
         if self._error is not None:
             why = reason_of(self._error)
             raise CheckpointError(f"the last checkpoint could not be saved: {why}") from self._error

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from rayapp.checkpoint import loader, marker
+from rayapp.checkpoint import loader, marker, quantized
 from rayapp.driver.job import Job
 from rayapp.driver.trainee import Trainee
 from rayapp.order import Cursor, differences
@@ -28,7 +28,7 @@ class StartAgain(RuntimeError):
 
 
 def state_tensors(trainee: Trainee) -> dict[str, Any]:
-    """Return what a checkpoint holds as tensors: model, optimizer and every rank's RNG."""
+    """Return what a checkpoint holds as tensors: model, optimizer, and what is a rank's own."""
     weights, optimizer = dcp_state.get_state_dict(
         trainee.model,
         trainee.optimizers,
@@ -37,7 +37,10 @@ def state_tensors(trainee: Trainee) -> dict[str, Any]:
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    own = {"model": weights, "optimizer": optimizer, "rng": {str(dist.get_rank()): rng}}
+    rank = str(dist.get_rank())
+    own = {"model": weights, "optimizer": optimizer, "rng": {rank: rng}}
+    if scales := quantized.scales(optimizer):
+        own["scales"] = {rank: scales}
     return own | trainee.tensors()
 
 
@@ -82,10 +85,15 @@ def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[flo
         return 0, []
     check_cursor(job, found.state)
     wanted = state_tensors(trainee)
-    saved = loader.saved_names(storage, found.name)
+    saved = loader.saved_shapes(storage, found.name)
     rank = str(dist.get_rank())
     if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
         del wanted["rng"]
+    scales = wanted.pop("scales", {rank: {}})[rank]
+    same = all(saved.get(f"scales.{rank}.{key}") == (*one.shape,) for key, one in scales.items())
+    if scales and same:  # else the shards have other sizes now
+        wanted["scales"] = {rank: scales}
+    own, wanted = wanted["optimizer"], quantized.widened(wanted)
     try:
         loader.load(storage, found.name, wanted)
     except marker.Damaged as damage:
@@ -93,11 +101,12 @@ def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[flo
             marker.refuse(storage, found.name, str(damage))
         dist.barrier()
         raise StartAgain(f"{damage}; it is refused from now on") from damage
+    known = wanted.get("scales", {rank: {}})[rank]
     dcp_state.set_state_dict(
         trainee.model,
         trainee.optimizers,
         model_state_dict=wanted["model"],
-        optim_state_dict=wanted["optimizer"],
+        optim_state_dict=quantized.narrowed(own, wanted["optimizer"], known),
         options=dcp_state.StateDictOptions(strict=False),  # what is frozen is not saved
     )
     if "rng" in wanted:

@@ -13,7 +13,7 @@ PyTorch's autograd; rayapp/trace.py runs the real step on fake tensors, and test
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayapp.formulas.flops import model_flops
 from rayapp.formulas.shape import Linear, Shape, lora_parameters
@@ -198,9 +198,13 @@ def state_bytes(layout: Layout) -> dict[str, float]:
 
 
 def checkpoint_bytes(layout: Layout) -> float:
-    """Return the bytes of a checkpoint of all ranks: parameters and optimizer state, once."""
+    """Return the bytes of a checkpoint of all ranks: parameters and optimizer state, once.
+
+    Moments of 8 bits are saved as fp32 values, which any number of ranks can shard.
+    """
     trainable = float(layout.trainable)
-    return FP32 * trainable + _optimizer_bytes(layout, trainable)
+    wide = replace(layout, optimizer="adamw") if layout.optimizer == "adamw8bit" else layout
+    return FP32 * trainable + _optimizer_bytes(wide, trainable)
 
 
 def _optimizer_bytes(layout: Layout, trainable: float) -> float:

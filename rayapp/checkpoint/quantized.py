@@ -1,0 +1,80 @@
+"""Moments of 8 bits (torchao), as a checkpoint holds them.
+
+Codes and scales mean something for one rank's shard alone: a block of 256 values runs over the ends
+of rows, and a shard that no block divides is not quantized at all. So a checkpoint holds the values
+in fp32, which any number of ranks can shard, and beside them each rank's scales: with those a shard
+of the same size gets its moments back bit by bit. Without them a block whose largest value is
+negative would shrink at each resume, as torchao's map ends at -0.993.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_leaves_with_path,
+    tree_map,
+    tree_unflatten,
+)
+
+
+def local(tensor: torch.Tensor) -> Any:
+    """Return what this rank holds of a tensor: a plain tensor, or torchao's if it is quantized."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Say whether a leaf of a state, or this rank's shard of it, is a torchao tensor."""
+    return isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(local(leaf))
+
+
+def values(leaf: Any) -> torch.Tensor:
+    """Return the fp32 values of a quantized leaf on the CPU, sharded as it is."""
+    found: torch.Tensor = local(leaf).dequantize().cpu()
+    if not isinstance(leaf, DTensor):
+        return found
+    # from_local would move the shard to the mesh's device.
+    return DTensor(found, leaf._spec, requires_grad=False)
+
+
+def widened(state: Any) -> Any:
+    """Return a state with the values of what is quantized; all else is the same object."""
+    return tree_map(lambda leaf: values(leaf) if is_quantized(leaf) else leaf, state)
+
+
+def scales(state: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's scales by the place of their tensor in the state."""
+    leaves = tree_leaves_with_path(state)
+    return {keystr(path): local(leaf).scale for path, leaf in leaves if is_quantized(leaf)}
+
+
+def narrowed(state: Any, loaded: Any, known: dict[str, torch.Tensor]) -> Any:
+    """Fill what is quantized in `state` with `loaded` values; return `loaded` with it in place.
+
+    `known` holds the scales of this rank's shards, or nothing, and then they are computed anew.
+    """
+    leaves, form = tree_flatten(loaded)
+    for index, (path, leaf) in enumerate(tree_leaves_with_path(state)):
+        if not is_quantized(leaf):
+            continue
+        target = local(leaf)
+        source = local(leaves[index]).to(target.device)
+        if keystr(path) in known:
+            _quantize(target, source, known[keystr(path)].to(target.device))
+        else:
+            target.copy_(source)
+        leaves[index] = leaf
+    return tree_unflatten(leaves, form)
+
+
+def _quantize(target: Any, source: torch.Tensor, scale: torch.Tensor) -> None:
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    blocks = source.reshape(-1, target.block_size) / scale.clip(1e-12).unsqueeze(1)
+    target.codes.copy_(quantize_8bit_with_qmap(blocks.flatten(), target.qmap).view(source.shape))
+    target.scale.copy_(scale)
