@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from rayapp.checkpoint import files, marker
+from rayapp.checkpoint import files, marker, staging
 from rayapp.checkpoint import saver as saving
 from rayapp.checkpoint.loader import load, saved_shapes
 from rayapp.checkpoint.marker import (
@@ -412,6 +412,9 @@ def test_the_copy_shares_no_memory(group: None) -> None:
         "half": base.bfloat16(),
         "scalar": torch.tensor(3.0),
         "empty": torch.empty(0),
+        "large": torch.zeros(3, staging.LARGE // 8),
+        "large_turned": torch.zeros(staging.LARGE // 8, 3).t(),
+        "large_half": torch.zeros(staging.LARGE, dtype=torch.bfloat16),
         "parameter": nn.Parameter(torch.ones(2)),
         "sharded": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]),
         "count": [1],

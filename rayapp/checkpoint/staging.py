@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rayapp.checkpoint import quantized
 
+LARGE = 2**20  # bytes
+
 
 class HostCopy:
     """Copy a tree of tensors to host memory, pinned where there is a GPU."""
@@ -78,7 +80,8 @@ def _form(leaf: Any) -> Any:
 
 
 def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
-    if here.device.type == "cpu" and here.is_contiguous() and there.is_contiguous():
+    in_place = here.device.type == "cpu" and here.is_contiguous() and there.is_contiguous()
+    if in_place and here.nbytes >= LARGE:
         # By memcpy, whose large copies write past the caches; torch's own kernel does not.
         np.copyto(_bytes(there), _bytes(here))
     else:
