@@ -3,9 +3,11 @@
     python bench/faults.py [--steps 120] [--faults "worker killed;driver killed"]
 
 Each fault is done to a run of its own, a third of the way through it, 5 steps past a checkpoint.
-Seconds are from the fault to the end of the first step after it. A driver that dies, or a run that
-is stopped, is started again at once by the same command. The last lines simulate an hour of the
-default job, step by step, with the figures just measured: with faults as often as given there.
+Seconds are from the fault to the end of the first step after it; in brackets are those of the last
+attempt: Ray's start of a group of workers, then ours, model, restore and first step. A driver that
+dies, or a run that is stopped, is started again at once by the same command. The last lines
+simulate an hour of the default job, step by step, with the figures just measured: with faults as
+often as given there.
 """
 
 import argparse
@@ -143,6 +145,7 @@ def observe(run: Run, steps: int, fault: str, node: Node | None) -> dict:
         "wall_s": result["wall_s"],
         "step_s": statistics.median(line["step_s"] for line in run.lines()),
         "stall_s": result["checkpoint"]["stall_s"],
+        "start_s": result["start_s"],
     }
 
 
@@ -193,9 +196,11 @@ def main() -> None:
             shares = ", ".join(
                 f"{cause} {share:.0%}" for cause, share in cost["goodput"].items() if share >= 0.005
             )
+            names = ("workers", "model", "restore", "first_step")
+            parts = ", ".join(f"{name} {cost['start_s'][name]:.1f}" for name in names)
             print(
-                f"{fault}: {cost['seconds']:.1f} s to the first new step, {cost['lost']} steps "
-                f"lost; {cost['wall_s']:.0f} s in all ({shares})",
+                f"{fault}: {cost['seconds']:.1f} s to the first new step ({parts}), {cost['lost']} "
+                f"steps lost; {cost['wall_s']:.0f} s in all ({shares})",
                 flush=True,
             )
     for every_s in (30.0, 60.0, 300.0):
