@@ -5,6 +5,7 @@
 2 CPU processes hold a Llama and AdamW, sharded by FSDP2, and save them to a folder. In each round,
 in turn:
 
+    state      the dict of the state, references only; what both saves below are given
     copy       a plain copy of the rank's state to host memory that is already there
     rayapp     Checkpointer.save, asynchronous: seconds stalled, then seconds to the commit marker
     dcp.save   torch.distributed.checkpoint's own synchronous save of the same state
@@ -41,6 +42,14 @@ from rayapp.storage import open_storage
 
 WORLD = 2
 GIB = 2**30
+TITLES = {
+    "state": "state dict",
+    "copy": "plain copy of a rank's state",
+    "stall": "asynchronous save: stall",
+    "commit": "asynchronous save: to the commit marker",
+    "dcp": "dcp.save",
+    "all": "gathered on rank 0, torch.save",
+}
 
 
 def resident(name: str = "VmRSS") -> int:
@@ -119,15 +128,15 @@ def measure(rank: int, folder: str, rounds: int, million: int) -> None:
         saver.wait()
     peaks["rayapp"] = (resident("VmHWM") - empty) / (2 * size)
     copies = [torch.empty_like(tensor).fill_(0) for tensor in local]
-    found: dict[str, list[float]] = {name: [] for name in ("copy", "stall", "commit", "dcp", "all")}
+    found: dict[str, list[float]] = {name: [] for name in TITLES}
 
     def copy() -> None:
         for there, here in zip(copies, local, strict=True):
             there.copy_(here)
 
-    def dcp(step: int) -> None:
+    def dcp(step: int, state: dict) -> None:
         writer = FileSystemWriter(f"{folder}/dcp-{step}", sync_files=False)
-        dcp_save(state_of(lm, optimizer), storage_writer=writer)
+        dcp_save(state, storage_writer=writer)
 
     def gathered(step: int) -> None:
         whole = state_of(lm, optimizer, full_state_dict=True, cpu_offload=True)
@@ -136,12 +145,14 @@ def measure(rank: int, folder: str, rounds: int, million: int) -> None:
 
     for step in range(3, 3 + rounds):
         found["copy"].append(timed(copy))
+        start = time.perf_counter()
         state = state_of(lm, optimizer)
+        found["state"].append(time.perf_counter() - start)
         found["stall"].append(timed(lambda s=step, t=state: saver.save(s, t, {"step": s})))
         saver.wait()
         found["commit"].append(saver.commit_s or 0.0)
+        found["dcp"].append(timed(lambda s=step, t=state: dcp(s, t)))
         del state
-        found["dcp"].append(timed(lambda s=step: dcp(s)))
         if rank == 0:
             shutil.rmtree(f"{folder}/dcp-{step}")
     copies.clear()
@@ -180,16 +191,18 @@ def main() -> None:
         report = json.loads(Path(folder, "found.json").read_text())
     found = report["found"]
     print(f"{report['gib']:.2f} GiB of state on {WORLD} ranks, medians of {options.rounds} rounds")
-    titles = {
-        "copy": "plain copy of a rank's state",
-        "stall": "asynchronous save: stall",
-        "commit": "asynchronous save: to the commit marker",
-        "dcp": "dcp.save",
-        "all": "gathered on rank 0, torch.save",
-    }
+    found["loop"] = [a + b for a, b in zip(found["state"], found["stall"], strict=True)]
+    titles = TITLES | {"loop": "state dict and stall together, as metrics.jsonl counts them"}
     for name, title in titles.items():
         print(f"{title}: {1000 * statistics.median(found[name]):,.0f} ms")
-    for above, below in (("stall", "dcp"), ("stall", "copy"), ("all", "stall"), ("all", "commit")):
+    pairs = (
+        ("stall", "dcp"),
+        ("loop", "dcp"),
+        ("stall", "copy"),
+        ("all", "stall"),
+        ("all", "commit"),
+    )
+    for above, below in pairs:
         ratios = [a / b for a, b in zip(found[above], found[below], strict=True)]
         print(
             f"{titles[above]} / {titles[below]}: {statistics.median(ratios):.3f} "

@@ -86,8 +86,8 @@ class Engine:
     attempt: int = 1
     rows_per_epoch: int = 1
     rows_per_step: int = 1
-    save: Callable[[int], float] = field(default=lambda step: 0.0)
-    """Save after this many steps; returns the seconds stalled. Called on all ranks together."""
+    save: Callable[[int], None] = field(default=lambda step: None)
+    """Save after this many steps. Called on all ranks together; its seconds are the stall."""
     save_due: Callable[[int], bool] = field(default=lambda step: False)
     leave_due: Callable[[], int] = field(default=lambda: STAY)
     """STAY, STOP or MOVE; on rank 0, for all, and STAY on the others."""
@@ -181,7 +181,11 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         if engine.evaluate is not None and engine.eval_due(done):
             held_out = engine.evaluate()
         eval_s = time.perf_counter() - evaluated
-        stall_s = engine.save(done) if totals.save or leave else 0.0
+        stall_s = 0.0
+        if totals.save or leave:
+            called = time.perf_counter()
+            engine.save(done)
+            stall_s = time.perf_counter() - called
         now = time.perf_counter()
         step_s, clock = now - clock, now
         facts = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +29,15 @@ from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
-from rayapp.driver import pace
+from rayapp.driver import pace, state, training
 from rayapp.driver.state import StartAgain
+from rayapp.driver.trainee import Trainee
 from rayapp.finetune.training import Job, mfu_of, run
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
+SLOW_S = 0.3  # what a state takes to gather in one test
 TEXT = "".join(
     f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900)
 )
@@ -443,12 +446,18 @@ def refusing_worker(rank: int, world: int, job: Job) -> None:
 
 
 def test_a_notice_is_a_checkpoint_and_a_move(inputs: Path) -> None:
-    """All ranks ask together; a node that goes leads to a save after that very step."""
+    """All ranks ask together; a node that goes leads to a save after that very step.
+
+    Its stall counts all that the save held the step up by, the gathering of the state as well.
+    """
     config = config_of(inputs, "noticed")
     job = job_of(config, inputs)
     processes.spawn(noticed_worker, 2, str(inputs / "noticed-a"), job, 5)
     found, skipped = latest(open_storage(job.run_url))
     assert found is not None and (found.step, skipped) == (5, [])
+    lines = Path(job.run_url, "metrics.jsonl").read_text().splitlines()
+    *before, saved = [json.loads(line)["checkpoint_stall_s"] for line in lines]
+    assert before == [0.0] * 4 and saved > SLOW_S
 
 
 def noticed_worker(rank: int, world: int, job: Job, notice_at: int) -> None:
@@ -466,7 +475,12 @@ def noticed_worker(rank: int, world: int, job: Job, notice_at: int) -> None:
         asked.append(step)
         return "rank 1 is taken away" if step == notice_at else None
 
+    def slowly(trainee: Trainee) -> dict[str, Any]:
+        time.sleep(SLOW_S)
+        return state.state_tensors(trainee)
+
     pace.NOTICE_POLL_S = 0.0
+    training.state_tensors = slowly  # type: ignore[attr-defined]
     summary = run(job, torch.device("cpu"), steps, notice=notice)
     assert asked == list(range(1, notice_at + 1))  # on each rank
     assert (summary["status"], summary["steps"]) == ("moved", notice_at), summary

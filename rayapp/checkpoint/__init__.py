@@ -1,7 +1,7 @@
 """Distributed checkpoints that exist if and only if their marker does.
 
     checkpointer = saver.Checkpointer(run_storage, keep=2, asynchronous=True)
-    stall_s = checkpointer.save(step, tensors, state)       # returns once the copy is made
+    checkpointer.save(step, tensors, state)                 # returns once the copy is made
     found, skipped = marker.latest(run_storage)             # newest that is there; why not newer
     loader.load(run_storage, found.name, tensors)
 

@@ -64,8 +64,8 @@ class Checkpointer:
         self.commit_s: float | None = None
         """Seconds that the last commit took from the call to the marker."""
 
-    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> float:
-        """Copy `tensors` to host memory, start the upload, and return the seconds stalled.
+    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+        """Copy `tensors` to host memory, start the upload, and return.
 
         A save that is still under way is waited for first, so that one copy exists at most.
         `state` goes to state.json as rank 0 has it.
@@ -83,7 +83,6 @@ class Checkpointer:
         self._thread.start()
         if not self.asynchronous:
             self.wait()
-        return time.perf_counter() - start
 
     def wait(self) -> None:
         """Wait until nothing is under way.

@@ -142,9 +142,9 @@ def arm(
     """Tell the loop how and when to save, and when to evaluate and leave (`leaving`: on rank 0)."""
     cadence = Cadence(job.config, job.order.num_steps)
 
-    def save(step: int) -> float:
+    def save(step: int) -> None:
         values = state_values(job, trainee, step, engine.spikes)
-        return saver.save(step, state_tensors(trainee), values)
+        saver.save(step, state_tensors(trainee), values)
 
     engine.save, engine.eval_due = save, cadence.eval_due
     if leaving is not None:
