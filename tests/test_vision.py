@@ -267,7 +267,12 @@ CELLS = {
     "one worker": (1, {"train__micro_batch": BATCH}),
     "two workers": (2, {}),
     "four workers": (4, {"train__micro_batch": 3}),
-    "one worker, adamw": (1, {"train__micro_batch": BATCH, "train__optimizer": "adamw"}),
+    # At 0.05 the plain loop with 1 thread is not the one with 2: an element whose gradient is mere
+    # rounding moves by the whole rate.
+    "one worker, adamw": (
+        1,
+        {"train__micro_batch": BATCH, "train__optimizer": "adamw", "train__lr": 0.001},
+    ),
     "lars": (2, {"train__optimizer": "lars", "train__lr": 0.3}),
     "full_shard": (2, {"parallel__strategy": "full_shard"}),
     "full_shard, lars": (
@@ -300,7 +305,9 @@ def test_every_step_is_that_of_a_plain_loop(cell: str, folder: Path, images: Ima
     found = exported(job)  # the moving average, batch-norm's statistics included
     for name, value in expected["average"].items():
         if value.is_floating_point():
-            torch.testing.assert_close(found[name], value, rtol=2e-3, atol=1e-4, msg=name)
+            torch.testing.assert_close(
+                found[name], value, rtol=2e-3, atol=1e-4, msg=partial("{}: {}".format, name)
+            )
 
 
 def test_statistics_are_those_of_torch_batch_norm(folder: Path, images: Images) -> None:
