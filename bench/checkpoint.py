@@ -5,8 +5,8 @@
 2 CPU processes hold a Llama and AdamW, sharded by FSDP2, and save them to a folder. In each round,
 in turn:
 
-    state      the dict of the state, references only; what both saves below are given
     copy       a plain copy of the rank's state to host memory that is already there
+    state      the dict of the state, references only; what both saves below are given
     rayapp     Checkpointer.save, asynchronous: seconds stalled, then seconds to the commit marker
     dcp.save   torch.distributed.checkpoint's own synchronous save of the same state
     gathered   the full state on rank 0 (model and optimizer), torch.save, as most trainers do it

@@ -181,12 +181,11 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         if engine.evaluate is not None and engine.eval_due(done):
             held_out = engine.evaluate()
         eval_s = time.perf_counter() - evaluated
-        stall_s = 0.0
-        if totals.save or leave:
-            called = time.perf_counter()
+        saving, called = totals.save or leave, time.perf_counter()
+        if saving:
             engine.save(done)
-            stall_s = time.perf_counter() - called
         now = time.perf_counter()
+        stall_s = now - called if saving else 0.0
         step_s, clock = now - clock, now
         facts = {
             "step": done,
