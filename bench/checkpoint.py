@@ -1,18 +1,22 @@
 """What a checkpoint costs: the stall of an asynchronous save, its memory, and the usual ways.
 
-    python bench/checkpoint.py [--rounds 5] [--million 60]
+    python bench/checkpoint.py [--rounds 5] [--million 60] [--tokens 256]
 
 2 CPU processes hold a Llama and AdamW, sharded by FSDP2, and save them to a folder. In each round,
 in turn:
 
     copy       a plain copy of the rank's state to host memory that is already there
-    state      the dict of the state, references only; what both saves below are given
-    rayapp     Checkpointer.save, asynchronous: seconds stalled, then seconds to the commit marker
+    state      the dict of the state, references only; what all saves below are given
+    step       forward and backward passes over so many tokens a rank, and the optimizer's step
+    at once    Checkpointer.save and settle, asynchronous, then a step
+    behind     the same as the loop does it, settle only before the optimizer's step
     dcp.save   torch.distributed.checkpoint's own synchronous save of the same state
     gathered   the full state on rank 0 (model and optimizer), torch.save, as most trainers do it
 
-Ratios are taken round by round. Peak memory is that of a rank (VmHWM) above what it held before
-the state was made, over the bytes of its state and one copy of it; `gathered` is rank 0's.
+A stall is the time in `save` and in `settle`. What a save costs in truth is in the step as well: on
+a CPU the copy and the upload take time from the passes that they run behind. Ratios are taken round
+by round. Peak memory is that of a rank (VmHWM) above what it held before the state was made, over
+the bytes of its state and one copy of it; `gathered` is rank 0's.
 """
 
 import argparse
@@ -23,6 +27,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,6 +42,7 @@ from transformers import LlamaConfig
 from rayapp import model
 from rayapp.checkpoint.saver import Checkpointer
 from rayapp.driver.fit import CPU_ENVIRONMENT
+from rayapp.loss import chunked_cross_entropy
 from rayapp.optim import make_optimizers
 from rayapp.storage import open_storage
 
@@ -45,8 +51,12 @@ GIB = 2**30
 TITLES = {
     "state": "state dict",
     "copy": "plain copy of a rank's state",
-    "stall": "asynchronous save: stall",
-    "commit": "asynchronous save: to the commit marker",
+    "step": "a step",
+    "stall_at_once": "asynchronous save, copied at once: stall",
+    "total_at_once": "the same: stall and step",
+    "stall": "asynchronous save, copied behind the next step: stall",
+    "total": "the same: stall and step",
+    "commit": "the same: to the commit marker",
     "dcp": "dcp.save",
     "all": "gathered on rank 0, torch.save",
 }
@@ -83,7 +93,7 @@ def build(million: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    lm = model.build(shape, loss=lambda *args: None, attention="sdpa")
+    lm = model.build(shape, loss=chunked_cross_entropy, attention="sdpa")
     mesh = model.device_mesh("cpu", strategy="full_shard", replicas=1)
     model.shard(lm, mesh, strategy="full_shard", param_dtype=None, cpu_offload=False)
     model.init_weights(lm, 0, torch.device("cpu"))
@@ -113,19 +123,65 @@ def timed(function: object) -> float:
     return float(seconds)
 
 
-def measure(rank: int, folder: str, rounds: int, million: int) -> None:
+def slowest(**seconds: float) -> dict[str, float]:
+    """Return each of some seconds as the slowest rank has them."""
+    values = torch.tensor(list(seconds.values()))
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return dict(zip(seconds, values.tolist(), strict=True))
+
+
+class Training:
+    """A model that takes steps, and a checkpointer that saves it meanwhile."""
+
+    def __init__(self, folder: str, million: int, tokens: int) -> None:
+        self.lm, self.optimizer = build(million)
+        words = torch.randint(0, 8192, (1, tokens + 1))
+        self.inputs = {"input_ids": words[:, :-1], "labels": words[:, 1:]}
+        self.saver = Checkpointer(open_storage(f"{folder}/run"), keep=1, asynchronous=True)
+        self.saves = 0
+
+    def state(self) -> dict:
+        return state_of(self.lm, self.optimizer)
+
+    def step(self, settle: Callable[[], None] = lambda: None) -> float:
+        """Take a step; return the seconds that `settle` held up the optimizer."""
+        loss, _ = self.lm(**self.inputs)
+        (loss / loss.numel()).backward()
+        start = time.perf_counter()
+        settle()
+        waited = time.perf_counter() - start
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return waited
+
+    def save_and_step(self, state: dict, behind: bool) -> dict[str, float]:
+        """Save and take a step; return the seconds of the stall, of all, and of the save."""
+        self.saves += 1
+        dist.barrier()
+        start = time.perf_counter()
+        self.saver.save(self.saves, state, {"step": self.saves})
+        if not behind:
+            self.saver.settle()
+        stall = time.perf_counter() - start
+        stall += self.step(self.saver.settle)
+        total = time.perf_counter() - start
+        self.saver.wait()
+        assert self.saver.commit_s is not None, "a save failed"
+        return slowest(stall=stall, total=total, commit=self.saver.commit_s)
+
+
+def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     empty = resident()
-    lm, optimizer = build(million)
-    local = leaves(state_of(lm, optimizer))
+    training = Training(folder, options.million, options.tokens)
+    local = leaves(training.state())
     size = sum(tensor.nbytes for tensor in local)
+    training.step()
     gc.collect()
-    storage = open_storage(f"{folder}/run")
-    saver = Checkpointer(storage, keep=1, asynchronous=True)
     peaks: dict[str, float] = {}
     forget_peak()
-    for step in (-1, 0):  # the first save makes the memory that all later ones use again
-        saver.save(step + 2, state_of(lm, optimizer), {"step": step + 2})
-        saver.wait()
+    for _ in range(2):  # the first save makes the memory that all later ones use again
+        training.saver.save(0, training.state(), {})
+        training.saver.wait()
     peaks["rayapp"] = (resident("VmHWM") - empty) / (2 * size)
     copies = [torch.empty_like(tensor).fill_(0) for tensor in local]
     found: dict[str, list[float]] = {name: [] for name in TITLES}
@@ -134,48 +190,51 @@ def measure(rank: int, folder: str, rounds: int, million: int) -> None:
         for there, here in zip(copies, local, strict=True):
             there.copy_(here)
 
-    def dcp(step: int, state: dict) -> None:
-        writer = FileSystemWriter(f"{folder}/dcp-{step}", sync_files=False)
+    def dcp(number: int, state: dict) -> None:
+        writer = FileSystemWriter(f"{folder}/dcp-{number}", sync_files=False)
         dcp_save(state, storage_writer=writer)
 
-    def gathered(step: int) -> None:
-        whole = state_of(lm, optimizer, full_state_dict=True, cpu_offload=True)
+    def gathered(number: int) -> None:
+        whole = state_of(training.lm, training.optimizer, full_state_dict=True, cpu_offload=True)
         if rank == 0:
-            torch.save(whole, f"{folder}/whole-{step}.pt")
+            torch.save(whole, f"{folder}/whole-{number}.pt")
 
-    for step in range(3, 3 + rounds):
+    for number in range(options.rounds):
         found["copy"].append(timed(copy))
+        found["step"].append(timed(training.step))
         start = time.perf_counter()
-        state = state_of(lm, optimizer)
+        state = training.state()
         found["state"].append(time.perf_counter() - start)
-        found["stall"].append(timed(lambda s=step, t=state: saver.save(s, t, {"step": s})))
-        saver.wait()
-        found["commit"].append(saver.commit_s or 0.0)
-        found["dcp"].append(timed(lambda s=step, t=state: dcp(s, t)))
+        at_once = training.save_and_step(state, behind=False)
+        found["stall_at_once"].append(at_once["stall"])
+        found["total_at_once"].append(at_once["total"])
+        for name, seconds in training.save_and_step(state, behind=True).items():
+            found[name].append(seconds)
+        found["dcp"].append(timed(lambda n=number, s=state: dcp(n, s)))
         del state
         if rank == 0:
-            shutil.rmtree(f"{folder}/dcp-{step}")
+            shutil.rmtree(f"{folder}/dcp-{number}")
     copies.clear()
     gc.collect()
     forget_peak()
     before = resident()
-    for step in range(3, 3 + rounds):
-        found["all"].append(timed(lambda s=step: gathered(s)))
+    for number in range(options.rounds):
+        found["all"].append(timed(lambda n=number: gathered(n)))
         if rank == 0:
-            Path(f"{folder}/whole-{step}.pt").unlink()
+            Path(f"{folder}/whole-{number}.pt").unlink()
     peaks["gathered"] = (resident("VmHWM") - before + 2 * size) / (2 * size)
     if rank == 0:
         report = {"found": found, "peaks": peaks, "gib": WORLD * size / GIB}
         Path(folder, "found.json").write_text(json.dumps(report))
-    saver.close()
+    training.saver.close()
 
 
-def work(rank: int, folder: str, rounds: int, million: int) -> None:
+def work(rank: int, folder: str, options: argparse.Namespace) -> None:
     """Measure on one rank."""
     init = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD)
     torch.set_num_threads(1)
-    measure(rank, folder, rounds, million)
+    measure(rank, folder, options)
     gc.collect()  # a gloo thread that frees tensors while Python shuts down aborts the process
     dist.barrier()
     dist.destroy_process_group()
@@ -185,9 +244,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--million", type=int, default=60, help="parameters")
+    parser.add_argument("--tokens", type=int, default=256, help="of a rank in a step")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (folder, options.rounds, options.million), nprocs=WORLD)
+        mp.spawn(work, (folder, options), nprocs=WORLD)
         report = json.loads(Path(folder, "found.json").read_text())
     found = report["found"]
     print(f"{report['gib']:.2f} GiB of state on {WORLD} ranks, medians of {options.rounds} rounds")
@@ -197,8 +257,10 @@ def main() -> None:
         print(f"{title}: {1000 * statistics.median(found[name]):,.0f} ms")
     pairs = (
         ("stall", "dcp"),
+        ("stall_at_once", "dcp"),
         ("loop", "dcp"),
-        ("stall", "copy"),
+        ("stall_at_once", "copy"),
+        ("total", "total_at_once"),
         ("all", "stall"),
         ("all", "commit"),
     )

@@ -6,7 +6,7 @@ Runs wherever a process group does: in Ray Train workers and under torchrun alik
 optimizer step over the whole global batch: every rank runs its micro-batches, the loss is divided
 by the weight of all of them (loss-bearing tokens, or images), and the gradients are summed. One
 small all-reduce in host memory, behind the first forward pass, carries all that the ranks must
-agree on: the counts, the digest of the batch, and whether to save or leave after it.
+agree on (agreement.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rayapp import order
+from rayapp.agreement import STAY, Agreement
 from rayapp.memory import Peaks
 from rayapp.metrics import StepRecord
 from rayapp.optim import set_lr
@@ -34,7 +34,6 @@ from rayapp.units import TOKENS, Unit
 logger = logging.getLogger("rayapp.loop")
 
 CLIP_EPS = 1e-6  # what PyTorch adds to a norm before it divides by it
-STAY, STOP, MOVE = 0, 1, 2  # leave after this step: not at all, for good, to start again elsewhere
 
 
 class BadLoss(RuntimeError):
@@ -87,7 +86,13 @@ class Engine:
     rows_per_epoch: int = 1
     rows_per_step: int = 1
     save: Callable[[int], None] = field(default=lambda step: None)
-    """Save after this many steps. Called on all ranks together; its seconds are the stall."""
+    """Save after this many steps. Called on all ranks together; may read the weights meanwhile."""
+    settle: Callable[[], None] = field(default=lambda: None)
+    """Wait until the last save has read the weights."""
+    being_read: bool = False
+    """A save was made, and `settle` was not called since."""
+    stalls: list[float] = field(default_factory=list)
+    """For each save the seconds that steps stood still for it, in `save` and in `settle`."""
     save_due: Callable[[int], bool] = field(default=lambda step: False)
     leave_due: Callable[[], int] = field(default=lambda: STAY)
     """STAY, STOP or MOVE; on rank 0, for all, and STAY on the others."""
@@ -117,39 +122,17 @@ class Engine:
         self.peaks = Peaks(self.device)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over all ranks of a step."""
+class Update(NamedTuple):
+    """What a step has done to the weights; the same on all ranks, but for the seconds."""
 
-    sums: tuple[int, ...]
-    digest: str
-    save: bool
-    leave: int
-    look: bool
-
-    @property
-    def weight(self) -> int:
-        """What the loss is divided by."""
-        return max(self.sums[0], 1)
-
-
-class Agreement:
-    """The totals of a step, on their way: an all-reduce of int64 in host memory."""
-
-    def __init__(self, message: torch.Tensor, group: Any) -> None:
-        self._message = message
-        self._work = dist.all_reduce(message, group=group, async_op=True)
-        self._totals: Totals | None = None
-
-    def wait(self) -> Totals:
-        """Return the totals when all ranks have sent theirs."""
-        if self._totals is None:
-            assert self._work is not None, "every rank is in the group"
-            self._work.wait()
-            high, low, save, leave, look, *sums = map(int, self._message)
-            whole = order.combine([high << 32, low])
-            self._totals = Totals(tuple(sums), whole, save > 0, leave, look > 0)
-        return self._totals
+    loss_sum: float
+    """In nats, over all ranks."""
+    grad_norm: float
+    """Before clipping."""
+    skipped: bool
+    """The step was bad, and the weights are as they were."""
+    waited_s: float
+    """How long the weights had to wait for a save that was reading them."""
 
 
 def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
@@ -171,7 +154,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         if batch is None:
             return
         agreement = agree(engine, batch)
-        loss_sum, grad_norm, skipped = train_step(engine, batch, agreement)
+        update = train_step(engine, batch, agreement)
         totals = agreement.wait()
         leave = totals.leave or (engine.look() if totals.look else STAY)
         peaks = engine.peaks.take()
@@ -181,23 +164,27 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         if engine.evaluate is not None and engine.eval_due(done):
             held_out = engine.evaluate()
         eval_s = time.perf_counter() - evaluated
-        saving, called = totals.save or leave, time.perf_counter()
-        if saving:
+        stall_s, called = update.waited_s, time.perf_counter()
+        if engine.stalls:
+            engine.stalls[-1] += update.waited_s
+        if totals.save or leave:
             engine.save(done)
+            engine.being_read = True
+            engine.stalls.append(time.perf_counter() - called)
+            stall_s += engine.stalls[-1]
         now = time.perf_counter()
-        stall_s = now - called if saving else 0.0
         step_s, clock = now - clock, now
         facts = {
             "step": done,
             "epoch": done * engine.rows_per_step / engine.rows_per_epoch,
-            "loss": loss_sum / totals.weight,
-            "grad_norm": grad_norm,
+            "loss": update.loss_sum / totals.weight,
+            "grad_norm": update.grad_norm,
             "lr": engine.lr_at(batch.step),
             "step_s": step_s,
             "data_wait_s": data_wait_s,
             "checkpoint_stall_s": stall_s,
             "eval_s": eval_s,
-            "skipped": skipped,
+            "skipped": update.skipped,
             "peak_gib": engine.peaks.highest_gib,
             **{f"peak_{name}_gib": peaks[name] for name in ("forward", "backward", "optimizer")},
             "workers": world,
@@ -208,7 +195,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         }
         assert engine.record is not None, "this engine was made for single steps"
         busy_s = max(step_s - stall_s - eval_s, 1e-9)
-        yield engine.record(facts, totals.sums, loss_sum, busy_s)
+        yield engine.record(facts, totals.sums, update.loss_sum, busy_s)
         if leave:
             engine.left = leave
             return
@@ -216,26 +203,18 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
 
 def agree(engine: Engine, batch: Batch) -> Agreement:
     """Begin to sum over ranks what the step must know."""
-    digest = batch.digest() % (2**64)
-    message = torch.tensor(
-        [
-            digest >> 32,  # in halves, so that sums over ranks cannot overflow an int64
-            digest & 0xFFFFFFFF,
-            int(engine.save_due(batch.step + 1)),
-            engine.leave_due(),
-            int(engine.look_due()),
-            *batch.sums(),
-        ],
-        dtype=torch.int64,
+    return Agreement(
+        batch.sums(),
+        batch.digest(),
+        save=engine.save_due(batch.step + 1),
+        leave=engine.leave_due(),
+        look=engine.look_due(),
+        group=engine.control,
     )
-    return Agreement(message, engine.control)
 
 
-def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> tuple[float, float, bool]:
-    """Update the weights once; return (sum of losses in nats, gradient norm, skipped).
-
-    The sum is over all ranks; the weights stay as they are after a bad step that is skipped.
-    """
+def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
+    """Update the weights once, unless the step is bad and such are skipped."""
     losses, summing, last = [], None, len(batch.rows) - 1
     for i in range(last + 1):
         engine.last_of_step(i == last)
@@ -254,6 +233,7 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> tuple[floa
         assert summing is not None, "a step has a micro-batch, and every rank is in the group"
         summing.wait()
         loss_sum = float(whole)
+        waited_s = settle(engine)
         bad = is_bad(engine, loss_sum / agreement.wait().weight, grad_norm)
         if bad:
             report_bad(engine, batch, loss_sum, grad_norm)
@@ -264,7 +244,17 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> tuple[floa
         for optimizer in engine.optimizers:
             optimizer.zero_grad(set_to_none=True)
         engine.updated(bad)
-    return loss_sum, grad_norm, bad
+    return Update(loss_sum, grad_norm, bad, waited_s)
+
+
+def settle(engine: Engine) -> float:
+    """Wait until the last save has read the weights; return the seconds of that."""
+    if not engine.being_read:
+        return 0.0
+    asked = time.perf_counter()
+    engine.settle()
+    engine.being_read = False
+    return time.perf_counter() - asked
 
 
 def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:

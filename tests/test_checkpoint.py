@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from processes import PRELOADED
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -174,6 +175,7 @@ def save_while_training(rank: int, world: int, folder: str, urls: list[str]) -> 
             gate.clear()
             values.append(trained.values())
             saver.save(step, trained.tensors(), {"step": step})
+            saver.settle()
             trained.step()  # only now does the thread get to write
             gate.set()
         saver.close()
@@ -803,6 +805,55 @@ def test_close_fails_if_the_last_save_did(
     with pytest.raises(CheckpointError, match=r"last checkpoint could not be saved: .*torn"):
         saver.close()
     assert found_step(storage) == 1
+
+
+def test_tensors_may_change_when_they_are_copied(
+    tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    saver = Checkpointer(storage, keep=2, asynchronous=True)
+    saver.settle()  # nothing was saved yet
+    gate, settled = threading.Event(), threading.Event()
+    take = HostCopy.take
+
+    def gated(self: HostCopy, state: dict[str, Any]) -> dict[str, Any]:
+        assert gate.wait(PATIENCE_S)
+        return take(self, state)
+
+    monkeypatch.setattr(HostCopy, "take", gated)
+    tensors = {"x": torch.ones(3)}
+    saver.save(1, tensors, {"step": 1})  # returns before the copy is made
+    waiting = threading.Thread(target=lambda: (saver.settle(), settled.set()))
+    waiting.start()
+    assert not settled.wait(0.2)
+    tensors["x"].fill_(2.0)  # it is not copied yet, so this is what is saved
+    gate.set()
+    waiting.join()
+    tensors["x"].fill_(3.0)
+    saver.close()
+    loaded = {"x": torch.zeros(3)}
+    load(storage, found_name(storage), loaded)
+    assert settled.is_set() and torch.equal(loaded["x"], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("method", ["settle", "wait", "close", "save"])
+def test_a_copy_that_cannot_be_made_stops_the_run(
+    tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """At the first call after it, whichever that is; nothing of it is listed."""
+    storage = open_storage(str(tmp_path / "run"))
+    saver = Checkpointer(storage, keep=2, asynchronous=True)
+
+    def refuse(self: HostCopy, state: dict[str, Any]) -> Any:
+        raise MemoryError("no room for a copy")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(HostCopy, "take", refuse)
+        saver.save(1, {"x": torch.ones(3)}, {"step": 1})
+        arguments = (2, {"x": torch.ones(3)}, {"step": 2}) if method == "save" else ()
+        with pytest.raises(MemoryError, match="no room for a copy"):
+            getattr(saver, method)(*arguments)
+    assert latest(storage) == (None, [])
 
 
 def test_a_state_that_is_not_json_is_refused_at_once(tmp_path: Path, group: None) -> None:

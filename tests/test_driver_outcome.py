@@ -86,7 +86,8 @@ def test_what_a_run_came_to(tmp_path: Path) -> None:
         {"event": "started", "time": began, "seen_until": None, "usd_per_hour": None},
         {"event": "ended", "time": began + 50.0, "seconds": {"export": 1.0}},
     ]
-    summary = {"seconds": {"export": 1.0, "first_step": 2.0}, "commit_s": 3.0, "steps": 5}
+    seconds = {"export": 1.0, "first_step": 2.0}
+    summary = {"seconds": seconds, "stall_s": 0.6, "commit_s": 3.0, "steps": 5}
     result = result_of(config, run, summary, {"data": 1.0}, events)
     assert result["tokens_per_s"] == pytest.approx((4 * 10 + 9.5 + 10 + 8 + 9.4) / 46.9)
     assert (result["mfu"], result["tokens"], result["steps"]) == (pytest.approx(0.5), 6, 5)

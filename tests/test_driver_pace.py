@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
+from rayapp.agreement import MOVE, STAY, STOP
 from rayapp.config import load
 from rayapp.driver import pace
 from rayapp.driver.pace import Cadence, Leaving
-from rayapp.loop import MOVE, STAY, STOP
 from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage, StorageError, open_storage
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import late
 import numpy as np
 import processes
 import pytest
@@ -23,6 +25,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rayapp import loop, metrics, model
+from rayapp.agreement import STAY, STOP, Agreement
 from rayapp.checkpoint.loader import saved_shapes
 from rayapp.checkpoint.marker import latest
 from rayapp.config import Config, from_dict
@@ -279,15 +282,20 @@ def test_a_run_resumes_bitwise_where_it_was(
 def test_every_optimizer_adapters_and_compiled_blocks_resume_bitwise(
     inputs: Path, name: str, fields: dict[str, Any]
 ) -> None:
+    """From a checkpoint whose copy was made as late as the loop allows it."""
+
     def config(run: str) -> Config:
         tree = config_of(inputs, run).model_dump(mode="json")
         for section, values in fields.items():
             tree[section] |= values
         return from_dict(tree)
 
+    fields = {"checkpoint": {"every_steps": 5}} | fields
     expected, whole = train(config(f"{name}-whole"), inputs, 2, num_steps=8)
     cut = config(f"{name}-cut")
-    processes.spawn(stopped_worker, 2, str(inputs / f"{name}-a"), job_of(cut, inputs, 8), 5)
+    job = job_of(cut, inputs, 8)
+    processes.spawn(late_worker, 2, str(inputs / f"{name}-a"), job)
+    shutil.rmtree(Path(job.run_url, "checkpoints", "step-00000008"))
     lines, summary = train(cut, inputs, 2, num_steps=8)
     assert summary["first_step"] == 5
     for field in ("loss", "grad_norm", "batch_digest", "lr"):
@@ -488,6 +496,12 @@ def noticed_worker(rank: int, world: int, job: Job, notice_at: int) -> None:
         assert (summary["notice"], summary["reason"]) == (True, "rank 1 is taken away")
 
 
+def late_worker(rank: int, world: int, job: Job) -> None:
+    late.copy_late()
+    rows = job.prepared.rows("train")
+    run(job, torch.device("cpu"), lambda step: local_steps(rows, job.order, rank, world, step))
+
+
 def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
     """Train until someone asks rank 0 to stop, at a step boundary that all ranks agree on."""
     rows = job.prepared.rows("train")
@@ -501,8 +515,8 @@ def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
     loop_engine_stop: list[bool] = []
     original = loop.agree
 
-    def agree(engine: loop.Engine, batch: Any) -> loop.Agreement:
-        engine.leave_due = lambda: loop.STOP if rank == 0 and loop_engine_stop else loop.STAY
+    def agree(engine: loop.Engine, batch: Any) -> Agreement:
+        engine.leave_due = lambda: STOP if rank == 0 and loop_engine_stop else STAY
         return original(engine, batch)
 
     loop.agree = agree

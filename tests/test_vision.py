@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import late
 import numpy as np
 import processes
 import pytest
@@ -33,7 +35,6 @@ from rayapp.checkpoint.marker import latest
 from rayapp.config import ConfigError, VisionConfig, load
 from rayapp.data.images import Images, local_steps, step_images
 from rayapp.data.images import load as load_images
-from rayapp.driver.pace import Leaving
 from rayapp.loop import BadLoss
 from rayapp.storage import open_storage
 from rayapp.vision import checks, training
@@ -127,38 +128,34 @@ def job_of(config: VisionConfig, images: Images) -> Job:
     return Job(config, images, order_of(config, images), run)
 
 
-def worker(rank: int, world: int, job: Job, stop_after: int = 0) -> None:
+def worker(rank: int, world: int, job: Job) -> None:
     rows = job.images.rows("train")
-    asked: list[bool] = []
-
-    def steps(first: int) -> Any:
-        for batch in local_steps(rows, job.look, job.order, rank, world, first):
-            if batch.step + 1 == stop_after:
-                asked.append(True)
-            yield batch
-
-    due = Leaving.due
-    Leaving.due = lambda self: 1 if asked else due(self)
-    try:
-        summary = training.run(job, torch.device("cpu"), steps)
-    finally:
-        Leaving.due = due
-    assert summary["status"] == ("stopped" if stop_after else "done"), summary
+    summary = training.run(
+        job,
+        torch.device("cpu"),
+        lambda first: local_steps(rows, job.look, job.order, rank, world, first),
+    )
+    assert summary["status"] == "done", summary
     if rank == 0:
         path = Path(job.run_url, "summary.json")
         path.write_text(json.dumps(summary))
 
 
-def trained(folder: Path, job: Job, world: int, *more: Any) -> list[dict[str, Any]]:
+def trained(folder: Path, job: Job, world: int) -> list[dict[str, Any]]:
     """Train with so many workers; return the lines of metrics.jsonl."""
     rendezvous = folder / f"{job.config.run.name}-{world}-{len(list(folder.iterdir()))}"
-    processes.spawn(worker, world, str(rendezvous), job, *more)
+    processes.spawn(worker, world, str(rendezvous), job)
     return metrics.read(open_storage(job.run_url))
 
 
 def summary_of(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path(job.run_url, "summary.json").read_text())
     return found
+
+
+def late_worker(rank: int, world: int, job: Job) -> None:
+    late.copy_late()
+    worker(rank, world, job)
 
 
 # ---- The oracle --------------------------------------------------------------------------------
@@ -362,14 +359,19 @@ def test_a_compiled_model_trains_as_it_is(folder: Path, images: Images) -> None:
 
 
 def test_a_resume_is_bitwise_and_at_any_number_of_workers(folder: Path, images: Images) -> None:
-    """Weights, momentum, statistics, average: all that a step needs is in the checkpoint."""
-    make = partial(config_of, folder, train__micro_batch=3, train__ema=0.9)
+    """Weights, momentum, statistics, average: all that a step needs is in the checkpoint.
+
+    Its copy was made as late as the loop allows it.
+    """
+    more = {"train__micro_batch": 3, "train__ema": 0.9, "checkpoint__every_steps": 7}
+    make = partial(config_of, folder, **more)
     whole = job_of(make("whole"), images)
     expected = trained(folder, whole, 2)
     cut = job_of(make("cut"), images)
-    trained(folder, cut, 2, 5)
+    processes.spawn(late_worker, 2, str(folder / "late"), cut)
+    shutil.rmtree(Path(cut.run_url, "checkpoints", f"step-{STEPS:08d}"))
     found, _ = latest(open_storage(cut.run_url))
-    assert found is not None and found.step == 5 and found.state["images"] == 5 * BATCH
+    assert found is not None and found.step == 7 and found.state["images"] == 7 * BATCH
     for world in (2, 3):
         again = job_of(make(f"cut-{world}"), images)
         storage = open_storage(again.run_url)

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -39,6 +40,11 @@ logger = logging.getLogger("rayapp.checkpoint")
 class Checkpointer:
     """Save a run's state; every rank makes one and calls `save` at the same steps.
 
+        checkpointer.save(step, tensors, state)
+        loss(model(batch)).backward()  # meanwhile the tensors are copied, then uploaded
+        checkpointer.settle()
+        optimizer.step()  # from here on they may change
+
     `before_commit` is called with the step on rank 0, in the upload's thread, when only the marker
     is missing; it may wait for what the step leaves elsewhere, unless saves are synchronous.
     """
@@ -56,6 +62,8 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
         self.rank = dist.get_rank()
         self._copy = HostCopy()
+        self._copied: Future[None] = Future()  # of the last save: its tensors are on the host
+        self._copied.set_result(None)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the last save
         self._failures = 0
@@ -65,10 +73,11 @@ class Checkpointer:
         """Seconds that the last commit took from the call to the marker."""
 
     def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
-        """Copy `tensors` to host memory, start the upload, and return.
+        """Start to copy `tensors` to host memory and to upload the copy, and return.
 
-        A save that is still under way is waited for first, so that one copy exists at most.
-        `state` goes to state.json as rank 0 has it.
+        They must stay as they are until `settle` returns; each non-tensor among them is taken at
+        once or never changed. A save that is still under way is waited for first, so that one copy
+        exists at most. `state` goes to state.json as rank 0 has it.
 
         Raises:
             CheckpointError: this and the saves before it have failed MAX_FAILURES times in a row.
@@ -76,24 +85,33 @@ class Checkpointer:
         start = time.perf_counter()
         self.wait()
         data = json.dumps(state, indent=1).encode()  # now: the caller may change it later
-        staged = self._copy.take(tensors)
+        self._copied = Future()
+        self._copy.follow()
         self._thread = threading.Thread(
-            target=self._write, args=(step, staged, data, start), name="checkpoint"
+            target=self._copy_and_write, args=(step, tensors, data, start), name="checkpoint"
         )
         self._thread.start()
         if not self.asynchronous:
             self.wait()
+
+    def settle(self) -> None:
+        """Wait until the tensors of the last save may change.
+
+        Raises:
+            Exception: they could not be copied, for lack of memory say.
+        """
+        self._copied.result()
 
     def wait(self) -> None:
         """Wait until nothing is under way.
 
         Raises:
             CheckpointError: saves have failed MAX_FAILURES times in a row.
+            Exception: what `settle` raises.
         """
         if self._thread is None:
             return
-        self._thread.join()
-        self._thread = None
+        self._join()
         if self._error is None:
             return
         self._failures += 1
@@ -110,17 +128,35 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the last save failed.
+            Exception: what `settle` raises.
         """
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._join()
         self._copy.close()
         if self._error is not None:
             why = reason_of(self._error)
             raise CheckpointError(f"the last checkpoint could not be saved: {why}") from self._error
 
+    def _join(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+        self._thread = None
+        self.settle()
+
+    def _copy_and_write(
+        self, step: int, tensors: dict[str, Any], state: bytes, start: float
+    ) -> None:
+        """Run in the thread."""
+        try:
+            staged = self._copy.take(tensors)
+        except BaseException as error:  # any cause: handed to the training thread by settle()
+            self._copied.set_exception(error)
+            return
+        self._copied.set_result(None)
+        self._write(step, staged, state, start)
+
     def _write(self, step: int, staged: dict[str, Any], state: bytes, start: float) -> None:
-        """Run in the thread; every way out is the same on all ranks."""
+        """Upload a copy; every way out is the same on all ranks."""
         try:
             name = self._on_rank_0(lambda: self._claim(step, state))
             writer = _Writer(self.storage, name)

@@ -45,7 +45,7 @@ class Checkpoint(Section):
     keep: int = Field(default=2, ge=1)
     """Committed checkpoints to keep; an older one goes after the next commit."""
     asynchronous: bool = True
-    """Upload beside the next steps; only the copy off the device stalls."""
+    """Copy off the device behind the next step's passes, and upload beside the steps after it."""
     export: bool = True
     """Write model/ as a Hugging Face folder at the end."""
 

@@ -149,6 +149,7 @@ def _as_it_stands(run: Storage) -> dict[str, Any]:
         "steps": step,
         "first_step": step,
         "entered": 0.0,
+        "stall_s": None,
         "commit_s": None,
         "seconds": {},
     }

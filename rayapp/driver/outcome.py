@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-import statistics
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -86,7 +85,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Return what result.json holds: sums over all commands of the run, `start_s` of this one."""
     lines = metrics.read(run)
-    seconds, commit_s = summary.pop("seconds"), summary.pop("commit_s")
+    seconds, stall_s, commit_s = (summary.pop(each) for each in ("seconds", "stall_s", "commit_s"))
     sums = account(events, lines)
     began = commands(events)[-1][0]["time"]
     steady = [line for line in lines if line["time"] >= began]
@@ -104,7 +103,7 @@ def result_of(
         unit.per_s: _mean([line[unit.per_s] for line in steady], busy),
         "mfu": _mean([line["mfu"] for line in steady], busy),
         "goodput": sums.goodput,
-        "checkpoint": _checkpoints(config, steady, commit_s, sum(restart_s.values())),
+        "checkpoint": _checkpoints(config, stall_s, commit_s, sum(restart_s.values())),
         "step_s": step_s(run, lines),
         "start_s": restart_s,
         "wall_s": sums.wall_s,
@@ -144,15 +143,13 @@ def best_interval_s(stall_s: float, restart_s: float, mtbf_s: float) -> float:
 
 
 def _checkpoints(
-    config: RunConfig, lines: list[dict[str, Any]], commit_s: float | None, restart_s: float
+    config: RunConfig, stall_s: float | None, commit_s: float | None, restart_s: float
 ) -> dict[str, float | None]:
-    """Return what checkpoints have cost, and how often they are best made; in seconds."""
-    stalls = [line["checkpoint_stall_s"] for line in lines if line["checkpoint_stall_s"] > 0]
-    if not stalls:
-        return {"stall_s": None, "commit_s": commit_s, "best_every_s": None}
-    stall_s = statistics.median(stalls)
-    mtbf_s = config.cluster.mtbf_hours * 3600.0 / config.cluster.max_workers
-    best_s = max(commit_s or 0.0, best_interval_s(stall_s, restart_s, mtbf_s))
+    """Return what a checkpoint has cost, and how often one is best made; in seconds."""
+    best_s = None
+    if stall_s is not None:
+        mtbf_s = config.cluster.mtbf_hours * 3600.0 / config.cluster.max_workers
+        best_s = max(commit_s or 0.0, best_interval_s(stall_s, restart_s, mtbf_s))
     return {"stall_s": stall_s, "commit_s": commit_s, "best_every_s": best_s}
 
 

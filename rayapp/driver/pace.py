@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from rayapp.agreement import MOVE, STAY, STOP
 from rayapp.config import RunConfig
-from rayapp.loop import MOVE, STAY, STOP
 from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage
 

@@ -28,12 +28,20 @@ class StartAgain(RuntimeError):
 
 
 def state_tensors(trainee: Trainee) -> dict[str, Any]:
-    """Return what a checkpoint holds as tensors: model, optimizer, and what is a rank's own."""
+    """Return what a checkpoint holds as tensors: model, optimizer, and what is a rank's own.
+
+    Nothing of it changes before the optimizer's next step: what a forward pass changes, the model's
+    buffers and the state of random numbers, is copied.
+    """
     weights, optimizer = dcp_state.get_state_dict(
         trainee.model,
         trainee.optimizers,
         options=dcp_state.StateDictOptions(ignore_frozen_params=True),
     )
+    changing = {buffer.data_ptr() for buffer in trainee.model.buffers()}
+    for name, value in weights.items():
+        if isinstance(value, torch.Tensor) and quantized.local(value).data_ptr() in changing:
+            weights[name] = value.clone()
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()

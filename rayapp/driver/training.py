@@ -9,6 +9,7 @@ worker, read directly under torchrun.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rayapp import loop, metrics
+from rayapp.agreement import MOVE, STAY
 from rayapp.checkpoint.saver import Checkpointer
 from rayapp.driver.job import Job
 from rayapp.driver.pace import Cadence, Clock, Leaving
@@ -71,7 +73,7 @@ def run(
     def look() -> int:
         found = notice()
         notices.extend([found] if found else [])
-        return loop.MOVE if found else loop.STAY
+        return MOVE if found else STAY
 
     engine = trainee.engine(control, losses)
     engine.attempt, engine.look = attempt[0], look
@@ -92,6 +94,7 @@ def run(
         "steps": steps,
         "first_step": first_step,
         "attempt": attempt[0],
+        "stall_s": statistics.median(engine.stalls) if engine.stalls else None,
         "commit_s": saver.commit_s,
         "parameters": trainee.num_parameters(),
         **said,
@@ -129,7 +132,7 @@ def status_of(engine: loop.Engine, complete: bool) -> str:
     """Say how training ended: done, moved (to start again elsewhere) or stopped."""
     if complete:
         return "done"
-    return "moved" if engine.left == loop.MOVE else "stopped"
+    return "moved" if engine.left == MOVE else "stopped"
 
 
 def arm(
@@ -146,7 +149,7 @@ def arm(
         values = state_values(job, trainee, step, engine.spikes)
         saver.save(step, state_tensors(trainee), values)
 
-    engine.save, engine.eval_due = save, cadence.eval_due
+    engine.save, engine.settle, engine.eval_due = save, saver.settle, cadence.eval_due
     if leaving is not None:
         engine.save_due = cadence.save_due
         engine.leave_due, engine.look_due = leaving.due, leaving.look_due

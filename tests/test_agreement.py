@@ -1,0 +1,59 @@
+"""Check what the ranks of a step agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import processes
+import pytest
+import torch.distributed as dist
+
+from rayapp import order
+from rayapp.agreement import MOVE, STAY, STOP, Agreement, Totals
+
+HIGHEST = 2**64 - 1  # of a rank's digest, so that the sum has more bits than an int64
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_all_ranks_have_the_same_totals(world: int, tmp_path: Path) -> None:
+    processes.spawn(rank_of, world, str(tmp_path / "rendezvous"))
+
+
+def rank_of(rank: int, world: int) -> None:
+    first = rank == 0
+    digest = HIGHEST if first else rank
+
+    def agreed(sums: tuple[int, ...], save: bool, leave: int, look: bool) -> Totals:
+        # As the loop does it: what rank 0 decides, the others leave at nothing.
+        agreement = Agreement(
+            sums,
+            digest,
+            save=save and first,
+            leave=leave if first else STAY,
+            look=look and first,
+            group=dist.group.WORLD,
+        )
+        totals = agreement.wait()
+        assert agreement.wait() is totals
+        return totals
+
+    whole = order.combine([HIGHEST, *range(1, world)])
+    counts = (world * (world - 1) // 2, world * 2**40)
+    for save, leave, look in ((False, STAY, False), (True, STOP, False), (True, MOVE, True)):
+        found = agreed((rank, 2**40), save, leave, look)
+        assert found == Totals(counts, whole, save, leave, look)
+        assert found.weight == max(counts[0], 1)
+    assert agreed((0,), False, STAY, False).weight == 1  # no target in a batch: divided by one
+
+
+def test_a_digest_is_of_64_bits(tmp_path: Path) -> None:
+    processes.spawn(wrapped_rank, 1, str(tmp_path / "rendezvous"))
+
+
+def wrapped_rank(rank: int, world: int) -> None:
+    digests = [
+        Agreement((1,), digest, save=False, leave=STAY, look=False, group=dist.group.WORLD)
+        for digest in (5, 5 + 2**64, 6)
+    ]
+    one, same, other = (each.wait().digest for each in digests)
+    assert one == same == order.combine([5]) != other
