@@ -75,9 +75,8 @@ class Checkpointer:
     def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
         """Start to copy `tensors` to host memory and to upload the copy, and return.
 
-        They must stay as they are until `settle` returns; each non-tensor among them is taken at
-        once or never changed. A save that is still under way is waited for first, so that one copy
-        exists at most. `state` goes to state.json as rank 0 has it.
+        They must stay as they are until `settle` returns. A save that is still under way is waited
+        for first, so that one copy exists at most. `state` goes to state.json as rank 0 has it.
 
         Raises:
             CheckpointError: this and the saves before it have failed MAX_FAILURES times in a row.
