@@ -9,6 +9,7 @@ import doctest
 import hashlib
 import itertools
 import json
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,15 @@ from rayapp.order import (
     EMPTY,
     Cursor,
     Order,
+    bijection,
     combine,
     differences,
     fingerprint,
     mixture,
     permutation,
+    proof,
     row_digest,
+    shares,
 )
 
 seeds = st.integers(0, 2**63)
@@ -53,8 +57,10 @@ def chi_square_z(table: np.ndarray, freedom: int, scale: float = 1.0) -> float:
     return (statistic - freedom) / np.sqrt(2 * freedom)
 
 
-def test_doctests() -> None:
-    assert doctest.testmod(order_module).failed == 0
+@pytest.mark.parametrize("module", [order_module, bijection, shares, proof])
+def test_doctests(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
 
 
 # ---- The permutation

@@ -1,42 +1,19 @@
-"""Say which row is where: the order of training data as a function of (seed, epoch, step).
-
->>> order = Order.for_steps(num_rows=10, rows_per_step=4, micro_batch=2, seed=7, num_steps=5)
->>> order.rows(2).tolist()                             # the last 2 of epoch 0, the first 2 of 1
-[1, 7, 2, 7]
->>> order.micro_batches(2, rank=1, world=2).tolist()
-[[2, 7]]
->>> order.cursor(2, fingerprint="") == Cursor(epoch=0, row=8, seed=7, fingerprint="")
-True
-
-The model: a keyed bijection of [0, num_rows) per (seed, epoch), which can be asked at any position
-without computing the others. Epochs follow one another in one endless sequence, steps cut it into
-equal pieces, micro-batches cut a step, and ranks take micro-batches in turn. Nothing else decides
-where a row goes, so the batch of a step is the same for every number of workers and after every
-resume, and a resume costs the same at any position.
-"""
+"""Rows, steps, micro-batches and ranks: the order of a run, and a position in it."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
-from hashlib import blake2b, shake_256
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
+from rayapp.order.bijection import MAX_ROWS, Ints, outside, permutation
+from rayapp.order.shares import mixture, shares_and_block
 
 EMPTY = -1  # the row id of a position that holds no row
-MAX_ROWS = 2**40
 MAX_STEPS = 2**31  # also of rows per step, so that every position fits an int64
-NUM_ROUNDS = 16  # 8 and 12 are measurably uneven for 5 to 8 rows: see tests/test_order.py
-MIN_BLOCK = 1024  # positions over which a mixture has its shares
-MAX_BLOCK = 2**20
 
 # row          one packed sequence, by its number in the data set: [0, num_rows)
 # position     a place in the global sequence: epoch 0 is [0, num_rows), epoch 1 the next num_rows
@@ -47,72 +24,6 @@ MAX_BLOCK = 2**20
 #
 # Letters in shapes: R rows per step, M = R / b micro-batches per step, b rows per micro-batch,
 # m = ceil(M / world) micro-batches per rank.
-
-
-# ---- The permutation -------------------------------------------------------------------------
-
-
-def permutation(positions: npt.ArrayLike, num_rows: int, seed: int, epoch: int) -> Ints:
-    """Return the row at each position of one epoch: a bijection of [0, num_rows).
-
-    Any positions may be asked, in any shape and number: no other position is computed or stored.
-    Integer arithmetic only, so the answer is the same on every machine.
-
-    >>> permutation(range(5), num_rows=5, seed=0, epoch=0).tolist()
-    [4, 3, 2, 0, 1]
-    """
-    if not 1 <= num_rows <= MAX_ROWS:
-        raise ValueError(_outside("num_rows", num_rows, 1, MAX_ROWS))
-    places = np.asarray(positions, dtype=np.int64)
-    if places.size and not 0 <= places.min() <= places.max() < num_rows:
-        raise ValueError(
-            f"positions in [{places.min()}, {places.max()}] are out of range: an epoch has "
-            f"num_rows={num_rows}. Set positions within [0, {num_rows})"
-        )
-    return _permute(places, num_rows, _round_keys("rows", seed, epoch))
-
-
-def _permute(places: Ints, size: int, keys: Words) -> Ints:
-    """Walk each place through the cipher until it lands inside [0, size).
-
-    The cipher permutes the smallest power of two >= size, so fewer than 2 passes are needed on
-    average. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", method 2.
-    """
-    bits = (size - 1).bit_length()
-    words = _encrypt(places.ravel().astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(words >= size)
-    while outside.size:
-        words[outside] = _encrypt(words[outside], bits, keys)
-        outside = outside[words[outside] >= size]
-    return words.astype(np.int64).reshape(places.shape)
-
-
-def _encrypt(words: Words, bits: int, keys: Words) -> Words:
-    """Permute [0, 2**bits) by a Feistel network; the halves differ by one bit if `bits` is odd."""
-    left_bits, right_bits = bits // 2, bits - bits // 2
-    left_mask, right_mask = np.uint64(2**left_bits - 1), np.uint64(2**right_bits - 1)
-    left, right = words >> np.uint64(right_bits), words & right_mask
-    for left_key, right_key in keys.reshape(-1, 2):  # [rounds] -> [rounds / 2, 2]
-        left ^= _mix(right ^ left_key) & left_mask
-        right ^= _mix(left ^ right_key) & right_mask
-    return (left << np.uint64(right_bits)) | right
-
-
-def _mix(words: Words) -> Words:
-    """Hash 64 bits to 64 bits. Source: the finaliser of splitmix64, Steele et al. 2014."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
-def _round_keys(purpose: str, seed: int, epoch: int) -> Words:
-    """Derive the keys of one permutation; each purpose draws from a stream of its own."""
-    text = f"{purpose} {seed} {epoch}".encode()
-    digest = shake_256(text).digest(8 * NUM_ROUNDS)  # a stream of any length, unlike blake2b
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-
-
-# ---- The order of a run ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,7 +82,7 @@ class Order:
         }.items():
             low = 0 if name == "num_steps" else 1  # a run of no steps only exports
             if not low <= getattr(self, name) <= high:
-                raise ValueError(_outside(name, getattr(self, name), low, high))
+                raise ValueError(outside(name, getattr(self, name), low, high))
         if self.rows_per_step % self.micro_batch:
             raise ValueError(_not_a_divisor(self.micro_batch, self.rows_per_step))
         if self.weights:
@@ -191,7 +102,7 @@ class Order:
                 )
 
     def _check_mixture(self) -> None:
-        _shares_and_block(self.weights)
+        shares_and_block(self.weights)
         if len(self.sizes) != len(self.weights) or sum(self.sizes) != self.num_rows:
             raise ValueError(
                 f"sizes={self.sizes} are not those of a mixture of num_rows={self.num_rows} and "
@@ -215,7 +126,7 @@ class Order:
     ) -> Order:
         """Train on every row exactly `epochs` times; the very last step may be short."""
         if epochs < 1:
-            raise ValueError(_outside("epochs", epochs, 1, None))
+            raise ValueError(outside("epochs", epochs, 1, None))
         total_rows = epochs * num_rows
         num_steps = _ceil_div(total_rows, max(rows_per_step, 1))
         return cls(num_rows, rows_per_step, micro_batch, seed, num_steps, total_rows)
@@ -255,7 +166,7 @@ class Order:
     def num_micro_batches(self, world: int) -> int:
         """Return how many micro-batches every rank runs per step: the same for all of them."""
         if world < 1:
-            raise ValueError(_outside("world", world, 1, None))
+            raise ValueError(outside("world", world, 1, None))
         return _ceil_div(self.rows_per_step // self.micro_batch, world)
 
     def micro_batches(self, step: int, rank: int, world: int) -> Ints:
@@ -266,7 +177,7 @@ class Order:
         """
         num_micro = self.num_micro_batches(world)
         if not 0 <= rank < world:
-            raise ValueError(_outside("rank", rank, 0, world - 1))
+            raise ValueError(outside("rank", rank, 0, world - 1))
         index = rank + world * np.arange(num_micro)  # [m], micro-batch within the step
         index = index[index < self.rows_per_step // self.micro_batch]  # [m or m - 1]
         positions = (  # [m or m - 1, b]
@@ -281,7 +192,7 @@ class Order:
     def cursor(self, step: int, fingerprint: str) -> Cursor:
         """Return the position before `step`; step num_steps gives the position after the run."""
         if not 0 <= step <= self.num_steps:
-            raise ValueError(_outside("step", step, 0, self.num_steps))
+            raise ValueError(outside("step", step, 0, self.num_steps))
         epoch, row = divmod(self._position_before(step), self.num_rows)
         return Cursor(epoch=epoch, row=row, seed=self.seed, fingerprint=fingerprint)
 
@@ -321,7 +232,7 @@ class Order:
 
     def _first_position(self, step: int) -> int:
         if not 0 <= step < self.num_steps:
-            raise ValueError(_outside("step", step, 0, self.num_steps - 1))
+            raise ValueError(outside("step", step, 0, self.num_steps - 1))
         return step * self.rows_per_step
 
     def _position_before(self, step: int) -> int:
@@ -358,136 +269,8 @@ class Order:
         return ids
 
 
-# ---- Proof of what was read ------------------------------------------------------------------
-
-
-def fingerprint(parts: Mapping[str, object]) -> str:
-    """Return 16 hex digits that change when any part does; parts are plain JSON values.
-
-    >>> fingerprint({"seq_len": 8, "files": ["a"]}) == fingerprint({"files": ("a",), "seq_len": 8})
-    True
-    """
-    return blake2b(_canonical(parts).encode(), digest_size=8).hexdigest()
-
-
-def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Name the parts that differ, sorted; empty if and only if the fingerprints are equal.
-
-    >>> differences({"seq_len": 8, "files": ["a"]}, {"seq_len": 9, "files": ["a"], "template": 0})
-    ['seq_len', 'template']
-    """
-    return [
-        name
-        for name in sorted({*old, *new})
-        if name not in old or name not in new or _canonical(old[name]) != _canonical(new[name])
-    ]
-
-
-def row_digest(position: int, input_ids: npt.ArrayLike) -> int:
-    """Return 64 bits that stand for one row at one position of its step.
-
-    The position is part of it, so that two rows that change places change the sum.
-    Source: blake2b over the position as 8 bytes and the ids as int32, both little-endian.
-    """
-    ids = np.ascontiguousarray(input_ids, dtype="<i4")
-    digest = blake2b(int(position).to_bytes(8, "little"), digest_size=8)
-    digest.update(ids.tobytes())
-    return int.from_bytes(digest.digest(), "little")
-
-
-def combine(digests: Iterable[int]) -> str:
-    """Return the `batch_digest` of a step from its rows' digests, or from the ranks' sums of them.
-
-    >>> combine([1, 2**64 - 1, 5]) == combine([6, 2**64 - 1]) == "0000000000000005"
-    True
-    """
-    return f"{sum(digests) % 2**64:016x}"
-
-
-# ---- Mixtures of sources ---------------------------------------------------------------------
-#
-# Positions are cut into blocks. With W_j the share of the sources before j, block k gives source j
-# the slots from  floor(W_j (k+1) B) - floor(W_j k B)  up to the same of W_j+1, and a permutation of
-# the block says at which position each slot comes. The floors telescope: after any number of whole
-# blocks each source is less than one position away from its exact share. B is at least 1 / share of
-# every source, without which a block's count, a difference of such edges, might be negative.
-
-
-def mixture(weights: Sequence[float], positions: Ints, seed: int) -> tuple[Ints, Ints]:
-    """Return, for positions int64[n], their sources [n] and which item of its source each is [n].
-
-    Weights need not sum to 1. Shares are exact in the long run and to one position per block; the
-    order within a block is a seeded permutation. The positions of source j, in order, hold its
-    items 0, 1, 2, ... The cost is that of the blocks that are touched, whatever the positions.
-
-    >>> sources, items = mixture([3, 1], np.array([0, 5, 6, 7, 4096]), seed=0)
-    >>> sources.tolist(), items.tolist()
-    ([0, 0, 1, 0, 0], [0, 5, 0, 6, 3072])
-    """
-    shares, block = _shares_and_block(weights)
-    sources, items = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
-    blocks, offsets = np.divmod(positions, block)
-    for k in np.unique(blocks).tolist():
-        here = np.flatnonzero(blocks == k)
-        of_block = _block_sources(shares, block, k, seed, np.arange(offsets[here].max() + 1))
-        for source in np.unique(of_block[offsets[here]]).tolist():
-            before = math.floor(shares[source + 1] * k * block) - math.floor(
-                shares[source] * k * block
-            )
-            mine = of_block == source
-            slots = here[mine[offsets[here]]]
-            sources[slots] = source
-            items[slots] = before + np.cumsum(mine)[offsets[slots]] - 1
-    return sources, items
-
-
-def _block_sources(shares: list[Fraction], block: int, k: int, seed: int, offsets: Ints) -> Ints:
-    """Return the source at each offset of block k: [n] -> [n]."""
-    ends = [
-        math.floor(share * (k + 1) * block) - math.floor(share * k * block) for share in shares[1:]
-    ]
-    slots = _permute(offsets, block, _round_keys("mixture", seed, k))
-    return np.searchsorted(ends, slots, side="right").astype(np.int64)
-
-
-def _shares_and_block(weights: Sequence[float]) -> tuple[list[Fraction], int]:
-    """Return the cumulative shares, 0 first and 1 last, and the block length."""
-    if not all(math.isfinite(w) and w >= 0 for w in weights) or not sum(weights) > 0:
-        raise ValueError(
-            f"weights={list(weights)} is not a mixture: each is finite and >= 0, and one is > 0. "
-            f"Set one such number per source"
-        )
-    # The decimals as written: 0.7 and 0.3 share exactly 7 to 3, which their binary values do not.
-    exact = [Fraction(repr(float(w))) for w in weights]
-    total = sum(exact)
-    smallest = min(w for w in exact if w) / total
-    if smallest * MAX_BLOCK < 1:
-        raise ValueError(
-            f"weights={list(weights)} has a share of {float(smallest):.1e}: a source must fill at "
-            f"least one position in {MAX_BLOCK}. Set that weight to 0 or higher"
-        )
-    shares, reached = [Fraction(0)], Fraction(0)
-    for w in exact:
-        reached += w / total
-        shares.append(reached)
-    return shares, max(MIN_BLOCK, 1 << (math.ceil(1 / smallest) - 1).bit_length())
-
-
-# ---- Words and small sums --------------------------------------------------------------------
-
-
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _canonical(value: object) -> str:
-    """Return JSON with one spelling per value: sorted names, no spaces, ASCII, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _outside(name: str, value: int, low: int, high: int | None) -> str:
-    rule = f">= {low}" if high is None else f"in [{low}, {high}]"
-    return f"{name}={value} is out of range: {name} must be {rule}. Set {name} {rule}"
 
 
 def _not_a_divisor(micro_batch: int, rows_per_step: int) -> str:
