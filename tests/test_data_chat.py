@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rayapp.data.tokens import CHAT_TEMPLATE, Renderer, train_bpe
+from rayapp.data.chat import ChatTemplate
+from rayapp.data.documents import Renderer
+from rayapp.data.tokens import CHAT_TEMPLATE, train_bpe
 from rayapp.packing import Document
 
 CHATML = (
@@ -153,7 +155,7 @@ def test_marks_are_recognised_however_they_are_written(tags: tuple[str, str]) ->
         + "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
     )
     tokenizer = tokenizer_with(template)
-    assert Renderer(tokenizer, "chat").marked
+    assert ChatTemplate(tokenizer).marked
     assert rendered(tokenizer, TURNS)[1] == "".join(text + "<|im_end|>" for text in SAID)
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
 from rayapp.data import prepare, sources, tokens
+from rayapp.data.documents import Renderer
 from rayapp.data.prepare import Recipe
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
@@ -109,7 +110,7 @@ def contents(storage: Storage) -> dict[str, bytes]:
 
 def expected_documents(recipe: Recipe) -> dict[str, list[Document]]:
     """Return the documents of each split, read and made one by one."""
-    renderer = tokens.Renderer(tokens.load_tokenizer(recipe.tokenizer_url), recipe.kind)
+    renderer = Renderer(tokens.load_tokenizer(recipe.tokenizer_url), recipe.kind)
     found: dict[str, list[Document]] = {"train": [], "eval": []}
     for origin, unit in jobs_of(recipe):
         source = recipe.source if origin == "train" else recipe.eval_source

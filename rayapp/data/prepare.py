@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.data import sources, tokens
+from rayapp.data.documents import COLUMNS, Renderer, kind_of, problem_of
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS, Counts, Prepared, duplicate_share, load
 from rayapp.order import fingerprint
 from rayapp.packing import Document, pack, row_dtype
@@ -177,12 +178,12 @@ def problems(source: sources.Source, kind: str, limit: float) -> tuple[str, list
         heads = list(islice(sources.read_piece(source, shard), 64))
     if kind == "auto":
         kinds = Counter(
-            "text" if isinstance(r.value, str) else tokens.kind_of(r.value)
+            "text" if isinstance(r.value, str) else kind_of(r.value)
             for r in heads
             if r.problem is None
         )
         kind = next((k for k, _ in kinds.most_common(1) if k), "text")
-    bad = [(r, r.problem or tokens.problem_of(r.value, kind)) for r in heads]
+    bad = [(r, r.problem or problem_of(r.value, kind)) for r in heads]
     wrong = [(record, why) for record, why in bad if why]
     if not heads:
         return kind, [f"data.path={source.root} is empty: there is no record in its files"]
@@ -211,7 +212,7 @@ def sample_texts(source: sources.Source, kind: str, max_bytes: int) -> Iterator[
             if source.format in ("text", "jsonl"):
                 piece = replace(piece, end=min(piece.end, piece.start + left))
             for record in sources.read_piece(source, piece):
-                if record.problem is None and tokens.problem_of(record.value, kind) is None:
+                if record.problem is None and problem_of(record.value, kind) is None:
                     for text in _texts(record.value, kind):
                         yield text[:left]
                         left -= len(text[:left])
@@ -226,7 +227,7 @@ def _texts(value: Any, kind: str) -> list[str]:
         return [value]
     if kind == "chat":
         return [str(message["content"]) for message in value["messages"]]
-    return [value[name] for name in tokens.COLUMNS[kind]]
+    return [value[name] for name in COLUMNS[kind]]
 
 
 def _fraction(recipe: Recipe) -> float:
@@ -248,8 +249,8 @@ def _hashes(documents: list[Document]) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 @lru_cache(maxsize=2)
-def _renderer(tokenizer_url: str, kind: str) -> tokens.Renderer:
-    return tokens.Renderer(tokens.load_tokenizer(tokenizer_url), kind)
+def _renderer(tokenizer_url: str, kind: str) -> Renderer:
+    return Renderer(tokens.load_tokenizer(tokenizer_url), kind)
 
 
 def _pack(documents: list[Document], recipe: Recipe) -> tuple[dict[str, Any], bytes]:

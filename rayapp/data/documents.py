@@ -1,0 +1,209 @@
+"""Turn records into documents: the three kinds of data, and which tokens bear loss.
+
+    document, problem = Renderer(load_tokenizer(folder), "chat").document({"messages": [...]})
+
+text: every token bears loss. prompt: the completion does. Both begin with what the tokenizer puts
+before a text (BOS) and end with one end-of-text token, which bears loss too. chat: what the
+assistant says does; begin and end are the template's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rayapp.data.chat import ChatTemplate
+from rayapp.data.tokens import token_bytes
+from rayapp.packing import Document
+
+COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
+
+Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+Made: TypeAlias = tuple[Document | None, str | None]  # (document, None) or (None, problem)
+
+
+def kind_of(columns: Mapping[str, Any]) -> str | None:
+    """Return the kind whose columns are all there, or None."""
+    for kind in ("chat", "prompt", "text"):
+        if all(name in columns for name in COLUMNS[kind]):
+            return kind
+    return None
+
+
+def problem_of(value: Any, kind: str) -> str | None:
+    """Say what keeps a record from being a document of this kind, or None; needs no tokenizer."""
+    if isinstance(value, str):
+        return _problem_of_text(value) if kind == "text" else f"is plain text, not {kind}"
+    for name in COLUMNS[kind]:
+        if name not in value:
+            found = ", ".join(map(repr, sorted(value))) or "none"
+            return f"has no column {name!r} (it has {found})"
+        if kind != "chat":
+            if not isinstance(value[name], str):
+                return f"has a {name!r} that is not text"
+            if problem := _problem_of_text(value[name]):
+                return problem
+    return _problem_of_messages(value["messages"]) if kind == "chat" else None
+
+
+def _problem_of_text(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "has text that is not Unicode (half of a surrogate pair)"
+    return None
+
+
+def _problem_of_messages(messages: Any) -> str | None:
+    if isinstance(messages, str) or not hasattr(messages, "__iter__") or not len(messages):
+        return "has 'messages' that are not a list of messages"
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            return "has a message without role and content"
+        if not isinstance(message["content"], str):
+            return "has a message whose content is not text"
+        if problem := _problem_of_text(message["content"]):
+            return problem
+    return None if any(m["role"] == "assistant" for m in messages) else "has no assistant message"
+
+
+class Renderer:
+    """Make documents of one kind with one tokenizer."""
+
+    def __init__(self, tokenizer: Any, kind: str) -> None:
+        self.tokenizer, self.kind = tokenizer, kind
+        self.bytes_of = token_bytes(tokenizer)
+        self.end = tokenizer.eos_token_id
+        self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
+        self.chats = ChatTemplate(tokenizer) if kind == "chat" else None
+        if tokenizer.is_fast:  # a tokenizer.json may ask for them
+            tokenizer.backend_tokenizer.no_truncation()
+            tokenizer.backend_tokenizer.no_padding()
+        elif kind == "chat":
+            raise ValueError(
+                f"data.kind=chat is not possible with {type(tokenizer).__name__}: it cannot say "
+                "which text a token stands for. Set model.tokenizer to one with a tokenizer.json"
+            )
+
+    def document(self, value: Any) -> Made:
+        """Return (document, None) or (None, problem); an empty text is a document of no tokens."""
+        (made,) = self.documents([value])
+        return made
+
+    def documents(self, values: Sequence[Any]) -> list[Made]:
+        """Return what `document` would for each value; several at once cost less."""
+        problems = [problem_of(value, self.kind) for value in values]
+        good = [value for value, problem in zip(values, problems, strict=True) if problem is None]
+        if self.kind == "text":
+            made = self._texts([v if isinstance(v, str) else v["text"] for v in good])
+        elif self.kind == "prompt":
+            made = self._prompts(good)
+        else:
+            made = self._chats([list(value["messages"]) for value in good])
+        rest = iter(made)
+        return [next(rest) if problem is None else (None, problem) for problem in problems]
+
+    def _texts(self, texts: list[str]) -> list[Made]:
+        documents: list[Made] = []
+        for text, tokens in zip(texts, self._encode(texts), strict=True):
+            num_bytes = self._bytes(tokens, text)
+            loss = np.ones(len(tokens), bool)
+            documents.append((self._closed(tokens, loss, num_bytes), None))
+        return documents
+
+    def _prompts(self, values: list[Any]) -> list[Made]:
+        prompts = [value["prompt"] for value in values]
+        completions = [value["completion"] for value in values]
+        encoded = self._encode([*prompts, *completions])
+        documents: list[Made] = []
+        for place, completion in enumerate(completions):
+            before, after = encoded[place], encoded[len(values) + place]
+            tokens = np.concatenate([before, after])
+            num_bytes = np.concatenate([self.bytes_of[before], self._bytes(after, completion)])
+            loss = np.arange(len(tokens)) >= len(before)
+            documents.append((self._closed(tokens, loss, num_bytes), None))
+        return documents
+
+    def _encode(self, texts: list[str]) -> list[Tokens]:
+        """Return int32 [tokens] of each text, with nothing that the tokenizer puts around it."""
+        if self.tokenizer.is_fast:
+            encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+            return [np.asarray(e.ids, np.int32) for e in encode(texts, add_special_tokens=False)]
+        plain = partial(self.tokenizer, add_special_tokens=False, verbose=False)
+        return [np.asarray(plain(text)["input_ids"], np.int32) for text in texts]
+
+    def _bytes(self, tokens: Tokens, text: str) -> np.ndarray[Any, Any]:
+        """Return the bytes of each token [n], without the space that some tokenizers put first."""
+        num_bytes = self.bytes_of[tokens]
+        if self.adds_space and len(tokens) and int(num_bytes.sum()) == len(text.encode()) + 1:
+            num_bytes[0] -= 1
+        return num_bytes
+
+    def _closed(
+        self, tokens: Tokens, loss: np.ndarray[Any, Any], num_bytes: np.ndarray[Any, Any]
+    ) -> Document:
+        """Put the opening before the tokens and one end of text after them."""
+        if not len(tokens):
+            return Document(tokens, loss, num_bytes)
+        count = len(tokens)
+        while count and loss[count - 1] and tokens[count - 1] == self.end:  # it was in the text
+            count -= 1
+        opening = self.opening
+        if np.array_equal(tokens[: len(opening)], opening):  # it was in the text
+            opening = opening[:0]
+        first = len(opening)
+        size = first + count + (self.end is not None)
+        whole = np.empty(size, np.int32)
+        bears_loss, byte_counts = np.zeros(size, bool), np.zeros(size, np.uint16)
+        here = slice(first, first + count)
+        whole[:first], byte_counts[:first] = opening, self.bytes_of[opening]
+        whole[here], bears_loss[here], byte_counts[here] = (
+            tokens[:count],
+            loss[:count],
+            num_bytes[:count],
+        )
+        if self.end is not None:
+            whole[-1], bears_loss[-1] = self.end, True
+        return Document(whole, bears_loss, byte_counts)
+
+    def _chats(self, chats: list[list[Any]]) -> list[Made]:
+        assert self.chats is not None
+        rendered = self.chats.render(chats)
+        texts = [text for text, _, problem in rendered if problem is None]
+        encode = self.tokenizer.backend_tokenizer.encode_batch
+        encoded = iter(encode(texts, add_special_tokens=False))
+        documents: list[Made] = []
+        for _, spans, problem in rendered:
+            if problem is not None:
+                documents.append((None, problem))
+                continue
+            encoding = next(encoded)
+            tokens = np.asarray(encoding.ids, np.int32)
+            loss = np.zeros(len(tokens), bool)
+            for first, last in spans:
+                loss[_tokens_of(encoding, len(tokens), first, last)] = True
+            documents.append((Document(tokens, loss, self.bytes_of[tokens]), None))
+        return documents
+
+
+def _tokens_of(encoding: Any, count: int, first: int, last: int) -> slice:
+    """Return the tokens of the characters [first, last); one that straddles the start is theirs.
+
+    A search asks for the places of some ten tokens, which never go back; `encoding.offsets` would
+    make a tuple for every token.
+    """
+    place, tokens = encoding.token_to_chars, range(count)
+    begin = bisect_left(tokens, True, key=lambda i: place(i)[0] >= first or place(i)[1] > first)
+    return slice(begin, bisect_left(tokens, True, key=lambda i: place(i)[0] >= last))
+
+
+def _opening(tokenizer: Any, bytes_of: np.ndarray[Any, Any]) -> tuple[Tokens, bool]:
+    """Return what the tokenizer puts before a text, int32 [n], and whether it adds a space too."""
+    around = tokenizer("a", verbose=False)["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    first = next((i for i in range(len(around)) if around[i : i + len(plain)] == plain), 0)
+    return np.asarray(around[:first], np.int32), int(bytes_of[plain].sum()) == 2

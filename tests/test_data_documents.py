@@ -1,0 +1,115 @@
+"""Check what documents are made of records, and which of their tokens bear loss."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from tokenizers import Tokenizer
+from tokenizers_made import TEXTS, around, bpe, document, drawn, text_of
+from transformers import PreTrainedTokenizerFast
+
+from rayapp.data.documents import Renderer, kind_of, problem_of
+
+
+@pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+@pytest.mark.parametrize("text", ["hello", "ends itself</s>", "twice</s></s>", "<s>begins itself"])
+def test_one_begin_and_one_end(single: str, text: str) -> None:
+    tokenizer = around(single)
+    bos = "<s>" if single.startswith("<s>") and not text.startswith("<s>") else ""
+    whole = bos + text.replace("</s>", "") + "</s>"
+    made = document(tokenizer, "text", text)
+    assert text_of(tokenizer, made.tokens) == whole and made.loss[1:].all()
+    assert made.num_bytes.sum() == len(text.replace("</s>", "").replace("<s>", ""))
+
+    value = {"prompt": "Q", "completion": text.replace("<s>", "")}
+    made = document(tokenizer, "prompt", value)
+    answer = value["completion"].replace("</s>", "") + "</s>"
+    assert text_of(tokenizer, made.tokens) == ("<s>" if "<s>" in single else "") + "Q" + answer
+    assert text_of(tokenizer, made.tokens[made.loss]) == answer
+
+
+def test_an_empty_text_is_no_document() -> None:
+    for tokenizer in (bpe(), around("<s> $A </s>")):
+        assert len(document(tokenizer, "text", "").tokens) == 0
+        assert len(document(tokenizer, "text", {"text": ""}).tokens) == 0
+        assert len(document(tokenizer, "prompt", {"prompt": "", "completion": ""}).tokens) == 0
+
+
+def test_a_tokenizer_without_an_end_adds_none() -> None:
+    tokenizer = around("<s> $A")
+    tokenizer.eos_token = None
+    assert text_of(tokenizer, document(tokenizer, "text", "hi").tokens) == "<s>hi"
+
+
+@drawn
+@given(prompt=TEXTS, completion=TEXTS.filter(bool))
+def test_prompts_bear_no_loss_and_completions_do(prompt: str, completion: str) -> None:
+    made = document(bpe(), "prompt", {"prompt": prompt, "completion": completion})
+    assert text_of(bpe(), made.tokens[made.loss]) == completion + "<|endoftext|>"
+    assert text_of(bpe(), made.tokens[~made.loss]) == prompt
+    assert made.num_bytes[made.loss].sum() == len(completion.encode())
+
+
+@pytest.mark.parametrize("padding", [None, {"length": 64}])
+def test_many_at_once_are_each_as_alone(padding: dict[str, int] | None) -> None:
+    """A tokenizer.json that asks for padding or truncation changes no document."""
+    rules = json.loads(around("<s> $A").backend_tokenizer.to_str())
+    tokenizer = Tokenizer.from_str(json.dumps(rules))
+    if padding:
+        tokenizer.enable_padding(**padding)
+        tokenizer.enable_truncation(8)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    renderer = Renderer(wrapped, "text")
+    values = ["a" * 30, 7, "", {"text": "bc"}, {"words": "no"}, "d" * 3]
+    together = renderer.documents([{} if value == 7 else value for value in values])
+    lengths = [None if made is None else len(made.tokens) for made, _ in together]
+    assert lengths == [32, None, 0, 4, None, 5]
+    for value, (made, problem) in zip(values, together, strict=True):
+        alone, why = renderer.document({} if value == 7 else value)
+        assert why == problem and (made is None) == (alone is None)
+        if made is not None and alone is not None:
+            assert made.tokens.tolist() == alone.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "words"),
+    [
+        ("x", "chat", "is plain text, not chat"),
+        ({"b": 1, "a": 2}, "text", "has no column 'text' (it has 'a', 'b')"),
+        ({}, "chat", "has no column 'messages' (it has none)"),
+        ({"text": 3}, "text", "has a 'text' that is not text"),
+        ({"prompt": "x", "completion": None}, "prompt", "has a 'completion' that is not text"),
+        (
+            {"text": "half \ud83d"},
+            "text",
+            "has text that is not Unicode (half of a surrogate pair)",
+        ),
+        ({"messages": "hi"}, "chat", "has 'messages' that are not a list of messages"),
+        ({"messages": []}, "chat", "has 'messages' that are not a list of messages"),
+        ({"messages": None}, "chat", "has 'messages' that are not a list of messages"),
+        ({"messages": [{"from": "x"}]}, "chat", "has a message without role and content"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "chat", "has no assistant message"),
+        (
+            {"messages": [{"role": "assistant", "content": None}]},
+            "chat",
+            "has a message whose content is not text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "\udc00"}]},
+            "chat",
+            "has text that is not Unicode (half of a surrogate pair)",
+        ),
+    ],
+)
+def test_problems_are_named(value: Any, kind: str, words: str) -> None:
+    assert problem_of(value, kind) == words
+    assert Renderer(bpe(), kind).document(value) == (None, words)
+
+
+def test_the_kind_follows_from_the_columns() -> None:
+    assert kind_of({"messages": [], "text": ""}) == "chat"
+    assert kind_of({"prompt": "", "completion": "", "id": 1}) == "prompt"
+    assert kind_of({"text": ""}) == "text" and kind_of({"prompt": ""}) is None
