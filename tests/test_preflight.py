@@ -34,7 +34,8 @@ from rayapp.jobs import Shipment, prepare
 from rayapp.preflight import __main__ as command
 from rayapp.preflight import collectives, facts, nccl, page, scout
 from rayapp.preflight.facts import Clock, Device, Facts, Link, Probe, Rank, Row, Silence, Speed
-from rayapp.preflight.judge import Finding, Marks, judge
+from rayapp.preflight.findings import Finding, Marks
+from rayapp.preflight.judge import judge
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

@@ -9,6 +9,8 @@ nccl.py         which network NCCL really sends through, by its log
 worker.py       an actor that measures the last three
 survey.py       all of it on the connected cluster, nothing waited for without a limit
 facts.py        what was found out, as values
-judge.py        what is wrong with it: pure
+findings.py     what a cluster is held to, and what is wrong with it
+judge.py        decides that from the facts: pure
+network.py      the part of it about links and collectives
 page.py         one page of it
 """

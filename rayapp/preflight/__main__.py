@@ -72,7 +72,8 @@ def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
 
 def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
     """Survey the cluster, print what was found, return the exit code."""
-    from rayapp.preflight.judge import judge, marks_of
+    from rayapp.preflight.findings import marks_of
+    from rayapp.preflight.judge import judge
 
     try:
         marks = marks_of(config, min_gbit_per_s)

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rayapp.preflight.facts import Facts, Node
-from rayapp.preflight.judge import Finding, Marks, busbw_mark, link_mark, size
+from rayapp.preflight.findings import Finding, Marks, size
+from rayapp.preflight.network import busbw_mark, link_mark
 
 GBIT = 1e9 / 8
 
