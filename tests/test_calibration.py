@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 from typing import Any
 
 import pytest
 
-from rayapp import calibration
 from rayapp.calibration import STEPS, Calibration, calibrate, rest_s
 
 
@@ -51,7 +49,3 @@ def test_other_workers_are_calibrated_anew_and_restarts_are_left_out() -> None:
 def test_before_there_are_enough() -> None:
     assert calibrate([]) is None
     assert calibrate([line(step, 1.0) for step in range(1, STEPS + 1)]) is None
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(calibration).failed == 0

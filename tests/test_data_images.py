@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import doctest
 import io
 import random
 import shutil
@@ -28,7 +27,6 @@ from rayapp.data.images import (
     batches,
     find,
     index,
-    indexing,
     prepare,
     shapes,
     stream,
@@ -50,11 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def images(folder: Path) -> Images:
     path = as_folder(folder / "tree", drawn(3, 8))
     return indexed(path, open_storage(str(folder / "prepared")))
-
-
-@pytest.mark.parametrize("module", [augment, index, indexing, shapes])
-def test_doctests(module: Any) -> None:
-    assert not doctest.testmod(module).failed
 
 
 # ---- Finding and indexing ----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections import Counter
 from pathlib import Path
 
@@ -11,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_prepare import VALUES, here, small_units, tokenizer_url, write_jsonl  # noqa: F401
 
-from rayapp.data import prepared, tokens
+from rayapp.data import tokens
 from rayapp.data.prepare import Recipe
 from rayapp.data.prepared import duplicate_share, mixed
-from rayapp.finetune import display
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
@@ -24,12 +22,6 @@ def recipe_of(path: Path, tokenizer: str, first: int, last: int) -> Recipe:
     source = write_jsonl(path, [VALUES["text"](n) for n in range(first, last)])
     digest = tokens.tokenizer_digest(tokens.load_tokenizer(tokenizer))
     return Recipe(source, None, "text", tokenizer, digest, 0, 16, True, False, 0.1)
-
-
-def test_doctests() -> None:
-    for module in (prepared, display):
-        found = doctest.testmod(module)
-        assert found.attempted and not found.failed
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=40), max_size=6))

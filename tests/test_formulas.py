@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
-
 import pytest
 import torch
 from hypothesis import given
@@ -29,11 +26,6 @@ from rayapp.model.build import find_blocks
 from rayapp.presets import config_of
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 320}
-
-
-@pytest.mark.parametrize("name", ["shape", "flops", "memory"])
-def test_doctests(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"rayapp.formulas.{name}")).failed == 0
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))

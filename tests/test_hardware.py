@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gzip
 import json
 import math
@@ -23,10 +22,6 @@ def described() -> dict[str, Any]:
     path = Path(moto.__file__).parent / "ec2" / "resources" / "instance_types.json.gz"
     with gzip.open(path) as file:
         return json.load(file)
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(hardware).failed == 0
 
 
 def test_every_instance_is_as_ec2_describes_it(described: dict[str, Any]) -> None:

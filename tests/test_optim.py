@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import numpy as np
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import rayapp.optim
 from rayapp.optim import (
     decay_groups,
     hidden_matrices,
@@ -213,10 +211,6 @@ def test_set_lr_sets_every_group(kind: str) -> None:
     set_lr(optimizers, 0.25)
     rates = [float(group["lr"]) for each in optimizers for group in each.param_groups]
     assert set(rates) == {0.25} and len(rates) >= 2
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(rayapp.optim).failed == 0 and doctest.testmod(rayapp.optim).attempted
 
 
 def test_lars_is_the_papers_formula() -> None:

@@ -5,11 +5,9 @@ Run: python -m pytest tests/test_order.py
 
 from __future__ import annotations
 
-import doctest
 import hashlib
 import itertools
 import json
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,20 +15,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rayapp import order as order_module
 from rayapp.order import (
     EMPTY,
     Cursor,
     Order,
-    bijection,
     combine,
     differences,
     fingerprint,
     mixture,
     permutation,
-    proof,
     row_digest,
-    shares,
 )
 
 seeds = st.integers(0, 2**63)
@@ -55,12 +49,6 @@ def chi_square_z(table: np.ndarray, freedom: int, scale: float = 1.0) -> float:
     expected = table.sum() / table.size
     statistic = ((table - expected) ** 2 / expected).sum() * scale
     return (statistic - freedom) / np.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize("module", [order_module, bijection, shares, proof])
-def test_doctests(module: ModuleType) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted and not found.failed
 
 
 # ---- The permutation

@@ -5,7 +5,6 @@ Run: python -m pytest tests/test_packing.py
 
 from __future__ import annotations
 
-import doctest
 import itertools
 
 import numpy as np
@@ -85,10 +84,6 @@ def same_pieces(one: list, other: list) -> bool:
         for x, y in zip(one, other, strict=True)
         for a, b in zip(x, y, strict=True)
     )
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(packing).failed == 0
 
 
 lengths_and_size = st.integers(1, 24).flatmap(

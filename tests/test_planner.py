@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from rayapp.config import Config, ConfigError, from_dict, load
 from rayapp.formulas import mean_context, shape_of
 from rayapp.formulas.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
 from rayapp.hardware import GPUS, INSTANCES
-from rayapp.planner import report
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Job, Machine, collective_s, machine_of
 from rayapp.presets import PRESETS, config_of
@@ -441,10 +439,6 @@ def test_every_preset_is_planned_on_every_p(name: str, instance: str) -> None:
         config(model={"path": name}, cluster={"workers": str(one.gpus), "instance": instance})
     )
     assert found.fits in (True, False) and found.step_s is not None
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(report).failed == 0
 
 
 def test_the_package_offers_it_by_name() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import doctest
 import hashlib
 import html.parser
 import itertools
@@ -31,7 +30,7 @@ from rayapp.__main__ import main
 from rayapp.accounts import account, read_events
 from rayapp.config import load
 from rayapp.metrics import ImageRecord, MetricsLog
-from rayapp.report import charts, curves, folder, render, tables, timeline, words
+from rayapp.report import charts, curves, folder, render, tables, timeline
 from rayapp.report.curves import BUCKETS, smooth, thin
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -81,12 +80,6 @@ def data_of(page: Reader) -> dict[str, dict[str, Any]]:
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path))
-
-
-def test_doctests() -> None:
-    for module in (curves, tables, words):
-        found = doctest.testmod(module)
-        assert found.attempted and not found.failed
 
 
 # ---- What it shows ---------------------------------------------------------------------------

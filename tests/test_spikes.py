@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import random
 
 import pytest
 
-import rayapp.spikes
 from rayapp.spikes import FEWEST, WINDOW, Spikes
 
 
@@ -45,8 +43,3 @@ def test_a_resumed_run_decides_as_one_that_was_never_interrupted(cut: int) -> No
     second = Spikes(4.0, list(first.losses))
     found += [second.is_spike(loss) for loss in losses[cut:]]
     assert found == expected and 2 < sum(expected) < 30
-
-
-def test_docstrings() -> None:
-    found = doctest.testmod(rayapp.spikes)
-    assert found.attempted and not found.failed
