@@ -30,7 +30,7 @@ from rayapp.__main__ import main
 from rayapp.accounts import account, read_events
 from rayapp.config import load
 from rayapp.metrics import ImageRecord, MetricsLog
-from rayapp.report import charts, curves, folder, render, tables, timeline
+from rayapp.report import charts, comparison, curves, folder, render, tables, timeline
 from rayapp.report.curves import BUCKETS, smooth, thin
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -177,12 +177,12 @@ def test_a_comparison_says_what_differs_and_what_came_out(storage: Storage) -> N
         runs.append(run.run)
     page = report.compare(runs, f"{storage.url}/pages/both.html")
     shown = Reader(Path(page).read_text(encoding="utf-8"))
-    rows = tables.differing([folder.read(run) for run in runs])
+    rows = comparison.differing([folder.read(run) for run in runs])
     assert [(row.label, row.cells) for row in rows] == [("train.lr", ["0.0001", "0.0003"])]
     steps = [len(points["step"]) for points in data_of(shown)["rate"]["points"].values()]
     assert steps == [80, 50]
     losses = [metrics.read(run)[-1]["loss"] for run in runs]
-    results = {row.label: row for row in tables.results([folder.read(run) for run in runs])}
+    results = {row.label: row for row in comparison.results([folder.read(run) for run in runs])}
     assert results["training loss"].cells == [f"{loss:.4f}" for loss in losses]
     assert results["training loss"].best == {losses.index(min(losses))}
     assert results["held-out loss"].best == frozenset()  # both are the same

@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rayapp.report import charts, tables, timeline, words
+from rayapp.report import charts, comparison, tables, timeline, words
 from rayapp.report.curves import BUCKETS
 from rayapp.report.folder import Run
 
@@ -69,8 +69,8 @@ def comparison_page(runs: Sequence[Run]) -> bytes:
         runs,
         charts.of_runs(runs),
         runs=runs,
-        results=tables.results(runs),
-        differing=tables.differing(runs),
+        results=comparison.results(runs),
+        differing=comparison.differing(runs),
         goodput=[(run, tables.goodput(run)) for run in runs],
         folders=[[run.name, run.url] for run in runs],
     )
