@@ -26,7 +26,7 @@ from rayapp.driver.pace import Cadence, Clock, Leaving
 from rayapp.driver.state import restore, state_tensors, state_values
 from rayapp.driver.trainee import Trainee
 from rayapp.metrics import StepRecord
-from rayapp.storage import open_storage
+from rayapp.storage import Storage, open_storage
 
 
 def run(
@@ -59,14 +59,7 @@ def run(
     log = metrics.MetricsLog(storage, first_step) if rank == 0 else None
     attempt = [log.attempt if log else 0]
     dist.broadcast_object_list(attempt, src=0, group=control)
-    asynchronous = config.checkpoint.asynchronous
-    saver = Checkpointer(
-        storage,
-        keep=config.checkpoint.keep,
-        asynchronous=asynchronous,
-        # A synchronous save ends before its step has a record.
-        before_commit=log.wait_stored if log and asynchronous else lambda step: None,
-    )
+    saver = make_saver(job, storage, log)
     leaving = Leaving(storage, room) if rank == 0 else None
     notices: list[str] = []
 
@@ -88,24 +81,34 @@ def run(
             leaving.close()
     steps = last.step if last else first_step
     status = status_of(engine, steps >= job.order.num_steps)
-    summary: dict[str, Any] = {
+    summary = said | {
         "entered": entered,
         "status": status,
         "steps": steps,
         "first_step": first_step,
-        "attempt": attempt[0],
+        "attempt": engine.attempt,
         "stall_s": statistics.median(engine.stalls) if engine.stalls else None,
         "commit_s": saver.commit_s,
         "parameters": trainee.num_parameters(),
-        **said,
     }
     if status == "moved":
-        summary["notice"] = bool(notices)
-        summary["reason"] = notices[0] if notices else leaving.reason if leaving else ""
+        reason = notices[0] if notices else leaving.reason if leaving else ""
+        summary |= {"notice": bool(notices), "reason": reason}
     if status == "done":
         summary |= trainee.finish(engine, storage, clock.lap)
-    summary["seconds"] = clock.seconds
-    return summary
+    return summary | {"seconds": clock.seconds}
+
+
+def make_saver(job: Job, storage: Storage, log: metrics.MetricsLog | None) -> Checkpointer:
+    """Return what saves this run; `log` is rank 0's."""
+    settings = job.config.checkpoint
+    return Checkpointer(
+        storage,
+        keep=settings.keep,
+        asynchronous=settings.asynchronous,
+        # A synchronous save ends before its step has a record.
+        before_commit=log.wait_stored if log and settings.asynchronous else lambda step: None,
+    )
 
 
 def train(
