@@ -187,8 +187,8 @@ def train_cell(cell: Cell, root: str) -> list[float]:
         arrays = {name: np.stack([m[name] for m in mine]) for name in mine[0]}
         batch = rows_of(step, arrays)
         agreement = loop.agree(engine, batch)
-        loss_sum, _, _ = loop.train_step(engine, batch, agreement)
-        losses.append(loss_sum / agreement.wait().weight)
+        update = loop.train_step(engine, batch, agreement)
+        losses.append(update.loss_sum / agreement.wait().weight)
     held_out = [
         rows_of(0, {name: array[None] for name, array in batch.items()})
         for batch in everything[-HELD_OUT:][rank::world]

@@ -30,7 +30,7 @@ from rayapp.progress import Progress
 from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
-STEPS = 300
+STEPS = 150
 
 
 class Relay:
