@@ -168,6 +168,7 @@ class Training:
         stall += self.step(self.saver.settle)
         total = time.perf_counter() - start
         self.saver.wait()
+        assert self.saver.saved_step == self.saves, "a save failed"
         return slowest(stall=stall, total=total)
 
 
@@ -210,7 +211,8 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
             seconds = training.save_and_step(state, behind)
             for name in ("stall", "total"):
                 found[name if behind else f"{name}_at_once"].append(seconds[name])
-        found["commit"].append(training.saver.commit_s or 0.0)
+        assert training.saver.commit_s is not None
+        found["commit"].append(training.saver.commit_s)
         found["dcp"].append(timed(lambda n=number, s=state: dcp(n, s)))
         del state
         if rank == 0:
