@@ -3,11 +3,12 @@
     python bench/observe.py [--steps 400] [--block 10]
 
 Two ranks train with rayapp's own code, each connected to a Ray that a Prometheus scrapes. Blocks of
-steps with it all alternate with blocks without: without, ranks tell Ray nothing, Prometheus and the
-process that follows the run for TensorBoard, MLflow (files) and W&B (offline) are stopped, and the
-follower never hears of the steps, so that the next block does not pay for them. Each block is
-compared with its neighbour, so that a machine whose speed drifts does not matter. All share the
-machine's cores here; on a cluster only the ranks' part does. Who takes how much CPU is printed too.
+steps with it all alternate with blocks without: without, ranks tell Ray nothing, Prometheus is
+stopped, and the follower, which tells TensorBoard, MLflow (files) and W&B (offline) as a driver
+does, neither looks at the run nor ever hears of those steps, so that the next block does not pay
+for them. It stays connected to Ray, as a driver that observes nothing is. Each block is compared
+with its neighbour, so that a machine whose speed drifts does not matter. All share the machine's
+cores here; on a cluster only the ranks' part does. Who takes how much CPU is printed too.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -35,15 +37,21 @@ from loop_alone import job_of
 
 from rayapp.data.rows import local_steps
 from rayapp.driver.fit import CPU_ENVIRONMENT
+from rayapp.driver.job import Job
 from rayapp.driver.observe import Observer
 from rayapp.finetune import training
 from rayapp.gauges import Steps
 from rayapp.metrics import StepRecord
-from rayapp.storage import open_storage
+from rayapp.storage import Storage, open_storage
 
 ROOT = Path(__file__).parent.parent
 WARM_UP_BLOCKS = 2
 NAME, TOLD = "observed", "told"  # all steps; those of blocks with observation
+PROMETHEUS, FOLLOWER = "Prometheus", "the follower"
+SIGNALS = {  # at a block without observation, and at one with it
+    PROMETHEUS: (signal.SIGSTOP, signal.SIGCONT),
+    FOLLOWER: (signal.SIGUSR1, signal.SIGUSR2),
+}
 
 
 def free_port() -> int:
@@ -81,6 +89,22 @@ def train(run: Path, steps: int, block: int) -> None:
     dist.destroy_process_group()
 
 
+class Paused(Observer):
+    """Looks at the run only while it may."""
+
+    def __init__(self, job: Job, run: Storage) -> None:
+        super().__init__(job, run)
+        self.may = threading.Event()
+        self.may.set()
+        pause, go_on = SIGNALS[FOLLOWER]
+        signal.signal(pause, lambda *_: self.may.clear())
+        signal.signal(go_on, lambda *_: self.may.set())
+
+    def _look(self, last: bool) -> None:
+        self.may.wait()
+        super()._look(last)
+
+
 def follow(run: Path, steps: int) -> None:
     """Do what the driver does beside a run."""
     import ray
@@ -90,7 +114,7 @@ def follow(run: Path, steps: int) -> None:
     trackers = ("tensorboard", "mlflow", "wandb")
     told = job.config.run.model_copy(update={"name": TOLD, "trackers": trackers})
     job = job.__class__(**vars(job) | {"config": job.config.model_copy(update={"run": told})})
-    with Observer(job, open_storage(job.run_url)) as observer:
+    with Paused(job, open_storage(job.run_url)) as observer:
         sys.stdin.readline()
         observer.ended({"status": "done"})
 
@@ -106,17 +130,18 @@ def cpu_s(process: subprocess.Popen[bytes]) -> float:
 
 
 class Switch:
-    """Stops and continues who observes when blocks change, and hands on the observed steps."""
+    """Tells who observes when blocks change, and hands on the observed steps."""
 
     def __init__(self, storage: Path, block: int, observers: dict[str, Any]) -> None:
         self._from, self._to = storage / NAME / "metrics.jsonl", storage / TOLD / "metrics.jsonl"
         self._block, self._observers = block, observers
         self._on, self._read = True, 0
-        self.cpu_ms: dict[str, float] = {name: -1000 * cpu_s(p) for name, p in observers.items()}
-        self.told = 0
+        self._cpu_s = {name: cpu_s(process) for name, process in observers.items()}
+        self.used_s = {on: dict.fromkeys(observers, 0.0) for on in (True, False)}
+        self.steps = {True: 0, False: 0}
 
     def look(self) -> None:
-        """Hand on the lines of observed steps; stop or continue where the next step wants it."""
+        """Hand on the lines of observed steps; say what the next step wants."""
         if not self._from.exists():
             return
         lines = self._from.read_bytes()[self._read :].splitlines(keepends=True)
@@ -124,28 +149,40 @@ class Switch:
             if line.endswith(b"\n"):
                 self._read += len(line)
                 step = json.loads(line)["step"]
-                if observed(step, self._block):
-                    self.told += 1
+                on = observed(step, self._block)
+                self.steps[on] += 1
+                if on:
                     with self._to.open("ab") as file:
                         file.write(line)
                 self._set(observed(step + 1, self._block))
 
     def _set(self, on: bool) -> None:
         if on != self._on:
+            self._count()
             self._on = on
-            for process in self._observers.values():
-                process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+            for name, process in self._observers.items():
+                process.send_signal(SIGNALS[name][on])
 
-    def end(self) -> None:
-        """Count what they have taken of the CPU, and let them go on."""
+    def _count(self) -> None:
         for name, process in self._observers.items():
             assert process.poll() is None, f"{process.args} has ended"
-            self.cpu_ms[name] += 1000 * cpu_s(process)
+            before, self._cpu_s[name] = self._cpu_s[name], cpu_s(process)
+            self.used_s[self._on][name] += self._cpu_s[name] - before
+
+    def end(self) -> dict[str, tuple[float, float]]:
+        """Let them go on; return their CPU milliseconds for an observed step and for another."""
+        self._count()
         self._set(True)
+        return {
+            name: tuple(1000 * self.used_s[on][name] / self.steps[on] for on in (True, False))
+            for name in self._observers
+        }
 
 
-def measure(storage: Path, steps: int, block: int) -> tuple[list[float], dict[str, float]]:
-    """Return what a step takes observed over not observed, and CPU milliseconds a step by whom.
+def measure(
+    storage: Path, steps: int, block: int
+) -> tuple[list[float], dict[str, tuple[float, float]]]:
+    """Return what a step takes observed over not observed, and `Switch.end` of who observes.
 
     The first is one ratio for each pair of neighbouring blocks.
     """
@@ -172,12 +209,12 @@ def measure(storage: Path, steps: int, block: int) -> tuple[list[float], dict[st
         mine += [f"--steps={steps}", f"--block={block}"]
         following = [sys.executable, *mine, "--follow"]
         observers = {
-            "Prometheus": subprocess.Popen(prometheus(storage, temporary), **quiet),
-            "the follower": subprocess.Popen(following, stdin=subprocess.PIPE, **quiet),
+            PROMETHEUS: subprocess.Popen(prometheus(storage, temporary), **quiet),
+            FOLLOWER: subprocess.Popen(following, stdin=subprocess.PIPE, **quiet),
         }
         started += observers.values()
         last_to_open = f"{TOLD}/wandb/offline-run-*/*.wandb"
-        wait_for(observers["the follower"], lambda: any(storage.glob(last_to_open)))
+        wait_for(observers[FOLLOWER], lambda: any(storage.glob(last_to_open)))
         log = storage / "training.log"
         ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         with log.open("wb") as output:
@@ -190,8 +227,8 @@ def measure(storage: Path, steps: int, block: int) -> tuple[list[float], dict[st
             time.sleep(0.02)
         assert training.returncode == 0, log.read_text()[-3000:]
         switch.look()
-        switch.end()
-        observers["the follower"].communicate(b"\n", timeout=120)
+        cpu_ms = switch.end()
+        observers[FOLLOWER].communicate(b"\n", timeout=120)
     finally:
         for process in started:
             process.send_signal(signal.SIGCONT)
@@ -199,8 +236,7 @@ def measure(storage: Path, steps: int, block: int) -> tuple[list[float], dict[st
         for process in started:
             process.wait(timeout=60)
         shutil.rmtree(temporary, ignore_errors=True)
-    check_told(storage, switch.told)
-    cpu_ms = {name: ms / switch.told for name, ms in switch.cpu_ms.items()}
+    check_told(storage, switch.steps[True])
     return ratios_of(storage / NAME / "metrics.jsonl", block), cpu_ms
 
 
@@ -273,8 +309,8 @@ def main() -> None:
             f"{len(ratios)} pairs of {options.block} steps (quartiles {quarters[0]:.3f}, "
             f"{quarters[2]:.3f})"
         )
-        for name, ms in cpu_ms.items():
-            print(f"{name}: {ms:.1f} CPU ms per observed step")
+        for name, (on_ms, off_ms) in cpu_ms.items():
+            print(f"{name}: CPU ms {on_ms:.1f} in an observed step, {off_ms:.1f} in another")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from rayapp.data.documents import Renderer
 from rayapp.data.prepare import Recipe
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
+from rayapp.data.sources import cutting, reading
 from rayapp.packing import IGNORE, Document
 from rayapp.storage import Storage, open_storage
 
@@ -60,7 +61,7 @@ def tokenizer_url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "UNIT_BYTES", 500)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 500)
 
 
 def write_jsonl(path: Path, values: list[Any]) -> sources.Source:
@@ -379,7 +380,7 @@ def test_s3_gives_the_same_rows(
 def test_memory_is_that_of_one_unit(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "UNIT_BYTES", 100_000)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 100_000)
     source = write_jsonl(
         tmp_path / "big.jsonl", [{"text": words(n % 90) * 20} for n in range(2000)]
     )
@@ -490,9 +491,9 @@ def test_samples_are_spread_over_the_corpus_and_read_little_of_it(
     (tmp_path / f"a.{suffix}").write_text("\n".join(lines))
     source = sources.find(str(tmp_path))
     read: list[int] = []
-    line_bytes = sources._line_bytes
+    line_bytes = reading._line_bytes
     monkeypatch.setattr(
-        sources,
+        reading,
         "_line_bytes",
         lambda *a: (found := line_bytes(*a), read.append(len(found[1])))[0],
     )

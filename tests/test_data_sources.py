@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayapp.data import sources
-from rayapp.data.sources import Record, Source, SourceError
+from rayapp.data.sources import Record, Source, SourceError, cutting, hub, reading
 from rayapp.storage import open_storage
 
 FILES = {  # of a folder with all that a folder may hold beside the data
@@ -202,7 +202,7 @@ def test_text_pieces_join_to_the_file(
 ) -> None:
     content = end.join(lines) + (end if closed else "")
     (tmp_path / "a.txt").write_bytes(content.encode() or b"x")
-    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", unit_bytes)
     source = sources.find(str(tmp_path / "a.txt"))
     records = read(source)
     assert "".join(record.value for record in records) == (content or "x")
@@ -223,7 +223,7 @@ def test_the_last_bytes_of_one_text_file_are_held_out(
 ) -> None:
     content = "\n".join([*lines, "end"])
     (tmp_path / "a.txt").write_bytes(content.encode())
-    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", unit_bytes)
     source = sources.find(str(tmp_path / "a.txt"))
     parts = {False: "", True: ""}
     for unit in sources.units(source, fraction):
@@ -262,7 +262,7 @@ def test_jsonl_gives_each_line_once_in_order(
         lines = [line.encode(errors="replace").decode() for line in lines]
     data = (end.join(lines) + (end if closed else "")).encode() or b"\n"
     (tmp_path / "a.jsonl").write_bytes(data)
-    monkeypatch.setattr(sources, "UNIT_BYTES", size)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", size)
     source = sources.find(str(tmp_path / "a.jsonl"))
     records = read(source)
     plain = [json.loads(line) for line in data.split(b"\n") if line.strip()]  # the plain reading
@@ -278,7 +278,7 @@ def test_pieces_on_s3_and_over_several_files(
     files = {
         f"{n}.jsonl": b"".join(b'{"n": %d}\n' % (100 * n + i) for i in range(12)) for n in range(3)
     }
-    monkeypatch.setattr(sources, "UNIT_BYTES", 50)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 50)
     source = sources.find(put(files))
     units = sources.units(source, 0.0)
     assert [unit.index for unit in units] == list(range(len(units))) and len(units) > 6
@@ -293,11 +293,11 @@ def test_small_files_share_a_unit_and_units_are_never_too_many(
 ) -> None:
     for n in range(10):
         (tmp_path / f"{n}.txt").write_text("x" * 30)
-    monkeypatch.setattr(sources, "UNIT_BYTES", 100)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 100)
     source = sources.find(str(tmp_path))
     assert [len(unit.pieces) for unit in sources.units(source, 0.0)] == [3, 3, 3, 1]
-    monkeypatch.setattr(sources, "UNIT_BYTES", 1)
-    monkeypatch.setattr(sources, "MAX_UNITS", 5)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 1)
+    monkeypatch.setattr(cutting, "MAX_UNITS", 5)
     assert len(sources.units(source, 0.0)) == 5
 
 
@@ -338,7 +338,7 @@ def test_far_places_are_named_by_byte_so_that_a_file_is_not_read_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"{}\n" * 10)
-    monkeypatch.setattr(sources, "MAX_COUNTED_BYTES", 6)
+    monkeypatch.setattr(reading, "MAX_COUNTED_BYTES", 6)
     source = sources.find(str(tmp_path))
     assert sources.place_of(source, "a.jsonl", 6) == f"{tmp_path}/a.jsonl:3"
     assert sources.place_of(source, "a.jsonl", 9) == f"{tmp_path}/a.jsonl byte 9"
@@ -355,7 +355,7 @@ def test_parquet_row_groups(
     for name, part in (("a.parquet", rows[:18]), ("b.parquet", rows[18:])):
         pq.write_table(pa.Table.from_pylist(part), tmp_path / name, row_group_size=5)
         files[name] = (tmp_path / name).read_bytes()
-    monkeypatch.setattr(sources, "UNIT_BYTES", 1)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 1)
     source = sources.find(put(files))
     units = sources.units(source, 0.0)
     groups = [(p.file, p.start, p.end) for unit in units for p in unit.pieces]
@@ -398,7 +398,7 @@ def test_hub_shards_through_datasets_streaming(
             "json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "c")
         )
 
-    monkeypatch.setattr(sources, "_hub_dataset", local)
+    monkeypatch.setattr(hub, "_dataset", local)
     source = sources.find("org/name")
     assert [len(unit.pieces) for unit in sources.units(source, 0.1)] == [1, 1, 1]
     records = read(source)

@@ -1,0 +1,33 @@
+"""Find training data and read it as raw records, piece by piece, in an order that never changes.
+
+    source = find("s3://bucket/chats/*.jsonl")
+    for unit in units(source, eval_fraction):
+        for piece in unit.pieces:
+            for record in read_piece(source, piece): ...
+
+A source is a sorted list of files (or a hub dataset). A piece is a part of one file that can be
+read alone: a byte range cut at line ends (text, JSONL), a row group (Parquet), a shard (hub). A
+unit is a run of pieces of about `UNIT_BYTES`: what one task reads, tokenises and packs. Pieces and
+units follow from file sizes alone, so they are the same on every machine and in every attempt.
+"""
+
+from __future__ import annotations
+
+from rayapp.data.sources.cutting import units
+from rayapp.data.sources.finding import find
+from rayapp.data.sources.reading import is_eval, place_of, read_piece
+from rayapp.data.sources.records import File, Piece, Record, Source, SourceError, Unit
+
+__all__ = [
+    "File",
+    "Piece",
+    "Record",
+    "Source",
+    "SourceError",
+    "Unit",
+    "find",
+    "is_eval",
+    "place_of",
+    "read_piece",
+    "units",
+]

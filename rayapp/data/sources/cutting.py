@@ -1,0 +1,77 @@
+"""Cut a source into pieces that can be read alone, and these into what one task prepares."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+from rayapp.data.sources import hub
+from rayapp.data.sources.records import File, Piece, Source, SourceError, Unit, opened
+
+UNIT_BYTES = 4 * 2**20
+MAX_UNITS = 4096
+READERS = 16  # Parquet footers read at once
+
+
+def units(source: Source, eval_fraction: float) -> list[Unit]:
+    """Cut a source into units; `eval_fraction` 0-1 is held out.
+
+    A single text file gives its last bytes to `eval`; anything else decides document by document.
+    """
+    unit_bytes = max(UNIT_BYTES, -(-source.num_bytes // MAX_UNITS))
+    pieces: list[tuple[Piece, int]] = []
+    split = "hash" if 0 < eval_fraction < 1 else ("eval" if eval_fraction >= 1 else "train")
+    if source.format == "hub":
+        shards = range(hub.num_shards(source.root))
+        pieces = [(Piece(source.root, i, i + 1, split), unit_bytes) for i in shards]
+    elif source.format == "parquet":
+        with ThreadPoolExecutor(READERS) as pool:
+            groups = pool.map(lambda file: _row_groups(source, file, split), source.files)
+            pieces = [piece for found in groups for piece in found]
+    elif source.format == "text" and len(source.files) == 1 and split == "hash":
+        (file,) = source.files
+        boundary = int(file.size * (1 - eval_fraction))
+        pieces = _ranges(file, 0, boundary, unit_bytes, "train")
+        pieces += _ranges(file, boundary, file.size, unit_bytes, "eval")
+    else:
+        for file in source.files:
+            pieces += _ranges(file, 0, file.size, unit_bytes, split)
+    return _grouped(pieces, unit_bytes)
+
+
+def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[Unit]:
+    """Put runs of pieces, given with their sizes, into units; one is larger if its piece is."""
+    grouped: list[Unit] = []
+    current: list[Piece] = []
+    size = 0
+    for piece, num_bytes in pieces:
+        if current and size + num_bytes > unit_bytes:
+            grouped.append(Unit(len(grouped), tuple(current), size))
+            current, size = [], 0
+        current.append(piece)
+        size += num_bytes
+    if current:
+        grouped.append(Unit(len(grouped), tuple(current), size))
+    return grouped
+
+
+def _ranges(
+    file: File, start: int, end: int, unit_bytes: int, split: str
+) -> list[tuple[Piece, int]]:
+    cuts = [*range(start, end, unit_bytes), end]
+    return [
+        (Piece(file.name, low, high, split, file.size), high - low) for low, high in pairwise(cuts)
+    ]
+
+
+def _row_groups(source: Source, file: File, split: str) -> list[tuple[Piece, int]]:
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.ParquetFile(opened(source.root).open_read(file.name)).metadata
+    except Exception as error:  # pyarrow raises a family of unrelated types for a broken footer
+        raise SourceError(f"{source.root}/{file.name} is not Parquet: {error}") from error
+    return [
+        (Piece(file.name, i, i + 1, split), metadata.row_group(i).total_byte_size)
+        for i in range(metadata.num_row_groups)
+    ]

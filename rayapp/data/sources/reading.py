@@ -1,0 +1,116 @@
+"""Read a piece as raw records, say where each stands, and which are held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+
+from rayapp.data.sources import hub
+from rayapp.data.sources.records import Piece, Record, Source, opened
+from rayapp.storage import Storage
+
+MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is named by its byte, not by its line
+
+
+def read_piece(source: Source, piece: Piece) -> Iterator[Record]:
+    """Yield the records of a piece in order."""
+    if source.format == "hub":
+        yield from hub.read(source.root, piece.start)
+    elif source.format == "parquet":
+        yield from _read_parquet(source, piece)
+    elif source.format == "text":
+        yield from _read_text(source, piece)
+    else:
+        yield from _read_jsonl(source, piece)
+
+
+def place_of(source: Source, record_file: str, place: int) -> str:
+    """Return `file:line` or `file byte N` (text, JSONL) or `file row N`, for a person to look up.
+
+    Lines are counted as far as `MAX_COUNTED_BYTES`, since counting reads the file up to there.
+    """
+    if source.format not in ("text", "jsonl"):
+        return f"{record_file} row {place}"
+    if place > MAX_COUNTED_BYTES:
+        return f"{source.root}/{record_file} byte {place}"
+    return f"{source.root}/{record_file}:{_line_number(source, record_file, place)}"
+
+
+def is_eval(piece: Piece, record: Record, eval_fraction: float) -> bool:
+    """Say whether a record is held out."""
+    if piece.split != "hash":
+        return piece.split == "eval"
+    place = f"{record.file}\0{record.place}".encode()
+    drawn = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
+    return drawn < eval_fraction * 2**64
+
+
+def _line_number(source: Source, file: str, offset: int) -> int:
+    """Return the number of the line, from 1, that starts at a byte offset."""
+    storage, lines, position = opened(source.root), 1, 0
+    while position < offset:
+        chunk = storage.read(file, position, min(8 * 2**20, offset - position))
+        lines += chunk.count(b"\n")
+        position += len(chunk)
+    return lines
+
+
+def _line_bytes(source: Source, piece: Piece) -> tuple[int, bytes]:
+    """Read the lines that begin inside [start, end); return their first byte's offset and bytes."""
+    storage, start, end = opened(source.root), piece.start, piece.end
+    if start:  # a line begins at `start` only if the byte before it ends one
+        start = _after_newline(storage, piece.file, start - 1, piece.size)
+    if end < piece.size:
+        end = _after_newline(storage, piece.file, end - 1, piece.size)
+    if start >= end:
+        return start, b""
+    return start, storage.read(piece.file, start, end - start)
+
+
+def _after_newline(storage: Storage, name: str, position: int, size: int) -> int:
+    """Return the offset just past the first newline at or after `position`."""
+    while position < size:
+        chunk = storage.read(name, position, min(64 * 2**10, size - position))
+        newline = chunk.find(b"\n")
+        if newline >= 0:
+            return position + newline + 1
+        position += len(chunk)
+    return size
+
+
+def _read_text(source: Source, piece: Piece) -> Iterator[Record]:
+    start, data = _line_bytes(source, piece)
+    if not data:
+        return
+    try:
+        yield Record(piece.file, start, data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        yield Record(piece.file, start + error.start, None, "is not UTF-8")
+
+
+def _read_jsonl(source: Source, piece: Piece) -> Iterator[Record]:
+    offset, data = _line_bytes(source, piece)
+    for line in data.split(b"\n"):
+        if line.strip():
+            try:
+                value = json.loads(line)
+                problem = None if isinstance(value, dict) else "is not a JSON object"
+                yield Record(piece.file, offset, value, problem)
+            except (ValueError, RecursionError) as error:
+                deep = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "too deep"
+                reason = getattr(error, "msg", deep)
+                yield Record(piece.file, offset, None, f"is not JSON ({reason})")
+        offset += len(line) + 1
+
+
+def _read_parquet(source: Source, piece: Piece) -> Iterator[Record]:
+    import pyarrow.parquet as pq
+
+    parquet = pq.ParquetFile(opened(source.root).open_read(piece.file))
+    row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
+    groups = list(range(piece.start, min(piece.end, parquet.num_row_groups)))
+    for batch in parquet.iter_batches(row_groups=groups, batch_size=1024):
+        for value in batch.to_pylist():
+            yield Record(piece.file, row, value)
+            row += 1

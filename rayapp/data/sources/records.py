@@ -1,0 +1,84 @@
+"""What a source consists of: files, pieces and units of them, and the records in those."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+from rayapp.storage import Storage, open_storage
+
+
+class SourceError(ValueError):
+    """The data cannot be read as asked; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a source: `name` is relative to the source's root."""
+
+    name: str
+    size: int
+    version: str
+    """Changes when the content does: an S3 etag, or a digest of a local file."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files under one root, all of one format; a hub dataset has none and is named by `root`."""
+
+    root: str
+    format: str
+    files: tuple[File, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files in bytes."""
+        return sum(file.size for file in self.files)
+
+    def digest(self) -> str:
+        """Return 16 hex digits of every file's name, size and version; the root may move."""
+        listing = json.dumps([asdict(file) for file in self.files] or self.root)
+        return blake2b(listing.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a file: bytes [start, end), Parquet row groups [start, end), or a hub shard."""
+
+    file: str
+    start: int
+    end: int
+    split: str
+    """`train`, `eval`, or `hash`: each document goes where the digest of its place says."""
+    size: int = 0
+    """Bytes of the whole file, so that reading a piece needs no list of files."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one task prepares."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A raw record and its place; `value` is a str (text) or a mapping of columns."""
+
+    file: str
+    place: int
+    """Byte offset (text, JSONL) or row number (Parquet, hub)."""
+    value: Any
+    problem: str | None = None
+    """Why the record is unusable, or None."""
+
+
+@lru_cache(maxsize=8)
+def opened(root: str) -> Storage:
+    """Return the storage of a root, which many pieces share."""
+    return open_storage(root)
