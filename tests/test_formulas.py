@@ -22,7 +22,7 @@ from rayapp.formulas import (
     recomputed_flops,
     shape_of,
 )
-from rayapp.model.build import find_blocks
+from rayapp.model.sharding import find_blocks
 from rayapp.presets import config_of
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 320}

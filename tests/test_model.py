@@ -51,8 +51,8 @@ from rayapp.model import (
 )
 from rayapp.model.activations import ATTENTION
 from rayapp.model.attention import varlen_attention
-from rayapp.model.build import find_blocks
 from rayapp.model.init import fill
+from rayapp.model.sharding import find_blocks
 from rayapp.storage import open_storage
 
 SIZES = {

@@ -7,7 +7,7 @@ import torch
 
 from rayapp import model, presets
 from rayapp.formulas import shape_of
-from rayapp.model.build import find_blocks
+from rayapp.model.sharding import find_blocks
 
 NAMES = sorted(path.parent.name for path in presets.FOLDER.glob("*/config.json"))
 

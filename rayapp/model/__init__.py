@@ -19,16 +19,7 @@ the original ones in both directions, through transformers' own conversion table
 
 from rayapp.model.activations import checkpoint_activations, offload_activations
 from rayapp.model.attention import Unavailable, attention_problem, choose_attention
-from rayapp.model.build import (
-    LanguageModel,
-    Loss,
-    build,
-    device_mesh,
-    no_loss,
-    num_nodes,
-    num_parameters,
-    shard,
-)
+from rayapp.model.build import LanguageModel, Loss, build, no_loss, num_parameters
 from rayapp.model.documents import keeps_documents_apart
 from rayapp.model.export import export
 from rayapp.model.init import init_weights
@@ -41,6 +32,7 @@ from rayapp.model.lora import (
     linear_names,
     unknown_targets,
 )
+from rayapp.model.sharding import device_mesh, num_nodes, shard
 from rayapp.model.source import Source, load_tokenizer, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from rayapp.model.build import LanguageModel, find_blocks
+from rayapp.model.build import LanguageModel
+from rayapp.model.sharding import find_blocks
 
 MIN_OFFLOAD_BYTES = 2**16
 

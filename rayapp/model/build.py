@@ -1,11 +1,8 @@
-"""Build a causal language model without memory, and shard it with FSDP2.
+"""Build a causal language model without memory, around the one of Hugging Face.
 
     model = build(source.config, loss=chunked_loss)       # meta device: shapes only
-    shard(model, device_mesh("cuda", strategy="full_shard"), param_dtype=torch.bfloat16)
 
-A parameter is sharded over the ranks along its first dimension, one all-gather per transformer
-block; embeddings, final norm and head belong to the root, whose hook gathers them when
-`LanguageModel.forward` starts. Parameters have no values until init.py or weights.py fill them.
+Parameters have no values until init.py or weights.py fill them.
 
 Letters in shapes: B rows, S seq_len, H hidden size, V vocabulary.
 """
@@ -14,33 +11,18 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import sys
 from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rayapp.model.attention import BY_BOUNDARIES, IMPLEMENTATIONS
 from rayapp.model.quantize import Linear4bit
 
 log = logging.getLogger("rayapp.model")
-
-STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 
 
 class Loss(Protocol):
@@ -179,131 +161,6 @@ def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> dict[str, Any
         if ".lora_" not in name and not (owner in held and key in ("packed", "scales")):
             state[name] = tensor
     return {name.replace(".base_layer.", "."): value for name, value in state.items()}
-
-
-def num_nodes() -> int:
-    """Return on how many nodes the ranks are; 1 where they are not spread evenly."""
-    per_node, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), dist.get_world_size()
-    counts: list[int] = [0] * world
-    dist.all_gather_object(counts, per_node)
-    even = len(set(counts)) == 1 and world % per_node == 0
-    return world // per_node if even else 1
-
-
-def device_mesh(device_type: str, *, strategy: str, replicas: int = 1) -> DeviceMesh:
-    """Lay all ranks out as the strategy needs: (shard,), or (replicate, shard).
-
-    Raises: ValueError if `replicas` does not divide the world.
-    """
-    world = dist.get_world_size()
-    if strategy == "no_shard":
-        # Replication as HSDP with shard groups of one rank: the same code path, hooks and DTensors
-        # as the other strategies, a pure all-reduce on the wire, and it runs on gloo.
-        return init_device_mesh(device_type, (world, 1), mesh_dim_names=("replicate", "shard"))
-    if strategy == "hybrid_shard":
-        if replicas < 1 or world % replicas:
-            legal = [n for n in range(1, world + 1) if world % n == 0]
-            raise ValueError(
-                f"parallel.replicas={replicas} does not divide {world} workers: every replica must "
-                f"have the same number of ranks. Set one of {legal}"
-            )
-        shape = (replicas, world // replicas)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-    assert strategy in STRATEGIES, strategy
-    return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
-
-
-Wrapped = TypeVar("Wrapped", bound=Wrapper)
-
-
-def shard(
-    model: Wrapped,
-    mesh: DeviceMesh,
-    *,
-    strategy: str = "full_shard",
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype = torch.float32,
-    cpu_offload: bool = False,
-) -> Wrapped:
-    """Shard every block, then the rest, over `mesh`; gradients become sums over all ranks."""
-    assert strategy in STRATEGIES, strategy
-    assert mesh.ndim == (2 if strategy in ("hybrid_shard", "no_shard") else 1), (strategy, mesh)
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    offload = OffloadPolicy()
-    if cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    free_after_forward = strategy in ("full_shard", "hybrid_shard")
-    blocks = find_blocks(model.hf)
-    placement = partial(_placement, mesh.size(mesh.ndim - 1))
-    for block in blocks:
-        # The last block's backward follows its forward at once, as does the root's: freeing in
-        # between would only cost a second all-gather.
-        fully_shard(
-            block,
-            mesh=mesh,
-            reshard_after_forward=free_after_forward and block is not blocks[-1],
-            shard_placement_fn=placement,
-            mp_policy=precision,
-            offload_policy=offload,
-        )
-    fully_shard(
-        model, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload
-    )
-    model.offloaded = cpu_offload
-    _prefetch(cast(list[FSDPModule], blocks))
-    _sum_gradients(model)
-    return model
-
-
-def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
-    """Find the transformer blocks: the outermost modules that HF says not to split.
-
-    Raises: ValueError if the model names none and has no list of layers either.
-    """
-    kinds = set(hf._no_split_modules or ())
-    blocks: dict[str, nn.Module] = {}
-    for name, module in hf.named_modules():  # parents come first
-        inside = any(name.startswith(f"{block}.") for block in blocks)
-        if type(module).__name__ in kinds and not inside:
-            blocks[name] = module
-    if blocks:
-        return list(blocks.values())
-    lists = [list(module) for module in hf.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"{type(hf).__name__} has no transformer blocks to shard")
-    return max(lists, key=len)
-
-
-def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
-    """Cut experts [experts, ...] along their rows where there are fewer of them than shards.
-
-    8 experts over 32 ranks would be 32 pieces of one expert each, 24 of them padding.
-    """
-    if parameter.ndim == 3 and parameter.shape[0] % shards and parameter.shape[1] % shards == 0:
-        return Shard(1)
-    return None
-
-
-def _prefetch(blocks: list[FSDPModule]) -> None:
-    """Ask for the next block's parameters before a block computes, not when it is done.
-
-    By itself FSDP does so in the backward pass only; in the forward pass it trusts the host to be
-    ahead of the device.
-    """
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-
-
-def _sum_gradients(model: nn.Module) -> None:
-    """Switch off FSDP's division by the world size.
-
-    The loss is already divided by the valid tokens of the global batch. A factor of 1 alone makes
-    FSDP use ReduceOp.PREMUL_SUM, which gloo refuses, hence the explicit SUM.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def _head_is_plain(hf: PreTrainedModel) -> bool:

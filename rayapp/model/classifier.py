@@ -28,8 +28,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
 from rayapp.config.text import shown
-from rayapp.model.build import Wrapper, device_mesh, shard
+from rayapp.model.build import Wrapper
 from rayapp.model.init import fill, init_weights
+from rayapp.model.sharding import device_mesh, shard
 from rayapp.model.source import Source, resolve
 from rayapp.model.weights import load_weights, misfits_of
 from rayapp.presets.images import IMAGE_PRESETS

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rayapp.model.attention import Unavailable
-from rayapp.model.build import LanguageModel, find_blocks
+from rayapp.model.build import LanguageModel
+from rayapp.model.sharding import find_blocks
 
 ADA = (8, 9)  # compute capability with float8 matmuls
 

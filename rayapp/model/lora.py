@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rayapp.model.build import LanguageModel, find_blocks
+from rayapp.model.build import LanguageModel
 from rayapp.model.init import fill
 from rayapp.model.quantize import BLOCK, Linear4bit
+from rayapp.model.sharding import find_blocks
 from rayapp.storage import Storage
 
 ADAPTER = "default"  # peft's name for the only one
