@@ -136,12 +136,12 @@ class TensorBoard:
             self._add(summary)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Add events; to S3 they go from time to time."""
-        from tensorboardX.summary import scalar
+        """Add an event for each step; to S3 they go from time to time."""
+        from tensorboardX.proto.summary_pb2 import Summary
 
         for line in lines:
-            for name, value in scalars(line):
-                self._add(scalar(name, value), line["step"], line["time"])
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(line)]
+            self._add(Summary(value=values), line["step"], line["time"])
         self._file.flush()
         if time.monotonic() >= self._due:
             self._store()

@@ -56,6 +56,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     monkeypatch.setitem(trackers.OPEN, "recorder", lambda run, config: made)
     monkeypatch.setattr(observe, "RETRY_S", 0.05)
+    monkeypatch.setattr(observe, "TELL_S", 0.0)
     return made
 
 
@@ -106,6 +107,24 @@ def test_what_was_refused_is_told_once_when_the_server_is_back(
     wait_for(recorder, steps)
     told.close("done", [], time.monotonic() + PATIENCE_S)
     assert recorder.ended == ("done", [])
+
+
+def test_steps_are_told_together_and_the_last_ones_at_once(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "TELL_S", PATIENCE_S)
+    told = told_of(open_storage(str(tmp_path)))
+    told.update(lines_of([(1, 1)]), 0)
+    wait_for(recorder, [(1, 1)])
+    steps = [(1, 1), (1, 2), (1, 3)]
+    for count in (2, 3):
+        told.update(lines_of(steps[:count]), count - 1)
+    time.sleep(0.3)
+    assert recorder.steps == [(1, 1)]
+    began = time.monotonic()
+    told.close("done", [], began + PATIENCE_S)
+    assert recorder.steps == steps and recorder.ended == ("done", [])
+    assert time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_a_server_that_hangs_holds_up_nobody(
