@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from loop_alone import job_of
 
+from rayapp import trackers
 from rayapp.data.rows import local_steps
 from rayapp.driver.fit import CPU_ENVIRONMENT
 from rayapp.driver.job import Job
@@ -92,17 +93,25 @@ def train(run: Path, steps: int, block: int) -> None:
 class Paused(Observer):
     """Looks at the run only while it may."""
 
-    def __init__(self, job: Job, run: Storage) -> None:
+    def __init__(self, job: Job, run: Storage, may: threading.Event) -> None:
         super().__init__(job, run)
-        self.may = threading.Event()
-        self.may.set()
-        pause, go_on = SIGNALS[FOLLOWER]
-        signal.signal(pause, lambda *_: self.may.clear())
-        signal.signal(go_on, lambda *_: self.may.set())
+        self._may = may
 
     def _look(self, last: bool) -> None:
-        self.may.wait()
+        self._may.wait()
         super()._look(last)
+
+
+class PausedTracker:
+    """Writes only while it may: what is told later than it was seen is paid for where it belongs."""
+
+    def __init__(self, may: threading.Event, tracker: trackers.Tracker) -> None:
+        self._may, self._tracker = may, tracker
+        self.cut_back, self.close = tracker.cut_back, tracker.close
+
+    def write(self, lines: Sequence[trackers.Line]) -> None:
+        self._may.wait()
+        self._tracker.write(lines)
 
 
 def follow(run: Path, steps: int) -> None:
@@ -111,10 +120,16 @@ def follow(run: Path, steps: int) -> None:
 
     ray.init(address=os.environ["OBSERVED_RAY"], log_to_driver=False)
     job = job_of(run, steps, TOLD)
-    trackers = ("tensorboard", "mlflow", "wandb")
-    told = job.config.run.model_copy(update={"name": TOLD, "trackers": trackers})
+    told = job.config.run.model_copy(update={"name": TOLD, "trackers": tuple(trackers.OPEN)})
     job = job.__class__(**vars(job) | {"config": job.config.model_copy(update={"run": told})})
-    with Paused(job, open_storage(job.run_url)) as observer:
+    may = threading.Event()
+    may.set()
+    pause, go_on = SIGNALS[FOLLOWER]
+    signal.signal(pause, lambda *_: may.clear())
+    signal.signal(go_on, lambda *_: may.set())
+    for name, opened in trackers.OPEN.items():
+        trackers.OPEN[name] = lambda *args, opened=opened: PausedTracker(may, opened(*args))
+    with Paused(job, open_storage(job.run_url), may) as observer:
         sys.stdin.readline()
         observer.ended({"status": "done"})
 
