@@ -48,7 +48,7 @@ from rayapp.storage import Storage, open_storage
 ROOT = Path(__file__).parent.parent
 WARM_UP_BLOCKS = 2
 NAME, TOLD = "observed", "told"  # all steps; those of blocks with observation
-PROMETHEUS, FOLLOWER = "Prometheus", "the follower"
+RAY, PROMETHEUS, FOLLOWER = "Ray's own processes", "Prometheus", "the follower"
 SIGNALS = {  # at a block without observation, and at one with it
     PROMETHEUS: (signal.SIGSTOP, signal.SIGCONT),
     FOLLOWER: (signal.SIGUSR1, signal.SIGUSR2),
@@ -103,7 +103,7 @@ class Paused(Observer):
 
 
 class PausedTracker:
-    """Writes only while it may: what is told later than it was seen is paid for where it belongs."""
+    """Writes only while it may, so that what waits to be told is not paid for by the next block."""
 
     def __init__(self, may: threading.Event, tracker: trackers.Tracker) -> None:
         self._may, self._tracker = may, tracker
@@ -176,7 +176,8 @@ class Switch:
             self._count()
             self._on = on
             for name, process in self._observers.items():
-                process.send_signal(SIGNALS[name][on])
+                if name in SIGNALS:
+                    process.send_signal(SIGNALS[name][on])
 
     def _count(self) -> None:
         for name, process in self._observers.items():
@@ -228,6 +229,7 @@ def measure(
             FOLLOWER: subprocess.Popen(following, stdin=subprocess.PIPE, **quiet),
         }
         started += observers.values()
+        observers[RAY] = started[0]
         last_to_open = f"{TOLD}/wandb/offline-run-*/*.wandb"
         wait_for(observers[FOLLOWER], lambda: any(storage.glob(last_to_open)))
         log = storage / "training.log"
