@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -283,6 +285,50 @@ def test_attention_by_boundaries_knows_dropout(window: int | None) -> None:
     assert (attend(0.3) - attend(0.0)).abs().max() > 0.1
     mean = torch.stack([attend(0.3) for _ in range(2000)]).mean(0)
     torch.testing.assert_close(mean, attend(0.0), rtol=0, atol=0.15)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("bounds", [None, [0, 5, 12, 24]])
+def test_attention_on_cpus_computes_16_bits_in_fp32(
+    window: int | None, bounds: list[int] | None
+) -> None:
+    """By boundaries and in whole rows: what comes out is rounded once, gradients nearly so."""
+    torch.manual_seed(0)
+    drawn = [torch.randn(1 if bounds else 2, h, 24 if bounds else 12, 8) for h in (4, 2, 2, 4)]
+    found: dict[torch.dtype, list[Tensor]] = {}
+    options: dict[str, Any] = {"sliding_window": window}
+    if bounds:
+        ends = torch.tensor(bounds, dtype=torch.int32)
+        options |= {"cu_seq_lens_q": ends, "max_length_q": 12}
+    for dtype in (torch.float32, torch.bfloat16):
+        *inputs, grad = (each.bfloat16().to(dtype).requires_grad_() for each in drawn)
+        out = varlen_attention(nn.Module(), *inputs, None, **options)[0]
+        grads = torch.autograd.grad(out, inputs, grad.transpose(1, 2))
+        found[dtype] = [out, *grads]
+    exact, rounded = found[torch.float32], found[torch.bfloat16]
+    assert torch.equal(rounded[0], exact[0].bfloat16())
+    for ours, theirs in zip(rounded[1:], exact[1:], strict=True):  # made of what was rounded
+        torch.testing.assert_close(ours.float(), theirs, rtol=2**-7, atol=2**-5)
+
+
+def test_attention_keeps_no_memory_of_lengths_it_has_seen() -> None:
+    """Documents have thousands of lengths; torch's bf16 kernels compile something for each."""
+    draw = np.random.default_rng(0)
+
+    def attend(length: int) -> None:
+        q = torch.randn(1, 4, length, 64, dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.tensor([0, length], dtype=torch.int32)
+        options = {"cu_seq_lens_q": ends, "max_length_q": length}
+        varlen_attention(nn.Module(), q, q, q, None, **options)[0].sum().backward()
+
+    def resident_mib() -> float:
+        return psutil.Process().memory_info().rss / 2**20
+
+    attend(512)
+    before_mib = resident_mib()
+    for length in draw.permutation(np.arange(8, 512))[:120]:
+        attend(int(length))
+    assert resident_mib() - before_mib < 60
 
 
 @pytest.mark.parametrize(

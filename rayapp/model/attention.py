@@ -143,12 +143,13 @@ def varlen_attention(
     """
     assert attention_mask is None, "varlen takes no mask"
     rows, heads, length, size = query.shape
-    if cu_seq_lens_q is None and (sliding_window is None or sliding_window >= length):
+    whole = sliding_window is None or sliding_window >= length
+    if cu_seq_lens_q is None and whole and not _slow_in_half(query, key, dropout):
         out = scaled_dot_product_attention(
             query, key, value, None, dropout, is_causal=True, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
-    if cu_seq_lens_q is None:  # the window needs a kernel that has one: lay the rows end to end
+    if cu_seq_lens_q is None:  # lay the rows end to end
         max_length_q = length
         cu_seq_lens_q = torch.arange(
             0, (rows + 1) * length, length, dtype=torch.int32, device=query.device
@@ -194,7 +195,7 @@ def _with_dropout(
     """Do the same by what knows dropout, document by document: [T, heads, D] -> [T, heads, D]."""
     parts = []
     for start, end in pairwise(bounds.tolist()):
-        q, k, v = _heads_first((query, key, value), start, end)
+        q, k, v = _heads_first((query, key, value), start, end, query.dtype)
         mask = _window_mask(end - start, window, query)
         out = scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -214,13 +215,14 @@ def _by_document(
 
     Shapes: query, key, value [T, heads, D], bounds int32 [documents + 1] -> [T, heads, D] and the
     logarithm of each softmax's sum [T, heads]. One operation whatever the documents are, so that
-    autograd keeps one node of it and compiled blocks stay whole.
+    autograd keeps one node of it and compiled blocks stay whole. It computes in fp32 at least:
+    torch's bf16 kernel takes four times as long, and keeps what it compiled for every length.
     """
     out, log_sum = _results(query)
     for start, end in pairwise(bounds.tolist()):
-        mask = _window_mask(end - start, window, query)
+        mask = _window_mask(end - start, window, log_sum)
         part, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first((query, key, value), start, end),
+            *_heads_first((query, key, value), start, end, log_sum.dtype),
             *(0.0, mask is None),
             attn_mask=mask,
             scale=scale,
@@ -252,9 +254,9 @@ def _by_document_backward(
     """Return the gradients of query, key and value, each [T, heads, D]."""
     grads = tuple(torch.empty_like(each) for each in (query, key, value))
     for start, end in pairwise(bounds.tolist()):
-        mask = _window_mask(end - start, window, query)
+        mask = _window_mask(end - start, window, log_sum)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_heads_first((grad, query, key, value, out, log_sum), start, end),
+            *_heads_first((grad, query, key, value, out, log_sum), start, end, log_sum.dtype),
             *(0.0, mask is None),
             attn_mask=mask,
             scale=scale,
@@ -286,15 +288,23 @@ def _differentiate(ctx: Any, grad: Tensor, unused: Tensor) -> tuple[Any, ...]:
 _by_document.register_autograd(_differentiate, setup_context=_keep)
 
 
+def _slow_in_half(query: Tensor, key: Tensor, dropout: float) -> bool:
+    """Say whether whole rows are better given to `_by_document` too: on CPUs, in 16 bits."""
+    narrow = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
+    return narrow and not dropout and query.shape[2] == key.shape[2]
+
+
 def _results(query: Tensor) -> tuple[Tensor, Tensor]:
     """Make room for what attention gives; the sums are in fp32 at least."""
     exact = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=exact)
 
 
-def _heads_first(tensors: Iterable[Tensor], start: int, end: int) -> list[Tensor]:
+def _heads_first(
+    tensors: Iterable[Tensor], start: int, end: int, dtype: torch.dtype
+) -> list[Tensor]:
     """Return one document as the kernel takes it: [T, heads, ...] -> [1, heads, length, ...]."""
-    return [each[start:end].transpose(0, 1).unsqueeze(0) for each in tensors]
+    return [each[start:end].transpose(0, 1).unsqueeze(0).to(dtype) for each in tensors]
 
 
 def _window_mask(length: int, window: int, like: Tensor) -> Tensor | None:
