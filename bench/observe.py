@@ -8,7 +8,7 @@ stopped, and the follower, which tells TensorBoard, MLflow (files) and W&B (offl
 does, neither looks at the run nor ever hears of those steps, so that the next block does not pay
 for them. It stays connected to Ray, as a driver that observes nothing is. What fell due in a block
 without (a scrape, a message to a tracker) is done as soon as the next begins, which would charge
-what is due every 10 s to 5 of them: a sixth of each block passes before it is compared. Each is
+what is due every 10 s to 5 s of steps: a sixth of each block passes before it is compared. Each is
 compared with its neighbour, so that a machine whose speed drifts does not matter. All share the
 machine's cores here; on a cluster only the ranks' part does. Who takes how much CPU is printed too.
 """

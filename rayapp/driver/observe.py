@@ -27,7 +27,7 @@ from rayapp.storage import Storage
 
 POLL_S, POLL_S3_S = 1.0, 5.0
 ACCOUNT_S = 10.0  # between two looks at accounts and checkpoints
-TELL_S = 5.0  # between two messages to a tracker: each costs as much for one step as for many
+TELL_S = 10.0  # between two messages to a tracker: each costs as much for one step as for many
 RETRY_S = 5.0
 CLOSE_S = 30.0  # for what is still to be told when the command ends
 PART = 500  # lines handed on at once
