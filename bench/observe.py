@@ -168,16 +168,16 @@ class Switch:
             return
         with self._from.open("rb") as file:
             file.seek(self._read)
-            lines = file.readlines()
-        for line in lines:
-            if line.endswith(b"\n"):
-                self._read += len(line)
-                step = json.loads(line)["step"]
-                self._steps[observed(step, self._block), settled(step, self._block)] += 1
-                if observed(step, self._block):
-                    with self._to.open("ab") as told:
-                        told.write(line)
-                self._set(observed(step + 1, self._block), settled(step + 1, self._block))
+            written = file.read()  # once: the rest of a line that is being written comes later
+        whole = written[: written.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines(keepends=True):
+            step = json.loads(line)["step"]
+            self._steps[observed(step, self._block), settled(step, self._block)] += 1
+            if observed(step, self._block):
+                with self._to.open("ab") as told:
+                    told.write(line)
+            self._set(observed(step + 1, self._block), settled(step + 1, self._block))
 
     def _set(self, *phase: bool) -> None:
         if phase == self._phase:

@@ -54,7 +54,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "bf16, shard_grad_op": ("rayapp", BF16 | {"parallel.strategy": "shard_grad_op"}),
         "bf16, full checkpointing": ("rayapp", BF16 | FULL),
         "bf16, selective checkpointing": ("rayapp", BF16 | SELECTIVE),
-        "bf16, varlen attention": ("rayapp", BF16 | {"model.attention": "varlen"}),
+        "bf16, sdpa attention": ("rayapp", BF16 | {"model.attention": "sdpa"}),
         "bf16, whole logits": ("rayapp", BF16 | {"train.loss_chunk": "0"}),
         "bf16, adamw8bit": ("rayapp", BF16 | {"train.optimizer": "adamw8bit"}),
         "bf16, muon": ("rayapp", BF16 | {"train.optimizer": "muon"}),
