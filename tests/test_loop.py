@@ -110,8 +110,10 @@ def prepared_of(config: Config, folder: Path) -> Prepared:
     return prepare.prepare(recipe, root)
 
 
-def worker(rank: int, world: int, job: Job, summaries: str) -> None:
+def worker(rank: int, world: int, job: Job, summaries: str, copies_late: bool) -> None:
     """One training process, as under torchrun."""
+    if copies_late:
+        late.copy_late()
     rows = job.prepared.rows("train")
     summary = run(
         job, torch.device("cpu"), lambda step: local_steps(rows, job.order, rank, world, step)
@@ -129,13 +131,13 @@ def job_of(config: Config, folder: Path, num_steps: int = STEPS) -> Job:
 
 
 def train(
-    config: Config, folder: Path, world: int, num_steps: int = STEPS
+    config: Config, folder: Path, world: int, num_steps: int = STEPS, copies_late: bool = False
 ) -> tuple[list[Any], Any]:
     """Run `world` processes; return the lines of metrics.jsonl and the summary."""
     job = job_of(config, folder, num_steps)
     summaries = str(folder / f"{config.run.name}.json")
     rendezvous = str(folder / f"{config.run.name}-{os.urandom(4).hex()}")
-    processes.spawn(worker, world, rendezvous, job, summaries)
+    processes.spawn(worker, world, rendezvous, job, summaries, copies_late)
     lines = [
         json.loads(line) for line in Path(job.run_url, "metrics.jsonl").read_text().splitlines()
     ]
@@ -283,20 +285,17 @@ def test_every_optimizer_adapters_and_compiled_blocks_resume_bitwise(
     inputs: Path, name: str, fields: dict[str, Any]
 ) -> None:
     """From a checkpoint whose copy was made as late as the loop allows it."""
-
-    def config(run: str) -> Config:
-        tree = config_of(inputs, run).model_dump(mode="json")
-        for section, values in fields.items():
-            tree[section] |= values
-        return from_dict(tree)
-
-    fields = {"checkpoint": {"every_steps": 5}} | fields
-    expected, whole = train(config(f"{name}-whole"), inputs, 2, num_steps=8)
-    cut = config(f"{name}-cut")
-    job = job_of(cut, inputs, 8)
-    processes.spawn(late_worker, 2, str(inputs / f"{name}-a"), job)
-    shutil.rmtree(Path(job.run_url, "checkpoints", "step-00000008"))
-    lines, summary = train(cut, inputs, 2, num_steps=8)
+    tree = config_of(inputs, name).model_dump(mode="json")
+    for section, values in {"checkpoint": {"every_steps": 5}, **fields}.items():
+        tree[section] |= values
+    config = from_dict(tree)
+    folder = inputs / "runs" / name
+    expected, whole = train(config, inputs, 2, num_steps=8, copies_late=True)
+    saved = saved_shapes(open_storage(str(folder)), "step-00000008")
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    if name == "adamw8bit":
+        shutil.copytree(folder, inputs / "runs" / "alone")
+    lines, summary = train(config, inputs, 2, num_steps=8)
     assert summary["first_step"] == 5
     for field in ("loss", "grad_norm", "batch_digest", "lr"):
         assert [line[field] for line in lines] == [line[field] for line in expected], field
@@ -308,22 +307,21 @@ def test_every_optimizer_adapters_and_compiled_blocks_resume_bitwise(
         assert gain["speedup"] == gain["eager_s"] / gain["compiled_s"] > 0
         assert gain["compile_s"] > gain["compiled_s"] and summary["seconds"]["compile"] > 0
     if name == "adamw8bit":  # quantized moments, saved as values that any world can shard
-        shapes = saved_shapes(open_storage(f"{inputs}/runs/{cut.run.name}"), "step-00000008")
-        assert any(name.startswith("scales.1.") for name in shapes)
-        (moment,) = (n for n in shapes if n.endswith("embed_tokens.weight.exp_avg"))
-        assert shapes[moment] == (272, 32)
-        alone, _ = train(cut, inputs, 1, num_steps=12)
-        there, _ = train(config(f"{name}-whole"), inputs, 2, num_steps=12)
-        for one, two in zip(alone[8:], there[8:], strict=True):
+        assert any(tensor.startswith("scales.1.") for tensor in saved)
+        (moment,) = (tensor for tensor in saved if tensor.endswith("embed_tokens.weight.exp_avg"))
+        assert saved[moment] == (272, 32)
+        tree["run"]["name"] = "alone"
+        alone, at_end = train(from_dict(tree), inputs, 1, num_steps=8)
+        assert at_end["first_step"] == 5
+        for one, two in zip(alone[5:], lines[5:], strict=True):
             assert one["batch_digest"] == two["batch_digest"]
             assert one["loss"] == pytest.approx(two["loss"], rel=2e-3)
     if name == "lora":  # adapters and their moments alone are saved, and exported as peft does
-        names = saved_shapes(open_storage(f"{inputs}/runs/{cut.run.name}"), "step-00000008")
-        tensors = {name for name in names if name.startswith(("model.", "optimizer.state."))}
+        tensors = {each for each in saved if each.startswith(("model.", "optimizer.state."))}
         assert tensors and all(".lora_" in name for name in tensors)
         base = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
         adapted = PeftModel.from_pretrained(base, summary["model_path"])
-        rows = job_of(cut, inputs).prepared.rows("eval")
+        rows = prepared_of(config, inputs).rows("eval")
         row = rows.read(np.arange(1))[0]
         ids = torch.from_numpy(row["input_ids"][None].astype(int))
         with torch.no_grad():
@@ -494,12 +492,6 @@ def noticed_worker(rank: int, world: int, job: Job, notice_at: int) -> None:
     assert (summary["status"], summary["steps"]) == ("moved", notice_at), summary
     if rank == 0:
         assert (summary["notice"], summary["reason"]) == (True, "rank 1 is taken away")
-
-
-def late_worker(rank: int, world: int, job: Job) -> None:
-    late.copy_late()
-    rows = job.prepared.rows("train")
-    run(job, torch.device("cpu"), lambda step: local_steps(rows, job.order, rank, world, step))
 
 
 def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:

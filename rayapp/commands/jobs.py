@@ -17,6 +17,7 @@ from rayapp.config import ConfigError
 from rayapp.jobs import JobError, Shipment
 from rayapp.notebook import Job, job
 from rayapp.notebook.figures import figures
+from rayapp.notebook.submission import send
 from rayapp.progress import EXIT_CODES, NoRun, Progress, duration, read
 from rayapp.storage import StorageError, open_storage
 
@@ -73,11 +74,9 @@ def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list
 @_command(SUBMIT)
 def submit(argv: list[str]) -> int:
     """Send a run; see SUBMIT."""
-    from rayapp.notebook.handle import send
-
     known = {**SHIPPED, "follow": "false", "wait": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
-    return _after(send(config, _shipment(asked), _or_none(asked["address"])), asked)
+    return _after(Job(send(config, _shipment(asked), _or_none(asked["address"]))), asked)
 
 
 @_command(PREFLIGHT)

@@ -4,9 +4,11 @@
     job.watch(); job.metrics().plot("step", "loss"); job.result().model_path
     job = rayapp.job("s3://bucket/runs/demo")       # another day, another machine, no cluster
 
-handle.py    submit, job, Job, Result
-page.py      the live view as HTML, for notebooks
-terminal.py  the live view in a terminal
+submission.py  how a run is sent, and what is noted of it
+handle.py      submit, job, Job, Result
+page.py        the live view as HTML, for notebooks
+terminal.py    the live view in a terminal
+figures.py     the figures that both show
 """
 
 from rayapp.notebook.handle import Job, Result, job, submit

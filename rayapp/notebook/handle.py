@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp import metrics
 from rayapp.config import ConfigError, RunConfig, load
-from rayapp.jobs import Cluster, JobError, Shipment, prepare
+from rayapp.jobs import Cluster, JobError, Shipment
 from rayapp.jobs.client import JobInfo, Unreachable
-from rayapp.jobs.package import as_dict, from_dict
+from rayapp.jobs.package import from_dict
+from rayapp.notebook.submission import FILE, changed, send, sent
 from rayapp.progress import (
     DONE,
     EXIT_CODES,
@@ -29,12 +30,11 @@ from rayapp.progress import (
     Progress,
     read,
 )
-from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
     import pandas
 
-FILE = "submission.json"  # in the run's folder: where it was sent, and with what
 POLL_S = 2.0
 SILENCE_S = 60.0  # a cluster that is not heard of for so long is believed to be gone
 
@@ -82,34 +82,7 @@ def submit(
         working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, driver_memory_gib,
         tags or {},
     )  # fmt: skip
-    return send(_changed(config, sections), shipment, address, say)
-
-
-def send(
-    config: RunConfig, shipment: Shipment, address: str | None, say: Callable[[str], None] = print
-) -> Job:
-    """Do what `submit` does, with everything at hand."""
-    order = prepare(config, shipment)
-    run = open_storage(order.run_url)
-    try:
-        now = read(run)
-    except NoRun:
-        pass
-    else:
-        if now.live:
-            raise ConfigError(
-                [
-                    f"run.name={config.run.name} is running: a driver is at work on {run.url}. "
-                    "Stop it, or set another run.name"
-                ]
-            )
-    cluster = Cluster.at(address)
-    submission_id = cluster.submit(order)
-    sent = {"address": cluster.address, "submission_id": submission_id, "time": time.time()}
-    sent["shipment"] = as_dict(shipment)
-    run.write(FILE, json.dumps(sent, indent=1).encode())
-    say(f"job {submission_id} at {cluster.address}: results in {order.run_url}")
-    return Job(order.run_url)
+    return Job(send(changed(config, sections), shipment, address, say))
 
 
 def job(run: str, *, storage: str | None = None, address: str | None = None) -> Job:
@@ -265,8 +238,8 @@ class Job:
         status = self.status()
         if status == DONE or status not in EXIT_CODES:
             raise ConfigError([f"run {self.run.url} is {status}: there is nothing to resume"])
-        sent = self._sent()
-        if sent is None:
+        found = sent(self.run)
+        if found is None:
             raise ConfigError(
                 [
                     f"run {self.run.url} was not submitted: no {FILE} says how. Start it as it was "
@@ -274,7 +247,8 @@ class Job:
                 ]
             )
         config = self.config()
-        return send(config, from_dict(sent["shipment"]), address or self._address_of(sent), say)
+        address = address or self._address_of(found)
+        return Job(send(config, from_dict(found["shipment"]), address, say))
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until it has ended; return the status.
@@ -347,27 +321,21 @@ class Job:
 
     # ---- The cluster ----------------------------------------------------------------------
 
-    def _sent(self) -> dict[str, Any] | None:
-        try:
-            return dict(json.loads(self.run.read(FILE)))
-        except (FileNotFoundError, StorageError):
-            return None
-
-    def _address_of(self, sent: Mapping[str, Any]) -> str:
-        return self._address or str(sent["address"])
+    def _address_of(self, found: Mapping[str, Any]) -> str:
+        return self._address or str(found["address"])
 
     def _submission_id(self) -> str:
-        sent = self._sent()
-        if sent is None:
+        found = sent(self.run)
+        if found is None:
             raise JobError(f"run {self.run.url} was not submitted: no cluster has its logs")
-        return str(sent["submission_id"])
+        return str(found["submission_id"])
 
     def _cluster_or_fail(self) -> Cluster:
-        sent = self._sent()
-        if sent is None:
+        found = sent(self.run)
+        if found is None:
             raise JobError(f"run {self.run.url} was not submitted: no cluster knows of it")
         if self._cluster is None:
-            self._cluster = Cluster.at(self._address_of(sent), check_version=False)
+            self._cluster = Cluster.at(self._address_of(found), check_version=False)
         return self._cluster
 
     def _info(self) -> JobInfo | None:
@@ -376,25 +344,14 @@ class Job:
         Raises:
             Unreachable: the cluster does not answer.
         """
-        sent = self._sent()
-        if sent is None:
+        found = sent(self.run)
+        if found is None:
             return None
         try:
-            return self._cluster_or_fail().info(str(sent["submission_id"]))
+            return self._cluster_or_fail().info(str(found["submission_id"]))
         except Unreachable:
             self._cluster = None
             raise
         except JobError as error:  # another cluster by now, or one that was started anew
-            logger.debug("no job %s: %s", sent["submission_id"], error)
+            logger.debug("no job %s: %s", found["submission_id"], error)
             return None
-
-
-def _changed(config: RunConfig | str, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    overrides = {}
-    for section, fields in sections.items():
-        for name, value in fields.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            overrides[f"{section}.{name}"] = text
-    if isinstance(config, str):
-        return load(config, overrides)
-    return load(None, {**config.to_overrides(), **overrides})
