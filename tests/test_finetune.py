@@ -432,7 +432,7 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
 def test_a_node_is_asked_what_memory_is_free(ray_here: None) -> None:
     def per_worker(workers: str) -> float:
         config = from_dict({"cluster": {"workers": workers, "gpu": "false"}})
-        return micro_batch._capacity_gib(config, False) + micro_batch.PROCESS_GIB
+        return micro_batch._capacity_gib(config, False)
 
     free_gib = psutil.virtual_memory().available / 2**30
     assert 0.5 * free_gib < 2 * per_worker("2") < free_gib
@@ -511,6 +511,8 @@ def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_p
     }
     for name in ("config.yaml", "plan.json", "metrics.jsonl", "result.json"):
         assert name in found
+    plan = json.loads((tmp_path / "cli" / "plan.json").read_text())
+    assert 0.8 < plan["peak_terms_gib"]["slack"] < 1.0, "of a process, not of a GPU"
     folder = "checkpoints/step-00000003"
     assert {f"{folder}/{n}" for n in ("COMMITTED", "state.json", ".metadata")} <= found
     assert {"model/config.json", "model/tokenizer.json", "model/model.safetensors"} <= found

@@ -281,7 +281,8 @@ def test_a_machine_that_was_asked_stands_in_for_an_instance() -> None:
         assert planner.plan(unnamed, capacity_gib=peak_gib - 0.01).fits == (size > 1)
     on_cpu = planner.plan(unnamed, capacity_gib=24.0, on_cpu=True)
     moving = sum(on_cpu.peak.terms[name] for name in ("activations", "logits", "gathers"))
-    assert on_cpu.peak.terms["slack"] == pytest.approx(0.05 * moving)  # no CUDA context
+    process = 0.85 * 2**30  # and no CUDA context
+    assert on_cpu.peak.terms["slack"] == pytest.approx(0.05 * moving + process)
     named = planner.plan(config(), capacity_gib=1.0, on_cpu=True)
     assert named.as_dict() == planner.plan(config()).as_dict()
 

@@ -12,12 +12,14 @@ from pictures import as_folder, drawn, indexed
 from rich.console import Console
 
 from rayapp.config import VisionConfig, from_dict
+from rayapp.data.images import Images
 from rayapp.driver.command import Phases
 from rayapp.model.classifier import shape_of_classifier
 from rayapp.planner import misfit
 from rayapp.storage import open_storage
 from rayapp.vision import driver
 from rayapp.vision.forecast import forecast
+from rayapp.vision.job import Job
 
 
 def config(path: str = "resnet50", size: int = 224, **cluster: Any) -> VisionConfig:
@@ -80,9 +82,10 @@ def test_the_command_refuses_before_it_holds_anything(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_plan_json_holds_the_plan_with_what_was_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: bool = False, **cluster: str
+) -> tuple[dict[str, Any], Images, Job]:
+    """Return the plan.json of a run up to its start, its images and its job."""
     root = as_folder(tmp_path / "images", drawn(3, 8))
     images = indexed(root, open_storage(str(tmp_path / "index")))
     monkeypatch.setattr(driver, "index", lambda *_: images)
@@ -92,16 +95,31 @@ def test_plan_json_holds_the_plan_with_what_was_counted(
         "model": {"path": "resnet-tiny"},
         "data": {"path": str(root), "size": 32},
         "train": {"images_per_step": 8, "micro_batch": 4, "epochs": 2, "precision": "fp32"},
-        "cluster": {"instance": "p3.8xlarge", "workers": "2", "address": "local"},
+        "cluster": {"workers": "2", "address": "local", **cluster},
     }
     described = from_dict(tree)
     assert isinstance(described, VisionConfig)
     run = driver.Vision(described)
     run.check(local_cores=8, local_gpus=0)
-    job = run.prepare(False, Console(quiet=True), Phases(time.time()))
-    plan = json.loads(open_storage(str(tmp_path / "r")).read("plan.json"))
+    job = run.prepare(gpus, Console(quiet=True), Phases(time.time()))
+    return json.loads(open_storage(str(tmp_path / "r")).read("plan.json")), images, job
+
+
+def test_plan_json_holds_the_plan_with_what_was_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, images, job = planned(tmp_path, monkeypatch, instance="p3.8xlarge")
     assert plan["fits"] is True and plan["steps"] == job.order.num_steps
     assert plan["images_per_s"]["value"] > 0 and plan["hours"]["value"] > 0
     epoch = images.counts["train"] / plan["images_per_s"]["value"] / 3600
     assert plan["epoch_hours"]["value"] == pytest.approx(epoch, rel=1e-4)
     assert plan["data"]["images"] == images.counts
+
+
+@pytest.mark.parametrize(("gpus", "slack_gib"), [(False, 0.85), (True, 1.3)])
+def test_a_run_on_no_named_instance_is_planned_for_what_it_has(
+    gpus: bool, slack_gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the tensors a process without a GPU, or CUDA's context."""
+    plan, _, _ = planned(tmp_path, monkeypatch, gpus)
+    assert plan["peak_terms_gib"]["slack"] == pytest.approx(slack_gib, abs=0.02)

@@ -83,7 +83,7 @@ class Finetune(command.Kind):
         config = micro_batch.chosen(config, shape, ready.run, gpus, console)
         order = order_of(config, prepared)
         parameters = count_parameters(shape)
-        planned = forecast(config, shape, order.num_steps)
+        planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
         plan = plan_of(config, prepared, order, parameters)
         ready.run.write("config.yaml", config.to_yaml().encode())
         values = (planned.as_dict() if planned else {}) | plan

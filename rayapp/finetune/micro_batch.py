@@ -26,9 +26,6 @@ from rayapp.storage import Storage
 GIB = 2**30
 # Of the memory that is free on a node without GPUs: Ray ends workers at 95 % of all of it.
 CPU_SHARE = 0.9
-# What a worker on a CPU holds before it has a model: 0.5 GiB of Python, torch, transformers and Ray
-# (2026-11-22), and buffers of gloo and of the rows ahead.
-PROCESS_GIB = 0.6
 # What allocators say: torch's on GPUs and CPUs, Python's, Ray's monitor of a node's memory.
 SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "low on memory")
 
@@ -153,4 +150,4 @@ def _free_gib(gpus: bool, workers: int) -> float:
     here = ray.get_runtime_context().get_node_id()
     cpus = next(node["Resources"]["CPU"] for node in ray.nodes() if node["NodeID"] == here)
     free_gib = CPU_SHARE * estimate_available_memory() / GIB
-    return free_gib / min(workers, max(1, int(cpus))) - PROCESS_GIB
+    return free_gib / min(workers, max(1, int(cpus)))

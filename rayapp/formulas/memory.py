@@ -22,6 +22,9 @@ FP32 = 4
 LOSS_WORDS = 16_384  # rayapp.loss.WORDS
 # CUDA context, NCCL's channels and cuBLAS' workspace: outside PyTorch's allocator.
 CONTEXT_BYTES = 1.3 * 2**30
+# What a worker on CPUs holds beside its tensors: 0.5 GiB of Python, torch, transformers and Ray,
+# rows ahead, gloo's buffers, and what glibc keeps of what was freed. Measured, see docs/plan.md.
+PROCESS_BYTES = 0.85 * 2**30
 # What the caching allocator holds beyond what is alive, as a share of what comes and goes.
 FRAGMENTATION = 0.05
 # 8-bit moments have an fp32 scale for each 256 (torchao), nf4 one for each 64 (bitsandbytes).
@@ -175,9 +178,9 @@ def peak_memory(layout: Layout) -> Peak:
 
 
 def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
-    """Add what the allocator holds beyond what is alive, and what CUDA and NCCL take."""
+    """Add what the allocator holds beyond what is alive, and what CUDA or the process takes."""
     moving = sum(peak.terms[name] for name in ("activations", "logits", "gathers"))
-    slack = FRAGMENTATION * moving + (CONTEXT_BYTES if cuda else 0.0)
+    slack = FRAGMENTATION * moving + (CONTEXT_BYTES if cuda else PROCESS_BYTES)
     return Peak(peak.phase, {**peak.terms, "slack": slack})
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,11 @@ def ask_images(
     steps: int | None = None,
     model: Mapping[str, Any] | None = None,
     images: int | None = None,
+    on_cpu: bool = False,
 ) -> Question:
     """Look up what the config names; `model` is a config.json where the caller has it.
+
+    Where no instance is named, `on_cpu` says that a worker has no GPU.
 
     Raises:
         ConfigError: with every problem.
@@ -58,6 +62,7 @@ def ask_images(
     rows, size = config.train.images_per_step, config.train.micro_batch
     micro_batches = -(-rows // size // workers)
     layout = _layout(config, shape, one, shards, micro_batches)
+    layout = replace(layout, on_cpu=layout.on_cpu or (one is None and on_cpu))
     job = None
     if one is not None and one.gpu is not None:
         job = Job(layout, machine_of(one, nodes, -(-workers // nodes)), 0.0, micro_batches)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rayapp.formulas.image_memory import ImageLayout
-from rayapp.formulas.memory import CONTEXT_BYTES
+from rayapp.formulas.memory import CONTEXT_BYTES, PROCESS_BYTES
 from rayapp.hardware import PRICE_DATE, PRICE_SOURCE
 from rayapp.planner.advice import Suggestion
 from rayapp.planner.answer import GIB, Answer, Band
@@ -103,11 +103,13 @@ def _memory(console: Console, found: Answer) -> None:
     )
     _say(console, f"          at its most in: {found.peak.phase}")
     largest = max(found.peak.total / GIB, found.capacity_gib or 0.0)
+    held = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})"
+    if found.question.layout.on_cpu:
+        held = f" (Python, torch and Ray {PROCESS_BYTES / GIB:.2f})"
     for name, size in found.peak.terms.items():
         if size:
             drawn = "█" * max(1, round(BAR * size / GIB / largest))
-            cuda = name == "slack" and not found.question.layout.on_cpu
-            note = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})" if cuda else ""
+            note = held if name == "slack" else ""
             _say(console, f"  {name:12} {size / GIB:8.2f} GiB {drawn}{note}")
 
 

@@ -85,7 +85,7 @@ class Vision(command.Kind):
         parameters = num_parameters(classifier)
         run.write("config.yaml", config.to_yaml().encode())
         counted = {"steps": order.num_steps, "images": images.counts["train"]}
-        planned = forecast(config, shape, len(images.classes), **counted)
+        planned = forecast(config, shape, len(images.classes), on_cpu=not gpus, **counted)
         values = planned.as_dict() if planned else {}
         plan = values | plan_of(config, images, order, parameters)
         run.write("plan.json", json.dumps(plan, indent=1).encode())

@@ -15,11 +15,11 @@ from rayapp.formulas.images import image_shape_of
 
 
 def forecast(
-    config: VisionConfig, shape: Any, classes: int | None = None, **counted: int
+    config: VisionConfig, shape: Any, classes: int | None = None, **known: Any
 ) -> planner.Answer | None:
     """Plan a run whose model's shape is known (a transformers config).
 
-    `classes` is what the data have, `counted` the steps and images, where that is known by now.
+    `classes` is what the data have, `known` what else is known by now: see `planner.ask_images`.
 
     Raises:
         ConfigError: the instance is unknown, or cannot compute in this precision.
@@ -31,4 +31,4 @@ def forecast(
         image_shape_of(values, config.data.size)
     except UnknownShape:
         return None
-    return planner.plan(config, model=values, **counted)
+    return planner.plan(config, model=values, **known)
