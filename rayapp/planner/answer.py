@@ -28,7 +28,7 @@ MEMORY_BAND = 0.08
 # The same for images; what a GPU holds then has not been compared with a run's.
 IMAGES_COMPARED = ("V100-16GB", "V100-32GB", "A100-40GB", "A100-80GB")
 IMAGES_SPEED_BAND, IMAGES_MEMORY_BAND = 0.20, 0.15
-PROCESS_BAND = 0.20  # of a process on a CPU: five runs (docs/plan.md)
+PROCESS_BAND = 0.20  # of a process on a CPU: six runs (docs/plan.md)
 # S3's share of a node's network, and its most.
 S3_SHARE, S3_BYTES_PER_S = 0.3, 5e9
 # From a failure to the next new step: measured with a small model (README), plus its reading back.
