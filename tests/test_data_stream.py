@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from rayapp.data import stream
 from rayapp.data.prepared import Prepared
@@ -143,6 +145,35 @@ def test_blocks_larger_than_ray_wants_are_not_cut(
     check(random_rows(str(tmp_path)), EPOCHS, 0, 2)
     assert context.target_max_block_size == 256, "the settings of other data sets changed"
     assert not context.execution_options.preserve_order
+
+
+def test_rows_come_where_workers_hold_every_cpu(ray_cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    order = Order.for_steps(num_rows=17, rows_per_step=6, micro_batch=2, seed=0, num_steps=40)
+
+    def fill(step: int, rank: int, columns: stream.Arrays) -> None:
+        mark = tmp_path / f"{step}-{rank}"
+        mark.touch()
+        columns["at_once"][:] = len(list(tmp_path.iterdir()))
+        time.sleep(0.02)
+        mark.unlink()
+
+    held = ray.util.placement_group([{"CPU": 3}])
+    assert held.wait(60)
+    fields = {"at_once": ((), np.int64)}
+    dataset = stream.blocks(order, 0, 2, 8, fields, fill, concurrency=2, block_bytes=1)
+    found: list[int] = []
+    reader = threading.Thread(
+        target=lambda: found.extend(int(row["at_once"]) for row in dataset.iter_rows()), daemon=True
+    )
+    reader.start()
+    reader.join(PATIENCE_S / 10)
+    try:
+        assert not reader.is_alive(), "the rows wait for a CPU"
+        assert max(found) <= 2, "more tasks read at once than were allowed"
+    finally:
+        ray.util.remove_placement_group(held)
 
 
 def row_bytes(prepared: Prepared) -> int:

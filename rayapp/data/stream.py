@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray.data
 import ray.train
+from ray.data.block import BlockMetadata
 
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import StepRows, step_rows
@@ -26,6 +29,7 @@ from rayapp.order import EMPTY, Order
 CHUNK_BYTES = 4 * 2**20
 MAX_CHUNKS = 10_000
 MAX_STEPS_PER_CHUNK = 32
+LEAST_TASKS = 2
 FIELDS = ("input_ids", "labels", "segments", "target_bytes", "positions", "rows")
 
 
@@ -46,6 +50,35 @@ class ExactOrder(ray.train.DataConfig):
         return [{name: split} for split in splits]
 
 
+class Numbers(ray.data.Datasource):
+    """The numbers of the blocks, one block each.
+
+    `ray.data.range` is that too, but its tasks always take a CPU.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def estimate_inmemory_data_size(self) -> int:
+        """Return bytes; Ray Data asks."""
+        return 8 * self.count
+
+    def get_read_tasks(self, *args: Any, **kwargs: Any) -> list[ray.data.ReadTask]:
+        """Return what makes each block; Ray Data asks."""
+        one = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
+        return [ray.data.ReadTask(partial(_numbered, i), one) for i in range(self.count)]
+
+
+def _numbered(number: int) -> list[pa.Table]:
+    return [pa.table({"id": [number]})]
+
+
+def spare_cpus(world: int) -> int:
+    """Return how many tasks may read at once beside so many workers: the cluster's other CPUs."""
+    return max(LEAST_TASKS, int(ray.cluster_resources().get("CPU", 0)) - world)
+
+
 Arrays = dict[str, np.ndarray[Any, Any]]
 Fields = Mapping[str, tuple[tuple[int, ...], Any]]  # of a row: shape and dtype
 
@@ -64,6 +97,10 @@ def blocks(
 
     `fill(step, rank, columns)` writes what a rank takes of a step where the block has it, into
     columns of zeros: [m * b, ...]. Blocks have at most `block_bytes`, and at least one step.
+
+    At most `concurrency` tasks run at once, by default one for each CPU without a worker. They ask
+    Ray for no CPU: where runs share a cluster, their workers may hold every CPU, and would wait for
+    tasks that wait for a CPU.
     """
     rank_rows = order.num_micro_batches(world) * order.micro_batch
     per_chunk = steps_per_chunk(order, first_step, world, row_bytes, block_bytes)
@@ -83,9 +120,14 @@ def blocks(
             fill(step, rank, {name: made[name][part] for name in fields})
         return made
 
-    dataset = ray.data.range(chunks * world, override_num_blocks=chunks * world).map_batches(
-        read, batch_size=None, concurrency=concurrency
-    )
+    count = chunks * world
+    # Alike in both, so that Ray Data makes one task of the two.
+    tasks: dict[str, Any] = {
+        "num_cpus": 0,
+        "compute": ray.data.TaskPoolStrategy(size=concurrency or spare_cpus(world)),
+    }
+    numbers = ray.data.read_datasource(Numbers(count), override_num_blocks=count, **tasks)
+    dataset = numbers.map_batches(read, batch_size=None, **tasks)
     dataset.context.execution_options.preserve_order = True
     dataset.context.target_max_block_size = None  # a block that is cut is dealt to two ranks
     dataset.context.enable_progress_bars = False
@@ -122,7 +164,13 @@ def steps_per_chunk(
 # ---- Rows of tokens ----------------------------------------------------------------------------
 
 
-def stream(prepared: Prepared, order: Order, first_step: int, world: int) -> ray.data.Dataset:
+def stream(
+    prepared: Prepared,
+    order: Order,
+    first_step: int,
+    world: int,
+    concurrency: int | None = None,
+) -> ray.data.Dataset:
     """Return the rest of the run for so many workers."""
     rows = prepared.rows("train")
 
@@ -132,7 +180,7 @@ def stream(prepared: Prepared, order: Order, first_step: int, world: int) -> ray
             column[:] = getattr(batch, name).reshape(column.shape)
 
     row_bytes, fields = rows.dtype.itemsize, _fields(rows.dtype)
-    return blocks(order, first_step, world, row_bytes, fields, fill)
+    return blocks(order, first_step, world, row_bytes, fields, fill, concurrency)
 
 
 def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[StepRows]:

@@ -50,7 +50,8 @@ class Job(job.Job):
         """Return the rest of the run for so many workers."""
         from rayapp.data import stream
 
-        return stream.stream(self.prepared, self.order, first_step, world)
+        workers = self.config.data.workers
+        return stream.stream(self.prepared, self.order, first_step, world, workers)
 
     def steps(self, shard: Any, world: int) -> Iterator[StepRows]:
         """Yield this rank's steps from its shard of the stream."""
