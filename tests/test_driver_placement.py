@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 
 import pytest
@@ -69,6 +71,7 @@ def wait(monkeypatch: pytest.MonkeyPatch, room: dict[float, int]) -> tuple[int, 
     clock, notes = Clock(room), []
     monkeypatch.setattr(placement, "time", clock)
     monkeypatch.setattr(placement, "room", clock.room)
+    monkeypatch.setattr(placement, "taken", lambda: "6 of 8 CPUs are taken by job one")
     workers = placement.wait_for_room(elastic(), notes.append, lambda: None)
     return workers, clock.now - 100.0, notes
 
@@ -84,7 +87,8 @@ def test_room_for_some_must_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 def test_too_little_room_is_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     workers, seconds, notes = wait(monkeypatch, {0.0: 1, 61.0: 8})
     assert (workers, seconds) == (8, 61.0)
-    assert notes == ["waiting for nodes: 1 of at least 2 workers fit"] * 3
+    note = "waiting for room: 1 of at least 2 workers fit; 6 of 8 CPUs are taken by job one"
+    assert notes == [note] * 3
 
 
 def test_a_wait_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +98,7 @@ def test_a_wait_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({0.0: 0})
     monkeypatch.setattr(placement, "time", clock)
     monkeypatch.setattr(placement, "room", clock.room)
+    monkeypatch.setattr(placement, "taken", lambda: "all")
     with pytest.raises(RuntimeError, match="lease"):
         placement.wait_for_room(elastic(), lambda text: None, lost)
 
@@ -105,6 +110,25 @@ def test_a_node_that_is_gone_does_not_answer() -> None:
     assert not placement.answers(node)
 
 
-def test_a_fixed_number_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_number_is_waited_for_and_asked_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, notes, asked = Clock({0.0: 0, 40.0: 3}), [], []
+
+    @contextmanager
+    def demand(config: Config, workers: int) -> Iterator[Callable[[], bool]]:
+        asked.append(workers)
+        yield lambda: False
+        asked.append(0)
+
+    monkeypatch.setattr(placement, "time", clock)
+    monkeypatch.setattr(placement, "room", clock.room)
+    monkeypatch.setattr(placement, "demand", demand)
+    monkeypatch.setattr(placement, "taken", lambda: "4 of 4 CPUs are taken by job one")
+    assert placement.wait_for_room(elastic("3"), notes.append, lambda: None) == 3
+    assert asked == [3, 0]
+    assert notes == ["waiting for room: 0 of 3 workers fit; 4 of 4 CPUs are taken by job one"] * 2
+
+
+def test_room_that_ray_holds_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "room", lambda config: 0)
+    monkeypatch.setattr(placement, "demand", lambda config, workers: nullcontext(lambda: True))
     assert placement.wait_for_room(elastic("3"), lambda text: None, lambda: None) == 3

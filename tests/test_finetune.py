@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 import torch
 import yaml
 from drill import without_ray
+from patience import PATIENCE_S
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -37,7 +39,7 @@ from rayapp.data import tokens
 from rayapp.data.rows import step_rows
 from rayapp.driver import validation
 from rayapp.driver.job import train
-from rayapp.driver.session import connected
+from rayapp.driver.session import connected, end_workers
 from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
 from rayapp.finetune.inputs import PREPARED, order_of
@@ -312,10 +314,11 @@ def test_checkpoints_are_validated_beside_training(
     assert f"checkpoint of step {step}: held-out {line['eval_loss']:.4f} nats/token" in said
 
 
+@pytest.mark.parametrize("workers", ["2:3", "2"])
 def test_a_run_that_waits_for_room_can_be_stopped(
-    files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
+    files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str], workers: str
 ) -> None:
-    """Another job holds 3 of 4 CPUs, and 2 to 3 workers find no place."""
+    """Another job holds 3 of 4 CPUs, and 2 workers find no place."""
     import ray
 
     class Other:
@@ -333,12 +336,59 @@ def test_a_run_that_waits_for_room_can_be_stopped(
 
     with ThreadPoolExecutor(1) as pool:
         stopping = pool.submit(stop)
-        code = main(command(files, tmp_path, "waiting", "--cluster.workers=2:3"))
+        code = main(command(files, tmp_path, "waiting", f"--cluster.workers={workers}"))
         stopping.result()
     ray.kill(other)
-    assert code == 3 and "waiting for nodes: 0 of at least 2 workers" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    wanted = "at least 2 workers" if ":" in workers else "2 workers"
+    # A task that has prepared data may hold the fourth CPU a moment longer.
+    waiting = rf"waiting for room: 0 of {wanted} fit; [34] of 4 CPUs are taken by"
+    assert code == 3 and re.search(waiting, said), said
     result = json.loads((tmp_path / "waiting" / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("stopped", 0)
+
+
+def test_a_stop_in_the_first_moments_ends_the_run(
+    files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is asked for as soon as the lease is there, before the data are prepared."""
+    run = tmp_path / "early"
+
+    def stop() -> None:
+        while not (run / "LEASE").exists():
+            time.sleep(0.001)
+        (run / "STOP").touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop)
+        code = main(command(files, tmp_path, "early", "--train.max_steps=3"))
+        stopping.result()
+    assert code == 3 and "stopped after 0 steps" in capsys.readouterr().out
+    assert json.loads((run / "result.json").read_text())["status"] == "stopped"
+    assert not (run / "metrics.jsonl").exists()
+    assert main(command(files, tmp_path, "early", "--train.max_steps=3")) == 0
+
+
+def test_workers_that_do_no_step_can_be_ended(ray_here: None, tmp_path: Path) -> None:
+    import ray.train.torch
+
+    def never_step() -> None:
+        (tmp_path / "entered").touch()
+        time.sleep(PATIENCE_S)
+
+    kit: Any = ray.train
+    trainer = kit.torch.TorchTrainer(
+        never_step,
+        scaling_config=kit.ScalingConfig(num_workers=1),
+        run_config=kit.RunConfig(storage_path=str(tmp_path)),
+    )
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(trainer.fit)
+        while not (tmp_path / "entered").exists() and not future.done():
+            time.sleep(0.1)
+        end_workers()
+        with pytest.raises(ray.exceptions.RayActorError):
+            future.result(PATIENCE_S / 2)
 
 
 @pytest.mark.drill

@@ -18,14 +18,14 @@ from rayapp.config import RunConfig
 from rayapp.connection import address_of
 from rayapp.driver import display
 from rayapp.driver.checks import same_run
-from rayapp.driver.fit import fit
+from rayapp.driver.fit import as_it_stands, fit
 from rayapp.driver.job import Job
 from rayapp.driver.journal import Journal
-from rayapp.driver.lease import held
+from rayapp.driver.lease import Lease, held
 from rayapp.driver.observe import Observer
 from rayapp.driver.outcome import RunFailed, result_of
 from rayapp.driver.session import connected, gpus_here, tell_ray, uses_gpus
-from rayapp.progress import STOP_FILE
+from rayapp.driver.stop import Stop, StopAsked, watching
 from rayapp.storage import Storage
 
 
@@ -88,7 +88,12 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
     phases.end("import")
     kind.check((os.cpu_count() or 1) if local else None, gpus_here() if local else 0)
     phases.end("check")
-    with held(kind.run, lambda text: console.print(text, highlight=False)) as lease:
+    stop = Stop(kind.run)
+    with (
+        held(kind.run, lambda text: console.print(text, highlight=False)) as lease,
+        stop.on_signal(console),
+    ):
+        stop.forget_old()
         with connected(kind.config, address):
             phases.end("ray")
             gpus = uses_gpus(kind.config)
@@ -99,13 +104,9 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
                 display.result(console, result)
                 return result
             journal = Journal(kind.run)
-            kind.run.delete(STOP_FILE)
             try:
                 with journal.command(kind.config, phases.started):
-                    job = kind.prepare(gpus, console, phases)
-                    with Observer(job, kind.run) as observer:
-                        summary = fit(job, kind.run, lease, journal, console)
-                        observer.ended(summary)
+                    summary = _train(kind, lease, stop, journal, gpus, console, phases)
                     journal.ended(summary["status"], summary["seconds"])
             except RunFailed:
                 report.write_for(kind.run)
@@ -116,3 +117,28 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
         report.write_for(kind.run)
         display.result(console, result)
     return result
+
+
+def _train(
+    kind: Kind,
+    lease: Lease,
+    stop: Stop,
+    journal: Journal,
+    gpus: bool,
+    console: Console,
+    phases: Phases,
+) -> dict[str, Any]:
+    """Prepare and train; return rank 0's summary, or that of a run stopped before it had one."""
+
+    def check() -> None:
+        lease.check()
+        stop.check()
+
+    try:
+        job = watching(lambda: kind.prepare(gpus, console, phases), check)
+    except StopAsked:
+        return as_it_stands(kind.run)
+    with Observer(job, kind.run) as observer:
+        summary = fit(job, kind.run, lease, stop, journal, console)
+        observer.ended(summary)
+    return summary

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -21,12 +18,14 @@ from rayapp.driver.journal import Journal
 from rayapp.driver.lease import Lease
 from rayapp.driver.outcome import ending_of, failed
 from rayapp.driver.recovery import NO_ROOM, GiveUp, Recovery
-from rayapp.driver.session import uses_gpus
+from rayapp.driver.session import end_workers, uses_gpus
+from rayapp.driver.stop import POLL_S, Stop, StopAsked
 from rayapp.driver.validation import Validator
-from rayapp.progress import STOP_FILE
+from rayapp.progress import duration
 from rayapp.storage import Storage
 
-POLL_S = 0.5
+ANSWER_S = 10.0  # workers that have not done a step may ignore a STOP for this long
+NOTE_EVERY_S = 60.0
 
 # glibc gives every large block back to the kernel when it is freed, and a training step on a CPU
 # then spends a sixth of its time faulting pages in again. Kept in the heap, they are reused.
@@ -41,11 +40,9 @@ CPU_ENVIRONMENT = {
 logger = logging.getLogger("rayapp.driver")
 
 
-class _StopAsked(Exception):
-    """Someone has asked the run to stop while it has no workers."""
-
-
-def fit(job: Job, run: Storage, lease: Lease, journal: Journal, console: Console) -> dict[str, Any]:
+def fit(
+    job: Job, run: Storage, lease: Lease, stop: Stop, journal: Journal, console: Console
+) -> dict[str, Any]:
     """Train with Ray Train, again and again if need be; return rank 0's summary.
 
     Raises:
@@ -57,22 +54,23 @@ def fit(job: Job, run: Storage, lease: Lease, journal: Journal, console: Console
 
     def check() -> None:
         lease.check()
-        if run.exists(STOP_FILE):
-            raise _StopAsked
+        stop.check()
 
     validator = None
     if job.config.eval.checkpoints and job.held_out:
         validator = Validator(job, run, bar.say)
     try:
-        with _stop_on_signal(run, console), placement.asked_for(job.config):
+        with placement.asked_for(job.config):
             while True:
                 workers = placement.wait_for_room(job.config, bar.note, check)
                 check()
                 bar.note(f"starting {workers} worker{'s' if workers > 1 else ''}")
                 began = time.time()
                 journal.attempt(job.config, workers)
-                ended = _attempt(job, workers, run, bar, lease, journal, validator)
+                ended = _attempt(job, workers, run, bar, lease, stop, journal, validator)
                 lines = journal.catch_up()
+                if isinstance(ended, Exception):
+                    check()  # what was asked to stop is not started again
                 if isinstance(ended, dict) and ended["status"] != "moved":
                     if validator is not None:
                         validator.close()
@@ -90,8 +88,8 @@ def fit(job: Job, run: Storage, lease: Lease, journal: Journal, console: Console
                 again = f"again in {pause_s:.0f} s" if pause_s else "again"
                 bar.say(f"after step {ending.step}: {ending.reason}; {again}")
                 _pause(pause_s, check)
-    except _StopAsked:
-        ended, began = _as_it_stands(run), 0.0
+    except StopAsked:
+        return as_it_stands(run)
     except GiveUp as error:
         raise failed(run, str(error)) from error
     finally:
@@ -108,6 +106,7 @@ def _attempt(
     run: Storage,
     bar: display.Bar,
     lease: Lease,
+    stop: Stop,
     journal: Journal,
     validator: Validator | None,
 ) -> dict[str, Any] | Exception:
@@ -117,7 +116,7 @@ def _attempt(
     pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
     try:
         fit = pool.submit(trainer.fit)
-        _watch(run, bar, fit, lease, journal, validator)
+        _watch(run, bar, fit, lease, stop, journal, validator)
     finally:
         pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
     error = fit.exception()
@@ -140,7 +139,7 @@ def _pause(seconds: float, check: Callable[[], None]) -> None:
         time.sleep(POLL_S)
 
 
-def _as_it_stands(run: Storage) -> dict[str, Any]:
+def as_it_stands(run: Storage) -> dict[str, Any]:
     """Return the summary of a run that is stopped while it has no workers."""
     found, _ = latest(run)
     step = found.step if found else 0
@@ -148,7 +147,7 @@ def _as_it_stands(run: Storage) -> dict[str, Any]:
         "status": "stopped",
         "steps": step,
         "first_step": step,
-        "entered": 0.0,
+        "group_s": 0.0,
         "stall_s": None,
         "commit_s": None,
         "seconds": {},
@@ -194,20 +193,36 @@ def _watch(
     bar: display.Bar,
     fit: Future[Any],
     lease: Lease,
+    stop: Stop,
     journal: Journal,
     validator: Validator | None,
 ) -> None:
-    """Follow metrics.jsonl, the run's own record wherever it trains, until `fit` is done."""
+    """Follow metrics.jsonl, the run's own record wherever it trains, until `fit` is done.
+
+    Workers answer a STOP once they take steps. Before that they may be loading, compiling or
+    waiting for rows, and have nothing to save: they are ended.
+    """
     shown, wait_s = _last_line(run), POLL_S if run.local_path() else 4 * POLL_S
-    done = False
+    began = noted = time.monotonic()
+    asked_at = None
+    done = stepped = False
     while not done:
         done = bool(wait([fit], timeout=wait_s).done)
         lease.check()
-        line = _last_line(run)
+        line, now = _last_line(run), time.monotonic()
         if line is not None and line != shown:
-            shown = line
+            shown, stepped = line, True
             bar.update(line)
             journal.saw(line)
+        elif not stepped:
+            if asked_at is None and stop.asked():
+                asked_at = now
+            if asked_at is not None and now - asked_at >= ANSWER_S:
+                end_workers()
+                asked_at = now
+            if now - noted >= NOTE_EVERY_S:
+                noted = now
+                bar.note(f"no step yet, {duration(now - began)} after the workers were asked for")
         if validator is not None:
             validator.poll()
 
@@ -218,26 +233,3 @@ def _last_line(run: Storage) -> dict[str, Any] | None:
     except OSError as error:
         logger.warning("cannot read %s: %s", metrics.FILE, error)
         return None
-
-
-@contextmanager
-def _stop_on_signal(run: Storage, console: Console) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into a stop at the next step; a second one ends at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def stop(number: int, frame: Any) -> None:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-        console.print("stopping after this step (once more to end at once)", highlight=False)
-        run.write(STOP_FILE, b"signal\n")
-
-    for number in previous:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

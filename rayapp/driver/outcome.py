@@ -114,7 +114,8 @@ def result_of(
 
 def step_s(run: Storage, lines: list[dict[str, Any]]) -> dict[str, float | None]:
     """Return the seconds of a step: as planned, as the first ten foretold, and of the rest."""
-    plan = json.loads(run.read("plan.json"))
+    # A run that is stopped while its data are prepared has no plan yet.
+    plan = json.loads(run.read("plan.json")) if run.exists("plan.json") else {}
     found = calibrate(lines)
     return {
         "planned": (plan.get("step_s") or {}).get("value"),

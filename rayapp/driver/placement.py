@@ -3,8 +3,8 @@
     with asked_for(config): workers = wait_for_room(config, note, stopped)
 
 Room is counted node by node from what is free, so that other jobs' share is left alone. Nodes that
-do not answer or are being taken away do not count, and one CPU in all is left to Ray Data, which
-starves without.
+do not answer or are being taken away do not count, and one CPU in all is left free, for the tasks
+that prepare the data of runs to come.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rayapp.config import RunConfig
@@ -27,6 +27,7 @@ SETTLE_S = (
 NOTE_EVERY_S = 30.0
 CONNECT_S = 2.0
 PROBES = 32  # nodes that are asked at once
+SHOWN_COMMAND = 80  # characters
 
 
 def needs(config: RunConfig) -> dict[str, float]:
@@ -97,23 +98,90 @@ def asked_for(config: RunConfig) -> Iterator[None]:
 
 
 def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callable[[], None]) -> int:
-    """Return the number of workers to start; an elastic run waits here until enough fit.
+    """Return the number of workers to start, once enough of them fit.
 
-    A fixed number is asked of Ray as it is, which waits for it and lets an autoscaler know.
-    `check` is called while waiting, and may raise.
+    A fixed number is asked of Ray meanwhile, so that an autoscaler makes room. `check` is called
+    while waiting, and may raise.
     """
     least, most = config.cluster.min_workers, config.cluster.max_workers
-    if not is_elastic(config):
-        return least
     seen, since, noted = -1, time.monotonic(), -math.inf
-    while True:
-        now, found = time.monotonic(), min(room(config), most)
-        if found != seen:
-            seen, since = found, now
-        if seen == most or (seen >= least and now - since >= SETTLE_S):
-            return seen
-        if seen < least and now - noted >= NOTE_EVERY_S:
-            noted = now
-            note(f"waiting for nodes: {seen} of at least {least} workers fit")
-        check()
-        time.sleep(POLL_S)
+    with ExitStack() as stack:
+        placed: Callable[[], bool] | None = None
+        while True:
+            now, found = time.monotonic(), min(room(config), most)
+            if found != seen:
+                seen, since = found, now
+            if seen == most or (seen >= least and now - since >= SETTLE_S):
+                return seen
+            if seen < least:
+                if placed is None and not is_elastic(config):
+                    placed = stack.enter_context(demand(config, least))
+                if placed is not None and placed():
+                    return least
+                if now - noted >= NOTE_EVERY_S:
+                    noted = now
+                    note(f"waiting for room: {seen} of {_wanted(config)} fit; {taken()}")
+            check()
+            time.sleep(POLL_S)
+
+
+def _wanted(config: RunConfig) -> str:
+    least = config.cluster.min_workers
+    workers = "worker" if least == 1 else "workers"
+    return f"at least {least} {workers}" if is_elastic(config) else f"{least} {workers}"
+
+
+@contextmanager
+def demand(config: RunConfig, workers: int) -> Iterator[Callable[[], bool]]:
+    """While inside, let Ray and its autoscaler know that so many workers are waited for.
+
+    Yields what says whether Ray holds the room for them. It is given back at the end of the block,
+    for the workers to take.
+    """
+    import ray
+
+    group = ray.util.placement_group([needs(config)] * workers + [{"CPU": 1.0}])
+    try:
+        yield lambda: bool(group.wait(0))
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def taken() -> str:
+    """Say how much of the cluster is taken, and by which jobs."""
+    import ray
+
+    whole, free = ray.cluster_resources(), ray.available_resources()
+    amounts = [
+        f"{whole[name] - free.get(name, 0.0):g} of {whole[name]:g} {name}s"
+        for name in ("CPU", "GPU")
+        if whole.get(name)
+    ]
+    jobs = holders()
+    by = f" by {', '.join(jobs)}" if jobs else ""
+    return f"{' and '.join(amounts) or 'no CPU is there, and none'} are taken{by}"
+
+
+def holders() -> list[str]:
+    """Return the jobs whose actors hold CPUs or GPUs: the name of each, its id, or its command."""
+    from ray._private.state import state  # the public API needs a dashboard
+    from ray.core.generated import gcs_pb2
+
+    table: Any = gcs_pb2
+    accessor = state._connect_and_get_accessor()
+    actors = map(table.ActorTableData.FromString, accessor.get_actor_table(None, "ALIVE"))
+    holding = {
+        actor.job_id
+        for actor in actors
+        if any(name.startswith(("CPU", "GPU")) for name in actor.required_resources)
+    }
+    found = []
+    for raw in accessor.get_job_table(
+        skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+    ):
+        job = table.JobTableData.FromString(raw)
+        if job.job_id in holding:
+            told = job.config.metadata
+            name = told.get("job_name") or told.get("job_submission_id")
+            found.append(f"job {name}" if name else f"`{job.entrypoint[:SHOWN_COMMAND]}`")
+    return found

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rayapp.config import ConfigError, RunConfig
+from rayapp.driver.outcome import RunFailed
 from rayapp.jobs.package import QUIET
 
 DATA_CPUS = 2  # logical CPUs beside the workers' own, so that Ray Data is never starved
@@ -28,7 +31,10 @@ ENVIRONMENT = {
 }
 
 WITHOUT_BF16 = {"K80", "P4", "P100", "V100", "T4"}  # NVIDIA's before Ampere, as Ray calls them
+SLOW_START = "timed out during startup"  # in what Ray raises (ray/_private/node.py)
 NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
+
+logger = logging.getLogger("rayapp.driver")
 
 
 def tell_ray() -> None:
@@ -53,7 +59,7 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
         options |= {"num_cpus": max(cores, config.cluster.max_workers + DATA_CPUS)}
         if not gpus_here():
             options["object_store_memory"] = OBJECT_STORE_BYTES
-    ray.init(address=address, **options)
+    _init(address, options)
     try:
         if address != "local":
             check_cluster(config)
@@ -61,6 +67,47 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
             yield
     finally:
         ray.shutdown()
+
+
+def _init(address: str, options: dict[str, Any]) -> None:
+    """Call ray.init, again if the Ray of a busy machine was slow; keep our handling of SIGTERM.
+
+    Raises:
+        RunFailed: Ray does not start on this machine.
+    """
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    for attempt in (1, 2):
+        try:
+            ray.init(address=address, **options)
+            break
+        except Exception as error:  # Ray has no type for it
+            if address != "local" or SLOW_START not in str(error):
+                raise
+            ray.shutdown()
+            if attempt == 2:
+                raise RunFailed(
+                    "Ray is slow to start on this machine: two starts took more than 30 s each, "
+                    "which Ray does not allow. Free its CPUs and disk, and run the same command "
+                    "again"
+                ) from error
+            logger.warning("Ray took more than 30 s to start, trying once more")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def end_workers() -> None:
+    """Kill the controllers of Ray Train that this process has started; their workers go too."""
+    import ray
+    from ray._private.state import state  # Ray Train hands out no handle of its controller
+    from ray._private.worker import global_worker
+
+    core: Any = global_worker
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    for name, actor in state.actor_table(None, job, "ALIVE").items():
+        if actor["ActorClassName"] == "TrainController":
+            core.core_worker.kill_actor(ray.ActorID.from_hex(name), True)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray.train
@@ -30,14 +30,13 @@ def work(job: Job) -> dict[str, Any]:
     shard = ray.train.get_dataset_shard("train")
     rows = job.steps(shard, dist.get_world_size())
     # Ray Data takes seconds to deliver its first block; the model is built meanwhile.
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="first-rows") as pool,
-        Steps(job.config.run.name, dist.get_rank()) as gauges,
-    ):
-        first = pool.submit(next, rows, None)
+    pool = ThreadPoolExecutor(1, thread_name_prefix="first-rows")
+    first = pool.submit(next, rows, None)
+    pool.shutdown(wait=False)  # rows that never come must not hold up an error
+    with Steps(job.config.run.name, dist.get_rank()) as gauges:
 
         def open_steps(step: int) -> Iterator[Any]:
-            head = first.result()
+            head = _first(first, job.config.cluster.collective_timeout_s)
             if head is None:
                 return iter(())
             if head.step != step:  # a checkpoint was committed, or refused, between two looks
@@ -59,6 +58,21 @@ def work(job: Job) -> dict[str, Any]:
             if isinstance(error, BadLoss):
                 gauges.bad_step()
             return {"status": "failed", "reason": str(error)}
+
+
+def _first(rows: Future[Any], timeout_s: float) -> Any:
+    """Return this rank's first rows.
+
+    Raises:
+        RuntimeError: they have not come in time.
+    """
+    try:
+        return rows.result(timeout_s)
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"no rows came from Ray Data in {timeout_s:.0f} s (cluster.collective_timeout_s): its "
+            "tasks wait or fail. Look at them with `ray list tasks`, or allow more time"
+        ) from error
 
 
 def notice() -> str | None:

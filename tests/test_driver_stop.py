@@ -1,0 +1,82 @@
+"""A stop that is asked for while a command runs, and one that was asked of an earlier command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from patience import PATIENCE_S
+from rich.console import Console
+
+from rayapp.driver.stop import Stop, StopAsked, watching
+from rayapp.progress import STOP_FILE
+from rayapp.storage import Storage, open_storage
+
+
+@pytest.fixture(params=["local", "s3"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return open_storage(str(tmp_path))
+    return open_storage(f"s3://{request.getfixturevalue('s3_bucket')}/runs/demo")
+
+
+def test_what_was_there_before_is_removed(run: Storage) -> None:
+    run.write(STOP_FILE, b"asked\n")
+    stop = Stop(run)
+    stop.forget_old()
+    assert not run.exists(STOP_FILE) and not stop.asked()
+    stop.check()
+
+
+def test_what_came_before_the_lease_was_held_counts(run: Storage) -> None:
+    stop = Stop(run)
+    run.write(STOP_FILE, b"asked\n")
+    stop.forget_old()
+    assert stop.asked()
+
+
+def test_what_was_asked_again_counts(run: Storage) -> None:
+    run.write(STOP_FILE, b"asked\n")
+    stop = Stop(run)
+    run.write(STOP_FILE, b"signal\n")
+    stop.forget_old()
+    with pytest.raises(StopAsked):
+        stop.check()
+
+
+def wait_until_exists(run: Storage) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not run.exists(STOP_FILE):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_the_workers_too(tmp_path: Path, number: signal.Signals) -> None:
+    run, before = open_storage(str(tmp_path)), signal.getsignal(number)
+    stop = Stop(run)
+    with stop.on_signal(Console(quiet=True)):
+        os.kill(os.getpid(), number)
+        assert stop.asked()
+        wait_until_exists(run)
+        assert signal.getsignal(number) == before, "a second one must end the process"
+    assert signal.getsignal(number) == before
+
+
+def test_work_is_watched() -> None:
+    looks: list[float] = []
+    assert watching(lambda: 7, lambda: looks.append(0.0)) == 7
+    with pytest.raises(ZeroDivisionError):
+        watching(lambda: 1 // 0, lambda: None)
+
+
+def test_work_that_does_not_end_can_be_stopped(tmp_path: Path) -> None:
+    stop, ended = Stop(open_storage(str(tmp_path))), threading.Event()
+    (tmp_path / STOP_FILE).touch()
+    with pytest.raises(StopAsked):
+        watching(lambda: ended.wait(PATIENCE_S), stop.check)
+    ended.set()
