@@ -16,7 +16,14 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from rayapp.config import load
-from rayapp.driver.outcome import best_interval_s, ending_of, reason_of, result_of
+from rayapp.driver.outcome import (
+    RunFailed,
+    best_interval_s,
+    check_resumable,
+    ending_of,
+    reason_of,
+    result_of,
+)
 from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import open_storage
 
@@ -34,6 +41,20 @@ def test_a_death_explains_the_errors_of_the_ranks_around_it() -> None:
     alone = WorkerGroupError("1 worker failed", {2: collateral})
     assert reason_of(alone) == "rank 2: Connection closed by peer"
     assert reason_of(ValueError("one\ntwo")) == "two"
+
+
+def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+    """A checkpoint that no one can use ends the command; nothing is written."""
+    run = open_storage(str(tmp_path))
+    check_resumable(run)
+    run.write("metrics.jsonl", b'{"step": 3}\n')
+    run.write("checkpoints/step-00000003/__0_0.distcp", b"half")
+    check_resumable(run)
+    run.write("checkpoints/step-00000003/COMMITTED", b"{")
+    before = [(entry.name, entry.etag) for entry in run.list()]
+    with pytest.raises(RunFailed, match=r"step-00000003: COMMITTED is damaged.*from a copy"):
+        check_resumable(run)
+    assert [(entry.name, entry.etag) for entry in run.list()] == before
 
 
 def test_endings_are_told_apart() -> None:

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from rayapp import loop, metrics, model
 from rayapp.agreement import STAY, STOP, Agreement
 from rayapp.checkpoint.loader import saved_shapes
-from rayapp.checkpoint.marker import latest
+from rayapp.checkpoint.marker import NoneUsable, latest
 from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
@@ -444,6 +444,24 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     assert summary["first_step"] == 7
     for name in ("step", "loss", "grad_norm", "batch_digest", "lr"):
         assert [line[name] for line in lines] == [line[name] for line in expected], name
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(inputs: Path) -> None:
+    """All ranks end with the reason; what the run has done stays as it is."""
+    config = config_of(inputs, "all-damaged")
+    job = job_of(config, inputs)
+    processes.spawn(stopped_worker, 2, str(inputs / "all-damaged-a"), job, 3)
+    metrics_file = Path(job.run_url, "metrics.jsonl")
+    before = metrics_file.read_bytes()
+    assert before.count(b"\n") == 3
+    os.truncate(Path(job.run_url, "checkpoints", "step-00000003", "__1_0.distcp"), 10)
+    processes.spawn(hopeless_worker, 2, str(inputs / "all-damaged-b"), job)
+    assert metrics_file.read_bytes() == before
+
+
+def hopeless_worker(rank: int, world: int, job: Job) -> None:
+    with pytest.raises(NoneUsable, match=r"step-00000003: __1_0.distcp has 10 bytes instead of"):
+        run(job, torch.device("cpu"), lambda first: iter(()))
 
 
 def refusing_worker(rank: int, world: int, job: Job) -> None:

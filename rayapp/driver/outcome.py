@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 from rayapp import metrics
 from rayapp.accounts import Event, account, commands
 from rayapp.calibration import calibrate, rest_s
+from rayapp.checkpoint.marker import NoneUsable, resume_point
 from rayapp.config import RunConfig
 from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import Storage
@@ -22,6 +23,18 @@ ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, aft
 
 class RunFailed(RuntimeError):
     """Training ended without a result; the message says why."""
+
+
+def check_resumable(run: Storage) -> None:
+    """Refuse to train from step 1 over what a run has done.
+
+    Raises:
+        RunFailed: checkpoints were committed, and none can be used.
+    """
+    try:
+        resume_point(run)
+    except NoneUsable as error:
+        raise RunFailed(str(error)) from error
 
 
 def ending_of(ended: dict[str, Any] | Exception, step: int) -> Ending:

@@ -80,15 +80,9 @@ def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[flo
     Raises:
         Resumed: the data are not those that the checkpoint was trained on.
         StartAgain: the checkpoint turned out to be damaged, and is refused from now on.
+        NoneUsable: checkpoints were committed, and none can be used.
     """
-    choice: list[Any] = [None]
-    if dist.get_rank() == 0:
-        found, skipped = marker.latest(storage)
-        for line in skipped:
-            logger.warning(line)
-        choice = [found]
-    dist.broadcast_object_list(choice, src=0)
-    found = choice[0]
+    found = choose(storage)
     if found is None:
         return 0, []
     check_cursor(job, found.state)
@@ -122,6 +116,26 @@ def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[flo
         if torch.cuda.is_available() and "cuda" in wanted["rng"][rank]:
             torch.cuda.set_rng_state(wanted["rng"][rank]["cuda"])
     return found.step, found.state["losses"]
+
+
+def choose(storage: Storage) -> marker.Found | None:
+    """Return the newest checkpoint that can be used, as rank 0 sees it; None if none was made.
+
+    Raises:
+        NoneUsable: on all ranks.
+    """
+    choice: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            choice[0], skipped = marker.resume_point(storage)
+            for line in skipped:
+                logger.warning(line)
+        except marker.NoneUsable as error:
+            choice[0] = error
+    dist.broadcast_object_list(choice, src=0)
+    if isinstance(choice[0], marker.NoneUsable):
+        raise choice[0]
+    return choice[0]  # type: ignore[no-any-return]
 
 
 def check_cursor(job: Job, state: dict[str, Any]) -> None:

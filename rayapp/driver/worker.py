@@ -14,6 +14,7 @@ import ray.train.torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 
+from rayapp.checkpoint.marker import NoneUsable
 from rayapp.config import RunConfig
 from rayapp.driver import placement
 from rayapp.driver.job import Job
@@ -54,7 +55,7 @@ def work(job: Job) -> dict[str, Any]:
             )
         except StartAgain as error:
             return {"status": "moved", "notice": False, "reason": str(error)}
-        except (BadLoss, Resumed, Unavailable) as error:
+        except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
             # All ranks raise these together, and a restart would only find the same again.
             if isinstance(error, BadLoss):
                 gauges.bad_step()
