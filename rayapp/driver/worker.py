@@ -54,7 +54,7 @@ def work(job: Job) -> dict[str, Any]:
                 tell=gauges.step,
             )
         except StartAgain as error:
-            return {"status": "moved", "notice": False, "reason": str(error)}
+            return {"status": "moved", "notice": False, "again": True, "reason": str(error)}
         except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
             # All ranks raise these together, and a restart would only find the same again.
             if isinstance(error, BadLoss):
