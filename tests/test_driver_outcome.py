@@ -8,7 +8,10 @@ import math
 import os
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,6 +26,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 
 from rayapp.checkpoint.marker import CheckpointError
 from rayapp.config import load
+from rayapp.driver import command
 from rayapp.driver.outcome import (
     RunFailed,
     best_interval_s,
@@ -51,17 +55,24 @@ def test_a_death_explains_the_errors_of_the_ranks_around_it() -> None:
     assert reason_of(ValueError("one\ntwo")) == "two"
 
 
-def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint that no one can use ends the command; nothing is written."""
     run = open_storage(str(tmp_path))
     check_resumable(run)
+    run.write("config.yaml", load().to_yaml().encode())
     run.write("metrics.jsonl", b'{"step": 3}\n')
     run.write("checkpoints/step-00000003/__0_0.distcp", b"half")
     check_resumable(run)
     run.write("checkpoints/step-00000003/COMMITTED", b"{")
     before = [(entry.name, entry.etag) for entry in run.list()]
+    monkeypatch.setattr(command, "connected", lambda *options: nullcontext())
+    monkeypatch.setattr(command, "uses_gpus", lambda config: False)
+    nothing = {"check": lambda *here: None, "settle": lambda gpus: None}
+    kind: Any = SimpleNamespace(config=load(), run=run, **nothing)
     with pytest.raises(RunFailed, match=r"step-00000003: COMMITTED is damaged.*from a copy"):
-        check_resumable(run)
+        command.run(kind, None, None)
     assert [(entry.name, entry.etag) for entry in run.list()] == before
 
 

@@ -142,7 +142,7 @@ def choose(storage: Storage) -> marker.Found | None:
     dist.broadcast_object_list(choice, src=0)
     if isinstance(choice[0], marker.NoneUsable):
         raise choice[0]
-    return choice[0]  # type: ignore[no-any-return]
+    return choice[0]
 
 
 def check_cursor(job: Job, state: dict[str, Any]) -> None:
