@@ -33,6 +33,7 @@ from rayapp.units import TOKENS, Unit
 
 logger = logging.getLogger("rayapp.loop")
 
+MAX_SKIPS = 16  # bad steps in a row before the run ends
 CLIP_EPS = 1e-6  # what PyTorch adds to a norm before it divides by it
 
 
@@ -106,6 +107,8 @@ class Engine:
     """None: only what is not finite is bad."""
     skip_bad: bool = False
     """Leave the weights as they are after a bad step and go on, instead of raising BadLoss."""
+    skips: int = 0
+    """Bad steps in a row until now; the MAX_SKIPS-th one raises BadLoss all the same."""
     unit: Unit = TOKENS
     record: Callable[[dict[str, Any], tuple[int, ...], float, float], StepRecord] | None = None
     """Make a step's record of what all have, the batch's sums, the sum of losses, and seconds."""
@@ -138,11 +141,12 @@ class Update(NamedTuple):
 def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
     """Run every step of `steps` and yield its record; end early to leave.
 
-    A save that was asked for is made after its step; who leaves saves first, sets `engine.left`,
-    and as the last thing yields the record of the step it saved.
+    A save that was asked for is made after its step. Who leaves saves without evaluating before,
+    sets `engine.left`, and as the last thing yields the record of the step it saved.
 
     Raises:
-        BadLoss: before the optimizer has used what is not finite, or a spike.
+        BadLoss: before the optimizer has used what is not finite, or a spike; where such steps are
+            skipped, after MAX_SKIPS of them in a row.
     """
     world = dist.get_world_size()
     clock = time.perf_counter()
@@ -161,7 +165,8 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         done = batch.step + 1
         evaluated = time.perf_counter()
         held_out = {}
-        if engine.evaluate is not None and engine.eval_due(done):
+        # Who leaves has no time for it: a node that is taken away stays for minutes at most.
+        if engine.evaluate is not None and not leave and engine.eval_due(done):
             held_out = engine.evaluate()
         eval_s = time.perf_counter() - evaluated
         stall_s, called = update.waited_s, time.perf_counter()
@@ -236,8 +241,10 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
         waited_s = settle(engine)
         bad = is_bad(engine, loss_sum / agreement.wait().weight, grad_norm)
         if bad:
+            engine.skips += 1
             report_bad(engine, batch, loss_sum, grad_norm)
         else:
+            engine.skips = 0
             set_lr(engine.optimizers, engine.lr_at(batch.step))
             for optimizer in engine.optimizers:
                 optimizer.step()
@@ -296,7 +303,8 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
     rows, unit = worst_rows(engine, batch), f"nats/{engine.unit.one}"
     broken = sorted(row for loss, row in rows if not math.isfinite(loss))
     shown = ", ".join(map(str, broken[:8])) + (" ..." if len(broken) > 8 else "")
-    if math.isfinite(loss_sum) and math.isfinite(grad_norm):
+    finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
+    if finite:
         assert engine.spikes is not None
         highest = ", ".join(f"{row} ({loss:.2f} {unit})" for loss, row in rows[:3])
         what = f"is a spike (above {engine.spikes.threshold():.3f} {unit})"
@@ -316,6 +324,14 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
         raise BadLoss(
             f"{message}; lower train.lr, or mend or remove those rows", batch.step + 1, broken
         )
+    if engine.skips >= MAX_SKIPS:
+        fix = (
+            "Raise train.spike_sigmas or set train.on_spike=none, and run the same command"
+            if finite
+            else "Lower train.lr, in a run of another run.name"
+        )
+        said = f"it is the bad step number {engine.skips} in a row, so those rows are not the cause"
+        raise BadLoss(f"{message}; {said}. {fix}", batch.step + 1, broken)
     if dist.get_rank() == 0:
         logger.warning("%s, and training goes on", message)
 

@@ -37,15 +37,18 @@ from rayapp.checkpoint.loader import load, saved_shapes
 from rayapp.checkpoint.marker import (
     MARKER,
     METADATA,
+    RUN_ID,
     STATE,
     CheckpointError,
     Damaged,
     Digest,
     File,
     Found,
+    NoneUsable,
     latest,
     open_checked,
     refuse,
+    resume_point,
 )
 from rayapp.checkpoint.quantized import narrowed, scales, widened
 from rayapp.checkpoint.saver import MAX_FAILURES, Checkpointer
@@ -385,7 +388,10 @@ def test_what_is_written(storage: Storage) -> None:
     files = {e.name: e.size for e in folder.list()}
     assert sorted(files) == [METADATA, MARKER, "__0_0.distcp", STATE]
     del files[MARKER]
+    run = storage.read(RUN_ID).decode()
+    assert len(run) == 32
     assert json.loads(folder.read(MARKER)) == {
+        "run": run,
         "name": "step-00000500",
         "step": 500,
         "files": {
@@ -394,7 +400,7 @@ def test_what_is_written(storage: Storage) -> None:
         },
     }
     found, skipped = latest(storage)
-    assert found == Found("step-00000500", 500, whole) and skipped == []
+    assert found == Found("step-00000500", 500, whole, run) and skipped == []
     assert saved_shapes(storage, found.name) == {"a.x": (6,), "a.text": None, "n": None}
     loaded = {"a": {"x": torch.zeros(6), "text": ""}, "n": 0}
     load(storage, found.name, loaded)
@@ -533,9 +539,29 @@ def damages(name: str, size: int) -> list[Damage]:
             ("truncated", lambda data: data[: len(data) // 2], words),
             ("of another", lambda data: data.replace(b'"step": 2', b'"step": 3'), words),
             ("of another", lambda data: data.replace(b"step-00000002", b"step-00000001"), words),
+            ("odd step", lambda data: data.replace(b'"step": 2', b'"step": Infinity'), words),
+            ("odd step", lambda data: data.replace(b'"step": 2', b'"step": 2.0'), words),
+            ("odd run", lambda data: data.replace(b'"run": "', b'"run": 1, "x": "'), words),
             ("without a file", lambda data: data.replace(b'"state.json"', b'"state.jsom"'), words),
+            ("without a shard", without_shard, "__0_0.distcp is not named in COMMITTED"),
+        ]
+        others = (b"Infinity", b"NaN", b"-5", b"1" + b"0" * 400, b"1" + b"0" * 5000, b"null", b'""')
+        found += [
+            (
+                "odd size",
+                lambda data, o=other: data.replace(b'"size": ', b'"size": %s, "x": ' % o),
+                words,
+            )
+            for other in others
         ]
     return found
+
+
+def without_shard(data: bytes) -> bytes:
+    """Return a marker that does not name the shard."""
+    said = json.loads(data)
+    del said["files"]["__0_0.distcp"]
+    return json.dumps(said).encode()
 
 
 def resumed(storage: Storage) -> tuple[int | None, list[str]]:
@@ -583,6 +609,97 @@ def test_a_damaged_file_is_refused_and_named(storage: Storage) -> None:
         "checkpoints/step-00000002",
         "checkpoints/step-00000001",
     ]
+
+
+def test_a_state_that_is_no_json_is_damage(tmp_path: Path, group: None) -> None:
+    """Though the marker has its size and checksum: it was damaged before they were taken."""
+    storage = open_storage(str(tmp_path / "run"))
+    for step in (1, 2):
+        save(storage, step)
+    folder = storage / "checkpoints" / "step-00000002"
+    for data in (b'{"step": 2', b"[]", b"[" * 10**5):
+        folder.write(STATE, data)
+        said = json.loads(folder.read(MARKER))
+        digest = hashlib.sha256(data).hexdigest()
+        said["files"][STATE] = {"size": len(data), "sha256": [digest]}
+        folder.write(MARKER, json.dumps(said).encode())
+        found, skipped = latest(storage)
+        assert found is not None and found.step == 1
+        assert skipped == ["checkpoints/step-00000002 is skipped: state.json is damaged"]
+
+
+def test_none_is_usable_is_told_from_none_was_made(storage: Storage) -> None:
+    """To begin anew is right after a first save that was cut off, not after a committed one."""
+    (storage / "checkpoints").write("step-00000001/__0_0.distcp", b"half")
+    assert resume_point(storage)[0] is None
+    for step in (2, 3):
+        save(storage, step)
+    (storage / "checkpoints").delete("step-00000003/__0_0.distcp")
+    found, skipped = resume_point(storage)
+    assert found is not None and found.step == 2 and len(skipped) == 1
+    refuse(storage, "step-00000002", "its disk was damaged")
+    (storage / "checkpoints").write("step-00000004/__0_0.distcp", b"half")
+    url = (storage / "checkpoints").url
+    with pytest.raises(NoneUsable) as caught:
+        resume_point(storage)
+    assert str(caught.value) == (
+        f"{url} is not usable: no checkpoint in it is whole (step-00000003: __0_0.distcp is "
+        "missing; step-00000002: its disk was damaged). Restore the files of one, its COMMITTED "
+        "too, from a copy, or move the folder away to train from step 1 again"
+    )
+
+
+def copy_of(storage: Storage, name: str, to: Storage) -> None:
+    """Copy a checkpoint to another run."""
+    for entry in (storage / "checkpoints" / name).list():
+        data = (storage / "checkpoints" / name).read(entry.name)
+        (to / "checkpoints" / name).write(entry.name, data)
+
+
+def test_a_checkpoint_of_another_run_is_refused(storage: Storage) -> None:
+    other = storage / "other"
+    save(storage, 1)
+    save(other, 5)
+    assert storage.read(RUN_ID) != other.read(RUN_ID)
+    copy_of(other, "step-00000005", storage)
+    mine, its = (each.read(RUN_ID).decode() for each in (storage, other))
+    found, skipped = latest(storage)
+    assert found is not None and found.step == 1
+    words = f"is skipped: it is of another run: {its}, and RUN_ID has {mine}"
+    assert skipped == [f"checkpoints/step-00000005 {words}"]
+    save(storage, 6)  # retention counts it not
+    assert folders(storage) == ["step-00000001", "step-00000006"]
+
+
+def test_a_run_keeps_its_id(storage: Storage) -> None:
+    """It is the same after a resume, where its file was lost, and wherever its folder is."""
+    save(storage, 1)
+    run = storage.read(RUN_ID)
+    save(storage, 2)
+    storage.delete(RUN_ID)
+    save(storage, 3)
+    assert storage.read(RUN_ID) == run
+    moved = storage / "moved"
+    for name in folders(storage):
+        copy_of(storage, name, moved)
+    moved.write(RUN_ID, run)
+    found, skipped = latest(moved)
+    assert found is not None and (found.step, skipped) == (3, [])
+
+
+def test_a_checkpoint_without_a_runs_id_is_used(storage: Storage) -> None:
+    """As versions that gave runs no id have saved it."""
+    save(storage, 1)
+    save(storage, 2)
+    folder = storage / "checkpoints" / "step-00000002"
+    said = json.loads(folder.read(MARKER))
+    del said["run"]
+    folder.write(MARKER, json.dumps(said).encode())
+    for _ in range(2):
+        assert resumed(storage) == (2, [])
+        storage.delete(RUN_ID)  # as it was before such a run's next save
+    save(storage, 3)
+    assert folders(storage) == ["step-00000002", "step-00000003"]
 
 
 def test_what_is_refused_is_swept_and_not_counted(storage: Storage) -> None:
@@ -714,6 +831,41 @@ def test_retention_keeps_the_newest_and_sweeps_after_a_commit(
     assert folders(storage) == sorted(["step-00000006", "step-00000900", *mine])
     save(storage, 901, keep=3)
     assert folders(storage) == sorted(["step-00000006", "step-00000901", *mine])
+
+
+def test_retention_counts_what_can_be_used(storage: Storage) -> None:
+    """A damaged checkpoint takes no place of a whole one."""
+    for step in (300, 400):
+        save(storage, step)
+    (storage / "checkpoints").delete("step-00000400/__0_0.distcp")
+    save(storage, 350)  # resumed from 300
+    save(storage, 400)
+    assert folders(storage) == ["step-00000350", "step-00000400.1"]
+
+
+def test_the_marker_waits_for_what_the_step_leaves_elsewhere(storage: Storage) -> None:
+    """A checkpoint that what comes before the commit refuses is none."""
+    asked: list[int] = []
+    folder = storage / "checkpoints" / "step-00000007"
+
+    def before_commit(step: int) -> None:
+        asked.append(step)
+        assert not folder.exists(MARKER)
+        assert sorted(entry.name for entry in folder.list()) == [METADATA, "__0_0.distcp", STATE]
+
+    saver = Checkpointer(storage, keep=2, asynchronous=True, before_commit=before_commit)
+    saver.save(7, {"x": torch.zeros(3)}, {"step": 7})
+    saver.close()
+    assert asked == [7] and found_name(storage) == "step-00000007"
+
+    def refuse(step: int) -> None:
+        raise StorageError("write", "metrics.jsonl", f"step {step} is not stored")
+
+    saver = Checkpointer(storage, keep=2, asynchronous=True, before_commit=refuse)
+    saver.save(8, {"x": torch.zeros(3)}, {"step": 8})
+    with pytest.raises(CheckpointError, match="step 8 is not stored"):
+        saver.close()
+    assert found_step(storage) == 7
 
 
 def test_a_sweep_that_fails_is_no_failed_save(

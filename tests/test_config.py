@@ -429,6 +429,7 @@ def test_every_other_field_makes_a_difference() -> None:
         new = copy.deepcopy(old)
         vars(getattr(new, section))[name] = None if getattr(getattr(new, section), name) else 1
         others = ("run.storage", "run.trackers", "data.workers", "train.micro_batch")
+        others += ("train.on_spike", "train.spike_sigmas")
         free = section in ("cluster", "checkpoint") or field in others
         assert bool(differences(old, new)) != free, field
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import signal
 import threading
 import time
@@ -249,7 +248,7 @@ def test_resumes_with_as_many_workers_are_bitwise(
 
 
 @pytest.mark.drill
-def test_a_crash_loop_ends_with_the_reason_and_the_rows(folder: Path) -> None:
+def test_a_crash_loop_ends_with_the_reason_and_blames_no_rows(folder: Path) -> None:
     """Every group of workers loses one as soon as it starts: three are enough."""
     drill = Drill(folder, "loop", {"cluster.max_failures": 99})
     killed: set[int] = set()
@@ -264,10 +263,7 @@ def test_a_crash_loop_ends_with_the_reason_and_the_rows(folder: Path) -> None:
     drill.end(1)
     result = drill.result()
     assert result["status"] == "failed" and 3 <= len(killed) <= 8, killed
-    assert re.search(
-        r"step 1, on rows \d+(, \d+)+ \.\.\. of the prepared data, has failed 3 times in a row: ",
-        result["reason"],
-    )
+    assert result["reason"].startswith("3 attempts have failed before they had done a step: ")
 
 
 @pytest.mark.drill

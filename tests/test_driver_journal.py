@@ -42,7 +42,7 @@ def test_steps_lost_by_a_failure_and_by_a_killed_driver(tmp_path: Path) -> None:
         journal.attempt(Config(), 2)
         follow(journal, first[:1])
         follow(journal, first)
-        journal.interrupted(Ending(FAILURE, "rank 1 died", 4), 2)
+        journal.interrupted(Ending(FAILURE, "rank 1 died", 4, True), 2)
         journal.attempt(Config(), 2)
         follow(journal, second[:3])
         follow(journal, second)  # and here the driver dies

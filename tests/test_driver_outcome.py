@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
+import traceback
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerGroupStartupTimeoutError,
+)
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from rayapp.checkpoint.marker import CheckpointError
 from rayapp.config import load
-from rayapp.driver.outcome import best_interval_s, ending_of, reason_of, result_of
-from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
-from rayapp.storage import open_storage
+from rayapp.driver import command
+from rayapp.driver.outcome import (
+    RunFailed,
+    best_interval_s,
+    check_resumable,
+    ending_of,
+    reason_of,
+    result_of,
+)
+from rayapp.driver.recovery import AGAIN, FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
+from rayapp.storage import StorageError, open_storage
+from rayapp.storage.local import LOCAL_REASONS
 
 
 def test_a_death_explains_the_errors_of_the_ranks_around_it() -> None:
@@ -36,22 +55,75 @@ def test_a_death_explains_the_errors_of_the_ranks_around_it() -> None:
     assert reason_of(ValueError("one\ntwo")) == "two"
 
 
+def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that no one can use ends the command; nothing is written."""
+    run = open_storage(str(tmp_path))
+    check_resumable(run)
+    run.write("config.yaml", load().to_yaml().encode())
+    run.write("metrics.jsonl", b'{"step": 3}\n')
+    run.write("checkpoints/step-00000003/__0_0.distcp", b"half")
+    check_resumable(run)
+    run.write("checkpoints/step-00000003/COMMITTED", b"{")
+    before = [(entry.name, entry.etag) for entry in run.list()]
+    monkeypatch.setattr(command, "connected", lambda *options: nullcontext())
+    monkeypatch.setattr(command, "uses_gpus", lambda config: False)
+    nothing = {"check": lambda *here: None, "settle": lambda gpus: None}
+    kind: Any = SimpleNamespace(config=load(), run=run, **nothing)
+    with pytest.raises(RunFailed, match=r"step-00000003: COMMITTED is damaged.*from a copy"):
+        command.run(kind, None, None)
+    assert [(entry.name, entry.etag) for entry in run.list()] == before
+
+
+LINES = [{"step": 6, "time": 99.0}, {"step": 7, "time": 101.0}]
+
+
 def test_endings_are_told_apart() -> None:
     moved = {"status": "moved", "reason": "2 more workers fit", "notice": False}
-    assert ending_of(moved, 7) == Ending(RESIZE, "2 more workers fit", 7)
-    assert ending_of(moved | {"notice": True}, 7).kind == PREEMPTION
+    assert ending_of(moved, LINES, 100.0) == Ending(RESIZE, "2 more workers fit", 7, True)
+    assert ending_of(moved | {"notice": True}, LINES, 100.0).kind == PREEMPTION
+    again = moved | {"again": True, "reason": "other data"}
+    assert ending_of(again, LINES, 102.0) == Ending(AGAIN, "other data", 7, False)
     info = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"a": [1]})
-    assert ending_of(PreemptionError(info, True), 7).kind == PREEMPTION
+    assert ending_of(PreemptionError(info, True), LINES, 100.0).kind == PREEMPTION
     waited = ControllerError(WorkerGroupStartupTimeoutError(2))
-    assert ending_of(waited, 7).kind == NO_ROOM
-    assert ending_of(ControllerError(RuntimeError("no")), 7).kind == FAILURE
+    assert ending_of(waited, [], 100.0).kind == NO_ROOM
+    assert ending_of(ControllerError(RuntimeError("no")), [], 1.0) == Ending(
+        FAILURE, "no", 0, False
+    )
     taken = RayActorError(error_msg="its node was taken away", preempted=True)
     broken = RuntimeError("Connection closed by peer")
-    assert ending_of(WorkerGroupError("2 failed", {0: broken, 1: taken}), 7) == Ending(
-        PREEMPTION, "rank 1: its node was taken away", 7
+    assert ending_of(WorkerGroupError("2 failed", {0: broken, 1: taken}), LINES, 100.0) == Ending(
+        PREEMPTION, "rank 1: its node was taken away", 7, True
     )
-    assert ending_of(WorkerGroupError("1 failed", {0: broken}), 7).kind == FAILURE
-    assert ending_of(RayActorError(error_msg="the controller died"), 7).kind == FAILURE
+    assert ending_of(WorkerGroupError("1 failed", {0: broken}), LINES, 100.0) == Ending(
+        FAILURE, "rank 0: Connection closed by peer", 7, True
+    )
+    assert ending_of(RayActorError(error_msg="the controller died"), [], 1.0).kind == FAILURE
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/data/x"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/ray/x"),
+        StorageError("write", "/runs/x", *LOCAL_REASONS[errno.ENOSPC]),
+        CheckpointError("3 checkpoints in a row could not be saved in /runs/x: the disk is full"),
+    ],
+    ids=lambda cause: type(cause).__name__,
+)
+def test_a_fault_of_a_machine_is_final_and_its_own_reason(cause: Exception) -> None:
+    """Also where the ranks around it fail first, and as Ray hands it on: by its traceback."""
+    try:
+        raise cause
+    except Exception as error:
+        handed_on = UserExceptionWithTraceback(error, traceback.format_exc())
+    broken = RuntimeError("Connection closed by peer")
+    said = ending_of(WorkerGroupError("2 failed", {0: broken, 1: handed_on}), LINES, 100.0)
+    assert said.final and said.kind == FAILURE and said.reason.startswith("rank 1: ")
+    assert str(cause).rstrip(".") in said.reason
+    assert not ending_of(WorkerGroupError("1 failed", {0: broken}), LINES, 100.0).final
 
 
 @given(st.floats(1e-3, 60.0), st.floats(1e3, 1e8))

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +21,15 @@ import numpy as np
 import processes
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rayapp import loop, metrics, model
-from rayapp.agreement import STAY, STOP, Agreement
+from rayapp.agreement import MOVE, STAY, STOP, Agreement
 from rayapp.checkpoint.loader import saved_shapes
-from rayapp.checkpoint.marker import latest
+from rayapp.checkpoint.marker import NoneUsable, latest
 from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
@@ -37,6 +39,7 @@ from rayapp.driver.state import StartAgain
 from rayapp.driver.trainee import Trainee
 from rayapp.finetune.training import Job, mfu_of, run
 from rayapp.order import Order
+from rayapp.spikes import Spikes
 from rayapp.storage import open_storage
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
@@ -368,6 +371,7 @@ def test_a_spike_is_skipped_or_stops_and_names_its_rows(inputs: Path, on_spike: 
     found, _ = latest(open_storage(job.run_url))
     assert found is not None
     losses = [line["loss"] for line in lines if not line["skipped"]]
+    assert found.state["skips"] == 0
     assert found.state["losses"] == pytest.approx(losses, rel=1e-12)
 
 
@@ -444,6 +448,24 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     assert summary["first_step"] == 7
     for name in ("step", "loss", "grad_norm", "batch_digest", "lr"):
         assert [line[name] for line in lines] == [line[name] for line in expected], name
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(inputs: Path) -> None:
+    """All ranks end with the reason; what the run has done stays as it is."""
+    config = config_of(inputs, "all-damaged")
+    job = job_of(config, inputs)
+    processes.spawn(stopped_worker, 2, str(inputs / "all-damaged-a"), job, 3)
+    metrics_file = Path(job.run_url, "metrics.jsonl")
+    before = metrics_file.read_bytes()
+    assert before.count(b"\n") == 3
+    os.truncate(Path(job.run_url, "checkpoints", "step-00000003", "__1_0.distcp"), 10)
+    processes.spawn(hopeless_worker, 2, str(inputs / "all-damaged-b"), job)
+    assert metrics_file.read_bytes() == before
+
+
+def hopeless_worker(rank: int, world: int, job: Job) -> None:
+    with pytest.raises(NoneUsable, match=r"step-00000003: __1_0.distcp has 10 bytes instead of"):
+        run(job, torch.device("cpu"), lambda first: iter(()))
 
 
 def refusing_worker(rank: int, world: int, job: Job) -> None:
@@ -551,6 +573,87 @@ def poisoned_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
     with pytest.raises(loop.BadLoss, match="step 3: ") as caught:
         run(job, torch.device("cpu"), steps)
     assert caught.value.step == 3 and caught.value.rows == [bad_row]
+
+
+# ---- One step of a model of one weight ---------------------------------------------------------
+
+
+class OneRow:
+    """A batch of one row, whose loss the weight is multiplied by."""
+
+    rows = np.zeros((1, 1), int)
+
+    def __init__(self, step: int, loss: float) -> None:
+        self.step, self.loss = step, loss
+
+    def sums(self) -> tuple[int, ...]:
+        return (1,)
+
+    def digest(self) -> int:
+        return 0
+
+    def weight(self, i: int, j: int) -> int:
+        return 1
+
+    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:
+        return {"x": np.full(1, self.loss, np.float32)}
+
+
+class OneWeight(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = (self.weight * x).sum()
+        return loss, loss
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[loop.Engine]:
+    init = f"file://{tmp_path}/rendezvous"
+    dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+    lm = OneWeight()
+    made = loop.Engine(
+        model=lm,
+        optimizers=[torch.optim.SGD(lm.parameters(), lr=0.0)],
+        lr_at=lambda step: 0.0,
+        device=torch.device("cpu"),
+        grad_clip=None,
+        control=dist.group.WORLD,
+        record=lambda facts, *rest: facts,  # type: ignore[arg-type,return-value]
+    )
+    yield made
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("leave", [STAY, STOP, MOVE])
+def test_who_leaves_saves_and_does_not_evaluate(engine: loop.Engine, leave: int) -> None:
+    """A node that is taken away may be gone before an evaluation ends."""
+    done: list[str] = []
+    engine.leave_due = lambda: leave
+    engine.eval_due = lambda step: True
+    engine.evaluate = lambda: done.append("evaluate") or {"eval_loss": 1.0}  # type: ignore[func-returns-value]
+    engine.save = lambda step: done.append("save")
+    (record,) = loop.train(engine, [OneRow(0, 1.0)])
+    assert done == (["evaluate"] if leave == STAY else ["save"]) and engine.left == leave
+    assert ("eval_loss" in record) == (leave == STAY)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("bad", "fix"), [(9.0, "set train.on_spike=none"), (math.nan, "train.lr")])
+def test_skips_in_a_row_end_the_run(engine: loop.Engine, bad: float, fix: str) -> None:
+    """A level that stays is none of single rows; a good step between begins the count anew."""
+    engine.spikes, engine.skip_bad = Spikes(6.0, [1.0] * 64), True
+    losses = [bad] * (loop.MAX_SKIPS - 1) + [1.0] + [bad] * 3
+    steps = iter([OneRow(number, loss) for number, loss in enumerate(losses)])
+    assert [line["skipped"] for line in loop.train(engine, steps)] == [  # type: ignore[index]
+        loss is bad for loss in losses
+    ]
+    assert engine.skips == 3  # goes into the checkpoint
+    said = rf"bad step number {loop.MAX_SKIPS} in a row, so those rows are not the cause\..*{fix}"
+    with pytest.raises(loop.BadLoss, match=said) as caught:
+        list(loop.train(engine, (OneRow(number, bad) for number in range(50, 100))))
+    assert caught.value.step == 50 + loop.MAX_SKIPS - 3
 
 
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0 - 5e-7, 5.0, 5.1])

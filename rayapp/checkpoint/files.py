@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-from rayapp.checkpoint.marker import Digest, File, open_checked
+from rayapp.checkpoint.marker import MARKER, Damaged, Digest, File, open_checked
 from rayapp.storage import Storage, StorageError
 
 # CheckpointException is torch's, for what fails on any rank, and no Exception but a BaseException.
@@ -40,6 +40,8 @@ class Files(FileSystemBase):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         name = str(path)
         if mode == "rb":
+            if name not in self.files:
+                raise Damaged(f"{name.rpartition('/')[2]} is not named in {MARKER}")
             with open_checked(self.storage, name, self.files[name]) as stream:
                 yield stream
             return

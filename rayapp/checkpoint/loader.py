@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from rayapp.checkpoint.files import FAILURES, Files, reason_of
-from rayapp.checkpoint.marker import FOLDER, CheckpointError, Damaged, marked_files
+from rayapp.checkpoint.marker import FOLDER, CheckpointError, Damaged, read_marker
 from rayapp.storage import Storage
 
 
@@ -49,7 +49,7 @@ class _Reader(FileSystemReader):
 
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(name)
-        _, files = marked_files(storage / name, name)
+        files = read_marker(storage / name, name).files
         checked = {f"{name}/{file}": facts for file, facts in files.items()}
         self.fs = Files(storage, checked)  # type: ignore[assignment]
         self.path = name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 import re
+import uuid
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ MARKER = "COMMITTED"
 REFUSED = "REFUSED"  # in place of the marker once a file was found damaged: the reason
 STATE = "state.json"
 METADATA = ".metadata"
+RUN_ID = "RUN_ID"  # in the run's folder: a random id, which the markers of its checkpoints repeat
 BLOCK_BYTES = 8 * 2**20  # of a file that have a checksum of their own
 KEPT_BLOCKS = 2  # of a file that is read
 
@@ -31,6 +32,10 @@ class Damaged(CheckpointError):
     """A file of a committed checkpoint is not what was saved; the message names it."""
 
 
+class NoneUsable(CheckpointError):
+    """Checkpoints were committed, and none can be used; the message names each with its reason."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A committed checkpoint whose files are all there in full."""
@@ -40,6 +45,8 @@ class Found:
     step: int
     state: dict[str, Any]
     """What `state.json` holds."""
+    run: str | None
+    """Id of the run that saved it; None: saved by a version that gave runs no id."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ class File:
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> File:
         """Read what `to_dict` has written; raises ValueError, KeyError or TypeError."""
-        file = cls(int(facts["size"]), tuple(map(str, facts["sha256"])))
-        if len(file.sha256) != max(1, math.ceil(file.size / BLOCK_BYTES)):
+        file = cls(_whole_number(facts["size"]), tuple(map(str, facts["sha256"])))
+        if len(file.sha256) != max(1, -(-file.size // BLOCK_BYTES)):
             raise ValueError(f"{len(file.sha256)} checksums of {file.size} bytes")
         return file
 
@@ -131,13 +138,56 @@ def latest(storage: Storage) -> tuple[Found | None, list[str]]:
         StorageError: the storage does not answer, which is no reason to go back in time.
     """
     skipped: list[str] = []
-    folder = storage / FOLDER
+    folder, run = storage / FOLDER, run_id(storage)
     for name in newest_first(folder):
         try:
-            return _looked_at(folder / name, name), skipped
+            return looked_at(folder / name, name, run), skipped
         except CheckpointError as problem:
             skipped.append(f"{FOLDER}/{name} is skipped: {problem}")
     return None, skipped
+
+
+def resume_point(storage: Storage) -> tuple[Found | None, list[str]]:
+    """Return what `latest` does; None means that no checkpoint was ever committed.
+
+    Raises:
+        NoneUsable: some were, and training from step 1 would throw away what the run has done.
+        StorageError: the storage does not answer.
+    """
+    found, skipped = latest(storage)
+    if found is None:
+        folder = storage / FOLDER
+        lost = [
+            line.removeprefix(f"{FOLDER}/").replace(" is skipped: ", ": ", 1)
+            for name, line in zip(newest_first(folder), skipped, strict=True)
+            if folder.exists(f"{name}/{MARKER}") or folder.exists(f"{name}/{REFUSED}")
+        ]
+        if lost:
+            raise NoneUsable(
+                f"{folder.url} is not usable: no checkpoint in it is whole ({'; '.join(lost)}). "
+                f"Restore the files of one, its {MARKER} too, from a copy, or move the folder away "
+                "to train from step 1 again"
+            )
+    return found, skipped
+
+
+def run_id(storage: Storage) -> str | None:
+    """Return the id of a run; None before its first save, or if an older version saved it."""
+    try:
+        return storage.read(RUN_ID).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def claim_run_id(storage: Storage) -> str:
+    """Return the id of a run; where it has none, give it that of its newest checkpoint, or one."""
+    known = run_id(storage)
+    if known is None:
+        found, _ = latest(storage)
+        known = (found and found.run) or uuid.uuid4().hex
+        if not storage.create(RUN_ID, known.encode()):  # another process was first
+            known = storage.read(RUN_ID).decode()
+    return known
 
 
 def refuse(storage: Storage, name: str, why: str) -> None:
@@ -147,18 +197,29 @@ def refuse(storage: Storage, name: str, why: str) -> None:
     folder.delete(MARKER)
 
 
-def marked_files(folder: Storage, name: str) -> tuple[int, dict[str, File]]:
-    """Return (step, files) as the marker of a checkpoint has them.
+@dataclass(frozen=True)
+class Marker:
+    """What the marker of a checkpoint says."""
+
+    step: int
+    files: dict[str, File]
+    run: str | None
+    """Id of the run that saved it."""
+
+
+def read_marker(folder: Storage, name: str) -> Marker:
+    """Read the marker of a checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     try:
         marker = json.loads(folder.read(MARKER))
-        step = int(marker["step"])
+        step, run = _whole_number(marker["step"]), marker.get("run")
         files = {file: File.from_dict(facts) for file, facts in marker["files"].items()}
         whole = marker["name"] == name and (step, 0) <= (order_of(name) or (0, 0)) < (step + 1, 0)
         whole = whole and {STATE, METADATA} <= files.keys()
+        whole = whole and isinstance(run, str | None)
     except FileNotFoundError:
         why = f"it has no {MARKER} (the save was cut off)"
         if folder.exists(REFUSED):
@@ -168,16 +229,28 @@ def marked_files(folder: Storage, name: str) -> tuple[int, dict[str, File]]:
         whole = False
     if not whole:
         raise Damaged(f"{MARKER} is damaged")
-    return step, files
+    return Marker(step, files, run)
 
 
-def _looked_at(folder: Storage, name: str) -> Found:
+def _whole_number(value: Any) -> int:
+    """Return what is an int, and not negative; JSON also has floats, Infinity and NaN."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value} is no whole number")
+    return value
+
+
+def looked_at(folder: Storage, name: str, run: str | None) -> Found:
     """Check the sizes of a checkpoint's files, and the content of those that say what it is.
+
+    `run` is the id of the run that it must be of; None: it may be of any.
 
     Raises:
         CheckpointError: saying what is wrong with it.
     """
-    step, files = marked_files(folder, name)
+    marked = read_marker(folder, name)
+    files = marked.files
+    if run is not None and marked.run is not None and marked.run != run:
+        raise CheckpointError(f"it is of another run: {marked.run}, and {RUN_ID} has {run}")
     sizes = {entry.name: entry.size for entry in folder.list()}
     for each, file in files.items():
         if each not in sizes:
@@ -186,8 +259,14 @@ def _looked_at(folder: Storage, name: str) -> Found:
             raise Damaged(f"{each} has {sizes[each]} bytes instead of {file.size}")
     with open_checked(folder, METADATA, files[METADATA]) as metadata:
         metadata.read()
-    with open_checked(folder, STATE, files[STATE]) as state:
-        return Found(name, step, json.loads(state.read()))
+    with open_checked(folder, STATE, files[STATE]) as stream:
+        try:
+            state = json.loads(stream.read())
+        except (ValueError, RecursionError):
+            state = None
+    if not isinstance(state, dict):
+        raise Damaged(f"{STATE} is damaged")
+    return Found(name, marked.step, state, marked.run)
 
 
 def order_of(name: str) -> tuple[int, int] | None:

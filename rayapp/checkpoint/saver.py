@@ -26,6 +26,8 @@ from rayapp.checkpoint.marker import (
     CheckpointError,
     Digest,
     File,
+    claim_run_id,
+    looked_at,
     newest_first,
     order_of,
 )
@@ -58,7 +60,8 @@ class Checkpointer:
         before_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.before_commit = before_commit
-        self.storage, self.keep, self.asynchronous = storage / FOLDER, keep, asynchronous
+        self.run, self.storage = storage, storage / FOLDER
+        self.keep, self.asynchronous = keep, asynchronous
         self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
         self.rank = dist.get_rank()
         self._copy = HostCopy()
@@ -208,20 +211,28 @@ class Checkpointer:
         written = {path: file for part in parts for path, file in part.items()}
         files = {path.rpartition("/")[2]: file.to_dict() for path, file in written.items()}
         files[STATE] = digest.file().to_dict()
-        marker = {"name": name, "step": step, "files": files}
+        marker = {"run": claim_run_id(self.run), "name": name, "step": step, "files": files}
         self.before_commit(step)
         self.storage.write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
 
     def _sweep(self, newest: str) -> None:
-        """Delete what is older than a commit, save the `keep - 1` newest committed ones."""
-        names = newest_first(self.storage)
-        older = names[names.index(newest) + 1 :]
-        committed = [name for name in older if self.storage.exists(f"{name}/{MARKER}")]
-        for name in older:
-            if name not in committed[: self.keep - 1]:
-                # The marker goes first: a sweep that is cut off leaves no half checkpoint behind.
-                self.storage.delete(f"{name}/{MARKER}")
-                self.storage.delete_tree(name)
+        """Delete what is older than a commit, save the `keep - 1` newest that can be used."""
+        names, run, kept = newest_first(self.storage), claim_run_id(self.run), 1
+        for name in names[names.index(newest) + 1 :]:
+            if kept < self.keep and self._is_usable(name, run):
+                kept += 1
+                continue
+            # The marker goes first: a sweep that is cut off leaves no half checkpoint behind.
+            self.storage.delete(f"{name}/{MARKER}")
+            self.storage.delete_tree(name)
+
+    def _is_usable(self, name: str, run: str) -> bool:
+        try:
+            looked_at(self.storage / name, name, run)
+        except CheckpointError as problem:
+            logger.debug("%s is not kept: %s", name, problem)
+            return False
+        return True
 
 
 class _Writer(FileSystemWriter):

@@ -71,8 +71,8 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Return `field: old -> new` for fields that make it another run.
 
     Where a run executes (`cluster`), how often it saves (`checkpoint`), where its storage is and
-    who is told of it, and how a step is cut into micro-batches (its rows are the same) may change
-    between two commands that are the same run; all else may not.
+    who is told of it, what is done at a spike, and how a step is cut into micro-batches (its rows
+    are the same) may change between two commands that are the same run; all else may not.
     """
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     free = ("cluster.", "checkpoint.", "run.storage", "run.trackers", *new.FREE)

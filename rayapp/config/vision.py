@@ -115,8 +115,8 @@ class ImageTrain(Section):
     is kept."""
     on_spike: Literal["none", "skip", "stop"] = "none"
     """At a step whose loss is far above those before it, or not finite: skip leaves the weights as
-    they are and goes on, stop ends the run; both name the rows. none: only what is not finite
-    ends the run."""
+    they are and goes on, and ends the run after 16 such steps in a row; stop ends it at once; both
+    name the rows. none: only what is not finite ends the run."""
     spike_sigmas: float = Field(default=6.0, gt=0)
     """How many standard deviations above the mean of the last 64 steps a spike is."""
     grad_clip: OptionalFloat = Field(default=None, gt=0)
@@ -145,7 +145,12 @@ class VisionConfig(RunConfig):
 
     MODULE: ClassVar[str] = "rayapp.vision"
     LOCAL: ClassVar[tuple[str, ...]] = ("data.path", "data.eval_path", "model.path")
-    FREE: ClassVar[tuple[str, ...]] = ("data.workers", "data.count")
+    FREE: ClassVar[tuple[str, ...]] = (
+        "data.workers",
+        "data.count",
+        "train.on_spike",
+        "train.spike_sigmas",
+    )
 
     task: Literal["vision"] = "vision"
     """What is trained."""

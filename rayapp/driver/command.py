@@ -23,7 +23,7 @@ from rayapp.driver.job import Job
 from rayapp.driver.journal import Journal
 from rayapp.driver.lease import Lease, held
 from rayapp.driver.observe import Observer
-from rayapp.driver.outcome import RunFailed, result_of
+from rayapp.driver.outcome import RunFailed, check_resumable, result_of
 from rayapp.driver.session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.stop import Stop, StopAsked, watching
 from rayapp.storage import Storage
@@ -103,6 +103,7 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
                 console.print(f"run {kind.config.run.name} is already done", highlight=False)
                 display.result(console, result)
                 return result
+            check_resumable(kind.run)
             journal = Journal(kind.run)
             try:
                 with journal.command(kind.config, phases.started):

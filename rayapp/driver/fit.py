@@ -75,7 +75,7 @@ def fit(
                     if validator is not None:
                         validator.close()
                     break
-                ending = ending_of(ended, lines[-1]["step"] if lines else 0)
+                ending = ending_of(ended, lines, began)
                 if ending.kind != NO_ROOM:
                     journal.interrupted(ending, workers)
                 if smaller := job.after_failure(ended):

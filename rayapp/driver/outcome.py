@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import operator
+import os
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -12,11 +14,19 @@ from ray.exceptions import RayActorError
 from rayapp import metrics
 from rayapp.accounts import Event, account, commands
 from rayapp.calibration import calibrate, rest_s
+from rayapp.checkpoint.marker import NoneUsable, resume_point
 from rayapp.config import RunConfig
-from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
+from rayapp.driver.recovery import AGAIN, FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import Storage
+from rayapp.storage.local import LOCAL_REASONS
 from rayapp.units import unit_of
 
+# A full disk and a missing permission, as Python, Ray and torch tell them, and as our storage does.
+FINAL = tuple(
+    words
+    for number in (errno.ENOSPC, errno.EACCES, errno.EPERM)
+    for words in (os.strerror(number), LOCAL_REASONS[number][0])
+)
 ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before
 
 
@@ -24,22 +34,52 @@ class RunFailed(RuntimeError):
     """Training ended without a result; the message says why."""
 
 
-def ending_of(ended: dict[str, Any] | Exception, step: int) -> Ending:
+def check_resumable(run: Storage) -> None:
+    """Refuse to train from step 1 over what a run has done.
+
+    Raises:
+        RunFailed: checkpoints were committed, and none can be used.
+    """
+    try:
+        resume_point(run)
+    except NoneUsable as error:
+        raise RunFailed(str(error)) from error
+
+
+def ending_of(
+    ended: dict[str, Any] | Exception, lines: list[dict[str, Any]], began: float
+) -> Ending:
     """Tell a node that is taken away from a failure, and both from workers that had no room.
 
-    `ended` is rank 0's summary of workers that move, or the error of an attempt.
+    `ended` is rank 0's summary of workers that move, or the error of an attempt; `lines` are those
+    of metrics.jsonl, and `began` is when the attempt did, in Unix seconds.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api.exceptions import PreemptionError
 
+    step = lines[-1]["step"] if lines else 0
+    trained = bool(lines) and lines[-1]["time"] >= began
     if isinstance(ended, dict):
-        return Ending(PREEMPTION if ended["notice"] else RESIZE, ended["reason"], step)
+        kind = PREEMPTION if ended["notice"] else AGAIN if ended.get("again") else RESIZE
+        return Ending(kind, ended["reason"], step, trained)
     if isinstance(getattr(ended, "controller_failure", None), WorkerGroupStartupTimeoutError):
-        return Ending(NO_ROOM, "the cluster has no room for the workers yet", step)
+        return Ending(NO_ROOM, "the cluster has no room for the workers yet", step, trained)
     taken = isinstance(ended, PreemptionError) or any(
         getattr(cause, "preempted", False) for cause in _deaths(ended).values()
     )
-    return Ending(PREEMPTION if taken else FAILURE, reason_of(ended), step)
+    if taken:
+        return Ending(PREEMPTION, reason_of(ended), step, trained)
+    final = _final_reason(ended)
+    return Ending(FAILURE, final or reason_of(ended), step, trained, final is not None)
+
+
+def _final_reason(error: Exception) -> str | None:
+    """Return why another attempt is no use, if a worker or the controller says so."""
+    said = [f"rank {rank}: {_last_line(cause)}" for rank, cause in sorted(_deaths(error).items())]
+    for line in said or [_last_line(error)]:
+        if any(words in line for words in FINAL):
+            return line
+    return None
 
 
 def reason_of(error: Exception) -> str:

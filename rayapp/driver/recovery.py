@@ -1,22 +1,25 @@
 """After training has ended early: whether to start it again, when, and when to give up.
 
     recovery = Recovery(max_failures=3, max_preemptions=None, order=order)
-    pause_s = recovery.after(Ending(FAILURE, "rank 1: out of memory", step=41))
+    pause_s = recovery.after(Ending(FAILURE, "rank 1: out of memory", step=41, trained=True))
 
 A node that is taken away is nobody's fault and has a budget of its own; missing room costs nothing
 but time. A step that fails again and again stops the run, whatever the budgets: the same rows meet
-the same weights each time.
+the same weights each time. So do attempts that fail before they have done a step, or that find the
+same reason to start again: no row is at fault there, and none is named.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from rayapp.order import Order
 
 FAILURE, PREEMPTION, RESIZE, NO_ROOM = "failure", "preemption", "resize", "no room"
+AGAIN = "start again"  # the workers and the driver saw other checkpoints
 
-LOOP = 3  # failures in a row with no step done between them
+LOOP = 3  # endings alike, until the run comes further than before
 LONGEST_PAUSE_S = 60.0
 SHOWN_ROWS = 8
 
@@ -30,10 +33,14 @@ class Ending:
     """How an attempt ended before the run was done or asked to stop."""
 
     kind: str
-    """FAILURE, PREEMPTION, RESIZE or NO_ROOM."""
+    """FAILURE, PREEMPTION, RESIZE, NO_ROOM or AGAIN."""
     reason: str
     step: int
     """Steps done when it ended, kept or not."""
+    trained: bool
+    """The attempt has done a step, and so its workers had entered the next one."""
+    final: bool = False
+    """Another attempt would only find the same, as on a full disk."""
 
 
 class Recovery:
@@ -43,16 +50,23 @@ class Recovery:
         self.max_failures, self.max_preemptions = max_failures, max_preemptions
         self.order = order
         self._failures = self._preemptions = 0
-        self._stuck, self._furthest = 0, -1
+        self._alike: Counter[int | str] = Counter()  # endings since the run last came further
+        self._furthest = -1
 
     def after(self, ending: Ending) -> float:
         """Return the seconds to wait before the next attempt.
 
         Raises:
-            GiveUp: a budget is used up, or the same step fails again and again.
+            GiveUp: a budget is used up, attempts end alike again and again, or another one is no
+                use.
         """
+        if ending.trained and ending.step > self._furthest:
+            self._furthest = ending.step
+            self._alike.clear()
         if ending.kind in (RESIZE, NO_ROOM):
             return 0.0
+        if ending.kind == AGAIN:
+            return self._pause_s(ending, ending.reason)
         if ending.kind == PREEMPTION:
             self._preemptions += 1
             if self.max_preemptions is not None and self._preemptions > self.max_preemptions:
@@ -60,25 +74,41 @@ class Recovery:
                     f"{ending.reason}; cluster.max_preemptions={self.max_preemptions} are used up"
                 )
             return 0.0
+        if ending.final:
+            raise GiveUp(f"{ending.reason}. Mend that and run the same command")
         self._failures += 1
-        self._stuck = self._stuck + 1 if ending.step <= self._furthest else 1
-        self._furthest = max(self._furthest, ending.step)
-        if self._stuck >= LOOP:
-            raise GiveUp(self._loop(ending))
+        pause_s = self._pause_s(ending, ending.step if ending.trained else "before a step")
         if self._failures > self.max_failures:
             used = f"; cluster.max_failures={self.max_failures} are used up"
             raise GiveUp(ending.reason + (used if self.max_failures else ""))
-        return 0.0 if self._stuck == 1 else min(LONGEST_PAUSE_S, 2.0 ** (self._stuck - 1))
+        return pause_s
+
+    def _pause_s(self, ending: Ending, what: int | str) -> float:
+        self._alike[what] += 1
+        if self._alike[what] >= LOOP:
+            raise GiveUp(self._loop(ending))
+        tried = self._alike.total() - 1
+        return min(LONGEST_PAUSE_S, 2.0**tried) if tried else 0.0
 
     def _loop(self, ending: Ending) -> str:
-        step = self._furthest
-        if step < self.order.num_steps:
-            rows = [str(row) for row in self.order.rows(step) if row >= 0]
+        """Say what has ended attempts again and again."""
+        if ending.kind == AGAIN:
+            return (
+                f"{LOOP} attempts have started again for the same reason: {ending.reason}. See "
+                "that run.storage is one folder for all nodes, and run the same command"
+            )
+        if not ending.trained:
+            where = f"{LOOP} attempts have failed before they had done a step"
+        elif ending.step < self.order.num_steps:
+            rows = [str(row) for row in self.order.rows(ending.step) if row >= 0]
             shown = ", ".join(rows[:SHOWN_ROWS]) + (" ..." if len(rows) > SHOWN_ROWS else "")
-            where = f"step {step + 1}, on rows {shown} of the prepared data,"
+            where = (
+                f"step {ending.step + 1}, on rows {shown} of the prepared data, has failed {LOOP} "
+                "times"
+            )
         else:
-            where = "what follows the last step"
+            where = f"what follows the last step has failed {LOOP} times"
         return (
-            f"{where} has failed {self._stuck} times in a row: {ending.reason}. Nothing that was "
-            "committed is lost: mend the cause and run the same command"
+            f"{where}: {ending.reason}. Nothing that was committed is lost: mend the cause and run "
+            "the same command"
         )

@@ -52,8 +52,13 @@ def state_tensors(trainee: Trainee) -> dict[str, Any]:
     return own | trainee.tensors()
 
 
-def state_values(job: Job, trainee: Trainee, step: int, spikes: Spikes | None) -> dict[str, Any]:
-    """Return what a checkpoint holds as plain values, in state.json."""
+def state_values(
+    job: Job, trainee: Trainee, step: int, spikes: Spikes | None, skips: int = 0
+) -> dict[str, Any]:
+    """Return what a checkpoint holds as plain values, in state.json.
+
+    `skips` is how many bad steps in a row were skipped last.
+    """
     import ray
     import transformers
 
@@ -64,6 +69,7 @@ def state_values(job: Job, trainee: Trainee, step: int, spikes: Spikes | None) -
         "data": job.parts,
         "workers": dist.get_world_size(),
         "losses": [] if spikes is None else list(spikes.losses),
+        "skips": skips,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -72,25 +78,20 @@ def state_values(job: Job, trainee: Trainee, step: int, spikes: Spikes | None) -
     }
 
 
-def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[float]]:
+def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[float], int]:
     """Load the newest whole checkpoint, if there is one.
 
-    Returns the number of steps it has done, and the last losses, which spikes are compared with.
+    Returns the number of steps it has done, the last losses, which spikes are compared with, and
+    how many bad steps in a row were skipped last.
 
     Raises:
         Resumed: the data are not those that the checkpoint was trained on.
         StartAgain: the checkpoint turned out to be damaged, and is refused from now on.
+        NoneUsable: checkpoints were committed, and none can be used.
     """
-    choice: list[Any] = [None]
-    if dist.get_rank() == 0:
-        found, skipped = marker.latest(storage)
-        for line in skipped:
-            logger.warning(line)
-        choice = [found]
-    dist.broadcast_object_list(choice, src=0)
-    found = choice[0]
+    found = choose(storage)
     if found is None:
-        return 0, []
+        return 0, [], 0
     check_cursor(job, found.state)
     wanted = state_tensors(trainee)
     saved = loader.saved_shapes(storage, found.name)
@@ -121,7 +122,27 @@ def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[flo
         torch.set_rng_state(wanted["rng"][rank]["cpu"])
         if torch.cuda.is_available() and "cuda" in wanted["rng"][rank]:
             torch.cuda.set_rng_state(wanted["rng"][rank]["cuda"])
-    return found.step, found.state["losses"]
+    return found.step, found.state["losses"], found.state.get("skips", 0)  # older ones have none
+
+
+def choose(storage: Storage) -> marker.Found | None:
+    """Return the newest checkpoint that can be used, as rank 0 sees it; None if none was made.
+
+    Raises:
+        NoneUsable: on all ranks.
+    """
+    choice: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            choice[0], skipped = marker.resume_point(storage)
+            for line in skipped:
+                logger.warning(line)
+        except marker.NoneUsable as error:
+            choice[0] = error
+    dist.broadcast_object_list(choice, src=0)
+    if isinstance(choice[0], marker.NoneUsable):
+        raise choice[0]
+    return choice[0]
 
 
 def check_cursor(job: Job, state: dict[str, Any]) -> None:

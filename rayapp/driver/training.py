@@ -52,7 +52,7 @@ def run(
     )
     trainee = make(device)
     clock.lap("model")
-    first_step, losses = restore(job, trainee, storage)
+    first_step, losses, skips = restore(job, trainee, storage)
     clock.lap("restore")
     said = trainee.warm_up()
     clock.lap("compile")
@@ -69,7 +69,7 @@ def run(
         return MOVE if found else STAY
 
     engine = trainee.engine(control, losses)
-    engine.attempt, engine.look = attempt[0], look
+    engine.attempt, engine.look, engine.skips = attempt[0], look, skips
     arm(engine, job, trainee, saver, leaving)
     try:
         last = train(engine, open_steps(first_step), log, tell, clock)
@@ -149,7 +149,7 @@ def arm(
     cadence = Cadence(job.config, job.order.num_steps)
 
     def save(step: int) -> None:
-        values = state_values(job, trainee, step, engine.spikes)
+        values = state_values(job, trainee, step, engine.spikes, engine.skips)
         saver.save(step, state_tensors(trainee), values)
 
     engine.save, engine.settle, engine.eval_due = save, saver.settle, cadence.eval_due

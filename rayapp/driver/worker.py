@@ -14,6 +14,7 @@ import ray.train.torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 
+from rayapp.checkpoint.marker import NoneUsable
 from rayapp.config import RunConfig
 from rayapp.driver import placement
 from rayapp.driver.job import Job
@@ -52,8 +53,8 @@ def work(job: Job) -> dict[str, Any]:
                 tell=gauges.step,
             )
         except StartAgain as error:
-            return {"status": "moved", "notice": False, "reason": str(error)}
-        except (BadLoss, Resumed, Unavailable) as error:
+            return {"status": "moved", "notice": False, "again": True, "reason": str(error)}
+        except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
             # All ranks raise these together, and a restart would only find the same again.
             if isinstance(error, BadLoss):
                 gauges.bad_step()
