@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from test_data_stream import ray_cluster  # noqa: F401  a fixture
 from tokenizers import Tokenizer
@@ -28,7 +26,7 @@ from rayapp.data.documents import Renderer
 from rayapp.data.prepare import Recipe
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
-from rayapp.data.sources import cutting, reading
+from rayapp.data.sources import cutting
 from rayapp.packing import IGNORE, Document
 from rayapp.storage import Storage, open_storage
 
@@ -430,7 +428,7 @@ def test_a_line_added_to_a_file_is_another_data_set(recipe: Recipe, tmp_path: Pa
     assert order.differences(recipe.parts(), changed.parts()) == ["files"]
 
 
-# ---- Bad records, heads and samples -------------------------------------------------------------
+# ---- Bad records -------------------------------------------------------------------------------
 
 
 def test_bad_records_are_counted_by_reason_with_places(recipe: Recipe, tmp_path: Path) -> None:
@@ -451,56 +449,3 @@ def test_bad_records_are_counted_by_reason_with_places(recipe: Recipe, tmp_path:
     assert prepared.bad_share == 7 / 60
     made = prepared.counts["train"]["documents"] + prepared.counts["eval"]["documents"]
     assert made == 53
-
-
-def test_heads_tell_the_kind_and_what_is_wrong(tmp_path: Path) -> None:
-    for kind in ("text", "prompt", "chat"):
-        source = write_jsonl(tmp_path / f"{kind}.jsonl", [VALUES[kind](n) for n in range(30)])
-        assert prepare.problems(source, "auto", 0.0) == (kind, [])
-        assert prepare.problems(source, kind, 0.0) == (kind, [])
-    kind, (message,) = prepare.problems(source, "prompt", 0.5)
-    assert kind == "prompt"
-    assert message.startswith(
-        f"data.path={source.root} is unusable in 30 of the first 30 records: "
-    )
-    assert f"{tmp_path}/chat.jsonl:1 has no column 'prompt' (it has 'messages')" in message
-    assert "(and 25 more)" in message and message.endswith("or allow more with data.bad_rows")
-
-
-def test_heads_of_parquet_and_of_nothing(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([{"text": "x"}] * 3), tmp_path / "a.parquet")
-    source = sources.find(str(tmp_path / "a.parquet"))
-    assert prepare.problems(source, "auto", 0.0) == ("text", [])
-    pq.ParquetWriter(tmp_path / "b.parquet", pa.schema([("text", pa.string())])).close()
-    for path, content in (("b.parquet", None), ("c.jsonl", "\n\n")):
-        if content:
-            (tmp_path / path).write_text(content)
-        source = sources.find(str(tmp_path / path))
-        _, (message,) = prepare.problems(source, "auto", 0.0)
-        assert "is empty: there is no record in its files" in message
-
-
-@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_samples_are_spread_over_the_corpus_and_read_little_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    monkeypatch.setattr(prepare, "SAMPLE_BYTES", 200)
-    lines = [f"line {n:05d} of the corpus" for n in range(4000)]
-    if suffix == "jsonl":
-        lines = [json.dumps({"text": line}) for line in lines]
-    (tmp_path / f"a.{suffix}").write_text("\n".join(lines))
-    source = sources.find(str(tmp_path))
-    read: list[int] = []
-    line_bytes = reading._line_bytes
-    monkeypatch.setattr(
-        reading,
-        "_line_bytes",
-        lambda *a: (found := line_bytes(*a), read.append(len(found[1])))[0],
-    )
-    sample = list(prepare.sample_texts(source, "text", 4000))
-    text = "".join(sample)
-    assert 2000 <= len(text) <= 6000 and sum(read) < 3 * 4000
-    numbers = sorted(int(part[:5]) for part in text.split("line ")[1:] if part[:5].isdigit())
-    assert numbers[0] == 0 and numbers[-1] > 3600 and max(np.diff(numbers)) < 400
-    chat = write_jsonl(tmp_path / "c.jsonl", [VALUES["chat"](n) for n in range(3)])
-    assert list(prepare.sample_texts(chat, "chat", 4000))[:2] == ["Q0?", words(0)]
