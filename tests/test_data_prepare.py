@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
 from rayapp.data import prepare, sources, tokens
-from rayapp.data.documents import Renderer
+from rayapp.data.documents import Renderer, content_of
 from rayapp.data.prepare import Recipe
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
@@ -118,8 +118,9 @@ def expected_documents(recipe: Recipe) -> dict[str, list[Document]]:
             for record in sources.read_piece(source, piece):
                 document, problem = renderer.document(record.value)
                 assert document is not None, problem
+                content = content_of(record.value, recipe.kind)
                 fraction = recipe.eval_fraction
-                held_out = origin == "eval" or sources.is_eval(piece, record, fraction)
+                held_out = origin == "eval" or sources.is_eval(piece, content, fraction)
                 found["eval" if held_out else "train"].append(document)
     return found
 
@@ -265,6 +266,45 @@ def test_a_file_of_its_own_is_held_out(recipe: Recipe, tmp_path: Path) -> None:
         rows = prepared.rows(split)
         expected = Counter(p for d in documents[split] for p in pieces_of(d, False))
         assert Counter(segments_of(rows.read(np.arange(len(rows))))) == expected
+
+
+def splits_of(recipe: Recipe, path: Path) -> dict[str, Counter[bytes]]:
+    """Prepare, and return the documents of each split by their labels."""
+    prepared = here(replace(recipe, seq_len=128, pack=False), path)
+    found = {}
+    for split in ("train", "eval"):
+        rows = prepared.rows(split)
+        segments = segments_of(rows.read(np.arange(len(rows))))
+        found[split] = Counter(labels for _, labels in segments)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
+def test_all_copies_of_a_document_are_held_out_or_none(
+    recipe: Recipe, tmp_path: Path, kind: str
+) -> None:
+    """Also with another value in a column that is not trained on, and in another order of keys."""
+    values = [VALUES[kind](n) for n in range(1, 91)]
+    copies = [dict(reversed([*value.items(), ("id", n)])) for n, value in enumerate(values)]
+    source = write_jsonl(tmp_path / "copies.jsonl", [*values, *copies, *values])
+    found = splits_of(replace(recipe, source=source, kind=kind), tmp_path / "out")
+    assert len(found["eval"]) > 2 and set(found["eval"].values()) == {3}
+    assert not found["eval"].keys() & found["train"].keys()
+
+
+def test_a_line_put_first_and_another_name_move_no_other_document(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    values = [VALUES["text"](n) for n in range(90)]
+    before = splits_of(recipe, tmp_path / "before")
+    named = write_jsonl(tmp_path / "renamed.jsonl", values)
+    assert splits_of(replace(recipe, source=named), tmp_path / "renamed") == before
+    longer = write_jsonl(tmp_path / "longer.jsonl", [{"text": "put first"}, *values])
+    after = splits_of(replace(recipe, source=longer), tmp_path / "longer")
+    added = (after["train"] + after["eval"]) - (before["train"] + before["eval"])
+    assert added.total() == 1
+    for split in ("train", "eval"):
+        assert not before[split] - after[split], f"a document left {split}"
 
 
 # ---- The same bytes, whoever makes them ---------------------------------------------------------

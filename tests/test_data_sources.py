@@ -445,18 +445,15 @@ def test_a_hub_id_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -
 # ---- Holding out -------------------------------------------------------------------------------
 
 
-def test_the_held_out_share_is_drawn_by_place(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4000)))
-    source = sources.find(str(tmp_path))
+def test_the_held_out_share_is_drawn_by_content(tmp_path: Path) -> None:
+    contents = [b"%d" % n for n in range(4000)]
 
-    def held_out(fraction: float) -> set[int]:
-        (unit,) = sources.units(source, fraction)
-        (piece,) = unit.pieces
-        found = sources.read_piece(source, piece)
-        return {r.place for r in found if sources.is_eval(piece, r, fraction)}
+    def held_out(fraction: float) -> set[bytes]:
+        split = "hash" if 0 < fraction < 1 else ("eval" if fraction else "train")
+        piece = sources.Piece("a.jsonl", 0, 1, split)
+        return {content for content in contents if sources.is_eval(piece, content, fraction)}
 
     few, some = held_out(0.05), held_out(0.25)
     assert few < some and not held_out(0.0) and len(held_out(1.0)) == 4000
     # 4000 draws: 5 standard deviations of the binomial are 69 and 137.
     assert abs(len(few) - 200) < 69 and abs(len(some) - 1000) < 137
-    assert os.path.getsize(tmp_path / "a.jsonl") > max(some)

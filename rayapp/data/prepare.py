@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.data import sources, tokens
-from rayapp.data.documents import Renderer
+from rayapp.data.documents import Renderer, content_of
 from rayapp.data.prepared import (
     MAX_EXAMPLES,
     SPLITS,
@@ -38,7 +38,7 @@ from rayapp.order import fingerprint
 from rayapp.packing import Document, pack, row_dtype
 from rayapp.storage import Storage, open_storage
 
-VERSION = 1  # of the rows that a recipe gives; part of the fingerprint
+VERSION = 2  # of the rows that a recipe gives; part of the fingerprint
 BATCH_RECORDS = 32  # tokenised in one call
 READERS = 16  # summaries of units read at once
 
@@ -130,7 +130,8 @@ def prepare_unit(recipe: Recipe, url: str, origin: str, index: int, unit: source
     for piece, record, document, problem in _documents(recipe, source, unit):
         records += 1
         if document is not None:
-            split = "eval" if sources.is_eval(piece, record, fraction) else "train"
+            content = content_of(record.value, recipe.kind) if piece.split == "hash" else b""
+            split = "eval" if sources.is_eval(piece, content, fraction) else "train"
             documents[split].append(document)
             continue
         assert problem is not None
