@@ -214,11 +214,13 @@ def load(run: str) -> Loaded:
     transformers.logging.disable_progress_bar()
     with ExitStack() as stack:
         path = _local(folder, stack)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         if adapter:
             model = _adapted(run, path, stack)
         else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype="auto", trust_remote_code=False
+            )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         chats = bool(tokenizer.chat_template) and _kind(storage) == "chat"
         return Loaded(model.to(device).eval(), tokenizer, chats, stack.pop_all())
@@ -271,7 +273,9 @@ def _adapted(run: str, path: str, stack: ExitStack) -> Any:
             ]
         )
     whole = _local(source.storage, stack)
-    hf = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype="auto")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(
+        whole, dtype="auto", trust_remote_code=False
+    )
     return peft.PeftModel.from_pretrained(hf, path)
 
 

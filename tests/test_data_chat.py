@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -16,6 +18,7 @@ from rayapp.data.documents import Renderer
 from rayapp.data.tokens import CHAT_TEMPLATE, train_bpe
 from rayapp.packing import Document
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -204,6 +207,17 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"data\.kind=chat is without a template"):
         Renderer(tokenizer, "chat")
+
+
+def test_a_config_for_chats_takes_the_tokenizer_of_a_model_with_a_template() -> None:
+    """The hub's base models have none."""
+    trees = {p.name: yaml.safe_load(p.read_text()) for p in CONFIGS.glob("*.yaml")}
+    names = {
+        name: tree["model"].get("tokenizer", tree["model"]["path"])
+        for name, tree in trees.items()
+        if tree["data"].get("kind") == "chat"
+    }
+    assert names == {"llama3_8b_sft.yaml": "meta-llama/Llama-3.1-8B-Instruct"}
 
 
 def test_rows_do_not_depend_on_the_day() -> None:

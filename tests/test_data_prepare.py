@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from test_data_stream import ray_cluster  # noqa: F401  a fixture
 from tokenizers import Tokenizer
@@ -24,11 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
 from rayapp.data import prepare, sources, tokens
-from rayapp.data.documents import Renderer
+from rayapp.data.documents import Renderer, content_of
 from rayapp.data.prepare import Recipe
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
-from rayapp.data.sources import cutting, reading
+from rayapp.data.sources import cutting
 from rayapp.packing import IGNORE, Document
 from rayapp.storage import Storage, open_storage
 
@@ -120,8 +118,9 @@ def expected_documents(recipe: Recipe) -> dict[str, list[Document]]:
             for record in sources.read_piece(source, piece):
                 document, problem = renderer.document(record.value)
                 assert document is not None, problem
+                content = content_of(record.value, recipe.kind)
                 fraction = recipe.eval_fraction
-                held_out = origin == "eval" or sources.is_eval(piece, record, fraction)
+                held_out = origin == "eval" or sources.is_eval(piece, content, fraction)
                 found["eval" if held_out else "train"].append(document)
     return found
 
@@ -267,6 +266,45 @@ def test_a_file_of_its_own_is_held_out(recipe: Recipe, tmp_path: Path) -> None:
         rows = prepared.rows(split)
         expected = Counter(p for d in documents[split] for p in pieces_of(d, False))
         assert Counter(segments_of(rows.read(np.arange(len(rows))))) == expected
+
+
+def splits_of(recipe: Recipe, path: Path) -> dict[str, Counter[bytes]]:
+    """Prepare, and return the documents of each split by their labels."""
+    prepared = here(replace(recipe, seq_len=128, pack=False), path)
+    found = {}
+    for split in ("train", "eval"):
+        rows = prepared.rows(split)
+        segments = segments_of(rows.read(np.arange(len(rows))))
+        found[split] = Counter(labels for _, labels in segments)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
+def test_all_copies_of_a_document_are_held_out_or_none(
+    recipe: Recipe, tmp_path: Path, kind: str
+) -> None:
+    """Also with another value in a column that is not trained on, and in another order of keys."""
+    values = [VALUES[kind](n) for n in range(1, 91)]
+    copies = [dict(reversed([*value.items(), ("id", n)])) for n, value in enumerate(values)]
+    source = write_jsonl(tmp_path / "copies.jsonl", [*values, *copies, *values])
+    found = splits_of(replace(recipe, source=source, kind=kind), tmp_path / "out")
+    assert len(found["eval"]) > 2 and set(found["eval"].values()) == {3}
+    assert not found["eval"].keys() & found["train"].keys()
+
+
+def test_a_line_put_first_and_another_name_move_no_other_document(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    values = [VALUES["text"](n) for n in range(90)]
+    before = splits_of(recipe, tmp_path / "before")
+    named = write_jsonl(tmp_path / "renamed.jsonl", values)
+    assert splits_of(replace(recipe, source=named), tmp_path / "renamed") == before
+    longer = write_jsonl(tmp_path / "longer.jsonl", [{"text": "put first"}, *values])
+    after = splits_of(replace(recipe, source=longer), tmp_path / "longer")
+    added = (after["train"] + after["eval"]) - (before["train"] + before["eval"])
+    assert added.total() == 1
+    for split in ("train", "eval"):
+        assert not before[split] - after[split], f"a document left {split}"
 
 
 # ---- The same bytes, whoever makes them ---------------------------------------------------------
@@ -430,7 +468,7 @@ def test_a_line_added_to_a_file_is_another_data_set(recipe: Recipe, tmp_path: Pa
     assert order.differences(recipe.parts(), changed.parts()) == ["files"]
 
 
-# ---- Bad records, heads and samples -------------------------------------------------------------
+# ---- Bad records -------------------------------------------------------------------------------
 
 
 def test_bad_records_are_counted_by_reason_with_places(recipe: Recipe, tmp_path: Path) -> None:
@@ -451,56 +489,3 @@ def test_bad_records_are_counted_by_reason_with_places(recipe: Recipe, tmp_path:
     assert prepared.bad_share == 7 / 60
     made = prepared.counts["train"]["documents"] + prepared.counts["eval"]["documents"]
     assert made == 53
-
-
-def test_heads_tell_the_kind_and_what_is_wrong(tmp_path: Path) -> None:
-    for kind in ("text", "prompt", "chat"):
-        source = write_jsonl(tmp_path / f"{kind}.jsonl", [VALUES[kind](n) for n in range(30)])
-        assert prepare.problems(source, "auto", 0.0) == (kind, [])
-        assert prepare.problems(source, kind, 0.0) == (kind, [])
-    kind, (message,) = prepare.problems(source, "prompt", 0.5)
-    assert kind == "prompt"
-    assert message.startswith(
-        f"data.path={source.root} is unusable in 30 of the first 30 records: "
-    )
-    assert f"{tmp_path}/chat.jsonl:1 has no column 'prompt' (it has 'messages')" in message
-    assert "(and 25 more)" in message and message.endswith("or allow more with data.bad_rows")
-
-
-def test_heads_of_parquet_and_of_nothing(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([{"text": "x"}] * 3), tmp_path / "a.parquet")
-    source = sources.find(str(tmp_path / "a.parquet"))
-    assert prepare.problems(source, "auto", 0.0) == ("text", [])
-    pq.ParquetWriter(tmp_path / "b.parquet", pa.schema([("text", pa.string())])).close()
-    for path, content in (("b.parquet", None), ("c.jsonl", "\n\n")):
-        if content:
-            (tmp_path / path).write_text(content)
-        source = sources.find(str(tmp_path / path))
-        _, (message,) = prepare.problems(source, "auto", 0.0)
-        assert "is empty: there is no record in its files" in message
-
-
-@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_samples_are_spread_over_the_corpus_and_read_little_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    monkeypatch.setattr(prepare, "SAMPLE_BYTES", 200)
-    lines = [f"line {n:05d} of the corpus" for n in range(4000)]
-    if suffix == "jsonl":
-        lines = [json.dumps({"text": line}) for line in lines]
-    (tmp_path / f"a.{suffix}").write_text("\n".join(lines))
-    source = sources.find(str(tmp_path))
-    read: list[int] = []
-    line_bytes = reading._line_bytes
-    monkeypatch.setattr(
-        reading,
-        "_line_bytes",
-        lambda *a: (found := line_bytes(*a), read.append(len(found[1])))[0],
-    )
-    sample = list(prepare.sample_texts(source, "text", 4000))
-    text = "".join(sample)
-    assert 2000 <= len(text) <= 6000 and sum(read) < 3 * 4000
-    numbers = sorted(int(part[:5]) for part in text.split("line ")[1:] if part[:5].isdigit())
-    assert numbers[0] == 0 and numbers[-1] > 3600 and max(np.diff(numbers)) < 400
-    chat = write_jsonl(tmp_path / "c.jsonl", [VALUES["chat"](n) for n in range(3)])
-    assert list(prepare.sample_texts(chat, "chat", 4000))[:2] == ["Q0?", words(0)]

@@ -120,12 +120,34 @@ def test_stdlib_is_the_standard_library_without_its_tests() -> None:
     ("files", "path", "format", "words"),
     [
         ({"a.txt": b"x", "b.jsonl": b"{}"}, "", "auto", "is mixed: it holds jsonl, text. Set data"),
-        ({"a.csv": b"x", "b.csv": b"x"}, "", "auto", "is of no known kind: it holds a.csv"),
+        ({"a.xml": b"x", "b.xml": b"x"}, "", "auto", "is of no known kind: it holds a.xml"),
         ({".DS_Store": b"x"}, "", "auto", "is of no known kind: it holds .DS_Store"),
         ({"a.txt": b"x"}, "/b.txt", "auto", "is missing: there is no such file, folder or match"),
         ({"a.txt": b"x"}, "/*.md", "auto", "is missing"),
         ({"a.txt": b"", "b.txt": b""}, "", "auto", "is empty: its 2 files hold 0 bytes"),
         ({"part-0": b"{}", "part-1": b"{}"}, "", "jsonl", "is without jsonl files: it holds 2"),
+        ({"a.csv": b"q,a"}, "/a.csv", "auto", "is CSV: a.csv would be raw text. Convert it to"),
+        ({"a.TSV": b"q\ta"}, "/a.TSV", "auto", "is TSV: a.TSV would be raw text"),
+        ({"a.html": b"<p>"}, "/a.html", "auto", "is of no known kind: it holds a.html"),
+        ({"part-0": b"{}"}, "/part-0", "auto", "is of no known kind: it holds part-0"),
+        ({"a.csv": b"q,a", "README.md": b"x"}, "", "auto", "is CSV: a.csv would be raw text"),
+        ({"a.csv": b"q,a"}, "/*.csv", "auto", "is CSV: a.csv"),
+        ({"a.jsonl.gz": b"\x1f"}, "/a.jsonl.gz", "auto", "is compressed with gzip: a.jsonl.gz"),
+        ({"a.jsonl.gz": b"\x1f"}, "/a.jsonl.gz", "jsonl", "is compressed with gzip: a.jsonl.gz"),
+        ({"a.txt.zst": b"x", "b.txt": b"x"}, "", "auto", "is compressed with Zstandard: a.txt.zst"),
+        (
+            {"state.json": b"{}", "dataset_info.json": b"{}", "data-00000-of-00001.arrow": b"x"},
+            "",
+            "auto",
+            "is Arrow: data-00000-of-00001.arrow is what datasets' save_to_disk writes",
+        ),
+        (
+            {"a.json": b'[{"text": "x"}]'},
+            "/a.json",
+            "auto",
+            "is a JSON array: a.json begins with [",
+        ),
+        ({"a.json": b'\n [\n {"text": "x"}\n]'}, "", "jsonl", "is a JSON array: a.json begins"),
     ],
 )
 def test_refusals(
@@ -150,7 +172,9 @@ def test_the_format_set_by_the_user_decides(put: Callable[[dict[str, bytes]], st
     assert [f.name for f in sources.find(url, "jsonl").files] == ["a.jsonl"]
     assert [f.name for f in sources.find(f"{url}/part-*", "jsonl").files] == ["part-0"]
     assert [f.name for f in sources.find(f"{url}/part-0", "jsonl").files] == ["part-0"]
-    assert sources.find(f"{url}/part-0").format == "text"
+    url = put({"a.csv": b"q,a", "page.html": b"<p>", "LICENSE": b"words"})
+    for name in ("a.csv", "page.html", "LICENSE", "*.csv"):
+        assert sources.find(f"{url}/{name}", "text").format == "text", name
 
 
 def test_hub_ids_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,18 +445,15 @@ def test_a_hub_id_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -
 # ---- Holding out -------------------------------------------------------------------------------
 
 
-def test_the_held_out_share_is_drawn_by_place(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4000)))
-    source = sources.find(str(tmp_path))
+def test_the_held_out_share_is_drawn_by_content(tmp_path: Path) -> None:
+    contents = [b"%d" % n for n in range(4000)]
 
-    def held_out(fraction: float) -> set[int]:
-        (unit,) = sources.units(source, fraction)
-        (piece,) = unit.pieces
-        found = sources.read_piece(source, piece)
-        return {r.place for r in found if sources.is_eval(piece, r, fraction)}
+    def held_out(fraction: float) -> set[bytes]:
+        split = "hash" if 0 < fraction < 1 else ("eval" if fraction else "train")
+        piece = sources.Piece("a.jsonl", 0, 1, split)
+        return {content for content in contents if sources.is_eval(piece, content, fraction)}
 
     few, some = held_out(0.05), held_out(0.25)
     assert few < some and not held_out(0.0) and len(held_out(1.0)) == 4000
     # 4000 draws: 5 standard deviations of the binomial are 69 and 137.
     assert abs(len(few) - 200) < 69 and abs(len(some) - 1000) < 137
-    assert os.path.getsize(tmp_path / "a.jsonl") > max(some)

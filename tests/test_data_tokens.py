@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import subprocess
 import sys
@@ -89,6 +91,40 @@ def test_what_was_saved_is_loaded_without_torch(tmp_path: Path) -> None:
         "assert 'transformers' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+def test_code_in_a_tokenizer_folder_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers asks whether to run it; the user says yes."""
+    ran = tmp_path / "ran"
+    (tmp_path / "config.json").write_text('{"model_type": "strange"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["own.Strange", null]}}'
+    )
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Strange: ...\n")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    with pytest.raises((ValueError, OSError)):
+        tokens.load_tokenizer(str(tmp_path))
+    assert not ran.exists()
+
+
+def test_nothing_is_loaded_by_its_own_code() -> None:
+    """Every call of an Auto class says that code beside a model or tokenizer is not to be run."""
+    calls = []
+    for path in sorted((Path(tokens.__file__).parents[1]).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("from_pretrained", "from_config")
+                and "Auto" in ast.unparse(node.func)
+            ):
+                refuses = any(ast.unparse(k) == "trust_remote_code=False" for k in node.keywords)
+                calls.append((f"{path.name}:{node.lineno}", refuses))
+    assert len(calls) >= 7, "the calls are not found"
+    assert [place for place, refuses in calls if not refuses] == []
 
 
 def test_the_digest_is_of_rules_and_not_of_what_was_done_before() -> None:

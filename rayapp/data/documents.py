@@ -9,6 +9,7 @@ assistant says does; begin and end are the template's.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,6 +33,18 @@ def kind_of(columns: Mapping[str, Any]) -> str | None:
         if all(name in columns for name in COLUMNS[kind]):
             return kind
     return None
+
+
+def content_of(value: Any, kind: str) -> bytes:
+    """Return what tells a record without a problem from others: its texts, and no other column.
+
+    >>> content_of({"text": "a", "id": 7}, "text") == content_of("a", "text")
+    True
+    """
+    if kind == "text":
+        return (value if isinstance(value, str) else str(value["text"])).encode()
+    columns = [value[name] for name in COLUMNS[kind]]
+    return json.dumps(columns, sort_keys=True, default=str).encode()
 
 
 def problem_of(value: Any, kind: str) -> str | None:

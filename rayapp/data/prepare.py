@@ -25,15 +25,21 @@ from typing import Any
 import numpy as np
 
 from rayapp.data import sources, tokens
-from rayapp.data.documents import COLUMNS, Renderer, kind_of, problem_of
-from rayapp.data.prepared import MAX_EXAMPLES, SPLITS, Counts, Prepared, duplicate_share, load
+from rayapp.data.documents import Renderer, content_of
+from rayapp.data.prepared import (
+    MAX_EXAMPLES,
+    SPLITS,
+    Counts,
+    Prepared,
+    duplicate_share,
+    load,
+)
 from rayapp.order import fingerprint
 from rayapp.packing import Document, pack, row_dtype
 from rayapp.storage import Storage, open_storage
 
-VERSION = 1  # of the rows that a recipe gives; part of the fingerprint
+VERSION = 2  # of the rows that a recipe gives; part of the fingerprint
 BATCH_RECORDS = 32  # tokenised in one call
-SAMPLE_BYTES = 64 * 2**10  # least that is sampled from a unit
 READERS = 16  # summaries of units read at once
 
 
@@ -124,7 +130,8 @@ def prepare_unit(recipe: Recipe, url: str, origin: str, index: int, unit: source
     for piece, record, document, problem in _documents(recipe, source, unit):
         records += 1
         if document is not None:
-            split = "eval" if sources.is_eval(piece, record, fraction) else "train"
+            content = content_of(record.value, recipe.kind) if piece.split == "hash" else b""
+            split = "eval" if sources.is_eval(piece, content, fraction) else "train"
             documents[split].append(document)
             continue
         assert problem is not None
@@ -160,74 +167,6 @@ def _documents(
         for piece, record in batch:
             document, problem = (None, record.problem) if record.problem else next(made)
             yield piece, record, document, problem
-
-
-def problems(source: sources.Source, kind: str, limit: float) -> tuple[str, list[str]]:
-    """Read the head of a few files; return the kind (resolved from `auto`) and what is wrong.
-
-    A head is the first 64 records of the first piece of up to 16 files, so that a wrong column or a
-    broken file is named before anything starts.
-    """
-    heads = []
-    for file in source.files[:16]:
-        end = 1 if source.format == "parquet" else min(file.size, 2**20)
-        head = sources.Piece(file.name, 0, end, "train", file.size)
-        heads += list(islice(sources.read_piece(source, head), 64))
-    if source.format == "hub":
-        shard = sources.Piece(source.root, 0, 1, "train")
-        heads = list(islice(sources.read_piece(source, shard), 64))
-    if kind == "auto":
-        kinds = Counter(
-            "text" if isinstance(r.value, str) else kind_of(r.value)
-            for r in heads
-            if r.problem is None
-        )
-        kind = next((k for k, _ in kinds.most_common(1) if k), "text")
-    bad = [(r, r.problem or problem_of(r.value, kind)) for r in heads]
-    wrong = [(record, why) for record, why in bad if why]
-    if not heads:
-        return kind, [f"data.path={source.root} is empty: there is no record in its files"]
-    if len(wrong) <= limit * len(heads):
-        return kind, []
-    shown = [
-        f"{sources.place_of(source, r.file, r.place)} {why}" for r, why in wrong[:MAX_EXAMPLES]
-    ]
-    more = f" (and {len(wrong) - len(shown)} more)" if len(wrong) > len(shown) else ""
-    return kind, [
-        f"data.path={source.root} is unusable in {len(wrong)} of the first {len(heads)} records: "
-        f"{'; '.join(shown)}{more}. Mend them, set data.kind, or allow more with data.bad_rows"
-    ]
-
-
-def sample_texts(source: sources.Source, kind: str, max_bytes: int) -> Iterator[str]:
-    """Yield about `max_bytes` of the training data, from the heads of units evenly spread over it.
-
-    Reads about as much as it yields, so that a large corpus is not read to train a tokenizer.
-    """
-    found = sources.units(source, 0.0)
-    count = min(len(found), max(max_bytes // SAMPLE_BYTES, 1))
-    for place in range(count):
-        left = max(max_bytes // count, SAMPLE_BYTES)
-        for piece in found[place * len(found) // count].pieces:
-            if source.format in ("text", "jsonl"):
-                piece = replace(piece, end=min(piece.end, piece.start + left))
-            for record in sources.read_piece(source, piece):
-                if record.problem is None and problem_of(record.value, kind) is None:
-                    for text in _texts(record.value, kind):
-                        yield text[:left]
-                        left -= len(text[:left])
-                if left <= 0:
-                    break
-            if left <= 0:
-                break
-
-
-def _texts(value: Any, kind: str) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if kind == "chat":
-        return [str(message["content"]) for message in value["messages"]]
-    return [value[name] for name in COLUMNS[kind]]
 
 
 def _fraction(recipe: Recipe) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -100,6 +100,22 @@ class Prepared:
             "examples": self.examples,
             **({"sources": self.sources} if self.sources else {}),
         }
+
+
+def reasons(bad: Mapping[str, int], examples: Sequence[tuple[str, str]]) -> str:
+    """Name the most frequent reasons for unusable records, each with its first known place.
+
+    >>> reasons({"is not JSON": 3, "is empty": 1}, [("a:7", "is not JSON"), ("a:9", "is empty")])
+    'a:7 is not JSON (and 2 more alike); a:9 is empty'
+    """
+    places = {why: place for place, why in reversed(examples)}
+    shown = [
+        f"{places.get(why, 'a record')} {why}" + (f" (and {count - 1:,} more alike)" * (count > 1))
+        for why, count in Counter(bad).most_common(MAX_EXAMPLES)
+    ]
+    if len(bad) > len(shown):
+        shown.append(f"{len(bad) - len(shown)} other reasons")
+    return "; ".join(shown)
 
 
 def load(storage: Storage) -> Prepared | None:

@@ -85,7 +85,7 @@ def load_tokenizer(url: str) -> Any:
 
 
 def _from_folder(url: str) -> Any:
-    """Load from a folder, or a hub id.
+    """Load from a folder, or a hub id, without running code that lies there.
 
     What save_tokenizer left has no model beside it to decide the class: looking it up by
     AutoTokenizer would import torch, 2 CPU seconds and 130 MiB in every process that prepares data.
@@ -98,7 +98,7 @@ def _from_folder(url: str) -> Any:
         return TokenizersBackend.from_pretrained(url)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(url)
+    return AutoTokenizer.from_pretrained(url, trust_remote_code=False)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rayapp import model
 from rayapp.config import Config, ConfigError
-from rayapp.data import prepare, sources, tokens
+from rayapp.data import heads, sources, tokens
 from rayapp.driver import checks
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -123,7 +123,7 @@ def _source(
     kind: str = config.data.kind
     try:
         source = sources.find(path, config.data.format)
-        kind, wrong = prepare.problems(source, kind, config.data.bad_rows)
+        kind, wrong = heads.problems(path, source, kind, config.data.bad_rows)
         problems += [line.replace("data.path=", f"{field}=", 1) for line in wrong]
         return source, kind
     except (sources.SourceError, StorageError) as error:

@@ -11,8 +11,8 @@ from rich.progress import Progress, TaskID
 
 from rayapp import model
 from rayapp.config import Config, ConfigError
-from rayapp.data import prepare, tokens
-from rayapp.data.prepared import Prepared, mixed
+from rayapp.data import heads, prepare, tokens
+from rayapp.data.prepared import Prepared, mixed, reasons
 from rayapp.finetune import checks
 from rayapp.order import Order, fingerprint
 from rayapp.storage import open_storage
@@ -37,7 +37,7 @@ def shared_tokenizer(ready: checks.Ready, console: Console) -> tuple[str, Any]:
             console.print(f"training a tokenizer ({name}) on the data", highlight=False)
             weights = sum(one.weight for one in ready.inputs)
             texts = itertools.chain.from_iterable(
-                prepare.sample_texts(
+                heads.sample_texts(
                     one.source, one.kind, int(TOKENIZER_SAMPLE_BYTES * one.weight / weights)
                 )
                 for one in ready.inputs
@@ -95,7 +95,7 @@ def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
 def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
     """Say why a source cannot be trained on."""
     if prepared.bad_share > limit:
-        shown = "; ".join(f"{place} {why}" for place, why in prepared.examples)
+        shown = reasons(prepared.bad, prepared.examples)
         return (
             f"{what} is unusable in {prepared.bad_share:.1%} of its {prepared.records} records: "
             f"{shown}. Mend them, or allow more with data.bad_rows (now {limit:.1%})"

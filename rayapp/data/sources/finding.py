@@ -16,6 +16,22 @@ SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet", ".pq"),
 }
+GZIP, ZSTANDARD = "compressed with gzip", "compressed with Zstandard"
+COMPRESSED = {
+    ".gz": GZIP,
+    ".tgz": GZIP,
+    ".zst": ZSTANDARD,
+    ".zstd": ZSTANDARD,
+    ".bz2": "compressed with bzip2",
+    ".xz": "compressed with xz",
+    ".zip": "a ZIP archive",
+}
+CONVERTED = {  # data that only a conversion makes readable -> (format, why it is not read)
+    ".csv": ("CSV", "would be raw text"),
+    ".tsv": ("TSV", "would be raw text"),
+    ".arrow": ("Arrow", "is what datasets' save_to_disk writes, and is not read"),
+}
+MAX_OPENED = 16  # files whose first bytes are looked at
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -23,7 +39,7 @@ def find(path: str, format: str = "auto") -> Source:
     """List the files of `data.path`.
 
     Raises:
-        SourceError: nothing there, nothing of the format, or a mixture of formats.
+        SourceError: nothing is there, or nothing that can be read as one format.
         StorageError: storage that cannot be listed.
     """
     if path == "stdlib":
@@ -43,7 +59,9 @@ def find(path: str, format: str = "auto") -> Source:
     chosen = format != "auto"  # by the user, whose pattern then needs no suffix
     wanted = entries if single else [entry for entry in entries if not _hidden(entry.name)]
     names = [entry.name for entry in wanted or entries]
-    format = format if chosen else _format_of(names, path, single)
+    if not chosen:
+        _refuse_unread(names, path)
+    format = format if chosen else _format_of(names, path)
     if not single and not (chosen and pattern is not None):
         wanted = [entry for entry in wanted if entry.name.lower().endswith(SUFFIXES[format])]
     if not wanted:
@@ -51,8 +69,11 @@ def find(path: str, format: str = "auto") -> Source:
             f"data.path={path} is without {format} files: it holds {len(entries)} others. "
             f"Name them {' or '.join(SUFFIXES[format])}, or set data.format and a pattern like *"
         )
+    _refuse_compressed([entry.name for entry in wanted], path)
     if not any(entry.size for entry in wanted):
         raise SourceError(f"data.path={path} is empty: its {len(wanted)} files hold 0 bytes")
+    if format == "jsonl":
+        _refuse_array(storage, wanted, path)
     files = tuple(
         File(e.name, e.size, e.etag if storage.url.startswith("s3://") else _digest(storage, e))
         for e in wanted
@@ -121,12 +142,41 @@ def _matches(names: list[str], patterns: list[str]) -> bool:
     return matched and _matches(names[1:], patterns[1:])
 
 
-def _format_of(names: list[str], path: str, single: bool) -> str:
+def _refuse_unread(names: list[str], path: str) -> None:
+    """Refuse files that look like data and cannot be read as records."""
+    _refuse_compressed(names, path)
+    for name in names:
+        if found := CONVERTED.get(os.path.splitext(name.lower())[1]):
+            format, why = found
+            raise SourceError(
+                f"data.path={path} is {format}: {name} {why}. Convert it to JSONL or Parquet, "
+                "or set data.format=text if raw text is meant"
+            )
+
+
+def _refuse_compressed(names: list[str], path: str) -> None:
+    for name in names:
+        if how := COMPRESSED.get(os.path.splitext(name.lower())[1]):
+            raise SourceError(
+                f"data.path={path} is {how}: {name} cannot be read in pieces. Decompress it, or "
+                "write Parquet, which is compressed inside"
+            )
+
+
+def _refuse_array(storage: Storage, files: list[Entry], path: str) -> None:
+    """Refuse JSON files that hold one array; JSONL has one object on each line."""
+    for entry in [entry for entry in files if entry.size][:MAX_OPENED]:
+        if storage.read(entry.name, 0, min(entry.size, 64)).lstrip().startswith(b"["):
+            raise SourceError(
+                f"data.path={path} is a JSON array: {entry.name} begins with [, and one object on "
+                f"each line is read. Convert it: jq -c '.[]' {entry.name} > records.jsonl"
+            )
+
+
+def _format_of(names: list[str], path: str) -> str:
     found = {f for f, ends in SUFFIXES.items() if any(n.lower().endswith(ends) for n in names)}
     if len(found) == 1:
         return found.pop()
-    if single:
-        return "text"
     state = "mixed" if found else "of no known kind"
     raise SourceError(
         f"data.path={path} is {state}: it holds {', '.join(sorted(found)) or names[0]}. "

@@ -37,12 +37,11 @@ def place_of(source: Source, record_file: str, place: int) -> str:
     return f"{source.root}/{record_file}:{_line_number(source, record_file, place)}"
 
 
-def is_eval(piece: Piece, record: Record, eval_fraction: float) -> bool:
-    """Say whether a record is held out."""
+def is_eval(piece: Piece, content: bytes, eval_fraction: float) -> bool:
+    """Say whether a record of this content is held out: wherever it stands, and all its copies."""
     if piece.split != "hash":
         return piece.split == "eval"
-    place = f"{record.file}\0{record.place}".encode()
-    drawn = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
+    drawn = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
     return drawn < eval_fraction * 2**64
 
 

@@ -52,7 +52,7 @@ class Piece:
     start: int
     end: int
     split: str
-    """`train`, `eval`, or `hash`: each document goes where the digest of its place says."""
+    """`train`, `eval`, or `hash`: each document goes where the digest of its content says."""
     size: int = 0
     """Bytes of the whole file, so that reading a piece needs no list of files."""
 

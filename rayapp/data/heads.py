@@ -1,0 +1,100 @@
+"""Read a little of a source before it is prepared: its kind, what is wrong with it, a sample.
+
+kind, wrong = problems("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
+texts = sample_texts(source, kind, 16 * 2**20)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from rayapp.data import sources
+from rayapp.data.documents import COLUMNS, kind_of, problem_of
+from rayapp.data.prepared import reasons
+
+HEAD_FILES, HEAD_RECORDS, HEAD_BYTES = 16, 64, 2**20  # looked at before anything starts
+HEAD_LIMIT = 0.5  # share of unusable records above which a head speaks for the whole
+SAMPLE_BYTES = 64 * 2**10  # least that is sampled from a unit
+
+
+def problems(path: str, source: sources.Source, kind: str, limit: float) -> tuple[str, list[str]]:
+    """Read the head of a few files; return the kind (resolved from `auto`) and what is wrong.
+
+    A head is the first 64 records of the first piece of up to 16 files, so that a wrong column or a
+    broken file is named before anything starts. Only heads that are mostly unusable are refused:
+    the share in the whole, which is known after preparing, decides the rest. Heads that are the
+    whole are held to `limit`.
+    """
+    heads, whole = _heads(source)
+    if kind == "auto":
+        kinds = Counter(
+            "text" if isinstance(r.value, str) else kind_of(r.value)
+            for r in heads
+            if r.problem is None
+        )
+        kind = next((k for k, _ in kinds.most_common(1) if k), "text")
+    bad = [(r, r.problem or problem_of(r.value, kind)) for r in heads]
+    wrong = [(record, why) for record, why in bad if why]
+    if not heads:
+        return kind, [f"data.path={path} is empty: there is no record in its files"]
+    allowed = limit if whole or not limit else max(limit, HEAD_LIMIT)
+    if len(wrong) <= allowed * len(heads):
+        return kind, []
+    firsts = {why: record for record, why in reversed(wrong)}
+    examples = [(sources.place_of(source, r.file, r.place), why) for why, r in firsts.items()]
+    return kind, [
+        f"data.path={path} is unusable in {len(wrong)} of the first {len(heads)} records: "
+        f"{reasons(Counter(why for _, why in wrong), examples)}. Mend them, set data.kind, or "
+        "allow more with data.bad_rows"
+    ]
+
+
+def _heads(source: sources.Source) -> tuple[list[sources.Record], bool]:
+    """Return the first records of the first files, and whether these are all there are."""
+    if source.format == "hub":
+        shard = sources.Piece(source.root, 0, 1, "train")
+        return list(islice(sources.read_piece(source, shard), HEAD_RECORDS)), False
+    heads: list[sources.Record] = []
+    whole = source.format != "parquet" and len(source.files) <= HEAD_FILES
+    for file in source.files[:HEAD_FILES]:
+        end = 1 if source.format == "parquet" else min(file.size, HEAD_BYTES)
+        head = sources.Piece(file.name, 0, end, "train", file.size)
+        found = list(islice(sources.read_piece(source, head), HEAD_RECORDS))
+        whole = whole and end == file.size and len(found) < HEAD_RECORDS
+        heads += found
+    return heads, whole
+
+
+def sample_texts(source: sources.Source, kind: str, max_bytes: int) -> Iterator[str]:
+    """Yield about `max_bytes` of the training data, from the heads of units evenly spread over it.
+
+    Reads about as much as it yields, so that a large corpus is not read to train a tokenizer.
+    """
+    found = sources.units(source, 0.0)
+    count = min(len(found), max(max_bytes // SAMPLE_BYTES, 1))
+    for place in range(count):
+        left = max(max_bytes // count, SAMPLE_BYTES)
+        for piece in found[place * len(found) // count].pieces:
+            if source.format in ("text", "jsonl"):
+                piece = replace(piece, end=min(piece.end, piece.start + left))
+            for record in sources.read_piece(source, piece):
+                if record.problem is None and problem_of(record.value, kind) is None:
+                    for text in _texts(record.value, kind):
+                        yield text[:left]
+                        left -= len(text[:left])
+                if left <= 0:
+                    break
+            if left <= 0:
+                break
+
+
+def _texts(value: Any, kind: str) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if kind == "chat":
+        return [str(message["content"]) for message in value["messages"]]
+    return [value[name] for name in COLUMNS[kind]]

@@ -1,0 +1,87 @@
+"""Check what is known of data before they are prepared, and how little is read for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_data_prepare import VALUES, words, write_jsonl
+
+from rayapp.data import heads, sources
+from rayapp.data.sources import cutting, reading
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 500)
+
+
+def test_heads_tell_the_kind_and_what_is_wrong(tmp_path: Path) -> None:
+    for kind in ("text", "prompt", "chat"):
+        source = write_jsonl(tmp_path / f"{kind}.jsonl", [VALUES[kind](n) for n in range(30)])
+        assert heads.problems(str(source.root), source, "auto", 0.0) == (kind, [])
+        assert heads.problems(str(source.root), source, kind, 0.0) == (kind, [])
+    kind, (message,) = heads.problems("given.jsonl", source, "prompt", 0.5)
+    assert kind == "prompt"
+    assert message == (
+        "data.path=given.jsonl is unusable in 30 of the first 30 records: "
+        f"{tmp_path}/chat.jsonl:1 has no column 'prompt' (it has 'messages') (and 29 more alike). "
+        "Mend them, set data.kind, or allow more with data.bad_rows"
+    )
+
+
+def test_a_head_is_refused_if_most_of_it_is_bad_and_a_whole_file_by_data_bad_rows(
+    tmp_path: Path,
+) -> None:
+    def refused(bad: int, records: int, limit: float) -> bool:
+        values = [{"words": "x"}] * bad + [VALUES["text"](n) for n in range(records - bad)]
+        source = write_jsonl(tmp_path / "a.jsonl", values)
+        return bool(heads.problems("a.jsonl", source, "text", limit)[1])
+
+    assert not refused(1, 10_000, 0.01) and not refused(32, 10_000, 0.01)
+    assert refused(33, 10_000, 0.01) and not refused(33, 10_000, 0.6)
+    assert refused(1, 10_000, 0.0), "no bad record is allowed, and one was seen"
+    assert refused(1, 10, 0.01) and not refused(1, 10, 0.1), "the head is the whole file"
+
+
+def test_heads_of_parquet_and_of_nothing(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"text": "x"}] * 3), tmp_path / "a.parquet")
+    source = sources.find(str(tmp_path / "a.parquet"))
+    assert heads.problems(str(source.root), source, "auto", 0.0) == ("text", [])
+    pq.ParquetWriter(tmp_path / "b.parquet", pa.schema([("text", pa.string())])).close()
+    for path, content in (("b.parquet", None), ("c.jsonl", "\n\n")):
+        if content:
+            (tmp_path / path).write_text(content)
+        source = sources.find(str(tmp_path / path))
+        _, (message,) = heads.problems(str(source.root), source, "auto", 0.0)
+        assert "is empty: there is no record in its files" in message
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_samples_are_spread_over_the_corpus_and_read_little_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(heads, "SAMPLE_BYTES", 200)
+    lines = [f"line {n:05d} of the corpus" for n in range(4000)]
+    if suffix == "jsonl":
+        lines = [json.dumps({"text": line}) for line in lines]
+    (tmp_path / f"a.{suffix}").write_text("\n".join(lines))
+    source = sources.find(str(tmp_path))
+    read: list[int] = []
+    line_bytes = reading._line_bytes
+    monkeypatch.setattr(
+        reading,
+        "_line_bytes",
+        lambda *a: (found := line_bytes(*a), read.append(len(found[1])))[0],
+    )
+    sample = list(heads.sample_texts(source, "text", 4000))
+    text = "".join(sample)
+    assert 2000 <= len(text) <= 6000 and sum(read) < 3 * 4000
+    numbers = sorted(int(part[:5]) for part in text.split("line ")[1:] if part[:5].isdigit())
+    assert numbers[0] == 0 and numbers[-1] > 3600 and max(np.diff(numbers)) < 400
+    chat = write_jsonl(tmp_path / "c.jsonl", [VALUES["chat"](n) for n in range(3)])
+    assert list(heads.sample_texts(chat, "chat", 4000))[:2] == ["Q0?", words(0)]
