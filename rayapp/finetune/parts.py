@@ -77,8 +77,9 @@ def make_parts(job: Job, device: torch.device) -> Parts:
         dtype=torch.float32 if lora is None else compute,  # what is frozen has no fp32 master copy
         attention=model.choose_attention(config.model.attention, shape, device.type, compute),
     )
-    # The order matters: adapters wrap linear layers; float8 replaces those that compute; what is
-    # recomputed is decided inside what is compiled; FSDP's hooks stay outside of all of it.
+    # The order matters: adapters wrap linear layers; float8 replaces those that compute; a block's
+    # class, which recomputes its forward, is FSDP's once it is sharded, and that is the forward
+    # to compile and to offload.
     if lora is not None:
         model.add_adapters(lm, lora)
         if lora.quantize == "nf4":
@@ -86,10 +87,6 @@ def make_parts(job: Job, device: torch.device) -> Parts:
     if config.train.precision == "fp8":
         model.use_float8(lm, device)
     model.checkpoint_activations(lm, parallel.activation_checkpointing)
-    if config.train.compile:
-        model.compile_blocks(lm)
-    if parallel.activation_offload:
-        model.offload_activations(lm)
     hybrid = parallel.strategy == "hybrid_shard"
     replicas = (parallel.replicas or model.num_nodes()) if hybrid else 1
     mesh = model.device_mesh(device.type, strategy=parallel.strategy, replicas=replicas)
@@ -100,6 +97,10 @@ def make_parts(job: Job, device: torch.device) -> Parts:
         param_dtype=None if compute == torch.float32 else compute,
         cpu_offload=parallel.cpu_offload,
     )
+    if config.train.compile:
+        model.compile_blocks(lm)
+    if parallel.activation_offload:
+        model.offload_activations(lm)
     if source.preset or config.model.from_scratch:
         model.init_weights(lm, config.run.seed, device)
     else:
