@@ -119,7 +119,7 @@ def order_of(config: Config, prepared: Prepared) -> Order:
 
 def count_parameters(shape: Any) -> int:
     """Return the parameters of a model of this shape, tied ones once."""
-    return model.num_parameters(model.build(shape, loss=model.no_loss))
+    return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
 
 
 def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> dict[str, Any]:

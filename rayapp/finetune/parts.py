@@ -52,11 +52,12 @@ class Head:
     def __call__(
         self,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         labels: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sampling:
+            assert weight is not None, "a model that computes its logits itself is not sampled"
             logits = torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
             return logits, logits
         return self.loss(hidden, weight, labels, bias)
@@ -171,7 +172,8 @@ def technique_problems(config: Config, source: model.Source, device_type: str) -
                 f"Install rayapp[{extra}], or {package.replace('_', '-')}"
             )
     if lora is not None and lora.targets:
-        names = model.linear_names(model.build(overridden(source, config), loss=model.no_loss).hf)
+        lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
+        names = model.linear_names(lm.hf)
         problem = model.unknown_targets(lora.targets, names)
         found += [problem] if problem else []
     return found
