@@ -21,6 +21,7 @@ from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune.job import Job
 from rayapp.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.optim import make_optimizers
+from rayapp.planner.trained import vocabulary_of
 
 
 @dataclass
@@ -179,16 +180,14 @@ def technique_problems(config: Config, source: model.Source, device_type: str) -
     return found
 
 
-def model_shape(source: model.Source, config: Config, vocabulary: int) -> Any:
-    """Return the model's config: a preset takes a trained tokenizer's vocabulary, then overrides.
+def model_shape(source: model.Source, config: Config, tokens: int | None) -> Any:
+    """Return the model's config with the run's overrides and vocabulary (`vocabulary_of`).
 
-    With a tokenizer that was not made for it, a preset keeps its own vocabulary if that is larger.
+    `tokens` is the size of the tokenizer, None where it is still to be made.
     """
     shape = overridden(source, config)
-    own = config.model.tokenizer
-    made = own is None or own == "bytes" or own.startswith("bpe:")
-    if source.preset and "vocab_size" not in config.model.overrides:
-        shape.vocab_size = vocabulary if made else max(vocabulary, shape.vocab_size)
+    if source.preset:
+        shape.vocab_size = vocabulary_of(config, shape.vocab_size, preset=True, tokens=tokens)
     return shape
 
 
