@@ -23,7 +23,7 @@ WORDS = 16_384  # of the head's gradient that one product makes at once
 
 def chunked_cross_entropy(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -39,11 +39,12 @@ def chunked_cross_entropy(
     2204.02311). With both 0 the two are equal; the second has no gradient.
 
     Shapes: hidden [..., H], weight [V, H], labels [...] (aligned: labels are the next tokens),
-    bias [V] -> fp32 scalars (fp64 for fp64). `chunk` is in tokens; 0 takes all at once.
+    bias [V] -> fp32 scalars (fp64 for fp64). `chunk` is in tokens; 0 takes all at once. Without a
+    weight, `hidden` are the logits [..., V] themselves.
     """
     tokens = labels.numel()
     objective, loss = _ChunkedCrossEntropy.apply(
-        hidden.reshape(tokens, weight.shape[1]),
+        hidden.reshape(tokens, hidden.shape[-1]),
         weight,
         labels.reshape(tokens),
         bias,
@@ -57,14 +58,17 @@ def chunked_cross_entropy(
 
 def liger_cross_entropy(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same by the kernel of liger-kernel, which chooses its chunks itself.
 
-    Needs that package and a GPU (or Triton's interpreter). Sums over chunks are fp32.
+    Needs that package and a GPU (or Triton's interpreter). Sums over chunks are fp32. Logits that
+    are there already (no weight) leave nothing to fuse: chunked_cross_entropy takes them.
     """
+    if weight is None:
+        return chunked_cross_entropy(hidden, None, labels)
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     tokens, none = labels.numel(), None
@@ -80,7 +84,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         labels: torch.Tensor,
         bias: torch.Tensor | None,
         chunk: int,
@@ -92,14 +96,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         sums = torch.promote_types(hidden.dtype, torch.float32)
         of_hidden, of_weight, _, of_bias = (grad_enabled and n for n in ctx.needs_input_grad[:4])
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sums) if of_weight else None
+        grad_weight = None
+        if of_weight and weight is not None:
+            grad_weight = torch.zeros_like(weight, dtype=sums)
         grad_bias = torch.zeros_like(bias, dtype=sums) if of_bias and bias is not None else None
         total, added = hidden.new_zeros(2, dtype=sums)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             valid = (labels[part] != IGNORE).unsqueeze(1)  # [c, 1]
             target = torch.where(valid, labels[part].unsqueeze(1), 0)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)  # [c, V]
+            logits = hidden[part]  # [c, V]
+            if weight is not None:
+                logits = torch.nn.functional.linear(logits, weight, bias)
             logit_target = logits.gather(1, target).to(sums)
             log_p = torch.log_softmax(logits, 1, dtype=sums)  # [c, V]
             log_p_target = log_p.gather(1, target)
@@ -110,18 +118,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 added += torch.where(valid, extra + z_loss * log_z**2, 0).sum()
             if not (of_hidden or of_weight or of_bias):
                 continue
-            # d loss / d logits = softmax - one-hot of the target, written over the logits. At the
-            # target it is e^log_p - 1, rounded once: near 0 a difference of bf16 would vanish.
-            # Rows that are ignored are cleared in what is [c, H], not in what is [c, V].
+            # d loss / d logits = softmax - one-hot of the target, written over the logits, unless
+            # those are the caller's. At the target it is e^log_p - 1, rounded once: near 0 a
+            # difference of bf16 would vanish. Rows that are ignored are cleared in what is [c, H],
+            # not in what is [c, V].
+            room = logits if weight is not None or grad_hidden is None else grad_hidden[part]
             if z_loss or smoothing:
-                slope, share = 1 + 2 * z_loss * log_z, smoothing / weight.shape[0]
+                slope, share = 1 + 2 * z_loss * log_z, smoothing / logits.shape[1]
                 at_target = log_p_target.expm1() * slope + (slope - 1) + smoothing - share
-                gradient = logits.copy_(log_p.exp_().mul_(slope).sub_(share))
+                gradient = room.copy_(log_p.exp_().mul_(slope).sub_(share))
             else:
                 at_target = log_p_target.expm1()
-                gradient = torch.exp(log_p, out=logits)
+                gradient = torch.exp(log_p, out=room)
             del log_p
             gradient.scatter_(1, target, at_target.to(gradient.dtype))
+            if weight is None:
+                gradient.mul_(valid)
+                continue
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[part])
                 grad_hidden[part].mul_(valid)

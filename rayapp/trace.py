@@ -71,7 +71,8 @@ def trace(
     try:
         loss = partial(chunked_cross_entropy, chunk=loss_chunk)
         frozen = torch.float32 if lora is None else param_dtype or torch.float32
-        lm = model.build(config, loss=loss, dtype=frozen)
+        refused = model.attention_problem("sdpa", config, DEVICE.type, frozen)
+        lm = model.build(config, loss=loss, dtype=frozen, attention="eager" if refused else "sdpa")
         if lora is not None:
             model.add_adapters(lm, lora)
         model.checkpoint_activations(lm, activation_checkpointing)

@@ -28,10 +28,12 @@ from rayapp import loop, model
 from rayapp.config import ConfigError, from_dict
 from rayapp.data import tokens
 from rayapp.data.rows import StepRows
+from rayapp.finetune.inputs import count_parameters
 from rayapp.finetune.parts import Head, make_parts, technique_problems
 from rayapp.finetune.training import held_out_losses
 from rayapp.loss import liger_cross_entropy
 from rayapp.storage import open_storage
+from rayapp.trace import trace
 
 STEPS, LONG, MICRO_BATCHES, ROWS, SEQ_LEN = 20, 50, 4, 2, 16
 HELD_OUT = 8  # micro-batches after the last step's
@@ -371,3 +373,15 @@ def test_what_this_machine_cannot_do_is_refused_with_the_reason(
     assert Head(from_dict({})).loss is not liger_cross_entropy
     with pytest.raises(ConfigError, match=r"train.loss_kernel=liger is in conflict"):
         from_dict({"train": {"loss_kernel": "liger", "z_loss": 1e-4}})
+
+
+def test_a_model_that_only_eager_attention_computes_is_counted_and_traced(tmp_path: Path) -> None:
+    config = transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert count_parameters(config) == sum(p.numel() for p in hf.parameters())
+    tree = {"model": {"path": str(tmp_path), "lora": {"targets": ["q_proj", "none"]}}}
+    (found,) = technique_problems(from_dict(tree), model.resolve(str(tmp_path)), "cpu")
+    assert found.startswith("model.lora.targets=none is unknown")
+    assert trace(config, world=1, micro_batch=1, seq_len=16).peak_bytes > 0

@@ -12,6 +12,7 @@ import os
 import struct
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayapp.config import Lora
+from rayapp.loss import chunked_cross_entropy
 from rayapp.model import (
     CompileGain,
     LanguageModel,
@@ -92,10 +95,11 @@ SEED = 7
 
 
 def summed_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+    hidden: Tensor, weight: Tensor | None, labels: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss that rayapp.model expects, in the plainest way."""
-    logits = nn.functional.linear(hidden, weight, bias).float().flatten(0, 1)
+    logits = hidden if weight is None else nn.functional.linear(hidden, weight, bias)
+    logits = logits.float().flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
     return loss, loss.detach()
 
@@ -951,3 +955,75 @@ def test_export_writes_one_file_tokenizer_and_settings_of_version_4(tmp_path: Pa
     assert opened.dtype == torch.bfloat16
     for name, value in opened.state_dict().items():
         assert torch.equal(value, model.hf.state_dict()[name].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Cohere", "Granite", "OPT"])
+def test_z_loss_and_smoothing_are_of_the_logits_that_the_model_computes(kind: str) -> None:
+    own: dict[str, Any] = {
+        "Gemma3Text": {"final_logit_softcapping": 3.0, "head_dim": 8},
+        "Cohere": {"logit_scale": 0.5},
+        "Granite": {"logits_scaling": 3.0},
+        "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    }.get(kind, {})
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        **own,
+    )
+    loss = partial(chunked_cross_entropy, chunk=3, z_loss=0.1, label_smoothing=0.3)
+    model = build(config, loss=loss, attention="eager")
+    init_weights(model, SEED, "cpu")
+    model.eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape)
+    ids = torch.randint(1, 32, (2, 8))
+    labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids.roll(-1, 1))
+    logits = model.hf(input_ids=ids, use_cache=False).logits.float().flatten(0, 1)
+    valid = labels.flatten() != -100
+    smoothed = nn.functional.cross_entropy(
+        logits, labels.flatten(), reduction="sum", label_smoothing=0.3
+    )
+    expected = smoothed + 0.1 * (logits.logsumexp(1) ** 2)[valid].sum()
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(expected, parameters, allow_unused=True)
+    objective, summed = model(ids, labels)
+    torch.testing.assert_close(objective, expected)
+    plain = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    torch.testing.assert_close(summed, plain.detach())
+    found = torch.autograd.grad(objective, parameters, allow_unused=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def export_after_evaluation(rank: int, world: int, folder: str, root: str) -> None:
+    """Export a sharded model that computes in bf16, whole and adapters, after a forward pass."""
+    source = resolve(folder)
+    for name, lora in (("whole", None), ("adapters", Lora(rank=3)), ("merged", Lora(rank=3))):
+        model = build(source.config, loss=summed_loss)
+        if lora is not None:
+            add_adapters(model, lora)
+        mesh = device_mesh("cpu", strategy="full_shard")
+        shard(model, mesh, strategy="full_shard", param_dtype=torch.bfloat16)
+        load_weights(model, source, "cpu")
+        if lora is not None:
+            init_adapters(model, SEED)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1e-3 / 3
+            model.eval()(**make_batch())
+        storage = open_storage(f"{root}/{name}")
+        if name == "adapters":
+            export_adapters(model, storage, base="base")
+        else:
+            export(model, storage, dtype=torch.float32)
+
+
+def test_what_is_exported_after_an_evaluation_is_not_rounded(folder: Path, tmp_path: Path) -> None:
+    processes.spawn(export_after_evaluation, 1, str(tmp_path / "init"), str(folder), str(tmp_path))
+    for name in ("whole/model", "adapters/adapter_model", "merged/model"):
+        for key, value in load_file(tmp_path / f"{name}.safetensors").items():
+            assert not torch.equal(value.bfloat16().float(), value), (name, key)

@@ -6,11 +6,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from rayapp.config import Lora, from_dict
+from rayapp.data.rows import StepRows
 from rayapp.finetune.training import Tuning
 from rayapp.loss import chunked_cross_entropy
 from rayapp.model import (
@@ -139,3 +141,49 @@ def test_packed_rows_are_refused_where_documents_are_not_apart() -> None:
         tuning.warm_up()
     job.config = from_dict({"data": {"pack": False}})
     assert tuning.warm_up() == {"compile": None}
+
+
+GRANITE = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 16,
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+}
+ROWS_TOGETHER = [
+    ("Nemotron", HEADS),
+    ("GraniteMoeHybrid", HEADS | GRANITE),
+    (
+        "RecurrentGemma",
+        {"num_key_value_heads": 1, "lru_width": 32, "block_types": ["recurrent", "attention"]},
+    ),
+    ("MiniMax", HEADS | {"num_local_experts": 4}),
+    ("Llama", {}),
+    ("Bloom", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "values"), ROWS_TOGETHER)
+def test_rows_of_one_document_see_nothing_of_one_another(kind: str, values: dict[str, Any]) -> None:
+    lm = model_of(kind, values).eval()
+    ids = np.random.default_rng(0).integers(1, 64, (1, 2, 16)).astype(np.int32)
+    segments = np.zeros(ids.shape, np.uint16)
+    segments[..., :11] = 1
+    labels = np.where(segments > 0, np.roll(ids, -1, -1), -100).astype(np.int32)
+    labels[..., 10] = -100
+    zeros = np.zeros((1, 2), np.int64)
+    step = StepRows(0, ids, labels, segments, zeros, zeros, zeros)
+
+    def loss(rows: slice) -> float:
+        found = step.inputs(0, rows)
+        inputs = {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in found.items()
+        }
+        with torch.no_grad():
+            return float(lm(**inputs)[1])
+
+    apart = loss(slice(0, 1)) + loss(slice(1, 2))
+    assert loss(slice(None)) == pytest.approx(apart, rel=1e-5)

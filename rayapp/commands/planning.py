@@ -61,6 +61,8 @@ def plan(argv: list[str]) -> int:
         usd_per_hour=_number("usd_per_hour", options["usd_per_hour"]),
         **prepared,
     )
+    if isinstance(config, Config) and (warning := planner.random_weights(config)):
+        found.reasons.append(warning)
     best = None
     if any(value is not None for value in limits.values()):
         best = planner.cheapest(found.question, **limits)

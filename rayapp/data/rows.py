@@ -70,14 +70,14 @@ class StepRows:
         """Return what the model takes of a micro-batch, or of some of its rows.
 
         Positions and boundaries are left out if no row holds more than one document: plain causal
-        attention, no mask.
+        attention keeps rows apart in every model, and no token sees the padding after its row's.
         """
         segments = self.segments[i][rows]
         found: dict[str, Any] = {
             "input_ids": self.input_ids[i][rows].astype(np.int64),
             "labels": self.labels[i][rows].astype(np.int64),
         }
-        if not (segments[:, :1] == segments).all():
+        if not ((segments == segments[:, :1]) | (segments == 0)).all():
             found["position_ids"] = position_ids(segments)
             found["boundaries"] = boundaries(segments)
             found["longest"] = int(np.diff(found["boundaries"]).max())

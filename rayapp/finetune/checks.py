@@ -15,6 +15,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, sources, tokens
 from rayapp.driver import checks
+from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.storage import Storage, StorageError, open_storage
 
 
@@ -82,14 +83,18 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
     return Ready(config, run, inputs, base, tokenizer)
 
 
-def vocabulary_problem(config: Config, shape: Any, tokenizer: Any) -> str | None:
-    """Say whether the tokenizer gives ids that the model has no embedding for."""
-    if len(tokenizer) <= shape.vocab_size:
+def vocabulary_problem(config: Config, base: model.Source, tokenizer: Any) -> str | None:
+    """Say whether the tokenizer gives ids that the model has no embedding for; None: to be made."""
+    own = base.config.get_text_config().vocab_size
+    name = tokenizer_of(config, config.model.overrides.get("vocab_size", own), base.preset)
+    tokens = tokens_of(name) if tokenizer is None else len(tokenizer)
+    room = vocabulary_of(config, own, base.preset, tokens)
+    if tokens is None or room is None or tokens <= room:
         return None
     return (
-        f"model.tokenizer={config.model.tokenizer or config.model.path} is too large for the "
-        f"model: it has {len(tokenizer)} tokens and {config.model.path} has embeddings for "
-        f"{shape.vocab_size}. Set model.tokenizer to the one the model was trained with"
+        f"model.tokenizer={name} is too large for the model: it has {tokens} tokens and "
+        f"{config.model.path} has embeddings for {room}. Set model.tokenizer to the one the model "
+        "was trained with"
     )
 
 
@@ -154,7 +159,9 @@ def _model(config: Config, kinds: set[str], problems: list[str]) -> tuple[model.
             f"has positions for {limit} tokens. Set data.seq_len={limit} or less"
         )
     named = config.model.tokenizer
-    if named == "bytes" or (named or "").startswith("bpe:") or (named is None and base.preset):
+    if is_made(tokenizer_of(config, 0, base.preset)):
+        if problem := vocabulary_problem(config, base, None):
+            problems.append(problem)
         return base, None
     try:
         tokenizer = tokens.load_tokenizer(named or config.model.path)
@@ -165,8 +172,7 @@ def _model(config: Config, kinds: set[str], problems: list[str]) -> tuple[model.
             "Give a folder with tokenizer.json, or bpe:4096 to train one"
         )
         return base, None
-    problem = vocabulary_problem(config, base.config, tokenizer)
-    if problem:
+    if problem := vocabulary_problem(config, base, tokenizer):
         problems.append(problem)
     if "chat" in kinds and not tokenizer.chat_template:
         problems.append(

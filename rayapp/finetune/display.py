@@ -8,12 +8,18 @@ from rayapp.config import Config
 from rayapp.data.prepared import Prepared
 from rayapp.driver.display import plain
 from rayapp.order import Order
+from rayapp.planner.trained import random_weights
 
 
 def plan(
-    console: Console, config: Config, prepared: Prepared, order: Order, parameters: int
+    console: Console,
+    config: Config,
+    prepared: Prepared,
+    order: Order,
+    parameters: int,
+    trainable: int | None = None,
 ) -> None:
-    """Print the run as equations, and what the data is like."""
+    """Print the run as equations, and what the data is like; `trainable` where that is known."""
     train, data = config.train, config.data
     report = prepared.report()
     counts = report["train"]
@@ -23,9 +29,12 @@ def plan(
     per_worker = -(-micro_batches // workers)
     tokens = order.num_steps * train.tokens_per_step
     epochs = order.num_steps * rows / order.num_rows
+    trained = ""
+    if config.model.lora is not None and trainable is not None:
+        trained = f" ({trainable:,} trained, LoRA)"
     lines = {
-        "model": f"{config.model.path}: {parameters:,} parameters, {config.parallel.strategy}, "
-        f"{train.precision}",
+        "model": f"{config.model.path}: {parameters:,} parameters{trained}, "
+        f"{config.parallel.strategy}, {train.precision}",
         "data": f"{counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
         f"{counts['rows']:,} rows of {seq_len} ({report['fill']:.1%} full, "
         f"{report['loss_share']:.1%} bear loss); held out {report['eval']['documents']:,} "
@@ -55,6 +64,8 @@ def plan(
         )
     for label, text in lines.items():
         console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
+        if label == "model" and (warning := random_weights(config)):
+            console.print(f"{'':14} [yellow]{plain(warning)}[/yellow]", soft_wrap=True)
 
 
 def lengths(counts: dict[str, int]) -> str:

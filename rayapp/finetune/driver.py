@@ -25,7 +25,7 @@ from rayapp.finetune.inputs import (
     shared_tokenizer,
 )
 from rayapp.finetune.job import Job
-from rayapp.finetune.parts import model_shape, overridden, technique_problems
+from rayapp.finetune.parts import model_shape, technique_problems
 from rayapp.planner import misfit
 
 __all__ = ["RunFailed", "finetune"]
@@ -59,7 +59,9 @@ class Finetune(command.Kind):
         """Look at storage, data, model and cluster size, and whether the plan fits."""
         self.ready = checks.check(self.config, local_cores, local_gpus)
         self.config, self.run = self.ready.config, self.ready.run
-        problem = misfit(forecast(self.config, overridden(self.ready.model, self.config)))
+        tokenizer = self.ready.tokenizer
+        tokens = None if tokenizer is None else len(tokenizer)
+        problem = misfit(forecast(self.config, model_shape(self.ready.model, self.config, tokens)))
         if problem and not self.config.cluster.ignore_plan:
             raise ConfigError([problem])
 
@@ -84,10 +86,11 @@ class Finetune(command.Kind):
         order = order_of(config, prepared)
         parameters = count_parameters(shape)
         planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
+        trainable = None if planned is None else planned.question.layout.trainable
         plan = plan_of(config, prepared, order, parameters)
         ready.run.write("config.yaml", config.to_yaml().encode())
         values = (planned.as_dict() if planned else {}) | plan
         ready.run.write("plan.json", json.dumps(values, indent=1).encode())
-        display.plan(console, config, prepared, order, parameters)
+        display.plan(console, config, prepared, order, parameters, trainable)
         phases.end("plan")
         return Job(config, prepared, tokenizer_url, order, ready.run.url, auto)

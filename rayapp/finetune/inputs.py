@@ -15,6 +15,7 @@ from rayapp.data import heads, prepare, tokens
 from rayapp.data.prepared import Prepared, mixed, reasons
 from rayapp.finetune import checks
 from rayapp.order import Order, fingerprint
+from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import open_storage
 
 PREPARED = ".prepared"  # beside the runs, shared by all that use the same data
@@ -26,7 +27,8 @@ def shared_tokenizer(ready: checks.Ready, console: Console) -> tuple[str, Any]:
     config = ready.config
     root = open_storage(config.run.storage) / PREPARED
     tokenizer = ready.tokenizer
-    name = config.model.tokenizer or f"bpe:{ready.model.config.vocab_size}"
+    own = config.model.overrides.get("vocab_size", ready.model.config.vocab_size)
+    name = tokenizer_of(config, own, ready.model.preset)
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()
     if tokenizer is None:
@@ -119,7 +121,7 @@ def order_of(config: Config, prepared: Prepared) -> Order:
 
 def count_parameters(shape: Any) -> int:
     """Return the parameters of a model of this shape, tied ones once."""
-    return model.num_parameters(model.build(shape, loss=model.no_loss))
+    return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
 
 
 def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune.job import Job
 from rayapp.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.optim import make_optimizers
+from rayapp.planner.trained import vocabulary_of
 
 
 @dataclass
@@ -52,11 +53,12 @@ class Head:
     def __call__(
         self,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         labels: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sampling:
+            assert weight is not None, "a model that computes its logits itself is not sampled"
             logits = torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
             return logits, logits
         return self.loss(hidden, weight, labels, bias)
@@ -77,8 +79,9 @@ def make_parts(job: Job, device: torch.device) -> Parts:
         dtype=torch.float32 if lora is None else compute,  # what is frozen has no fp32 master copy
         attention=model.choose_attention(config.model.attention, shape, device.type, compute),
     )
-    # The order matters: adapters wrap linear layers; float8 replaces those that compute; what is
-    # recomputed is decided inside what is compiled; FSDP's hooks stay outside of all of it.
+    # The order matters: adapters wrap linear layers; float8 replaces those that compute; a block's
+    # class, which recomputes its forward, is FSDP's once it is sharded, and that is the forward
+    # to compile and to offload.
     if lora is not None:
         model.add_adapters(lm, lora)
         if lora.quantize == "nf4":
@@ -86,10 +89,6 @@ def make_parts(job: Job, device: torch.device) -> Parts:
     if config.train.precision == "fp8":
         model.use_float8(lm, device)
     model.checkpoint_activations(lm, parallel.activation_checkpointing)
-    if config.train.compile:
-        model.compile_blocks(lm)
-    if parallel.activation_offload:
-        model.offload_activations(lm)
     hybrid = parallel.strategy == "hybrid_shard"
     replicas = (parallel.replicas or model.num_nodes()) if hybrid else 1
     mesh = model.device_mesh(device.type, strategy=parallel.strategy, replicas=replicas)
@@ -100,6 +99,10 @@ def make_parts(job: Job, device: torch.device) -> Parts:
         param_dtype=None if compute == torch.float32 else compute,
         cpu_offload=parallel.cpu_offload,
     )
+    if config.train.compile:
+        model.compile_blocks(lm)
+    if parallel.activation_offload:
+        model.offload_activations(lm)
     if source.preset or config.model.from_scratch:
         model.init_weights(lm, config.run.seed, device)
     else:
@@ -170,22 +173,21 @@ def technique_problems(config: Config, source: model.Source, device_type: str) -
                 f"Install rayapp[{extra}], or {package.replace('_', '-')}"
             )
     if lora is not None and lora.targets:
-        names = model.linear_names(model.build(overridden(source, config), loss=model.no_loss).hf)
+        lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
+        names = model.linear_names(lm.hf)
         problem = model.unknown_targets(lora.targets, names)
         found += [problem] if problem else []
     return found
 
 
-def model_shape(source: model.Source, config: Config, vocabulary: int) -> Any:
-    """Return the model's config: a preset takes a trained tokenizer's vocabulary, then overrides.
+def model_shape(source: model.Source, config: Config, tokens: int | None) -> Any:
+    """Return the model's config with the run's overrides and vocabulary (`vocabulary_of`).
 
-    With a tokenizer that was not made for it, a preset keeps its own vocabulary if that is larger.
+    `tokens` is the size of the tokenizer, None where it is still to be made.
     """
     shape = overridden(source, config)
-    own = config.model.tokenizer
-    made = own is None or own == "bytes" or own.startswith("bpe:")
-    if source.preset and "vocab_size" not in config.model.overrides:
-        shape.vocab_size = vocabulary if made else max(vocabulary, shape.vocab_size)
+    if source.preset:
+        shape.vocab_size = vocabulary_of(config, shape.vocab_size, preset=True, tokens=tokens)
     return shape
 
 

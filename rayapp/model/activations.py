@@ -1,7 +1,7 @@
 """Keep fewer activations for the backward pass: recompute them, or hold them in host memory.
 
-    checkpoint_activations(model, "selective")    # before shard(), and before compile_blocks()
-    offload_activations(model)                    # after compile_blocks()
+    checkpoint_activations(model, "selective")    # before shard()
+    offload_activations(model)                    # after shard(), and after compile_blocks()
 
 Both work inside a block's forward, where FSDP's hooks are outside: what is recomputed finds the
 block's parameters gathered once.
@@ -91,19 +91,21 @@ def _offloaded(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any
 
     def pack(tensor: Tensor) -> Any:
         small = tensor.nbytes < MIN_OFFLOAD_BYTES
-        if small or tensor.untyped_storage().data_ptr() in parameters:
+        expanded = 0 in tensor.stride()  # less memory than its size says
+        if small or expanded or tensor.untyped_storage().data_ptr() in parameters:
             return tensor
         pinned = tensor.device.type == "cuda"
-        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        held = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         # The stream orders this copy before whatever reuses the memory of `tensor`, and before
         # the copy back: the host need not wait.
-        return tensor.device, held.copy_(tensor, non_blocking=pinned)
+        return tensor.device, tensor.stride(), held.copy_(tensor, non_blocking=pinned)
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        device, held = packed
-        return held.to(device, non_blocking=True)
+        device, stride, held = packed
+        tensor = torch.empty_strided(held.shape, stride, dtype=held.dtype, device=device)
+        return tensor.copy_(held, non_blocking=True)  # compiled code relies on the strides
 
     with saved_tensors_hooks(pack, unpack):
         return forward(*args, **kwargs)

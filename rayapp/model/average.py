@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from rayapp.model.init import local_part
+from rayapp.model.sharding import reshard
 
 
 class Average:
@@ -53,9 +53,7 @@ class Average:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what a forward pass left whole would stay as it was
+        reshard(self._model)  # what a forward pass left whole would stay as it was
         for name, tensor in self._live.items():
             live, own = local_part(tensor.detach()), local_part(self.tensors[name])
             kept = live.clone()

@@ -29,13 +29,16 @@ class Loss(Protocol):
     """Sum over the labels that are not -100, from hidden states: (objective, cross-entropy)."""
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+        self, hidden: Tensor, weight: Tensor | None, labels: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars."""
+        """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars.
+
+        Where the model computes its logits itself, they are given as hidden [B, S, V], no weight.
+        """
 
 
 def no_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+    hidden: Tensor, weight: Tensor | None, labels: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Stand for the loss of a model that is built for its shapes alone."""
     raise AssertionError("this model was built for its shapes")
@@ -112,11 +115,7 @@ class LanguageModel(Wrapper):
             )
         else:
             output = self.hf(**inputs, use_cache=False)
-            logits = output.logits.float().flatten(0, 1)  # [B * S, V]
-            objective = nn.functional.cross_entropy(
-                logits, labels.flatten(), reduction="sum", ignore_index=-100
-            )
-            loss = objective.detach()
+            objective, loss = self.loss(output.logits, None, labels)
         if routed:
             assert self.router_loss is not None
             objective = objective + self.router_loss(output.router_logits) * (labels != -100).sum()

@@ -39,6 +39,7 @@ from rayapp.model.build import Wrapper, base_state
 from rayapp.model.files import INDEX, SINGLE, layout
 from rayapp.model.lora import Update, updates
 from rayapp.model.quantize import Linear4bit
+from rayapp.model.sharding import reshard
 from rayapp.storage import Storage
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -126,6 +127,7 @@ def export(
     Weights come first and config.json last, so that a folder with one is complete.
     Raises: RuntimeError on every rank if any of them could not write.
     """
+    reshard(model)
     dtype = dtype or model.source_dtype or torch.float32
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     reverse = _Reverse(model.hf)

@@ -1,7 +1,7 @@
 """Compute the blocks faster: compiled, or with matmuls in float8.
 
-use_float8(model, device)     # before compile_blocks() and shard()
-compile_blocks(model)
+use_float8(model, device)                             # before shard()
+compile_blocks(model)                                 # after shard()
 measure_compile(model, batch).speedup                 # once it is sharded and filled
 """
 
@@ -26,6 +26,9 @@ ADA = (8, 9)  # compute capability with float8 matmuls
 
 def compile_blocks(model: LanguageModel) -> None:
     """Compile the forward pass of each block, inside FSDP's hooks.
+
+    Only after `shard`, which gives the blocks another class: that class's forward is the one that
+    recomputes activations.
 
     All blocks share one code object and are alike but for their parameters, so one compilation
     serves them all. The layer's number is no guard: only a cache of keys and values asks for it,

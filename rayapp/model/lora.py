@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from rayapp.model.build import LanguageModel
 from rayapp.model.init import fill
 from rayapp.model.quantize import BLOCK, Linear4bit
-from rayapp.model.sharding import find_blocks
+from rayapp.model.sharding import find_blocks, reshard
 from rayapp.storage import Storage
 
 ADAPTER = "default"  # peft's name for the only one
@@ -153,6 +153,7 @@ def export_adapters(
     model: LanguageModel, storage: Storage, *, base: str, tokenizer: Any = None
 ) -> list[str]:
     """Write the adapters as peft does, called by all ranks; return the names of all files."""
+    reshard(model)
     whole = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": _whole(parameter)
         for name, parameter in trained(model.hf).items()

@@ -107,6 +107,13 @@ def shard(
     return model
 
 
+def reshard(model: nn.Module) -> None:
+    """Let the parameters be the shards again: a forward pass leaves some whole, as it computed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
     """Find the transformer blocks: the outermost modules that HF says not to split.
 

@@ -8,6 +8,7 @@ question.py  the config, with shape and machines looked up; image_question.py: o
 step.py      seconds of a step; image_step.py: of a classifier; times.py: what both reckon with
 answer.py    memory, time, cost, checkpoints, goodput
 advice.py    what would fit or be faster, other node counts, the cheapest
+trained.py   the vocabulary of what is trained, and whether it starts from random weights
 report.py    tables for people
 
 No torch, no network, well under a second.
@@ -30,6 +31,7 @@ from rayapp.planner.advice import (
 from rayapp.planner.answer import Answer, Band, answer
 from rayapp.planner.image_question import ask_images
 from rayapp.planner.question import Question, ask, counts_of_run
+from rayapp.planner.trained import random_weights
 
 __all__ = [
     "Answer",
@@ -45,6 +47,7 @@ __all__ = [
     "largest_micro_batch",
     "misfit",
     "plan",
+    "random_weights",
     "scaling",
     "suggestions",
     "with_micro_batch",

@@ -22,6 +22,7 @@ from rayapp.formulas.image_memory import ImageLayout
 from rayapp.formulas.memory import Layout
 from rayapp.hardware import Instance, UnknownInstance
 from rayapp.planner.times import Job, machine_of
+from rayapp.planner.trained import is_preset, vocabulary_of
 from rayapp.presets import PRESETS, config_of
 from rayapp.units import IMAGES, TOKENS, Unit
 
@@ -250,15 +251,23 @@ def named_instance(config: RunConfig, problems: list[str]) -> Instance | None:
 
 
 def _shape(config: Config, model: Mapping[str, Any] | None, problems: list[str]) -> Shape | None:
-    path, tokenizer = config.model.path, config.model.tokenizer or ""
+    path = config.model.path
     values = model
     if values is None:
         values = _config_json(config, problems)
         if values is None:
             return None
-        if path in PRESETS and tokenizer.startswith("bpe:"):
-            values = {**values, "vocab_size": int(tokenizer.partition(":")[2])}
         values = {**values, **config.model.overrides}
+        if is_preset(path):
+            vocabulary = vocabulary_of(config, values["vocab_size"], preset=True)
+            if vocabulary is None:
+                problems.append(
+                    f"model.tokenizer={config.model.tokenizer} is not at hand: a plan needs the "
+                    "tokenizer's size and never uses the network. Give a local folder with "
+                    "tokenizer.json, or set model.overrides.vocab_size"
+                )
+                return None
+            values["vocab_size"] = vocabulary
     try:
         return shape_of(values)
     except UnknownShape as error:
@@ -270,7 +279,7 @@ def _config_json(config: Config, problems: list[str]) -> Mapping[str, Any] | Non
     path = config.model.path
     by_source = {preset.source: name for name, preset in PRESETS.items()}
     name = by_source.get(path, path)
-    if name in PRESETS:
+    if is_preset(name):
         return config_of(name)
     file = Path(os.path.expanduser(path)) / "config.json"
     if file.is_file():
