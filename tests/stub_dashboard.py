@@ -13,12 +13,13 @@ import ray
 
 
 class Dashboard:
-    """Answers for `jobs`, by submission id; `asked` are the requests, `stopped` the ids stopped."""
+    """Answers for `jobs`, by submission id; `asked` are the requests, `sent` the jobs sent, `stopped` the ids."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.jobs: dict[str, dict[str, Any]] = {}
         self.asked: list[str] = []
+        self.sent: list[dict[str, Any]] = []
         self.stopped: list[str] = []
 
     def add(self, submission_id: str, status: str, **facts: Any) -> None:
@@ -27,10 +28,13 @@ class Dashboard:
         known |= {"metadata": {}, "runtime_env": {}, "start_time": 1000, "end_time": None}
         self.jobs[submission_id] = known | {"driver_exit_code": None} | facts
 
-    def answer(self, method: str, path: str) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         self.asked.append(f"{method} {path}")
         if path == "/api/version":
             return 200, {"version": "4", "ray_version": ray.__version__, "ray_commit": "x"}
+        if (method, path) == ("POST", "/api/jobs/"):
+            self.sent.append(json.loads(body))
+            return 200, {"job_id": None, "submission_id": self.sent[-1]["submission_id"]}
         if path == "/api/jobs/":
             return 200, list(self.jobs.values())
         submission_id, _, what = path.removeprefix("/api/jobs/").partition("/")
@@ -49,7 +53,8 @@ class Dashboard:
 def dashboard() -> Iterator[Dashboard]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, value = found.answer(self.command, self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, value = found.answer(self.command, self.path, body)
             data = (value if isinstance(value, str) else json.dumps(value)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rayapp import progress, report
-from rayapp.accounts import Damaged
+from rayapp.config import ConfigError
 from rayapp.progress import LEASE_FILE, STOP_FILE, NoRun, read
 from rayapp.storage import open_storage
 
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, data: bytes) -> None
     run.write("events.jsonl", lines(STARTED, ENDED))
     assert read(run).status == "done"
     run.write(name, data)
-    with pytest.raises(Damaged) as error:
+    with pytest.raises(ConfigError) as error:
         read(run)
     (problem,) = error.value.problems
     assert problem.startswith(f"{tmp_path}/{name} is damaged: ") and "\n" not in problem
@@ -110,6 +110,6 @@ def test_a_report_names_the_damaged_file(tmp_path: Path, name: str, data: bytes)
     run = open_storage(str(tmp_path))
     run.write("events.jsonl", lines(STARTED, ENDED))
     run.write(name, data)
-    with pytest.raises(Damaged, match=f"{name} is damaged"):
+    with pytest.raises(ConfigError, match=f"{name} is damaged"):
         report.write(run)
     report.write_for(run)  # a run that has trained is not failed by its report
