@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rayapp.config import ConfigError
 
 if TYPE_CHECKING:
     from rayapp.storage import Storage
@@ -29,12 +32,31 @@ INTERRUPTED, ENDED = "interrupted", "ended"
 
 Event: TypeAlias = dict[str, Any]
 
+_Fields: TypeAlias = Mapping[str, type | UnionType]
+NUMBER = int | float
+# What is computed with, by event; a file that lacks one of these is damaged.
+FIELDS: Mapping[str, _Fields] = {
+    STARTED: {"seen_until": NUMBER | None},
+    WORKERS: {},
+    RESUMED: {"first_step_s": NUMBER, "lost_steps": int, "lost_s": NUMBER},
+    INTERRUPTED: {"kind": str, "reason": str, "step": int, "workers": int}
+    | {"trained_until": NUMBER | None},
+    ENDED: {"status": str, "reason": str | None, "seconds": dict},
+}
+
 # Of a step's wall time, by the field of metrics.jsonl that measures it; the rest of it is `step`.
 OF_A_STEP = {
     "data_wait": "data_wait_s",
     "checkpoint_stall": "checkpoint_stall_s",
     "evaluation": "eval_s",
 }
+
+
+class Damaged(ConfigError):
+    """A file of a run's folder is not as a run writes it."""
+
+    def __init__(self, url: str, why: str, fix: str) -> None:
+        super().__init__([f"{url} is damaged: {why}. {fix}"])
 
 
 @dataclass(frozen=True)
@@ -54,12 +76,53 @@ class Account:
 
 
 def read_events(run: Storage) -> list[Event]:
-    """Return a run's events, none if there are none; a torn last line is left out."""
+    """Return a run's events, none if there are none; a torn last line is left out.
+
+    Raises:
+        Damaged: a line is no event.
+    """
     try:
         data = run.read(FILE)
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+    events: list[Event] = []
+    whole = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+    for number, line in enumerate(whole, 1):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        wrong = _wrong(event)
+        if not events and wrong is None and event["event"] != STARTED:
+            wrong = f"the first event must be {STARTED}"
+        if wrong is not None:
+            fix = "Delete the file: the run goes on from its checkpoint, without its history"
+            raise Damaged(f"{run.url}/{FILE}", f"line {number}: {wrong}", fix)
+        events.append(event)
+    return events
+
+
+def _wrong(event: Any) -> str | None:
+    """Say why a line's value is no event."""
+    if not isinstance(event, dict):
+        return "it is no JSON object"
+    if event.get("event") not in FIELDS:
+        return f"event={event.get('event')!r:.40} is unknown"
+    fields = {"time": NUMBER, **FIELDS[event["event"]]}
+    if "usd_per_hour" in event:
+        fields["usd_per_hour"] = NUMBER | None
+    for name, kind in fields.items():
+        if not _is(event.get(name), kind):
+            return f"{name}={event.get(name)!r:.40} is not valid"
+    if event["event"] == ENDED and not all(_is(s, NUMBER) for s in event["seconds"].values()):
+        return "seconds is not valid"
+    return None
+
+
+def _is(value: Any, kind: type | UnionType) -> bool:
+    if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+        return False
+    return isinstance(value, kind)
 
 
 def account(

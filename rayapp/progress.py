@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayapp import metrics
-from rayapp.accounts import ENDED, RESUMED, Account, account, commands, read_events
+from rayapp.accounts import ENDED, RESUMED, Account, Damaged, account, commands, read_events
+from rayapp.accounts import FILE as EVENTS_FILE
 from rayapp.storage import Storage
 
 LEASE_FILE = "LEASE"  # in the run's folder: renewed by the driver at work on it
 STOP_FILE = "STOP"  # there too: asks the run to save and leave
 LIVE_S = 45.0  # a lease is renewed every 10 s, and taken over after 35 s; clocks differ a little
 RECENT_STEPS = 50
+VANISHED = "its driver has vanished: run the same command again to go on"
+REWRITTEN = "Delete the file: the run's next command writes it again"
 
 PREPARING, RUNNING, STOPPING = "preparing", "running", "stopping"
 DONE, STOPPED, FAILED, LOST = "done", "stopped", "failed", "lost"
@@ -50,6 +53,8 @@ class Progress:
     """Why it failed."""
     updated_s: float | None
     """Unix time of the last sign of life."""
+    quiet_s: float | None = None
+    """Seconds since its driver has renewed the lease; None: there is none."""
 
     @property
     def cost_at_end_usd(self) -> float | None:
@@ -67,6 +72,7 @@ def read(run: Storage, lines: list[dict[str, Any]] | None = None) -> Progress:
 
     Raises:
         NoRun: nothing there is a run's.
+        Damaged: a file of it is not as a run writes it.
     """
     events = read_events(run)
     lease = run.stat(LEASE_FILE)
@@ -90,6 +96,7 @@ def read(run: Storage, lines: list[dict[str, Any]] | None = None) -> Progress:
         account=account(events, lines, now if live else None),
         reason=reason,
         updated_s=max(signs, default=None),
+        quiet_s=None if lease is None else now - lease.modified_s,
     )
 
 
@@ -115,19 +122,40 @@ def _status(run: Storage, last: list[dict[str, Any]], live: bool) -> tuple[str, 
     """Return the status and, of a failure, the reason; `last` are the last command's events."""
     for event in last:
         if event["event"] == ENDED:
+            if event["status"] not in EXIT_CODES:
+                why = f"the run ended with the unknown status {event['status']!r:.40}"
+                raise Damaged(f"{run.url}/{EVENTS_FILE}", why, "Delete the file, or upgrade rayapp")
             return event["status"], event["reason"]
     if not live:
-        return LOST, "its driver has vanished: run the same command again to go on"
+        return LOST, VANISHED
     if run.exists(STOP_FILE):
         return STOPPING, None
     return (RUNNING if any(e["event"] == RESUMED for e in last) else PREPARING), None
 
 
 def _num_steps(run: Storage) -> int | None:
+    """Return the steps of a run's plan, None where it has none yet."""
+    steps = read_object(run, "plan.json").get("steps")
+    if isinstance(steps, bool) or not isinstance(steps, int | None):
+        raise Damaged(f"{run.url}/plan.json", f"steps={steps!r:.40} is no number", REWRITTEN)
+    return steps
+
+
+def read_object(run: Storage, name: str) -> dict[str, Any]:
+    """Return a JSON file of a run's folder, empty where it is not there.
+
+    Raises:
+        Damaged: it holds no JSON object.
+    """
     try:
-        return int(json.loads(run.read("plan.json"))["steps"])
+        value = json.loads(run.read(name))
     except FileNotFoundError:
-        return None
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{run.url}/{name}", f"it is not JSON ({error})", REWRITTEN) from None
+    if not isinstance(value, dict):
+        raise Damaged(f"{run.url}/{name}", "it holds no JSON object", REWRITTEN)
+    return value
 
 
 def left_s(lines: list[dict[str, Any]], num_steps: int | None) -> float | None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stub_dashboard import dashboard
 
 from rayapp.arguments import read
 from rayapp.config import Config, ConfigError, load
 from rayapp.jobs import Cluster, JobError, Shipment, package, prepare
 from rayapp.jobs.client import address_of
-from rayapp.jobs.package import as_dict, from_dict
 
 ROOT = Path(__file__).parent.parent
 ARN = "arn:aws:secretsmanager:us-west-2:123456789012:secret:hub-AbC123"
@@ -112,11 +112,110 @@ def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "weights.bin (3 MiB)" in str(error.value)
 
 
-def test_a_shipment_is_kept_with_its_run() -> None:
-    shipment = Shipment(".", ("a==1",), {"A": "b"}, {"S": ARN}, 2.0, 4.0, {"team": "x"})
-    assert from_dict(json.loads(json.dumps(as_dict(shipment)))) == shipment
-    env = prepare(config(), Shipment(secrets={"S": ARN})).runtime_env("/nowhere")
-    assert json.loads(env["env_vars"]["RAYAPP_SECRETS"]) == {"S": ARN}
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END"
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (".env", "A=b"),
+        (".env.local", "A=b"),
+        (".netrc", "machine h login u password p"),
+        ("keys/id_ed25519", "anything"),
+        ("tls/server.key", "anything"),
+        (".aws/credentials", "[default]"),
+        (".ssh/config", "Host h"),
+        (".cache/huggingface/token", "hf_abc"),
+        ("infra/terraform.tfstate", "{}"),
+        ("tls/both.pem", KEY),
+        ("notes.txt", KEY),
+    ],
+)
+def test_a_folder_with_secrets_is_not_packed(tmp_path: Path, path: str, text: str) -> None:
+    folder = tmp_path / "project"
+    for name, content in {
+        "code.py": "x = 1",
+        ".env.example": "A=",
+        "ca.pem": "-----BEGIN CERT",
+    }.items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    shipment = Shipment(working_dir=str(folder))
+    assert prepare(config(), shipment).package is not None
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text)
+    with pytest.raises(ConfigError) as error:
+        prepare(config(), shipment)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"working_dir={folder} is not safe to send: {path} may hold secrets")
+    assert "\n" not in problem
+    (folder / ".rayignore").write_text(f"{path}\n")
+    assert prepare(config(), shipment).package is not None
+
+
+def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "project"
+    (folder / "code").mkdir(parents=True)
+    (folder / "code" / "a.py").write_text("x = 1")
+    (folder / "same.py").symlink_to("code/a.py")
+    outside.mkdir()
+    (outside / "passwords.txt").write_text("p")
+    shipment = Shipment(working_dir=str(folder))
+    assert prepare(config(), shipment).package is not None, "links within are fine"
+    (folder / "code" / "out").symlink_to(outside)
+    (folder / "file").symlink_to(outside / "passwords.txt")
+    with pytest.raises(ConfigError) as error:
+        prepare(config(), shipment)
+    (problem,) = error.value.problems
+    assert f"code/out -> {outside}, file -> {outside}/passwords.txt lead out" in problem
+    (folder / ".rayignore").write_text("out/\nfile\n")
+    package = prepare(config(), shipment).package
+    assert package is not None
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        assert not any("passwords" in name or name == "file" for name in archive.namelist())
+
+
+def test_what_is_no_text_is_refused_by_name() -> None:
+    shipment = Shipment(env={"N": 1}, tags={"on": True})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError) as error:
+        prepare(config(), shipment)
+    assert [problem.split(":")[0] for problem in error.value.problems] == [
+        "env.N is not text",
+        "tags.on is not text",
+    ]
+
+
+def test_secrets_go_by_reference_and_a_stop_has_time_to_save() -> None:
+    shipment = Shipment(secrets={"S": ARN})
+    variables = prepare(config(), shipment).runtime_env("/nowhere")["env_vars"]
+    assert json.loads(variables["RAYAPP_SECRETS"]) == {"S": ARN}
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) == 600
+    shipment = Shipment(env={"RAY_JOB_STOP_WAIT_TIME_S": "900"})
+    variables = prepare(config(), shipment).runtime_env("/nowhere")["env_vars"]
+    assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == "900"
+
+
+TRAINED = "python -m rayapp.finetune c.yaml --run.storage=s3://b/runs"
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "trains", "storage", "run_url"),
+    [
+        (f"{TRAINED} --run.name=demo", True, "s3://b/runs", "s3://b/runs/demo"),
+        (f"{TRAINED}/ --run.name demo", True, "s3://b/runs/", "s3://b/runs/demo"),
+        (TRAINED, True, "s3://b/runs", None),
+        ("python -m rayapp.vision --run.storage=runs --run.name=demo", True, None, None),
+        ("python -m rayapp.preflight --run.storage=s3://b/runs --run.name=demo", False, None, None),
+        ("echo 'python -m rayapp.finetune", False, None, None),
+    ],
+)
+def test_a_job_of_ray_job_submit_is_known_by_its_command_line(
+    entrypoint: str, trains: bool, storage: str | None, run_url: str | None
+) -> None:
+    with dashboard() as served:
+        served.add("raysubmit_1", "RUNNING", entrypoint=entrypoint)
+        (info,) = Cluster.at(served.address).jobs()
+    assert (info.trains, info.storage, info.run_url) == (trains, storage, run_url)
 
 
 def test_the_address_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +229,8 @@ def test_the_address_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "https://ray.example")
     assert address_of() == ("https://ray.example", "RAY_API_SERVER_ADDRESS")
     assert address_of("127.0.0.1:1") == ("http://127.0.0.1:1", "as asked")
+    with pytest.raises(ConfigError, match="address=ray://h:10001 is no address of the Jobs API"):
+        address_of("ray://h:10001")
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from rayapp.__main__ import BAD_CONFIG, DONE, main
+from rayapp.commands import jobs
+from rayapp.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
 C4 = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
@@ -112,3 +114,52 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == DONE
     assert "deadline_hours" in capsys.readouterr().out
     assert main([]) == BAD_CONFIG
+
+
+def test_what_is_typed_is_what_is_sent() -> None:
+    """YAML 1.1 would make False, 750, 1.1, 8, None and 255 of these."""
+    typed = "{FLAG: no, TIME: 12:30, VERSION: 1.10, COUNT: 010, EMPTY: , NULL: ~, HEX: 0xff}"
+    found = jobs._mapping("env", typed)
+    assert found == {
+        "FLAG": "no", "TIME": "12:30", "VERSION": "1.10", "COUNT": "010", "EMPTY": "",
+        "NULL": "~", "HEX": "0xff",
+    }  # fmt: skip
+    for wrong in ("[a]", "{A: [b]}", "{A: {b: c}}", "a", "{A"):
+        with pytest.raises(ConfigError, match="a mapping of names to texts is expected"):
+            jobs._mapping("env", wrong)
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("good", "plan", "events", "metrics"):
+        (tmp_path / name).mkdir()
+        started = {"event": "started", "time": 1.0, "usd_per_hour": None, "seen_until": None}
+        ended = {"event": "ended", "time": 2.0, "status": "done", "reason": None, "seconds": {}}
+        text = f"{json.dumps(started)}\n{json.dumps(ended)}\n"
+        (tmp_path / name / "events.jsonl").write_text(text)
+    (tmp_path / "plan" / "plan.json").write_text('{"steps"')
+    (tmp_path / "events" / "events.jsonl").write_text("{\n")
+    (tmp_path / "metrics" / "metrics.jsonl").write_text('{"step": "x"}\n')
+    (tmp_path / "no-run").mkdir()
+    (tmp_path / "no-run" / "file").write_text("x")
+    assert main(["list", f"--storage={tmp_path}", "--json"]) == DONE
+    found = {Path(one["run"]).name: one for one in json.loads(capsys.readouterr().out)}
+    assert {name: one["status"] for name, one in found.items()} == {
+        "good": "done", "plan": "unreadable", "events": "unreadable", "metrics": "unreadable",
+    }  # fmt: skip
+    assert f"{tmp_path}/plan/plan.json is damaged" in found["plan"]["reason"]
+    assert f"{tmp_path}/events/events.jsonl is damaged" in found["events"]["reason"]
+    assert main(["list", f"--storage={tmp_path}"]) == DONE
+    told = capsys.readouterr().out
+    assert f"{tmp_path}/plan: {found['plan']['reason']}\n" in told
+    for name in ("plan", "events"):
+        assert main(["status", str(tmp_path / name)]) == BAD_CONFIG
+        error = capsys.readouterr().err
+        assert "is damaged" in error and error.count("\n") == 1
+        assert main(["report", str(tmp_path / name)]) == BAD_CONFIG
+        assert capsys.readouterr().err == error
+
+
+def test_the_package_shows_its_names() -> None:
+    import rayapp
+
+    assert set(rayapp.__all__) <= set(dir(rayapp))

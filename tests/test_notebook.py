@@ -6,12 +6,14 @@ through a connection that breaks, watch from a kernel that is started anew, stop
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,11 +25,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE_S
 from rich.console import Console
+from stub_dashboard import Dashboard, dashboard
 
+from rayapp.__main__ import main
 from rayapp.accounts import account
-from rayapp.notebook import page, terminal
-from rayapp.progress import Progress
-from rayapp.storage import open_storage
+from rayapp.config import ConfigError
+from rayapp.jobs import JobError
+from rayapp.notebook import Job, page, submit, terminal
+from rayapp.progress import LEASE_FILE, STOP_FILE, Progress
+from rayapp.storage import Storage, open_storage
 
 ROOT = Path(__file__).parent.parent
 STEPS = 150
@@ -232,6 +238,278 @@ print(json.dumps([info.status, said, "the value" in told, "arn:" in told]))
     assert not value_is_told and reference_is_told
 
 
+# ---- What is made of a folder and of the answers of a cluster ----------------------------------
+
+BEGAN = {"event": "started", "time": 2.0, "usd_per_hour": None, "seen_until": None}
+LEFT = {"event": "ended", "time": 3.0, "status": "stopped", "reason": None, "seconds": {}}
+ROOMY = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
+    """The user's own cluster."""
+    with dashboard() as found:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", found.address)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        yield found
+
+
+def folder_of(
+    tmp_path: Path, *events: dict[str, Any], note: dict[str, Any] | None = None
+) -> Storage:
+    """A run's folder, and its lease while it has not ended."""
+    run = open_storage(str(tmp_path / "runs" / "demo"))
+    run.write("config.yaml", f"run: {{name: demo, storage: {tmp_path}/runs}}\n".encode())
+    run.write("events.jsonl", "".join(json.dumps(event) + "\n" for event in events).encode())
+    if note is not None:
+        known = {"address": "http://127.0.0.1:9", "submission_id": "demo", "time": 1.0}
+        run.write("submission.json", json.dumps({**known, "shipment": {}, **note}).encode())
+    if events and events[-1]["event"] != "ended":
+        run.write(LEASE_FILE, b"{}")
+    return run
+
+
+def quiet(run: Storage, seconds: float = 20.0) -> None:
+    """Let the lease be that old."""
+    past = time.time() - seconds
+    os.utime(str(run.local_path(LEASE_FILE)), (past, past))
+
+
+def said(capsys: pytest.CaptureFixture[str], expect: int, *words: str) -> str:
+    assert main(list(words)) == expect
+    return "".join(capsys.readouterr())
+
+
+def test_a_folder_sends_nothing_anywhere(
+    served: Dashboard, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the token to the address that it names, nor a folder of the user's machine."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "notes.txt").write_text("private")
+    with dashboard() as theirs:
+        theirs.add("demo", "FAILED", start_time=1000)
+        shipment = {
+            "working_dir": str(home),
+            "pip": ["a==1"],
+            "env": {"A": "b"},
+            "tags": {"t": "u"},
+        }
+        note = {"address": theirs.address, "shipment": shipment}
+        url = folder_of(tmp_path, BEGAN, LEFT, note=note).url
+        assert "stopped" in said(capsys, 3, "status", url)
+        told = said(capsys, 1, "logs", url)
+        assert f"The run was sent to {theirs.address}: set that address" in told
+        refused = said(capsys, 2, "resume", url).splitlines()
+        assert [line.split(" ")[0] for line in refused] == [
+            f"working_dir={home}", "pip=a==1", 'env={"A":'
+        ]  # fmt: skip
+        assert theirs.asked == [] and served.sent == []
+        served.add("demo", "FAILED")
+        assert said(capsys, 0, "logs", url) == "logs of demo\n"
+        again = ["--working_dir=none", "--pip=none", "--env={A: 010}"]
+        assert f"job demo-2 at {served.address}" in said(capsys, 0, "resume", url, *again)
+        assert theirs.asked == []
+        assert said(capsys, 0, "logs", url, f"--address={theirs.address}") == "logs of demo\n"
+    (sent,) = served.sent
+    assert sent["runtime_env"]["env_vars"]["A"] == "010"
+    assert not {"working_dir", "pip"} & set(sent["runtime_env"])
+    assert sent["metadata"]["rayapp.tag.t"] == "u"
+
+
+def test_a_folder_names_no_other_job(served: Dashboard, tmp_path: Path) -> None:
+    other = {"rayapp.run": "s3://bucket/runs/other"}
+    served.add("other", "RUNNING", metadata=other, runtime_env=ROOMY)
+    run = folder_of(tmp_path, BEGAN, note={"submission_id": "other"})
+    quiet(run)
+    handle = Job(run.url)
+    assert handle.status() == "preparing"
+    handle.stop(wait_s=0)
+    assert served.stopped == []
+    with pytest.raises(JobError, match="no job other of .* is known at"):
+        handle.logs()
+    run.write(
+        "submission.json", b'{"address": "", "submission_id": "../x", "time": 1, "shipment": {}}'
+    )
+    with pytest.raises(ConfigError, match=r"submission\.json is damaged: submission_id"):
+        handle.logs()
+
+
+def test_a_resume_stays_in_its_folder(served: Dashboard, tmp_path: Path) -> None:
+    run = folder_of(tmp_path, BEGAN, LEFT, note={})
+    run.write("config.yaml", b"run: {name: demo, storage: s3://bucket/runs}\n")
+    with pytest.raises(ConfigError, match="is of another folder: it names s3://bucket/runs/demo"):
+        Job(run.url).resume()
+
+
+def test_a_handle_remembers_what_it_has_sent(served: Dashboard, tmp_path: Path) -> None:
+    handle = submit(
+        ROOT / "configs" / "tiny_cpu.yaml",
+        run={"name": "demo", "storage": f"{tmp_path}/runs"},
+        env={"A": "no"},
+        say=lambda text: None,
+    )
+    served.add("demo", "STOPPED", metadata=served.sent[0]["metadata"], end_time=2000)
+    assert handle.status() == "stopped"
+    again = handle.resume(say=lambda text: None)
+    first, second = served.sent
+    assert again.run.url == f"{tmp_path}/runs/demo" and second["submission_id"] == "demo-2"
+    assert first["entrypoint"] == second["entrypoint"]
+    assert second["runtime_env"]["env_vars"]["A"] == "no"
+
+
+def test_a_run_of_ray_job_submit_is_known(
+    served: Dashboard, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its command line where that has the run's name, else by the events of the folder."""
+    line = f"python -m rayapp.finetune c.yaml --run.storage={tmp_path}/runs"
+    served.add("raysubmit_1", "FAILED", entrypoint=line, driver_exit_code=3, end_time=4000)
+    served.add("raysubmit_2", "RUNNING", entrypoint=f"{line} --run.name=early")
+    served.add("raysubmit_3", "RUNNING", entrypoint="python -m rayapp.finetune c.yaml")
+    served.add("raysubmit_4", "RUNNING", entrypoint="python other.py")
+    run = folder_of(tmp_path, {**BEGAN, "submission_id": "raysubmit_1"}, LEFT)
+    listed = {one["job"]: one for one in json.loads(said(capsys, 0, "list", "--json"))}
+    assert {job: (one["run"], one["status"]) for job, one in listed.items()} == {
+        "raysubmit_1": (run.url, "stopped"),
+        "raysubmit_2": (f"{tmp_path}/runs/early", "starting"),
+        "raysubmit_3": ("n/a", "running"),
+    }
+    for words in (["demo"], [run.url]):
+        assert "stopped" in said(capsys, 3, "status", *words)
+        assert said(capsys, 0, "logs", *words) == "logs of raysubmit_1\n"
+    assert "starting" in said(capsys, 0, "status", "early")
+    assert "working_dir is missing" in said(capsys, 2, "resume", run.url)
+    assert "job demo at" in said(capsys, 0, "resume", run.url, "--working_dir=none")
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code", "expected"), [("STOPPED", None, "stopped"), ("FAILED", 137, "lost")]
+)
+def test_a_job_that_ended_before_its_run_did(
+    served: Dashboard, tmp_path: Path, status: str, exit_code: int | None, expected: str
+) -> None:
+    run = folder_of(tmp_path, {**BEGAN, "submission_id": "raysubmit_1"})
+    handle = Job(run.url)
+    served.add("raysubmit_1", "RUNNING")
+    quiet(run)
+    assert handle.status() == "preparing"
+    served.add("raysubmit_1", status, driver_exit_code=exit_code, end_time=4000)
+    run.write(LEASE_FILE, b"{}")
+    assert handle.status() == "preparing", "its lease has just been renewed"
+    quiet(run)
+    found, now, _ = handle.snapshot()
+    assert found == expected and now is not None and now.status == expected
+    quiet(run, 60.0)
+    assert handle.status() == expected
+    run.write("events.jsonl", json.dumps(BEGAN | {"time": 5000.0}).encode() + b"\n")
+    run.write(LEASE_FILE, b"{}")
+    quiet(run)
+    assert handle.status() == "preparing", "a later command, of no job, is at work"
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+def test_a_stop_is_stopped_in_rays_dashboard(
+    served: Dashboard, tmp_path: Path, roomy: bool
+) -> None:
+    """But not where Ray would kill the job before it can save."""
+    run = folder_of(tmp_path, BEGAN, note={})
+    metadata = {"rayapp.run": run.url}
+    served.add("demo", "RUNNING", metadata=metadata, runtime_env=ROOMY if roomy else {})
+    assert Job(run.url).stop(wait_s=0) == "stopping"
+    assert run.exists(STOP_FILE)
+    assert served.stopped == (["demo"] if roomy else [])
+
+
+def test_a_stop_that_may_wait_for_ever_does_not_end_the_job(
+    served: Dashboard, tmp_path: Path
+) -> None:
+    run = folder_of(tmp_path, BEGAN, note={})
+    served.add("demo", "RUNNING", metadata={"rayapp.run": run.url}, runtime_env=ROOMY)
+    with pytest.raises(TimeoutError):
+        Job(run.url).stop(wait_s=0.01, hard=False)
+    assert served.stopped == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"config": {"train": {}}}, "config of type dict is not valid"),
+        ({"lr": 1}, "lr=1 is not a section of a config: .* Set train={'lr': 1}"),
+        ({"train.lr": 1}, "train.lr=1 is not a section of a config: .* Set train={'lr': 1}"),
+        ({"pip": "a==1"}, r"pip=a==1 is text: .* Set pip=\['a==1'\]"),
+    ],
+)
+def test_what_submit_is_given_is_checked(asked: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}$" if " .* " in problem else problem):
+        submit(**{"config": str(ROOT / "configs" / "tiny_cpu.yaml"), **asked})
+
+
+# ---- Watching ----------------------------------------------------------------------------------
+
+
+class Watched:
+    """A handle whose run is running for some looks, and then done, or interrupted."""
+
+    name = "demo"
+
+    def __init__(self, *moments: str | BaseException) -> None:
+        self.moments = list(moments)
+
+    def snapshot(self) -> tuple[str, None, list[Any]]:
+        moment = self.moments.pop(0)
+        if isinstance(moment, BaseException):
+            raise moment
+        return moment, None, []
+
+    def reason(self) -> None:
+        return None
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the cells of a notebook show, in turn."""
+    from IPython import display
+
+    found: list[str] = []
+
+    class Handle:
+        def update(self, html: Any) -> None:
+            found.append(html.data)
+
+    def show(html: Any, display_id: bool = False) -> Handle:
+        found.append(html.data)
+        return Handle()
+
+    monkeypatch.setattr(display, "display", show)
+    return found
+
+
+def test_an_interrupted_watch_lets_no_next_cell_run(cells: list[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        page.show(Watched("running", KeyboardInterrupt()), 0.0)
+    assert "the run goes on" in cells[-1]
+    console = Console(record=True, file=io.StringIO())
+    with pytest.raises(KeyboardInterrupt):
+        terminal.show(Watched(KeyboardInterrupt()), 0.0, console)
+    assert "the run goes on" in console.export_text()
+
+
+def test_a_notebook_watches_on_beside_its_next_cells(
+    cells: list[str], monkeypatch: pytest.MonkeyPatch, served: Dashboard, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(page, "in_notebook", lambda: True)
+    run = folder_of(tmp_path, {**BEGAN, "submission_id": None})
+    assert Job(run.url).watch(every_s=0.01) is None
+    (thread,) = (each for each in threading.enumerate() if each.name == "watch demo")
+    assert thread.daemon
+    run.write("events.jsonl", "".join(json.dumps(e) + "\n" for e in (BEGAN, LEFT)).encode())
+    thread.join(PATIENCE_S)
+    assert "stopped" in cells[-1] and not thread.is_alive()
+    thread = page.show_on(Watched("running", OSError("<b>gone")), 0.0)
+    thread.join(PATIENCE_S)
+    assert cells[-1] == "<p>not watched any more: &lt;b&gt;gone</p>"
+
+
 # ---- The views -------------------------------------------------------------------------------
 
 
@@ -266,10 +544,10 @@ def line(step: int, **more: Any) -> dict[str, Any]:
 def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
     lines = [line(n) for n in range(1, 8)] + [line(8, loss=None, eval_loss=1.25)]
     hostile = "</pre><script>alert(1)</script>"
-    text = page.render("<b>name", "failed", moment(lines, reason=hostile), lines)
+    text = page.render("<b>name", f"failed{hostile}", moment(lines, reason=hostile), lines)
     found = Words(text)
     assert not {"script", "b>name", "iframe", "img", "link"} & set(found.tags)
-    assert hostile in "".join(found.words) and "<b>name" in found.words
+    assert "".join(found.words).count(hostile) == 2 and "<b>name" in found.words
     for expected in ("8 / 10", "1,234", "1.50 GiB", "1:06:40", "1.00 USD of 41.00", "n/a"):
         assert expected in found.words, expected
     assert found.tags.count("svg") == 3

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rayapp import progress
+from rayapp import progress, report
+from rayapp.config import ConfigError
 from rayapp.progress import LEASE_FILE, STOP_FILE, NoRun, read
 from rayapp.storage import open_storage
 
@@ -56,3 +57,59 @@ def test_a_life(tmp_path: Path) -> None:
     assert read(run).status == "lost"
     happens("ended", status="done", reason=None, seconds={})
     assert read(run).status == "done"
+
+
+STARTED = {"event": "started", "time": 1.0, "usd_per_hour": None, "seen_until": None}
+ENDED = {"event": "ended", "time": 2.0, "status": "done", "reason": None, "seconds": {}}
+
+
+def lines(*events: Any) -> bytes:
+    return "".join(json.dumps(event) + "\n" for event in events).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("events.jsonl", b"{\n"),
+        ("events.jsonl", b"\0\0\0\n"),
+        ("events.jsonl", b"[" * 50_000 + b"\n"),
+        ("events.jsonl", lines([])),
+        ("events.jsonl", lines({"event": "ended"})),
+        ("events.jsonl", lines(ENDED)),
+        ("events.jsonl", lines(STARTED, {"event": "moved", "time": 2.0})),
+        ("events.jsonl", lines(STARTED, ENDED | {"time": None})),
+        ("events.jsonl", lines(STARTED, ENDED | {"seconds": {"export": "x"}})),
+        ("events.jsonl", lines(STARTED, ENDED | {"status": "<img src=x onerror=alert(1)>"})),
+        ("events.jsonl", lines(STARTED | {"usd_per_hour": "x"}, ENDED)),
+        ("plan.json", b'{"steps": 1'),
+        ("plan.json", b"null"),
+        ("plan.json", b'{"steps": "x"}'),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, data: bytes) -> None:
+    run = open_storage(str(tmp_path))
+    run.write("events.jsonl", lines(STARTED, ENDED))
+    assert read(run).status == "done"
+    run.write(name, data)
+    with pytest.raises(ConfigError) as error:
+        read(run)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{tmp_path}/{name} is damaged: ") and "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("result.json", b'{"status": "do'),
+        ("result.json", b"[]"),
+        ("validation.jsonl", b'{"step": 2, "eval_loss": 3.0}\nnull\n'),
+        ("plan.json", b"\0" * 20),
+    ],
+)
+def test_a_report_names_the_damaged_file(tmp_path: Path, name: str, data: bytes) -> None:
+    run = open_storage(str(tmp_path))
+    run.write("events.jsonl", lines(STARTED, ENDED))
+    run.write(name, data)
+    with pytest.raises(ConfigError, match=f"{name} is damaged"):
+        report.write(run)
+    report.write_for(run)  # a run that has trained is not failed by its report

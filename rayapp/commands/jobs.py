@@ -6,8 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, cast
 
 import yaml
 
@@ -17,11 +17,13 @@ from rayapp.config import ConfigError
 from rayapp.jobs import JobError, Shipment
 from rayapp.notebook import Job, job
 from rayapp.notebook.figures import figures
-from rayapp.notebook.submission import send
+from rayapp.notebook.remote import runs_of
+from rayapp.notebook.submission import Again
 from rayapp.progress import EXIT_CODES, NoRun, Progress, duration, read
-from rayapp.storage import StorageError, open_storage
+from rayapp.storage import Storage, StorageError, open_storage
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
+UNREADABLE = "unreadable"
 WHERE = {"storage": "none", "address": "none"}
 
 SUBMIT = """python -m rayapp submit [CONFIG.yaml] [--section.field=value ...]
@@ -35,6 +37,11 @@ SUBMIT = """python -m rayapp submit [CONFIG.yaml] [--section.field=value ...]
   --tags='{A: b}'       shown with the job
   --follow              print what it prints, and return what it returns
   --wait                wait for its end, and return what it returns"""
+
+RESUME = """python -m rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
+
+  --working_dir=FOLDER, --pip, --env, --secrets   as submit takes them: what the run was sent with
+                        is given again, or none, as its folder is not trusted to name that"""
 
 PREFLIGHT = """python -m rayapp preflight [CONFIG.yaml] [--section.field=value ...]
 
@@ -76,7 +83,7 @@ def submit(argv: list[str]) -> int:
     """Send a run; see SUBMIT."""
     known = {**SHIPPED, "follow": "false", "wait": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
-    return _after(Job(send(config, _shipment(asked), _or_none(asked["address"]))), asked)
+    return _after(Job.send(config, _shipment(asked), _or_none(asked["address"])), asked)
 
 
 @_command(PREFLIGHT)
@@ -99,12 +106,16 @@ def preflight(argv: list[str]) -> int:
     return FAILED if info.exit_code is None else info.exit_code
 
 
-@_command("python -m rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]")
+@_command(RESUME)
 def resume(argv: list[str]) -> int:
-    """Send a run again, as it was sent; it goes on from its newest checkpoint."""
+    """Send a run again; it goes on from its newest checkpoint; see RESUME."""
     argv = arguments.flags(argv, {"follow", "wait"})
-    handle, asked = _handle(argv, {"follow": "false", "wait": "false"})
-    return _after(handle.resume(_or_none(asked["address"])), asked)
+    options = {name: SHIPPED[name] for name in Again.__annotations__}
+    handle, asked = _handle(argv, {"follow": "false", "wait": "false", **options})
+    named = arguments.split(argv)[1]
+    shipment = _shipment({**SHIPPED, **asked})
+    given = {name: getattr(shipment, name) for name in options if name in named}
+    return _after(handle.resume(_or_none(asked["address"]), **cast(Again, given)), asked)
 
 
 @_command("python -m rayapp list [--storage=URL | --address=URL] [--json]")
@@ -134,6 +145,9 @@ def runs(argv: list[str]) -> int:
             one["job"] or "",
         )
     Console().print(table)
+    for one in found:
+        if one["updated_s"] is None and one["reason"]:  # its folder has told nothing
+            print(f"{one['run']}: {one['reason']}")
     return DONE
 
 
@@ -158,8 +172,13 @@ def status(argv: list[str]) -> int:
 @_command("python -m rayapp watch RUN [--storage=URL] [--address=URL]")
 def watch(argv: list[str]) -> int:
     """Show a run until it ends, and return what it returned."""
+    from rayapp.notebook import terminal
+
     handle, _ = _handle(argv, {})
-    return EXIT_CODES.get(handle.watch(), DONE)
+    try:
+        return EXIT_CODES.get(terminal.show(handle), DONE)
+    except KeyboardInterrupt:  # it goes on
+        return DONE
 
 
 @_command("python -m rayapp logs RUN [--storage=URL] [--address=URL] [--follow]")
@@ -186,7 +205,7 @@ def stop(argv: list[str]) -> int:
 def _shipment(asked: dict[str, str]) -> Shipment:
     return Shipment(
         working_dir=_or_none(asked["working_dir"]),
-        pip=tuple(filter(None, asked["pip"].split(","))),
+        pip=tuple(filter(None, (_or_none(asked["pip"]) or "").split(","))),
         env=_mapping("env", asked["env"]),
         secrets=_mapping("secrets", asked["secrets"]),
         driver_cpus=_number("driver_cpus", asked["driver_cpus"]),
@@ -216,35 +235,58 @@ def _follow(handle: Job) -> int:
 def _of_storage(asked: dict[str, str]) -> list[dict[str, Any]]:
     """Return the runs of a folder, whatever clusters they ran on."""
     root = open_storage(asked["storage"])
-    found = []
-    for name in root.dirs():
-        run = root / name
-        try:
-            now = read(run)
-        except NoRun:
-            continue
-        found.append(_values(run.url, now.status, now))
-    return sorted(found, key=lambda one: one["updated_s"] or 0.0)
+    found = [_row((root / name).url, partial(_in_folder, root / name)) for name in root.dirs()]
+    return sorted(filter(None, found), key=lambda one: one["updated_s"] or 0.0)
+
+
+def _in_folder(run: Storage) -> tuple[str, Progress | None]:
+    now = read(run)
+    return now.status, now
 
 
 def _of_cluster(asked: dict[str, str]) -> list[dict[str, Any]]:
     """Return the runs whose jobs a cluster knows of, each with its newest job."""
     from rayapp.jobs import Cluster
 
-    jobs = Cluster.at(_or_none(asked["address"]), check_version=False).jobs()
-    newest = {job.run_url: job for job in jobs if job.run_url}
+    address = _or_none(asked["address"])
     found = []
-    for url, info in newest.items():
-        handle = Job(str(url), _or_none(asked["address"]))
-        state, now, _ = handle.snapshot()
-        found.append(_values(str(url), state, now) | {"job": info.submission_id})
+    for url, info in runs_of(Cluster.at(address, check_version=False).jobs()):
+        if url is None:
+            values = _values(info.storage or "n/a", info.status.lower(), None)
+            values["reason"] = "its command line does not say which run of this folder it is"
+            found.append(values | {"job": info.submission_id})
+            continue
+        row = _row(url, partial(_on_cluster, url, address, info.submission_id))
+        if row is not None:
+            found.append(row | {"job": info.submission_id})
     return found
+
+
+def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progress | None]:
+    state, now, _ = Job(url, address, known).snapshot()
+    return state, now
+
+
+def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> dict[str, Any] | None:
+    """Return what is listed of a run, None of a folder without one.
+
+    A run that cannot be read is listed with the reason, whatever that is, and hides no other.
+    """
+    try:
+        return _values(url, *look())
+    except NoRun:
+        return None
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, ConfigError | JobError | StorageError):
+            reason = f"{type(error).__name__}: {reason}"
+        return _values(url, UNREADABLE, None) | {"reason": reason}
 
 
 def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
     """Return what --json prints of a run."""
     values: dict[str, Any] = {"run": url, "status": state, "job": None, "updated_s": None}
-    values["figures"] = figures(now) if now is not None else {}
+    values |= {"reason": None, "figures": figures(now) if now is not None else {}}
     if now is not None:
         values |= {
             "step": now.step,
@@ -266,13 +308,15 @@ def _or_none(text: str) -> str | None:
 
 
 def _mapping(name: str, text: str) -> dict[str, str]:
+    """Return names and texts, each as it was typed: 1.10, no and 010 are text here."""
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load("{}" if text.lower() == "none" else text, yaml.BaseLoader)
     except yaml.YAMLError:
         values = None
-    if not isinstance(values, dict):
-        raise ConfigError([f"--{name}={text} is not valid: a mapping is expected. Set '{{A: b}}'"])
-    return {str(key): str(value) for key, value in values.items()}
+    if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
+        why = "a mapping of names to texts is expected"
+        raise ConfigError([f"--{name}={text} is not valid: {why}. Set '{{A: b}}'"])
+    return values
 
 
 def _number(name: str, text: str) -> float:

@@ -12,11 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from rayapp import planner
-from rayapp.config import Config, ConfigError, from_dict
+from rayapp.config import Config, ConfigError, from_dict, parse_yaml
 from rayapp.driver import placement
 from rayapp.driver.outcome import causes
 from rayapp.finetune.forecast import forecast
@@ -124,7 +123,7 @@ def _before(config: Config, run: Storage) -> int | None:
     """Return the number that the run has had so far."""
     if not run.exists("config.yaml"):
         return None
-    before = from_dict(yaml.safe_load(run.read("config.yaml")))
+    before = from_dict(parse_yaml(run.read("config.yaml").decode()))
     assert isinstance(before, Config), "another kind of run has this folder"
     return before.train.micro_batch
 

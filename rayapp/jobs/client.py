@@ -9,24 +9,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config import ConfigError
-from rayapp.jobs.package import RUN_KEY, TAG_PREFIX, Order
+from rayapp.config import KINDS, ConfigError
+from rayapp.jobs.package import RUN_KEY, STOP_WAIT, TAG_PREFIX, Order
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+RAY_STOP_WAIT_S = 3.0  # Ray's own default
 HERE = "http://127.0.0.1:8265"
 VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+TRAINS = {kind.MODULE for kind in KINDS.values()}  # modules whose jobs are runs
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
 RECONNECT_S = 60.0  # of a cluster that does not answer while logs are followed
+
+_environment = threading.Lock()  # held while VARIABLES are hidden from Ray's client
 
 logger = logging.getLogger("rayapp.jobs")
 
@@ -46,8 +53,14 @@ class JobInfo:
     submission_id: str
     status: str
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
+    trains: bool
+    """Its command line trains a run."""
     run_url: str | None
-    """The folder of the run that it is a part of; None: it is no job of ours."""
+    """The folder of the run that it is a part of; None: neither metadata nor entrypoint say it."""
+    storage: str | None
+    """The folder of runs that the entrypoint names, None where it names none."""
+    stop_wait_s: float
+    """Seconds from a stop's SIGTERM to SIGKILL, as far as the job's own environment says."""
     tags: dict[str, str]
     message: str
     exit_code: int | None
@@ -61,11 +74,16 @@ class JobInfo:
 
 
 def address_of(address: str | None = None) -> tuple[str, str]:
-    """Return the address of the Jobs API that is in effect, and where it comes from."""
+    """Return the address of the Jobs API that is in effect, and where it comes from.
+
+    Raises:
+        ConfigError: it is no address of a Jobs API.
+    """
     if address is not None:
         return _with_scheme(address), "as asked"
-    for name in VARIABLES:
-        value = os.environ.get(name, "")
+    with _environment:
+        values = {name: os.environ.get(name, "") for name in VARIABLES}
+    for name, value in values.items():
         if value.startswith(("http://", "https://")):
             return value.rstrip("/"), name
     return HERE, "by default"
@@ -88,7 +106,7 @@ class Cluster:
         from ray.job_submission import JobSubmissionClient
 
         address, origin = address_of(address)
-        with _said(address, origin):
+        with _said(address, origin), _environment:
             names = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
             try:
                 client = JobSubmissionClient(address)
@@ -201,7 +219,7 @@ class Cluster:
         return found
 
     def stop(self, submission_id: str) -> None:
-        """Send SIGTERM to a job's driver, which saves and leaves; SIGKILL follows."""
+        """Send SIGTERM to a job's driver, which saves and leaves; SIGKILL after its stop_wait_s."""
         with _said(self.address):
             self._client.stop_job(submission_id)
 
@@ -228,10 +246,18 @@ def _chunks(client: JobSubmissionClient, submission_id: str, skip: int) -> Itera
 def _info(job: Any) -> JobInfo:
     metadata = job.metadata or {}
     tags = {k.removeprefix(TAG_PREFIX): v for k, v in metadata.items() if k.startswith(TAG_PREFIX)}
+    trained = run_of(job.entrypoint or "")
+    storage, name = trained or (None, None)
+    named = f"{storage.rstrip('/')}/{name}" if storage and name else None
+    variables = (job.runtime_env or {}).get("env_vars") or {}
+    wait_s = str(variables.get(STOP_WAIT, ""))
     return JobInfo(
         submission_id=job.submission_id,
         status=str(getattr(job.status, "value", job.status)),
-        run_url=metadata.get(RUN_KEY),
+        trains=trained is not None,
+        run_url=metadata.get(RUN_KEY, named),
+        storage=storage,
+        stop_wait_s=float(wait_s) if wait_s.isdecimal() else RAY_STOP_WAIT_S,
         tags=tags,
         message=job.message or "",
         exit_code=job.driver_exit_code,
@@ -240,7 +266,39 @@ def _info(job: Any) -> JobInfo:
     )
 
 
+def run_of(entrypoint: str) -> tuple[str | None, str | None] | None:
+    """Return run.storage and run.name as a command line says them; None: it trains nothing.
+
+    A relative folder is one of the cluster's that nothing here can find, and so is left out.
+
+    >>> run_of("python -m rayapp.finetune c.yaml --run.storage=s3://b/runs --run.name demo")
+    ('s3://b/runs', 'demo')
+    >>> run_of("python other.py --run.storage=s3://b/runs")
+    """
+    try:
+        words = shlex.split(entrypoint)
+    except ValueError:  # a quotation that does not end
+        return None
+    if not any(one == "-m" and module in TRAINS for one, module in pairwise(words)):
+        return None
+    found = dict[str, str]()
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in ("run.storage", "run.name"):
+            found[name] = value if equals else following
+    storage = found.get("run.storage", "")
+    known = "://" in storage or os.path.isabs(storage)
+    return (storage if known else None), found.get("run.name")
+
+
 def _with_scheme(address: str) -> str:
+    if "://" in address and not address.startswith(("http://", "https://")):
+        raise ConfigError(
+            [
+                f"address={address} is no address of the Jobs API: it is asked over HTTP. "
+                "Set http://HOST:8265, the address of the cluster's dashboard"
+            ]
+        )
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 

@@ -19,12 +19,14 @@ from typing import Any
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.credentials import VARIABLE, encode, problems_of
+from rayapp.jobs.private import link_problems, secret_problems
 
 LIMIT_MIB = 100  # of a package: what the dashboard takes (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
 NAME_KEY = "job_name"  # there too: what Ray's dashboard shows as the name
 TAG_PREFIX = "rayapp.tag."
-STOP_WAIT_S = 120  # from a hard stop's SIGTERM, which saves, to SIGKILL
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # from a stop's SIGTERM, which saves, to SIGKILL
+STOP_WAIT_S = 600  # a save of 70B parameters to S3 takes minutes; Ray's own default is 3
 SKIPPED = (  # lines of workers that ask nothing of a user; Ray's log files keep them
     r"class name: 'PreemptionWatcher'",
     r"Failed to query Ray Train Controller actor state",  # without a dashboard
@@ -77,7 +79,7 @@ class Order:
     def runtime_env(self, folder: str) -> dict[str, Any]:
         """Return Ray's runtime_env; the package is written into `folder` for the upload."""
         shipment = self.shipment
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **QUIET, **shipment.env}
+        variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **shipment.env}
         if shipment.secrets:
             variables[VARIABLE] = encode(shipment.secrets)
         env: dict[str, Any] = {"env_vars": variables}
@@ -118,7 +120,7 @@ def prepare(
                 [*problems, f"working_dir={shipment.working_dir} is not there: it must be a folder"]
             )
         package, names = _pack(folder)
-        problems += _size_problems(folder, package)
+        problems += [*secret_problems(folder, package), *_size_problems(folder, package)]
     problems += _path_problems(config, shipment, names)
     if problems:
         raise ConfigError(problems)
@@ -140,11 +142,6 @@ def as_dict(shipment: Shipment) -> dict[str, Any]:
     return asdict(shipment)
 
 
-def from_dict(values: Mapping[str, Any]) -> Shipment:
-    """Return the shipment that `as_dict` has told of."""
-    return Shipment(**{**values, "pip": tuple(values["pip"])})
-
-
 def _storage_problems(config: RunConfig) -> list[str]:
     storage = config.run.storage
     if "://" in storage or os.path.isabs(storage):
@@ -156,6 +153,15 @@ def _storage_problems(config: RunConfig) -> list[str]:
 
 
 def _environment_problems(shipment: Shipment) -> list[str]:
+    texts = {"env": shipment.env, "secrets": shipment.secrets, "tags": shipment.tags}
+    problems = [
+        f"{kind}.{name} is not text: its value is of type {type(value).__name__}. Put it in quotes"
+        for kind, values in texts.items()
+        for name, value in values.items()
+        if not isinstance(value, str)
+    ]
+    if problems:
+        return problems
     problems = [
         f"env.{name} looks like a secret: the value of an environment variable is seen by whoever "
         f"sees the job. Set secrets.{name} to the ARN of a secret or of an SSM parameter"
@@ -199,19 +205,27 @@ def _path_problems(config: RunConfig, shipment: Shipment, packed: set[str]) -> l
 
 
 def _pack(folder: Path) -> tuple[bytes, set[str]]:
-    """Zip a folder as Ray would, .gitignore and .rayignore respected; return it and its names."""
+    """Zip a folder as Ray would, .gitignore and .rayignore respected; return it and its names.
+
+    Raises:
+        ConfigError: links in it lead elsewhere.
+    """
     import logging
 
     from ray._private import ray_constants
     from ray._private.runtime_env.packaging import create_package
 
+    excludes = ray_constants.get_runtime_env_default_excludes()
+    gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+    if problems := link_problems(folder, excludes, gitignore):
+        raise ConfigError(problems)
     with tempfile.TemporaryDirectory() as temporary:
         target = Path(temporary) / "working_dir.zip"
         create_package(
             str(folder),
             target,
-            include_gitignore=os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1",
-            excludes=ray_constants.get_runtime_env_default_excludes(),
+            include_gitignore=gitignore,
+            excludes=excludes,
             logger=logging.getLogger("rayapp.jobs"),
         )
         with zipfile.ZipFile(target) as archive:

@@ -5,12 +5,15 @@
     job = rayapp.job("s3://bucket/runs/demo")       # another day, another machine, no cluster
 
 submission.py  how a run is sent, and what is noted of it
-handle.py      submit, job, Job, Result
+handle.py      submit, job, Job
+remote.py      the jobs of a run on the user's cluster
+results.py     what a run's folder says it was asked, and what came out: config, Result
 page.py        the live view as HTML, for notebooks
 terminal.py    the live view in a terminal
 figures.py     the figures that both show
 """
 
-from rayapp.notebook.handle import Job, Result, job, submit
+from rayapp.notebook.handle import Job, job, submit
+from rayapp.notebook.results import Result
 
 __all__ = ["Job", "Result", "job", "submit"]

@@ -1,31 +1,35 @@
-"""A run's handle. What it tells comes from the run's folder; the cluster is asked for logs alone,
-and for what happens before there is a folder.
+"""A run's handle. What it tells comes from the run's folder; the cluster is asked for logs, for
+what happens before there is a folder, and whether a job that has gone quiet has ended.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rayapp import metrics
-from rayapp.config import ConfigError, RunConfig, load
+from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs import Cluster, JobError, Shipment
-from rayapp.jobs.client import JobInfo, Unreachable
-from rayapp.jobs.package import from_dict
-from rayapp.notebook.submission import FILE, changed, send, sent
+from rayapp.jobs.client import Unreachable
+from rayapp.notebook.remote import RemoteJob, runs_of
+from rayapp.notebook.results import Result, config_of, own_config_of, result_of
+from rayapp.notebook.submission import Again, changed, send, shipment_again
 from rayapp.progress import (
     DONE,
     EXIT_CODES,
     FAILED,
+    LOST,
     PENDING,
     REFUSED,
     STARTING,
     STOP_FILE,
+    STOPPED,
+    VANISHED,
     NoRun,
     Progress,
     read,
@@ -37,26 +41,14 @@ if TYPE_CHECKING:
 
 POLL_S = 2.0
 SILENCE_S = 60.0  # a cluster that is not heard of for so long is believed to be gone
+QUIET_S = 15.0  # a lease is renewed every 10 s; of one that was not, the cluster is asked
+STOPPED_EARLY = "its job was stopped before it had saved: resume it, and it goes on where it was"
 
 logger = logging.getLogger("rayapp.jobs")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came out of a run; `values` is all of its result.json."""
-
-    status: str
-    steps: int
-    loss: float | None
-    eval_loss: float | None
-    tokens_per_s: float | None
-    cost_usd: float | None
-    model_path: str | None
-    values: dict[str, Any]
-
-
 def submit(
-    config: RunConfig | str,
+    config: RunConfig | str | Path,
     *,
     address: str | None = None,
     say: Callable[[str], None] = print,
@@ -78,11 +70,14 @@ def submit(
         ConfigError: it cannot run there as described; with every problem.
         JobError: the cluster cannot or will not.
     """
+    if isinstance(pip, str):
+        line = f"pip={pip} is text: a list of requirements is expected. Set pip=[{pip!r}]"
+        raise ConfigError([line])
     shipment = Shipment(
         working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, driver_memory_gib,
         tags or {},
     )  # fmt: skip
-    return Job(send(changed(config, sections), shipment, address, say))
+    return Job.send(changed(config, sections), shipment, address, say)
 
 
 def job(run: str, *, storage: str | None = None, address: str | None = None) -> Job:
@@ -91,17 +86,19 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
     Raises:
         ConfigError: there is no such run.
     """
+    known = None
     if storage is not None:
         run = f"{storage.rstrip('/')}/{run}"
     elif "://" not in run and "/" not in run and not os.path.isdir(run):
-        jobs = Cluster.at(address).jobs()
-        found = [job.run_url for job in jobs if (job.run_url or "").rpartition("/")[2] == run]
+        jobs = runs_of(Cluster.at(address).jobs())
+        found = [(url, info) for url, info in jobs if url and url.rpartition("/")[2] == run]
         if not found:
             raise ConfigError(
                 [f"run={run} is unknown: no job of the cluster has that name. Set storage too"]
             )
-        run = str(found[-1])
-    handle = Job(run, address)
+        run, info = max(found, key=lambda one: one[1].started_s or 0.0)
+        known = info.submission_id
+    handle = Job(run, address, known)
     try:
         handle.status()
     except NoRun as error:
@@ -112,11 +109,28 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
 class Job:
     """One run, wherever it trains or has trained."""
 
-    def __init__(self, run_url: str, address: str | None = None) -> None:
+    def __init__(
+        self, run_url: str, address: str | None = None, submission_id: str | None = None
+    ) -> None:
+        """`submission_id` is of a job that is known to be the run's, whatever its folder says."""
         self.run: Storage = open_storage(run_url)
-        self._address = address
-        self._cluster: Cluster | None = None
+        self._remote = RemoteJob(self.run, address, submission_id)
+        self._sent: tuple[RunConfig, Shipment] | None = None  # what this process has sent itself
         self._followed = metrics.Follower(self.run)
+
+    @classmethod
+    def send(
+        cls,
+        config: RunConfig,
+        shipment: Shipment,
+        address: str | None = None,
+        say: Callable[[str], None] = print,
+        check_live: bool = True,
+    ) -> Job:
+        """Send a run as described to a cluster; see `submit`."""
+        found = cls(*send(config, shipment, address, say, check_live))
+        found._sent = (config, shipment)
+        return found
 
     @property
     def name(self) -> str:
@@ -157,6 +171,9 @@ class Job:
             if now is None:
                 raise
             status = now.status
+        if now is not None and status != now.status and status in (STOPPED, LOST):
+            reason = STOPPED_EARLY if status == STOPPED else VANISHED
+            now = replace(now, status=status, reason=reason, left_s=None)
         return status, now, self._followed.lines
 
     def _now(self) -> Progress | None:
@@ -166,17 +183,27 @@ class Job:
             return None
 
     def _status(self, now: Progress | None) -> str:
-        if now is not None and now.live:
+        live = now is not None and now.live
+        if now is not None and live and (now.quiet_s or 0.0) < QUIET_S:
             return now.status
-        info = self._info()
+        info = self._remote.info()
         if info is None:
             if now is None:
                 raise NoRun(f"{self.run.url} holds no run, and no job of it is known")
             return now.status
+        if now is not None and live and self._remote.started_by() != info.submission_id:
+            return now.status  # another command is at work on it
         if not info.ended:
+            if now is not None and live:
+                return now.status
             return PENDING if info.status == "PENDING" else STARTING
+        stopped = info.status == "STOPPED"
         if now is not None and (now.updated_s or 0.0) >= (info.started_s or 0.0):
-            return now.status
+            if now.status in EXIT_CODES and now.status != LOST:
+                return now.status
+            return STOPPED if stopped else LOST
+        if stopped:
+            return STOPPED
         return next((s for s, code in EXIT_CODES.items() if code == info.exit_code), FAILED)
 
     def reason(self) -> str | None:
@@ -184,9 +211,8 @@ class Job:
         status, now, _ = self.snapshot()
         found = None if now is None else now.reason
         if found is None and status in (FAILED, REFUSED):
-            info = self._info()
-            found = None if info is None else self._cluster_or_fail().logs(info.submission_id)
-            found = None if found is None else found.strip()[-2000:]
+            cluster, info = self._remote.or_fail()
+            found = cluster.logs(info.submission_id).strip()[-2000:]
         return found
 
     def metrics(self) -> pandas.DataFrame:
@@ -198,26 +224,30 @@ class Job:
 
     def logs(self) -> str:
         """Return what the driver has printed, while the cluster keeps it."""
-        return self._cluster_or_fail().logs(self._submission_id())
+        cluster, info = self._remote.or_fail()
+        return cluster.logs(info.submission_id)
 
     def follow(self) -> Iterator[str]:
         """Yield what the driver prints, until it ends; a connection that breaks is made again."""
-        return self._cluster_or_fail().follow(self._submission_id())
+        cluster, info = self._remote.or_fail()
+        return cluster.follow(info.submission_id)
 
     # ---- What is done to it ---------------------------------------------------------------
 
     def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
         """Ask the run to save and leave, wait for it, and end its job if it does not.
 
-        Returns the status. `wait_s=0` only asks.
+        Returns the status. `wait_s=0` only asks. Unless `hard` is false Ray is asked as well, which
+        ends a job that has not left in time (600 s where `submit` has sent it).
         """
         before = self.status()
         if before in EXIT_CODES:
             return before
         if before == PENDING:
-            self._cluster_or_fail().stop(self._submission_id())
+            self._remote.end()
             return self.wait()
         self.run.write(STOP_FILE, b"asked\n")
+        asked = hard and self._remote.ask_to_stop()
         if wait_s == 0:
             return self.status()
         try:
@@ -225,30 +255,40 @@ class Job:
         except TimeoutError:
             if not hard:
                 raise
-            logger.warning("%s has not left after %.0f s: its job is ended", self.name, wait_s)
-            self._cluster_or_fail().stop(self._submission_id())
+            if not asked:
+                logger.warning("%s has not left after %.0f s: its job is ended", self.name, wait_s)
+                self._remote.end()
             return self.wait()
 
-    def resume(self, address: str | None = None, say: Callable[[str], None] = print) -> Job:
+    def resume(
+        self,
+        address: str | None = None,
+        say: Callable[[str], None] = print,
+        **given: Unpack[Again],
+    ) -> Job:
         """Send the same run again; it goes on from its newest checkpoint.
 
+        What another process has uploaded or set with it (`working_dir`, `pip`, `env`, `secrets`)
+        has to be given again, or as empty: a run's folder is not trusted to name that.
+
         Raises:
-            ConfigError: it is live or done already, or was never submitted.
+            ConfigError: it is live or done already, was never submitted, or lacks such a name.
         """
         status = self.status()
         if status == DONE or status not in EXIT_CODES:
             raise ConfigError([f"run {self.run.url} is {status}: there is nothing to resume"])
-        found = sent(self.run)
-        if found is None:
+        if not self._remote.ids():
             raise ConfigError(
                 [
-                    f"run {self.run.url} was not submitted: no {FILE} says how. Start it as it was "
-                    "started before"
+                    f"run {self.run.url} was not submitted: neither a note nor an event in its "
+                    "folder names a job. Start it as it was started before"
                 ]
             )
-        config = self.config()
-        address = address or self._address_of(found)
-        return Job(send(config, from_dict(found["shipment"]), address, say))
+        if self._sent is not None:
+            config, shipment = self._sent[0], replace(self._sent[1], **given)
+        else:
+            config, shipment = own_config_of(self.run), shipment_again(self.run, given)
+        return Job.send(config, shipment, address or self._remote.address, say, check_live=False)
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until it has ended; return the status.
@@ -277,13 +317,12 @@ class Job:
     # ---- What came of it ------------------------------------------------------------------
 
     def config(self) -> RunConfig:
-        """Return what was asked."""
-        import tempfile
+        """Return what was asked.
 
-        with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
-            file.write(self.run.read("config.yaml"))
-            file.flush()
-            return load(file.name)
+        Raises:
+            ConfigError: the run has not begun, or its config.yaml is not valid.
+        """
+        return config_of(self.run)
 
     def result(self) -> Result:
         """Return what came out, once it has ended.
@@ -294,64 +333,23 @@ class Job:
         status = self.status()
         if status not in EXIT_CODES:
             raise JobError(f"run {self.name} is {status}: it has no result yet")
-        try:
-            values = json.loads(self.run.read("result.json"))
-        except FileNotFoundError:
-            raise JobError(f"run {self.name} is {status}: {self.reason()}") from None
-        return Result(
-            status=values["status"],
-            steps=values["steps"],
-            loss=values.get("loss"),
-            eval_loss=values.get("eval_loss"),
-            tokens_per_s=values.get("tokens_per_s"),
-            cost_usd=values.get("cost_usd"),
-            model_path=values.get("model_path"),
-            values=values,
-        )
+        result = result_of(self.run)
+        if result is None:
+            raise JobError(f"run {self.name} is {status}: {self.reason()}")
+        return result
 
-    def watch(self, every_s: float = POLL_S) -> str:
-        """Show the run until it ends, in the notebook or the terminal; return the status.
+    def watch(self, every_s: float = POLL_S, block: bool = False) -> str | None:
+        """Show the run until it ends.
 
-        Interrupting stops the watching, never the run.
+        A terminal's view returns the status at the end. A notebook's draws on while the next cells
+        run, and returns at once; with `block` it is as in a terminal. An interrupt ends the
+        watching, never the run, and is raised again, so that no later cell runs.
         """
         from rayapp.notebook import page, terminal
 
-        show = page.show if page.in_notebook() else terminal.show
-        return show(self, every_s)
-
-    # ---- The cluster ----------------------------------------------------------------------
-
-    def _address_of(self, found: Mapping[str, Any]) -> str:
-        return self._address or str(found["address"])
-
-    def _submission_id(self) -> str:
-        found = sent(self.run)
-        if found is None:
-            raise JobError(f"run {self.run.url} was not submitted: no cluster has its logs")
-        return str(found["submission_id"])
-
-    def _cluster_or_fail(self) -> Cluster:
-        found = sent(self.run)
-        if found is None:
-            raise JobError(f"run {self.run.url} was not submitted: no cluster knows of it")
-        if self._cluster is None:
-            self._cluster = Cluster.at(self._address_of(found), check_version=False)
-        return self._cluster
-
-    def _info(self) -> JobInfo | None:
-        """Return what the cluster knows of the last job; None for a run that was not submitted.
-
-        Raises:
-            Unreachable: the cluster does not answer.
-        """
-        found = sent(self.run)
-        if found is None:
-            return None
-        try:
-            return self._cluster_or_fail().info(str(found["submission_id"]))
-        except Unreachable:
-            self._cluster = None
-            raise
-        except JobError as error:  # another cluster by now, or one that was started anew
-            logger.debug("no job %s: %s", found["submission_id"], error)
-            return None
+        if not page.in_notebook():
+            return terminal.show(self, every_s)
+        if block:
+            return page.show(self, every_s)
+        page.show_on(Job(self.run.url, self._remote.address, self._remote.known), every_s)
+        return None

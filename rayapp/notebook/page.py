@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe a
     "recovery": "#cc79a7",
     "other": "#dddddd",
 }
+LOOKING = "<p>looking for the run …</p>"
 STYLE = """
 .rayapp{font:13px/1.4 system-ui,sans-serif;max-width:900px}
 .rayapp .tiles{display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0}
@@ -53,18 +55,49 @@ def show(job: Job, every_s: float) -> str:
     """Redraw the view in its cell until the run has ended; return the status."""
     from IPython.display import HTML, display
 
-    handle = display(HTML("<p>looking for the run …</p>"), display_id=True)
+    handle = display(HTML(LOOKING), display_id=True)
     try:
         while True:
-            status, now, lines = job.snapshot()
-            reason = job.reason() if status in EXIT_CODES else None
-            handle.update(HTML(render(job.name, status, now, lines, reason)))
+            status, text = _drawn(job)
+            handle.update(HTML(text))
             if status in EXIT_CODES:
                 return status
             time.sleep(every_s)
     except KeyboardInterrupt:
         display(HTML("<p>not watched any more; the run goes on</p>"))
-        return job.status()
+        raise
+
+
+def show_on(job: Job, every_s: float) -> threading.Thread:
+    """Redraw the view in its cell from a thread, until the run has ended or cannot be asked.
+
+    The thread needs a handle of its own.
+    """
+    from IPython.display import HTML, display
+
+    handle = display(HTML(LOOKING), display_id=True)
+
+    def draw() -> None:
+        status = ""
+        try:
+            while status not in EXIT_CODES:
+                if status:
+                    time.sleep(every_s)
+                status, text = _drawn(job)
+                handle.update(HTML(text))
+        except Exception as error:  # said in the cell, as nothing else can hear it
+            handle.update(HTML(f"<p>not watched any more: {html.escape(str(error))}</p>"))
+
+    thread = threading.Thread(target=draw, name=f"watch {job.name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _drawn(job: Job) -> tuple[str, str]:
+    """Return the status, and the view of this moment."""
+    status, now, lines = job.snapshot()
+    reason = job.reason() if status in EXIT_CODES else None
+    return status, render(job.name, status, now, lines, reason)
 
 
 def render(
@@ -75,7 +108,8 @@ def render(
     reason: str | None = None,
 ) -> str:
     """Return the view of one moment."""
-    parts = [f"<style>{STYLE}</style><div class='rayapp'><b>{html.escape(name)}</b> {status}"]
+    parts = [f"<style>{STYLE}</style><div class='rayapp'><b>{html.escape(name)}</b> "]
+    parts.append(html.escape(status))
     if now is not None:
         done = now.step / now.num_steps if now.num_steps else 0.0
         parts.append(
@@ -83,7 +117,7 @@ def render(
             f"<i style='width:{100 * done:.1f}%;background:#0072b2'></i></div>"
         )
         tiles = "".join(
-            f"<div><span>{label}</span><b>{html.escape(value)}</b></div>"
+            f"<div><span>{html.escape(label)}</span><b>{html.escape(value)}</b></div>"
             for label, value in figures(now).items()
         )
         parts.append(f"<div class='tiles'>{tiles}</div>")
@@ -98,7 +132,7 @@ def render(
         }
         drawn = "".join(_curve(label, lines, series) for label, series in curves.items())
         parts.append(f"<div class='curves'>{drawn}</div>")
-        parts.append(f"<small>{share_of_waiting(lines)}</small>")
+        parts.append(f"<small>{html.escape(share_of_waiting(lines))}</small>")
     if reason:
         parts.append(f"<pre>{html.escape(reason)}</pre>")
     return "".join(parts) + "</div>"
@@ -107,12 +141,12 @@ def render(
 def _goodput(now: Progress) -> str:
     shares = {cause: share for cause, share in now.account.goodput.items() if share > 0.002}
     blocks = "".join(
-        f"<i title='{cause} {share:.1%}' style='width:{100 * share:.2f}%;"
+        f"<i title='{html.escape(cause)} {share:.1%}' style='width:{100 * share:.2f}%;"
         f"background:{COLORS[cause]}'></i>"
         for cause, share in shares.items()
     )
     words = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
-    return f"<div class='bar'>{blocks}</div><small>time: {words}</small>"
+    return f"<div class='bar'>{blocks}</div><small>time: {html.escape(words)}</small>"
 
 
 def _curve(label: str, lines: list[dict[str, Any]], series: list[tuple[str, str]]) -> str:
@@ -124,7 +158,7 @@ def _curve(label: str, lines: list[dict[str, Any]], series: list[tuple[str, str]
     values = [value for points in known.values() for _, value in points]
     if not values:
         return ""
-    low, high = min(values), max(values)
+    low, high, label = min(values), max(values), html.escape(label)
     first, last = lines[0]["step"], lines[-1]["step"]
     across = (WIDTH - 10) / max(1, last - first)
     up = (HEIGHT - 30) / ((high - low) or 1.0)

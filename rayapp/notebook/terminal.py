@@ -21,7 +21,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 COLUMNS = 60
 
 
-def show(job: Job, every_s: float, console: Console | None = None) -> str:
+def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
     """Redraw the view until the run has ended; return the status."""
     console = console or Console()
     try:
@@ -37,7 +37,7 @@ def show(job: Job, every_s: float, console: Console | None = None) -> str:
         return status
     except KeyboardInterrupt:
         console.print("not watched any more; the run goes on")
-        return job.status()
+        raise
 
 
 def render(name: str, status: str, now: Progress | None, lines: list[dict[str, Any]]) -> Group:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rayapp.accounts import Damaged
 from rayapp.config import ConfigError
 from rayapp.report.folder import Run, read
 from rayapp.report.render import comparison_page, run_page
@@ -59,7 +60,7 @@ def write_for(run: Storage) -> None:
     """Write the report of a run that has just ended, which a storage that fails must not change."""
     try:
         logger.info("report in %s", write(run))
-    except StorageError as error:
+    except (Damaged, StorageError) as error:
         logger.warning("the report is not written: %s", error)
 
 

@@ -17,13 +17,14 @@ import numpy as np
 import yaml
 
 from rayapp import progress
-from rayapp.accounts import OF_A_STEP, Account, Event, commands, read_events
+from rayapp.accounts import OF_A_STEP, Account, Damaged, Event, commands, read_events
 from rayapp.config import parse_yaml
 from rayapp.report.curves import Array, columns_of, read_steps
 from rayapp.storage import Storage
 from rayapp.units import IMAGES, TOKENS, Unit
 
 ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
+VALIDATIONS = "validation.jsonl"
 HELD = ("eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
 WARM_UP_SHARE = 0.1  # of the steps, left out of mean rates
 
@@ -191,13 +192,14 @@ def read(storage: Storage) -> Run:
 
     Raises:
         NoRun: nothing there is a run's.
+        Damaged: a file of it is not as a run writes it.
         StorageError: it cannot be read.
     """
     steps = read_steps(storage)
     columns = columns_of(steps)
     now = progress.read(storage, steps.select(ACCOUNTED).to_pylist())
     events = read_events(storage)
-    result = _json(storage, "result.json")
+    result = progress.read_object(storage, "result.json")
     text = _text(storage, "config.yaml")
     task, config = _mapping(text)
     status, reason = now.status, now.reason
@@ -212,7 +214,7 @@ def read(storage: Storage) -> Run:
         task=task,
         config_yaml=text,
         config=config,
-        plan=_json(storage, "plan.json"),
+        plan=progress.read_object(storage, "plan.json"),
         result=current,
         versions=result.get("versions", {}),
         events=events,
@@ -249,8 +251,18 @@ def _known(value: float) -> float | None:
 
 
 def _validations(storage: Storage) -> list[dict[str, Any]]:
-    text = _text(storage, "validation.jsonl") or ""
-    return [json.loads(line) for line in text.splitlines()]
+    found = []
+    for number, line in enumerate((_text(storage, VALIDATIONS) or "").splitlines(), 1):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            fix = "Delete the line"
+            why = f"line {number} is no JSON object"
+            raise Damaged(f"{storage.url}/{VALIDATIONS}", why, fix)
+        found.append(value)
+    return found
 
 
 def _text(storage: Storage, name: str) -> str | None:
@@ -258,10 +270,6 @@ def _text(storage: Storage, name: str) -> str | None:
         return storage.read(name).decode("utf-8", "replace")
     except FileNotFoundError:
         return None
-
-
-def _json(storage: Storage, name: str) -> dict[str, Any]:
-    return json.loads(_text(storage, name) or "{}")
 
 
 def _mapping(text: str | None) -> tuple[str | None, dict[str, Any]]:

@@ -1,0 +1,93 @@
+"""What must not leave this machine in a package: secrets by name or content, and foreign folders.
+
+Ray packs what neither .gitignore nor .rayignore names, hidden files included, and follows links.
+Whoever may submit a job to the cluster can read a package, and Ray keeps it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from pathlib import Path
+
+NAMES = re.compile(
+    r"\.env|\.env\.(?!(example|sample|template|dist)$).+|\.envrc|[._]netrc|\.pgpass|\.pypirc|\.npmrc"
+    r"|\.git-credentials|\.htpasswd|\.dockercfg|\.boto|\.s3cfg"
+    r"|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.+\.(key|p12|pfx|jks|keystore|kdbx|ppk)|.+\.tfstate(\..+)?"
+    r"|application_default_credentials\.json",
+    re.IGNORECASE,
+)
+FOLDERS = {".aws", ".azure", ".gnupg", ".huggingface", ".kube", ".ssh", ".terraform"}
+ENDS = (".docker/config.json", ".ray/auth_token", "huggingface/token", ".streamlit/secrets.toml")
+KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY")
+KEY_BYTES = 64 * 2**10  # a file with a private key is not larger
+SHOWN = 5
+
+
+def link_problems(folder: Path, excludes: list[str], gitignore: bool) -> list[str]:
+    """Name the links that lead out of a folder and would be followed by Ray's packing."""
+    from ray._private.runtime_env import packaging
+
+    root, found = folder.absolute(), list[str]()
+
+    def is_ignored(path: Path) -> bool:
+        inner = path.relative_to(root).parts[:-1]
+        for count in range(len(inner) + 1):
+            above = root.joinpath(*inner[:count])
+            for match in packaging.get_excludes_from_ignore_files(above, gitignore):
+                if match(path) or match(path / "any"):  # a pattern `name/` is of what is in it
+                    return True
+        return False
+
+    def leaves(path: Path) -> bool:
+        if not path.is_symlink() or path.resolve().is_relative_to(root.resolve()):
+            return False
+        if not is_ignored(path):
+            found.append(f"{path.relative_to(root)} -> {path.resolve()}")
+        return True
+
+    skipped = [packaging._get_excludes(root, excludes), leaves]
+    packaging._dir_travel(root, skipped, lambda path: None, gitignore)
+    if not found:
+        return []
+    return [
+        f"working_dir={folder} is not safe to send: {_some(sorted(found))} lead out of the "
+        "folder, and what is there would be sent too. Name them in .rayignore, or copy what the "
+        "run needs"
+    ]
+
+
+def secret_problems(folder: Path, package: bytes) -> list[str]:
+    """Name the files of a packed folder that hold secrets."""
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        files = [info for info in archive.infolist() if not info.is_dir()]
+        found = [one.filename for one in files if _is_named(one.filename) or _has_key(archive, one)]
+    if not found:
+        return []
+    return [
+        f"working_dir={folder} is not safe to send: {_some(sorted(found))} may hold secrets, and "
+        "whoever sees the cluster can read a package. Name them in .rayignore, and give what "
+        "the run needs by secrets"
+    ]
+
+
+def _is_named(path: str) -> bool:
+    *folders, name = path.split("/")
+    return (
+        NAMES.fullmatch(name) is not None
+        or any(folder.lower() in FOLDERS for folder in folders)
+        or any(f"/{path}".lower().endswith(f"/{end}") for end in ENDS)
+    )
+
+
+def _has_key(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    """Say whether a file is a private key, whatever its name; a source may speak of one."""
+    if info.file_size > KEY_BYTES or info.filename.endswith((".py", ".md", ".ipynb")):
+        return False
+    return KEY.search(archive.read(info)) is not None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
