@@ -316,7 +316,7 @@ def test_alerts_are_evaluated_and_only_the_bad_run_fires(live: Live) -> None:
 
 
 @needs_prometheus
-def test_the_train_tab_knows_the_run(live: Live) -> None:
+def test_rays_train_api_knows_the_run(live: Live) -> None:
     request = urllib.request.Request(
         f"{live.dashboard}/api/train/v2/runs/v1", headers={"Authorization": f"Bearer {live.token}"}
     )
