@@ -88,7 +88,7 @@ def test_eks_comes_up_from_an_address(tmp_path: Path) -> None:
     ]
     assert tools.place("kubectl --request-timeout") < whole < tools.place("helm upgrade")
     stack = (ROOT / "infra" / "eks" / "main.tf").read_text()
-    assert 'resource "aws_eks_cluster" "this"' in stack  # Terraform only warns of a target that is not
+    assert 'resource "aws_eks_cluster" "this"' in stack  # an unknown target is only warned of
 
 
 def test_no_node_starts_where_the_cluster_cannot_be_reached(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,13 @@ def test_a_file_of_ones_own_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "configs" / "tiny_cpu.yaml").write_text("run: {name: own}")
     assert load("configs/tiny_cpu.yaml").run.name == "own"
     assert load("tiny_cpu").run.name == "tiny"
+
+
+def test_the_oldest_transformers_is_the_one_that_is_tested() -> None:
+    """5.22 lacks activation_checkpointing_enable, 5.20 apply_converters: an older one is a guess."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (bounds,) = [each for each in known if each.startswith("transformers")]
+    (tested,) = re.findall(
+        r"^transformers==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M
+    )
+    assert bounds == f"transformers>={tested},<6"
