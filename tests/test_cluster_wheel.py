@@ -78,7 +78,7 @@ def test_a_file_of_ones_own_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_oldest_transformers_is_the_one_that_is_tested() -> None:
-    """5.22 lacks activation_checkpointing_enable, 5.20 apply_converters: an older one is a guess."""
+    """5.22 lacks activation_checkpointing_enable, 5.20 apply_converters."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (bounds,) = [each for each in known if each.startswith("transformers")]
     (tested,) = re.findall(
