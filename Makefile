@@ -4,13 +4,15 @@
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
 # make security   checkov and hadolint on infra/ and cluster/
 # make up-ecs CONFIG=run.yaml     base, image, ECS cluster;   make down-ecs    all but results and images
-# make up-eks CONFIG=run.yaml     base, image, EKS cluster;   make down-eks    all but results and images
+# make up-eks CONFIG=run.yaml API_CIDRS=203.0.113.7/32   base, EKS cluster, image; your address;   make down-eks
 # make down-base BUCKET=name      the results too
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 CONFIG ?=
 RENDER ?=
+API_CIDRS ?=
+TAG ?= $(shell $(BIN)/python -m rayapp.cluster.image)
 NAME ?= rayapp
 REGION ?= us-west-2
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
@@ -66,29 +68,36 @@ security: setup
 
 # A cluster in two commands: `make up-ecs CONFIG=run.yaml`, `python -m rayapp connect ecs`. RENDER passes on
 # options of `python -m rayapp render`, ARGS those of Terraform for the cluster's stack, BASE_ARGS for the base
-# stack's. Applying asks for a yes; the cost is printed before.
+# stack's. Applying asks for a yes; the cost is printed before. TAG names the image, by default after its sources.
 up-base:
 	$(TF)/base init -input=false
 	$(TF)/base apply -var=name=$(NAME) -var=region=$(REGION) $(BASE_ARGS)
 
 image:
-	url=$$($(TF)/base output -raw repository_url) && tag=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("rayapp"))') && \
+	tag=$(TAG) && url=$$($(TF)/base output -raw repository_url) && \
+	if aws ecr describe-images --region $(REGION) --repository-name $(NAME) --image-ids imageTag=$$tag >/dev/null 2>&1; \
+	then echo "$$url:$$tag is there"; exit; fi && \
 	docker build --platform linux/amd64 -f cluster/Dockerfile -t $$url:$$tag . && \
 	aws ecr get-login-password --region $(REGION) | docker login --username AWS --password-stdin $${url%%/*} && \
 	docker push $$url:$$tag
 
 up-ecs: setup
-	$(BIN)/python -m rayapp render ecs $(CONFIG) --name=$(NAME) --region=$(REGION) $(RENDER)
+	$(BIN)/python -m rayapp render ecs $(CONFIG) --name=$(NAME) --region=$(REGION) --tag=$(TAG) $(RENDER)
 	$(MAKE) up-base image
 	$(TF)/ecs init -input=false
 	$(TF)/ecs apply -var-file=$(CURDIR)/build/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/build/ecs $(ARGS)
 
+# The cluster first, which costs little: nodes only where kubectl reaches it.
 up-eks: setup
-	$(BIN)/python -m rayapp render kuberay $(CONFIG) --name=$(NAME) --region=$(REGION) $(RENDER)
-	$(MAKE) up-base image
+	$(BIN)/python -m rayapp render kuberay $(CONFIG) --name=$(NAME) --region=$(REGION) --tag=$(TAG) --api_cidrs=$(API_CIDRS) $(RENDER)
+	$(MAKE) up-base
 	$(TF)/eks init -input=false
-	$(TF)/eks apply -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
+	$(TF)/eks apply -target=aws_eks_cluster.this -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
 	aws eks update-kubeconfig --region $(REGION) --name $(NAME)-eks
+	@kubectl --request-timeout=30s version >/dev/null || { echo "kubectl does not reach $(NAME)-eks: only its VPC and" \
+	  "API_CIDRS=$(or $(API_CIDRS),none) may. Set API_CIDRS to your address, e.g. 203.0.113.7/32; no node has been started" >&2; exit 1; }
+	$(MAKE) image
+	$(TF)/eks apply -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
 	helm upgrade --install kuberay-operator kuberay-operator --repo https://ray-project.github.io/kuberay-helm/ \
 	  --version 1.7.0 --namespace kuberay-operator --create-namespace -f cluster/helm/kuberay-operator.yaml
 	helm upgrade --install nvdp nvidia-device-plugin --repo https://nvidia.github.io/k8s-device-plugin \
@@ -101,9 +110,11 @@ down-ecs:
 	$(TF)/ecs destroy -var-file=$(CURDIR)/build/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/build/ecs $(ARGS)
 	@echo "results stay in $$($(TF)/base output -raw storage); make down-base BUCKET=... destroys them"
 
-# The workers first, while there is an operator to let them save.
+# The workers first, while there is an operator to let them save; nodes end also where kubectl does not reach them.
 down-eks:
-	kubectl delete --ignore-not-found -k build/kuberay/cluster
+	aws eks update-kubeconfig --region $(REGION) --name $(NAME)-eks && kubectl --request-timeout=30s version >/dev/null && \
+	kubectl delete --ignore-not-found -k build/kuberay/cluster || \
+	echo "kubectl does not reach $(NAME)-eks: its runs get no time to save" >&2
 	$(TF)/eks destroy -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
 	@echo "results stay in $$($(TF)/base output -raw storage); make down-base BUCKET=... destroys them"
 

@@ -3,7 +3,7 @@
     with Steps("demo", rank=0) as told:                    # in a training worker
         told.step(record)
     told = Driver("demo", num_steps=500, started=...)      # in the driver
-    told.set(account, ...); told.close()
+    told.set(account, ...); told.close("done")
 
 Ray prefixes every name with `ray_`, and counters end in `_total`. There are few series: of a step's
 record rank 0 tells what is the run's, each rank only its own memory and how long it waited. What is
@@ -76,6 +76,9 @@ OF_THE_DRIVER = {
     "planned_step_s": "Seconds of a step by the plan, stalls left out",
     "calibrated_step_s": "The same by the run's own first ten steps",
 }
+
+
+AT_THE_END = {"failed": "1 where the run has failed, 0 where it is done or was stopped"}
 
 
 class _Gauges:
@@ -174,13 +177,18 @@ class Driver:
 
     def __init__(self, run: str, num_steps: int, started: float) -> None:
         self._gauges = _Gauges({"run": run})
-        self._gauges.add(OF_THE_DRIVER)
+        self._gauges.add(OF_THE_DRIVER | AT_THE_END)
         self._gauges.add({"goodput": "Share of wall_s by cause, 0-1"}, "cause")
         self._gauges.add({"interruptions": "Attempts that ended early, by kind"}, "kind")
         self._num_steps, self._started = num_steps, started
 
-    def close(self) -> None:
-        """Let what was told vanish."""
+    def close(self, status: str) -> None:
+        """Tell how the run has ended, and let all that was told vanish.
+
+        The end is shown for 20 s, also where the process ends at once: longer than it takes until
+        the next scrape. A driver that dies tells none.
+        """
+        self._gauges.set({"failed": float(status == "failed")})
         self._gauges.close()
 
     def set(

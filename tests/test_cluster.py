@@ -7,9 +7,11 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 import yaml
 
 from rayapp import hardware
-from rayapp.cluster import PLATFORMS, Options, render, write
+from rayapp.cluster import PLATFORMS, Options, image, render, write
 from rayapp.cluster.check import check_manifests, check_task_definition
 from rayapp.cluster.render import ROOT as TEMPLATES
 from rayapp.cluster.sizes import fleet, node
@@ -72,7 +74,7 @@ def options_of(case: str, platform: str) -> Options:
     asked = dict(CASES[case][1])
     if platform == "ecs":
         asked = {name: asked[name] for name in asked if name == "market"}
-    return Options(account=ACCOUNT, **asked)
+    return Options(account=ACCOUNT, tag="0.1.0", **asked)
 
 
 def rendered(case: str, platform: str) -> dict[str, str]:
@@ -202,6 +204,98 @@ def test_what_is_wrong_with_a_task_is_found(change: Callable[[dict[str, Any]], A
     assert len(check_task_definition(definition)) >= 1
 
 
+def objects(case: str, **options: Any) -> list[dict[str, Any]]:
+    """Return the objects of a rendered base and of the components that it takes."""
+    asked = {**dataclasses.asdict(options_of(case, "kuberay")), **options}
+    files = render("kuberay", config_of(case), Options(**asked))
+    return [
+        document
+        for name, text in files.items()
+        if name.endswith(".yaml") and name != "cluster/run.yaml"
+        for document in yaml.safe_load_all(text)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "wanted"),
+    [
+        ("p5", {}, {"rayapp-head": 1, "rayapp-workers": 7}),
+        ("g5", {}, {"rayapp-head": 1, "rayapp-workers": 1}),
+        ("p5", {"components": ("autoscaling",)}, {"rayapp-head": 1}),
+        ("one node", {}, {"rayapp-head": 1}),
+    ],
+)
+def test_a_drain_can_evict_one_worker_at_a_time(
+    case: str, options: dict[str, Any], wanted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes takes a number of pods that stay; maxUnavailable needs a `scale` of the owner."""
+    one = ({"cluster.instance": "g5.12xlarge", "cluster.workers": "2"}, {})
+    monkeypatch.setitem(CASES, "one node", one)
+    budgets = [each for each in objects(case, **options) if each["kind"] == "PodDisruptionBudget"]
+    found = {each["metadata"]["name"]: each["spec"].get("minAvailable") for each in budgets}
+    assert found == wanted
+    assert check_manifests(budgets) == []
+    broken = copy.deepcopy(budgets)
+    for budget in broken:
+        budget["spec"] = {"maxUnavailable": 1}
+    assert len(check_manifests(broken)) == len(budgets)
+
+
+def test_ranks_speak_over_the_tasks_own_interface() -> None:
+    """The first one of a task in awsvpc mode is the agent's, with one address in every task."""
+    container = _ray(json.loads(rendered("p4d", "ecs")["worker.json"]))
+    variables = {one["name"]: one["value"] for one in container["environment"]}
+    assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def head_of(platform: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the head's pod or task, and its containers."""
+    if platform == "ecs":
+        task = json.loads(rendered("cpu", "ecs")["head.json"])
+        return task, task["containerDefinitions"]
+    (cluster,) = [each for each in objects("cpu") if each["kind"] == "RayCluster"]
+    pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    return pod, pod["containers"]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_stopped_job_has_time_to_save(platform: str) -> None:
+    """Ray kills a job's driver this long after `ray job stop`; 3 s after where nothing is set."""
+    _, (ray, _) = head_of(platform)
+    variables = {one["name"]: one["value"] for one in ray.get("environment", ray.get("env"))}
+    assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == "600"
+
+
+def test_the_side_car_can_write_and_has_credentials() -> None:
+    """As an unprivileged user, in an image whose folders are root's, without instance metadata."""
+    pod, (_, agent) = head_of("kuberay")
+    assert pod["securityContext"]["runAsNonRoot"] and agent["name"] == "metrics"
+    empty = {one["name"] for one in pod["volumes"] if one.get("emptyDir") == {}}
+    mounts = {one["mountPath"]: one for one in agent["volumeMounts"]}
+    for folder in ("etc", "logs", "var"):  # what the agent makes at its start
+        mount = mounts[f"/opt/aws/amazon-cloudwatch-agent/{folder}"]
+        assert mount["name"] in empty and not mount.get("readOnly")
+    variables = {one["name"]: one.get("value") for one in agent["env"]}
+    assert variables["RUN_WITH_IRSA"] == "True"  # else: on premises, by a profile that is not there
+    (settings,) = [
+        each["data"]["agent.json"]
+        for each in objects("cpu")
+        if each["kind"] == "ConfigMap" and each["metadata"]["name"] == "rayapp-metrics"
+    ]
+    assert json.loads(settings)["agent"]["region"] == "us-west-2"
+
+
+def test_the_image_can_do_what_the_configs_ask_for() -> None:
+    """Triton compiles C on the node; 4 bits, fp8, Liger, MLflow and W&B are extras."""
+    text = (TEMPLATES / "Dockerfile").read_text()
+    (packages,) = re.findall(r"apt-get install -y --no-install-recommends ([^&\\\n]+)", text)
+    assert {"gcc", "g++", "libc6-dev"} <= set(packages.split())
+    (extras,) = re.findall(r"pip install .*\.\[([\w,]+)\]", text)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) == {"gpu", "liger", "trackers"}
+    assert set(extras.split(",")) <= known["optional-dependencies"].keys()
+
+
 def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str:
     config = load(None, {"cluster.instance": "g5.12xlarge", **(overrides or {})})
     with pytest.raises(ConfigError) as caught:
@@ -234,6 +328,9 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ({}, {"market": "capacity-block"}, "reservation=none is missing"),
         ({}, {"head": "g5"}, "head=g5 is unknown"),
         ({}, {"components": ("kueue",)}, "ECS has none"),
+        ({}, {"api_cidrs": ("203.0.113.7/32",)}, "ECS has no API server"),
+        ({}, {"api_cidrs": ("home",)}, "api_cidrs=home is malformed"),
+        ({}, {"api_cidrs": ("0.0.0.0/0",)}, "api_cidrs=0.0.0.0/0 is too wide"),
         ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs alone"),
     ],
 )
@@ -286,7 +383,12 @@ def test_every_size_stands_in_hardware_alone(monkeypatch: pytest.MonkeyPatch) ->
         (
             {"gpus": 4},
             {"worker.json", "terraform.tfvars.json"},
-            {"components/gpu/kustomization.yaml", "base/raycluster.yaml", "terraform.tfvars.json"},
+            {
+                "base/raycluster.yaml",
+                "components/drain/budget.yaml",
+                "components/gpu/kustomization.yaml",
+                "terraform.tfvars.json",
+            },
         ),
         ({"vcpus": 64}, {"worker.json"}, {"base/raycluster.yaml"}),
         ({"memory_gib": 512.0}, {"worker.json"}, {"base/raycluster.yaml"}),
@@ -319,11 +421,30 @@ def test_nothing_rendered_is_secret() -> None:
                 pytest.fail(f"{name}: {match[0]}")
 
 
+def test_another_source_is_another_image(tmp_path: Path) -> None:
+    """The registry refuses a tag that it has; so does a second deploy, if the tag were the same."""
+    for name in image.CONTEXT:
+        place = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        place(ROOT / name, tmp_path / name)
+    before = image.tag(tmp_path)
+    assert before == image.tag() and re.fullmatch(r"[0-9.]+-[0-9a-f]{12}", before)
+    config, options = config_of("g5"), Options(account=ACCOUNT)
+    assert f"rayapp:{before}" in render("ecs", config, options)["worker.json"]
+    (tmp_path / "rayapp" / "loop.py").write_text("changed")
+    assert image.tag(tmp_path) != before
+    (tmp_path / "rayapp" / "loop.py").write_bytes((ROOT / "rayapp" / "loop.py").read_bytes())
+    (tmp_path / "rayapp" / "__pycache__").mkdir(exist_ok=True)
+    (tmp_path / "rayapp" / "__pycache__" / "x.pyc").write_text("")
+    assert image.tag(tmp_path) == before
+    copied = re.findall(r"^COPY (.+) \S+$", (TEMPLATES / "Dockerfile").read_text(), re.M)
+    assert {"cluster", *" ".join(copied).split()} == set(image.CONTEXT)
+
+
 def test_images_are_pinned() -> None:
     for platform in PLATFORMS:
         for text in rendered("p5", platform).values():
-            for image in re.findall(r'"?image"?: "?([^\s",}]+)', text):
-                assert re.search(r":[0-9][\w.-]+$", image), image
+            for name in re.findall(r'"?image"?: "?([^\s",}]+)', text):
+                assert re.search(r":[0-9][\w.-]+$", name), name
     first = (TEMPLATES / "Dockerfile").read_text().splitlines()
     sources = [line for line in first if line.startswith("FROM ")]
     assert sources and all("@sha256:" in line or re.search(r":\d", line) for line in sources)
@@ -348,11 +469,13 @@ def test_the_image_installs_in_a_clean_environment(tmp_path: Path) -> None:
     """The Dockerfile's pip line, with what it copies, in an environment of its own."""
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
-    shutil.copytree(ROOT / "rayapp", tmp_path / "rayapp")
+    shutil.copy(ROOT / "setup.py", tmp_path / "setup.py")
+    for name in ("rayapp", "cluster", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     text = (TEMPLATES / "Dockerfile").read_text()
     (line,) = re.findall(r"^RUN (pip install .*)$", text, re.M)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    command = [str(tmp_path / "venv" / "bin" / "python"), "-m", *line.split()]
+    command = [str(tmp_path / "venv" / "bin" / "python"), "-m", *shlex.split(line)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     ray = [str(tmp_path / "venv" / "bin" / "ray"), "--version"]

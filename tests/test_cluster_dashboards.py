@@ -45,11 +45,12 @@ DRIVEN = """
 import sys, time
 import ray
 from ray.util.metrics import Gauge
-from rayapp.gauges import Steps
+from rayapp.gauges import Driver, Steps
 from rayapp.metrics import TokenRecord
 ray.init(address=sys.argv[1], log_to_driver=False)
 told = Steps("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
+Driver("driven", 1, time.time()).close("stopped")  # what no other run has told yet: an end
 numbers = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
 step = 0
 while True:
@@ -316,7 +317,7 @@ def test_alerts_are_evaluated_and_only_the_bad_run_fires(live: Live) -> None:
 
 
 @needs_prometheus
-def test_the_train_tab_knows_the_run(live: Live) -> None:
+def test_rays_train_api_knows_the_run(live: Live) -> None:
     request = urllib.request.Request(
         f"{live.dashboard}/api/train/v2/runs/v1", headers={"Authorization": f"Bearer {live.token}"}
     )
@@ -369,6 +370,7 @@ def test_what_ends_leaves_its_last_counts(live: Live) -> None:
     lines = [json.loads(line) for line in live.run.read("metrics.jsonl").splitlines()]
     tokens = sum(line["tokens"] for line in lines)
     live.wait_for(f'sum(ray_rayapp_tokens_total{{run="watched"}}) == {tokens}')
+    live.wait_for('last_over_time(ray_rayapp_failed{run="watched"}[5m]) == 0')  # shown for 20 s
     live.wait_for('absent(ray_rayapp_step{run="watched"})')
     live.wait_for('absent(ray_rayapp_last_step_unix_s{run="watched"})')
 

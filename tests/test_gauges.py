@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rayapp.accounts import account
-from rayapp.gauges import COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
+from rayapp.gauges import AT_THE_END, COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
 from rayapp.metrics import ImageRecord, TokenRecord
 
 FIELDS = {kind: kind.__dataclass_fields__.keys() for kind in (TokenRecord, ImageRecord)}
@@ -189,6 +189,29 @@ def test_the_driver_tells_accounts_and_checkpoints(scrape: Scrape) -> None:
     assert "cost_usd" not in found
 
 
+@pytest.mark.parametrize(("status", "failed"), [("failed", 1), ("done", 0), ("stopped", 0)])
+def test_an_end_is_told_by_a_process_that_ends_at_once(
+    scrape: Scrape, status: str, failed: int
+) -> None:
+    """What a driver that is killed does not tell: so alerts know one from the other."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Process:
+        def end(self) -> None:
+            told = Driver(f"ends-{status}", num_steps=10, started=1000.0)
+            told.set(account([], [], now=None), 1190.0, None)
+            told.close(status)
+
+    process = Process.remote()
+    ray.get(process.end.remote())
+    ray.kill(process)
+    shown(scrape, f"ends-{status}", {"failed": failed})
+    told = Driver("goes-on", num_steps=10, started=1000.0)
+    told.set(account([], [], now=None), 1190.0, None)
+    assert "failed" not in shown(scrape, "goes-on", {"last_step_unix_s": 1190.0})
+
+
 def test_checkpoints_are_due_by_time_or_by_steps() -> None:
     assert Pace(None, None).checkpoint_every_s() is None
     assert Pace(600.0, None).checkpoint_every_s() == 600.0
@@ -205,5 +228,5 @@ def test_checkpoints_are_due_by_time_or_by_steps() -> None:
 
 def test_names_bear_their_unit() -> None:
     assert OF_A_STEP.keys() <= FIELDS[TokenRecord] | FIELDS[ImageRecord]
-    for name in (*OF_A_STEP, *COUNTED, *OF_THE_DRIVER):
+    for name in (*OF_A_STEP, *COUNTED, *OF_THE_DRIVER, *AT_THE_END):
         assert re.fullmatch(r"[a-z][a-z_]*[15]?", name) and not name.endswith("_seconds")

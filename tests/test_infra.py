@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 import shutil
@@ -304,6 +305,83 @@ def test_the_bucket_keeps_results_and_nothing_else_reaches_them(cloud: Cloud) ->
     (repository,) = cloud.client("ecr").describe_repositories()["repositories"]
     assert repository["imageScanningConfiguration"]["scanOnPush"]
     assert repository["imageTagMutability"] == "IMMUTABLE"
+
+
+MATH = {  # CloudWatch's functions of metric math, as its documentation has them; None: no data point
+    "ABS": lambda values: [None if v is None else abs(v) for v in values],
+    "DIFF": lambda values: [
+        None if None in pair else pair[1] - pair[0]
+        for pair in zip([None, *values], values, strict=False)
+    ],
+    "FILL": lambda values, filler: fill(values, filler),
+    "RUNNING_SUM": lambda values: list(itertools.accumulate(values)),
+    "IF": lambda asked, yes, no: [
+        yes if one else other for one, other in zip(asked, no, strict=True)
+    ],
+}
+
+
+def fill(values: list[float | None], filler: float | str) -> list[float | None]:
+    filled: list[float | None] = []
+    for value in values:
+        before = filled[-1] if filled else None
+        filled.append(value if value is not None else before if filler == "REPEAT" else filler)
+    return filled
+
+
+def rings(alarm: dict[str, Any], **series: list[float | None]) -> bool:
+    """Say whether an alarm on metric math goes off in the course of these data points."""
+    (expression,) = [one["Expression"] for one in alarm["Metrics"] if one["ReturnData"]]
+    periods, of = alarm["EvaluationPeriods"], alarm.get("DatapointsToAlarm")
+    assert alarm["TreatMissingData"] == "notBreaching"
+    assert alarm["ComparisonOperator"] == "LessThanOrEqualToThreshold"
+    for end in range(1, len(series["step"]) + 1):
+        seen = {name: values[max(0, end - periods) : end] for name, values in series.items()}
+        values = eval(expression, {**MATH, "REPEAT": "REPEAT"}, seen)
+        breaching = [v for v in values if v is not None and v <= alarm["Threshold"]]
+        if len(breaching) >= (of or periods):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("step", "ended", "expected"),
+    [
+        ([10.0 * n for n in range(20)], {}, False),  # it goes on
+        ([10, 20, 30, *[30] * 10], {}, True),  # it hangs
+        ([10, 20, 30, *[None] * 10], {}, True),  # its driver died, and nothing more is told
+        ([10, 20, 30, *[None] * 10], {2: 1}, False),  # it ended in the period of its last step
+        ([10, 20, 30, *[None] * 10], {3: 1}, False),  # or in the next one
+        ([10, 20, None, 30, 40, 50, 60, 70, 80], {}, False),  # a period without a data point
+        ([10, *[None] * 10, 10, 20, 30], {0: 1}, False),  # another run, later
+        ([10, *[None] * 3, *[20] * 12], {0: 1}, True),  # another run, which hangs
+        ([None] * 20, {}, False),  # no run
+    ],
+)
+def test_an_alarm_tells_a_run_that_died_from_one_that_ended(
+    cloud: Cloud, step: list[float | None], ended: dict[int, float], expected: bool
+) -> None:
+    for stack in ("ecs", "eks"):
+        found = cloud.client("cloudwatch").describe_alarms(
+            AlarmNames=[f"rayapp-{stack}-no-progress"]
+        )
+        (alarm,) = found["MetricAlarms"]
+        given = [ended.get(n) for n in range(len(step))]
+        assert rings(alarm, step=step, ended=given) is expected
+        metrics = {one["Id"]: one["MetricStat"] for one in alarm["Metrics"] if "MetricStat" in one}
+        assert metrics["ended"]["Metric"]["MetricName"] == "ray_rayapp_failed"
+        assert metrics["ended"]["Stat"] == "SampleCount"  # told by every end, as 0 or 1
+
+
+def test_a_failed_run_rings(cloud: Cloud) -> None:
+    for stack in ("ecs", "eks"):
+        found = cloud.client("cloudwatch").describe_alarms(
+            AlarmNames=[f"rayapp-{stack}-run-failed"]
+        )
+        (alarm,) = found["MetricAlarms"]
+        assert (alarm["MetricName"], alarm["Statistic"]) == ("ray_rayapp_failed", "Maximum")
+        assert alarm["ComparisonOperator"] == "GreaterThanThreshold" and alarm["Threshold"] == 0
+        assert alarm["AlarmActions"] and alarm["TreatMissingData"] == "notBreaching"
 
 
 def allowed(call: Callable[[], Any]) -> bool:

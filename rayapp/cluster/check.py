@@ -80,6 +80,8 @@ def check_manifests(documents: Iterable[Mapping[str, Any]], crds: Path | None = 
             if len(document["metadata"]["name"]) > 47:
                 problems.append(f"{where}: KubeRay takes names of at most 47 letters")
             spec = spec.get("rayClusterSpec", {})
+        if kind == "PodDisruptionBudget" and not isinstance(spec.get("minAvailable"), int):
+            problems.append(f"{where}: KubeRay's pods have no scale: only minAvailable=N works")
         if kind in ("RayCluster", "RayJob"):
             problems += [f"{where}: {problem}" for problem in _cluster_rules(spec)]
     return problems

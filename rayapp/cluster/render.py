@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from rayapp.cluster import image
 from rayapp.cluster.check import check_task_definition
 from rayapp.cluster.prices import cost_line
 from rayapp.cluster.sizes import (
@@ -26,13 +29,16 @@ from rayapp.cluster.sizes import (
     node,
 )
 from rayapp.config import ConfigError, RunConfig
+from rayapp.config.shipped import shipped
 from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
 
-ROOT = Path(__file__).parents[2] / "cluster"
+ROOT = shipped("cluster")
 PLATFORMS = ("ecs", "kuberay")
 # A spot notice is 2 minutes and so is ECS's longest stopTimeout: Ray drains for less, and is killed
 # after. Kubernetes allows more, but its nodes' notice is the same.
 DRAIN_S, GRACE_S = 100, 120
+# From `ray job stop` to SIGKILL, unless the job sets it; the driver saves in it. Ray's own is 3 s.
+JOB_STOP_S = 600
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
@@ -47,7 +53,7 @@ class Options:
     name: str = "rayapp"
     region: str = DEFAULT_REGION
     tag: str | None = None
-    """Of the image in the account's registry; none is rayapp's version."""
+    """Of the image in the account's registry; none is that of these sources."""
     head: str = "m6i.2xlarge"
     market: str = "on-demand"
     reservation: str | None = None
@@ -56,6 +62,8 @@ class Options:
     """auto: where the instance has it."""
     launch: str = "ec2"
     components: tuple[str, ...] = ()
+    api_cidrs: tuple[str, ...] = ()
+    """EKS: networks that may reach the API server over the internet; none: the VPC alone."""
     lustre: str | None = None
     """Terraform's output `lustre` as JSON, for the component."""
     retries: int = 2
@@ -149,12 +157,26 @@ def _option_problems(platform: str, options: Options) -> list[str]:
             problems.append(f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}")
         elif platform == "ecs":
             problems.append(f"component {component} is impossible: ECS has none. Leave it out")
+    problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
+    if options.api_cidrs and platform == "ecs":
+        problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")
     if "lustre" in options.components and options.lustre is None:
         problems.append(
             "lustre=none is missing: the volume is that of infra/eks. "
             'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
         )
     return problems
+
+
+def _cidr_problems(cidr: str) -> Iterator[str]:
+    what = "networks such as 203.0.113.7/32 are expected. Set --api_cidrs"
+    try:
+        network = ipaddress.ip_network(cidr)
+    except ValueError as error:
+        yield f"api_cidrs={cidr} is malformed: {error}; {what}"
+    else:
+        if network.version != 4 or network.prefixlen < 16:
+            yield f"api_cidrs={cidr} is too wide: IPv4 networks of /16 at the widest; {what}"
 
 
 def _machines(
@@ -217,11 +239,12 @@ def _values(
         "region": options.region,
         "stack": name,
         "log_group": f"/{name}/ray",
-        "image": f"{registry}/{options.name}:{options.tag or version('rayapp')}",
+        "image": f"{registry}/{options.name}:{options.tag or image.tag()}",
         "agent_image": AGENT_IMAGE,
         "ray_version": version("ray"),
         "drain_s": DRAIN_S,
         "grace_s": GRACE_S,
+        "job_stop_s": JOB_STOP_S,
         "instance": worker.instance.name,
         "nodes": workers.max_nodes,
         "min_nodes": workers.min_nodes,
@@ -277,6 +300,8 @@ def _kuberay(
     chosen = [name for name in COMPONENTS if name in options.components]
     if options.market == "spot" and "spot" not in chosen:
         chosen.append("spot")
+    if values["nodes"] > 1 and "autoscaling" not in chosen:  # a fixed count, of which one may go
+        chosen.append("drain")
     if values["worker_gpus"]:
         chosen.append("gpu")
     if values["worker_efa"]:
@@ -295,6 +320,7 @@ def _kuberay(
         "entrypoint": json.dumps(shlex.join(command)),
         "run_name": re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-")[:40],
         "retries": options.retries,
+        "drain_min_nodes": values["nodes"] - 1,
         "quota_cpus": workers.max_nodes * workers.worker.cpus + values["head_pod_cpus"] + 1,
         "quota_memory_mib": workers.max_nodes * values["worker_memory_mib"]
         + values["head_memory_mib"]
@@ -325,9 +351,11 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
         "market": options.market,
         "reservation_id": options.reservation,
     }
+    stack_only = {} if platform == "ecs" else {"api_cidrs": list(options.api_cidrs)}
     return {
         "name": options.name,
         "region": options.region,
+        **stack_only,
         "head": _machine(head, HEAD_DISK_GIB),
         "workers": {options.market if platform == "ecs" else "workers": group},
     }

@@ -17,12 +17,13 @@ RENDER = """python -m rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=v
   --account=ID         AWS account; by default that of the credentials
   --name=NAME          that of infra/base; rayapp by default
   --region=NAME        us-west-2 by default
-  --tag=TAG            of the image; rayapp's version by default
+  --tag=TAG            of the image; by default that of these sources, which `make image` pushes
   --head=INSTANCE      m6i.2xlarge by default
   --market=MARKET      on-demand, spot or capacity-block; --reservation=ID for the last
   --efa=auto           true insists on Elastic Fabric Adapters, false leaves them out
   --launch=ec2         Fargate has no GPUs
   --components=LIST    KubeRay: autoscaling, kueue, lustre, spot, with commas; --lustre=JSON
+  --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
   --retries=2          KubeRay: new clusters that a RayJob may start"""
 
 
@@ -35,14 +36,15 @@ def render(argv: list[str]) -> int:
     from rayapp.cluster import Options, cost, render, write
 
     platform, names = argv[0], {field.name: field.default for field in fields(Options)}
-    texts = {"components": "", "retries": str(names["retries"])}
+    texts = {"components": "", "api_cidrs": "", "retries": str(names["retries"])}
     known = {name: "none" if value is None else str(value) for name, value in names.items()}
     config, asked = arguments.read(argv[1:], {**known, **texts, "out": f"build/{platform}"})
     out = asked.pop("out")
     values: dict[str, Any] = {n: None if v.lower() == "none" else v for n, v in asked.items()}
     if not asked["retries"].isdigit():
         raise ConfigError([f"--retries={asked['retries']} is not valid: a count is expected"])
-    values["components"] = tuple(filter(None, asked["components"].split(",")))
+    for name in ("components", "api_cidrs"):
+        values[name] = tuple(filter(None, asked[name].split(",")))
     values["retries"] = int(asked["retries"])
     values["account"] = values["account"] or _account(asked["region"])
     options = Options(**values)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
+
+from rayapp.config.shipped import config_file
 
 
 class _Loader(yaml.SafeLoader):
@@ -67,7 +68,7 @@ def read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
     """Return (the mapping of a config file, what is wrong with it); one of them is empty."""
     give = "Give the path of a YAML file of sections and fields"
     try:
-        tree = parse_yaml(Path(path).read_text(encoding="utf-8"))
+        tree = parse_yaml(config_file(path).read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         return {}, [f"config file {path} is not YAML: {' '.join(str(error).split())}. {give}"]
     except UnicodeDecodeError as error:

@@ -138,7 +138,7 @@ class Observer:
         until = time.monotonic() + CLOSE_S
         self._stop.set()
         self._thread.join(CLOSE_S)
-        self._driver.close()
+        self._driver.close(self._status)
         for told in self._told:
             told.close(self._status, self._samples, until)
 

@@ -159,19 +159,32 @@ resource "aws_cloudwatch_metric_alarm" "idle" {
   alarm_actions       = concat([aws_sns_topic.alarms.arn], lookup(var.idle_actions, each.key, []))
 }
 
+# A run that hangs repeats its step, and one whose driver has died tells none: its last one is repeated here. A run
+# that ends says so, which counts as progress. The last step itself must be in view, so one period more is looked at.
 resource "aws_cloudwatch_metric_alarm" "stalled" {
   alarm_name          = "${var.name}-no-progress"
-  alarm_description   = "A run reports metrics, and its step has not changed for ${var.stalled_minutes} minutes"
+  alarm_description   = "A run has not done a step for ${var.stalled_minutes} minutes, and has not ended: it hangs, or its driver has died"
   comparison_operator = "LessThanOrEqualToThreshold"
-  evaluation_periods  = ceil(var.stalled_minutes / 5)
+  evaluation_periods  = ceil(var.stalled_minutes / 5) + 1
+  datapoints_to_alarm = ceil(var.stalled_minutes / 5)
   threshold           = 0
   treat_missing_data  = "notBreaching" # no run
   alarm_actions       = [aws_sns_topic.alarms.arn]
   metric_query {
     id          = "change"
-    expression  = "ABS(DIFF(step))"
-    label       = "Change of the step"
+    expression  = "IF(RUNNING_SUM(FILL(ended, 0)), 1, ABS(DIFF(FILL(step, REPEAT))))"
+    label       = "Change of the step, or 1 after an end"
     return_data = true
+  }
+  metric_query {
+    id = "ended"
+    metric {
+      namespace   = var.name
+      metric_name = "ray_rayapp_failed"
+      dimensions  = { ClusterName = var.name }
+      stat        = "SampleCount"
+      period      = 300
+    }
   }
   metric_query {
     id = "step"
@@ -183,6 +196,21 @@ resource "aws_cloudwatch_metric_alarm" "stalled" {
       period      = 300
     }
   }
+}
+
+resource "aws_cloudwatch_metric_alarm" "failed" {
+  alarm_name          = "${var.name}-run-failed"
+  alarm_description   = "A run has failed: result.json in its folder says why"
+  namespace           = var.name
+  metric_name         = "ray_rayapp_failed"
+  dimensions          = { ClusterName = var.name }
+  statistic           = "Maximum"
+  period              = 60
+  evaluation_periods  = 1
+  comparison_operator = "GreaterThanThreshold"
+  threshold           = 0
+  treat_missing_data  = "notBreaching" # told at a run's end alone
+  alarm_actions       = [aws_sns_topic.alarms.arn]
 }
 
 resource "aws_cloudwatch_metric_alarm" "head" {

@@ -1,0 +1,134 @@
+"""What `make up-*` and `make down-*` run, and in which order, with stand-ins for the tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "llama3_1_8b_c4_eks.yaml"
+BIN = Path(sys.executable).parent
+TOOLS = ("terraform", "aws", "docker", "helm", "kubectl")
+STAND_IN = """#!{python}
+import json, os, sys
+words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+with open({log!r}, "a") as log:
+    log.write(json.dumps(words) + "\\n")
+said = " ".join(words)
+if "output -raw repository_url" in said:
+    print("123456789012.dkr.ecr.us-west-2.amazonaws.com/rayapp")
+sys.exit(any(each in said for each in {failing!r}))
+"""
+NOT_PUSHED = "ecr describe-images"  # fails where the registry has no such tag
+
+
+class Tools:
+    """Stand-ins that write down how they were called, in a folder with the Makefile; some fail."""
+
+    def __init__(self, folder: Path, *failing: str) -> None:
+        self.folder, self.log, self._bin = folder, folder / "log", folder / "bin"
+        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, folder)
+        self._bin.mkdir()
+        text = STAND_IN.format(python=sys.executable, log=str(self.log), failing=failing)
+        for name in TOOLS:
+            (self._bin / name).write_text(text)
+            (self._bin / name).chmod(0o755)
+
+    def make(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run make with this environment's Python."""
+        path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
+        given = [f"BIN={BIN}", f"CONFIG={CONFIG}", "-o", ".venv/.ready"]
+        given += ["RENDER=--account=123456789012"]
+        return subprocess.run(
+            ["make", *given, *arguments],
+            cwd=self.folder,
+            env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+
+    def calls(self) -> list[str]:
+        """Return the calls so far, a line each."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [" ".join(json.loads(line)) for line in lines]
+
+    def rendered(self, path: str) -> dict[str, Any]:
+        """Return a rendered JSON file."""
+        found: dict[str, Any] = json.loads((self.folder / "build" / path).read_text())
+        return found
+
+    def place(self, part: str) -> int:
+        """Return which call has this in it."""
+        (found, *_) = [n for n, call in enumerate(self.calls()) if part in call]
+        return found
+
+
+def test_eks_comes_up_from_an_address(tmp_path: Path) -> None:
+    """As docs/eks.md writes it: the networks reach Terraform, and kubectl is asked before nodes."""
+    tools = Tools(tmp_path, NOT_PUSHED)
+    done = tools.make("up-eks", "API_CIDRS=203.0.113.7/32,198.51.100.0/24")
+    assert done.returncode == 0, done.stderr
+    variables = tools.rendered("kuberay/terraform.tfvars.json")
+    assert variables["api_cidrs"] == ["203.0.113.7/32", "198.51.100.0/24"]
+    steps = ("base apply", "-target=aws_eks_cluster.this", "kubectl --request-timeout")
+    steps += ("docker push", "helm upgrade", "kubectl apply")
+    assert [tools.place(step) for step in steps] == sorted(tools.place(step) for step in steps)
+    (whole,) = [
+        number
+        for number, call in enumerate(tools.calls())
+        if "infra/eks apply" in call and "-target" not in call
+    ]
+    assert tools.place("kubectl --request-timeout") < whole < tools.place("helm upgrade")
+    stack = (ROOT / "infra" / "eks" / "main.tf").read_text()
+    assert 'resource "aws_eks_cluster" "this"' in stack  # an unknown target is only warned of
+
+
+def test_no_node_starts_where_the_cluster_cannot_be_reached(tmp_path: Path) -> None:
+    tools = Tools(tmp_path, NOT_PUSHED, "kubectl --request-timeout")
+    done = tools.make("up-eks")
+    assert done.returncode != 0
+    assert "kubectl does not reach rayapp-eks" in done.stderr and "API_CIDRS" in done.stderr
+    applied = [call for call in tools.calls() if "infra/eks apply" in call]
+    assert len(applied) == 1 and "-target=aws_eks_cluster.this" in applied[0]
+    assert not [call for call in tools.calls() if call.startswith(("helm", "docker push"))]
+
+
+@pytest.mark.parametrize("failing", ["update-kubeconfig", "kubectl"])
+def test_eks_goes_down_also_where_it_cannot_be_reached(tmp_path: Path, failing: str) -> None:
+    tools = Tools(tmp_path, failing)
+    done = tools.make("down-eks")
+    assert done.returncode == 0, done.stderr
+    assert tools.place("update-kubeconfig") < tools.place("infra/eks destroy")
+    assert "its runs get no time to save" in done.stderr
+
+
+def test_eks_lets_runs_save_before_it_goes_down(tmp_path: Path) -> None:
+    tools = Tools(tmp_path)
+    done = tools.make("down-eks")
+    assert done.returncode == 0 and "no time to save" not in done.stderr
+    deleted = tools.place("kubectl delete")
+    assert tools.place("update-kubeconfig") < deleted < tools.place("infra/eks destroy")
+
+
+def test_an_image_is_pushed_once(tmp_path: Path) -> None:
+    """The registry's tags are immutable: what is there already is not pushed again."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    first, second = Tools(tmp_path / "first", NOT_PUSHED), Tools(tmp_path / "second")
+    for tools in (first, second):
+        done = tools.make("up-ecs")
+        assert done.returncode == 0, done.stderr
+    (pushed,) = [call for call in first.calls() if call.startswith("docker push")]
+    assert not [call for call in second.calls() if call.startswith("docker")]
+    rendered = first.rendered("ecs/worker.json")["containerDefinitions"]
+    assert pushed == f"docker push {rendered[0]['image']}"
+    tag = pushed.rpartition(":")[2]
+    assert f"--image-ids imageTag={tag}" in second.calls()[second.place("describe-images")]
