@@ -136,10 +136,8 @@ class Ceph:
         text = CONFIG.format(fsid=cluster, monitor=monitor, port=self.port, folder=self._folder)
         (self._folder / "ceph.conf").write_text(text)
         monitors = str(self._folder / "monmap")
-        address = f"[v1:127.0.0.1:{monitor}]"
-        self._run(
-            "monmaptool", "--create", "--clobber", "--fsid", cluster, "--addv", "a", address, monitors
-        )
+        where = ("--addv", "a", f"[v1:127.0.0.1:{monitor}]")
+        self._run("monmaptool", "--create", "--clobber", "--fsid", cluster, *where, monitors)
         self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monitors)
         self._daemon("ceph-mon", "-i", "a")
         if not self._wait(lambda: self._asked("status") is not None, 2 * seconds):
