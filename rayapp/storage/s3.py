@@ -221,10 +221,11 @@ class S3Storage(Storage):
         def put_if(**condition: str) -> str | None:
             return self._put_if("", where, data, patient=False, **condition)
 
-        # Who may not list the bucket is told 403 of an absent name, not 404.
-        call("read", lambda client: self._head(where, client), {"NoSuchKey": {}})
         etag = call("write", lambda c: proven(c.put_object(**where, Body=data[:1]))["ETag"])
         try:
+            # Who may not list the bucket is told 403 of an absent name, not 404.
+            absent = {**where, "Key": f"{probe}-absent"}
+            call("read", lambda client: self._head(absent, client), {"NoSuchKey": {}})
             if put_if(IfNoneMatch="*"):
                 raise self._unconditional("If-None-Match", "wrote over an object that exists")
             if not put_if(IfMatch=bare(etag)):
