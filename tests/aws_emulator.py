@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 os.environ.setdefault("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
@@ -36,7 +38,8 @@ from moto.eks.models import Nodegroup, eks_backends
 from moto.eks.responses import EKSResponse
 from moto.fsx.models import FileSystem
 from moto.fsx.responses import FSxResponse
-from moto.iam.access_control import IAMPolicyStatement, PermissionResult
+from moto.iam.access_control import IAMPolicyStatement, IAMRequestBase, PermissionResult
+from moto.s3.responses import ACTION_MAP, S3Response
 from moto.server import main
 from moto.ssm.responses import SimpleSystemManagerResponse
 
@@ -512,7 +515,25 @@ def delete_data_repository_association(self: Any) -> str:
     return json.dumps(answer)
 
 
-# --- IAM: conditions --------------------------------------------------------------------------
+# --- IAM: conditions; what S3 asks of ListBucket -----------------------------------------------
+
+ACTION_MAP["BUCKET"]["HEAD"]["DEFAULT"] = "ListBucket"
+request_keys = threading.local()  # condition keys of the request that a thread answers
+
+
+@fill(IAMRequestBase, "check_action_permitted")
+def _with_its_keys(original: Any, self: Any, resource: str) -> None:
+    """Let conditions see what the request says; its transport is taken for TLS, as in AWS."""
+    query = dict(parse_qsl(urlsplit(self._path).query, keep_blank_values=True))
+    known = {"aws:SecureTransport": "true"}
+    known |= {f"s3:{name}": query[name] for name in ("prefix", "delimiter") if name in query}
+    for name in self._data.get("Namespace") or []:
+        known["cloudwatch:namespace"] = name
+    request_keys.known = known
+    try:
+        original(self, resource)
+    finally:
+        request_keys.known = {}
 
 
 @fill(IAMPolicyStatement, "is_action_permitted")
@@ -524,23 +545,46 @@ def _with_conditions(
     principal: Any = None,
     incoming_condition_values: Any = None,
 ) -> Any:
-    """Hold a statement whose condition is not met to say nothing; moto would take it as it is.
-
-    Only keys that requests here carry are judged: the transport, which is taken for TLS as a real
-    endpoint's would be. What the emulator cannot know of a request (s3:prefix, namespaces) counts
-    as met, so the documents' conditions are tested as documents.
-    """
-    known = {"aws:SecureTransport": "true", **(incoming_condition_values or {})}
+    """Hold a statement whose condition is not met to say nothing; moto would take it as it is."""
+    known = {**getattr(request_keys, "known", {}), **(incoming_condition_values or {})}
     for operator, block in (self._statement.get("Condition") or {}).items():
         for key, wanted in block.items():
             wanted = [wanted] if isinstance(wanted, str) else wanted
-            judged = key in known and operator in ("Bool", "StringEquals", "StringLike")
-            if judged and str(known[key]).lower() not in [str(v).lower() for v in wanted]:
+            if not met(operator, known.get(key), wanted):
                 return PermissionResult.NEUTRAL
     bare = {key: value for key, value in self._statement.items() if key != "Condition"}
     return original(
         IAMPolicyStatement(bare), action, resource, principal, incoming_condition_values
     )
+
+
+def met(operator: str, value: str | None, wanted: list[str]) -> bool:
+    """Judge a condition as IAM does: a key that the request lacks meets none but IfExists."""
+    if value is None:
+        return operator.endswith("IfExists")
+    kind = operator.removesuffix("IfExists")
+    if kind == "Bool":
+        return value.lower() in [str(one).lower() for one in wanted]
+    if kind == "StringEquals":
+        return value in wanted
+    if kind in ("StringLike", "ArnLike"):
+        patterns = [re.escape(one).replace(r"\*", ".*").replace(r"\?", ".") for one in wanted]
+        return any(re.fullmatch(pattern, value, re.S) for pattern in patterns)
+    raise NotImplementedError(f"the emulator cannot judge {operator}")
+
+
+@fill(S3Response, "_authenticate_and_authorize_s3_action")
+def _with_the_right_to_know(
+    original: Any, self: Any, bucket_name: str | None = None, key_name: str | None = None
+) -> None:
+    """Tell that a key is absent only to who may list the bucket; others are refused."""
+    original(self, bucket_name=bucket_name, key_name=key_name)
+    if not key_name or self.method not in ("GET", "HEAD"):
+        return
+    if self.backend.get_object(bucket_name, key_name) is None:
+        asked, self.data["Action"] = self.data["Action"], "ListBucket"
+        original(self, bucket_name=bucket_name)
+        self.data["Action"] = asked
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share: a real S3 server on loopback, and fresh buckets on it."""
+"""Fixtures that several test files share: S3 servers on loopback, and fresh buckets on them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from ceph import KEYS, Ceph, missing
 from patience import PATIENCE_S
 
 # Ray's workers are nice by default and would starve beside tests that are not.
@@ -98,8 +100,7 @@ def s3_server() -> Iterator[str]:
     for name in before:
         del os.environ[name]
     os.environ |= {
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
+        **KEYS,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
@@ -112,11 +113,49 @@ def s3_server() -> Iterator[str]:
     S3Response.put_object = put_object
 
 
+@pytest.fixture(scope="session")
+def ceph() -> Iterator[Ceph]:
+    """Start Ceph's gateway; its keys are those of moto's server."""
+    if absent := missing():
+        pytest.skip(f"Ceph is not installed here: no {', '.join(absent)}")
+    with Ceph() as server:
+        yield server
+
+
 @pytest.fixture
 def s3_bucket(s3_server: str) -> str:
     """Create an empty bucket and return its name."""
+    return new_bucket(s3_server)
+
+
+@pytest.fixture
+def ceph_bucket(s3_server: str, ceph: Ceph, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Create an empty bucket on Ceph, point the AWS_ variables there, and return its name."""
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL_S3": ceph.url}.items():
+        monkeypatch.setenv(name, value)
+    return new_bucket(ceph.url)
+
+
+@pytest.fixture(params=["moto", "ceph"])
+def either_bucket(request: pytest.FixtureRequest) -> str:
+    """Create an empty bucket on each S3 server in turn, and return its name."""
+    name = "s3_bucket" if request.param == "moto" else "ceph_bucket"
+    return str(request.getfixturevalue(name))
+
+
+@pytest.fixture(params=["local", "moto", "ceph"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of an empty folder: of this machine, then of each S3 server."""
+    if request.param == "local":
+        return str(tmp_path / "store")
+    name = "s3_bucket" if request.param == "moto" else "ceph_bucket"
+    return f"s3://{request.getfixturevalue(name)}"
+
+
+def new_bucket(endpoint: str) -> str:
+    """Create a bucket of a name that no other has."""
     import boto3
 
     name = f"test-{uuid.uuid4().hex}"
-    boto3.client("s3", endpoint_url=s3_server).create_bucket(Bucket=name)
+    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=name)
     return name

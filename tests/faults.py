@@ -15,11 +15,12 @@ STALL_S = 30.0
 
 
 class Faults(http.server.ThreadingHTTPServer):
-    """Forward HTTP to `target`, but spoil the first `left` requests of one method.
+    """Forward HTTP to `target`, but spoil some requests, as `spoil` says.
 
     slow: answer 503 SlowDown. reset: drop the connection unanswered. cut: drop it in the middle
-    of the answer. lose: let the server act, then drop it. denied: answer 403. stall: wait STALL_S
-    seconds first.
+    of the answer. lose: let the server act, then drop it. denied, skewed, expired: answer so. page:
+    answer 200 with a log-in page. short: answer half of it, as if that were all. blind: forward it
+    without its conditions. stall: wait STALL_S seconds first.
     """
 
     daemon_threads = True
@@ -27,15 +28,22 @@ class Faults(http.server.ThreadingHTTPServer):
     def __init__(self, target: str) -> None:
         super().__init__(("127.0.0.1", 0), FaultsHandler)
         self.target = target.removeprefix("http://")
-        self.kind, self.method, self.query, self.left = "", "", "", 0
+        self.kind, self.methods, self.query, self.skip, self.left = "", ("",), "", 0, 0
         self.lock = threading.Lock()
 
-    def spoil(self, kind: str, method: str, count: int, query: str = "") -> None:
-        self.kind, self.method, self.query, self.left = kind, method, query, count
+    def spoil(
+        self, kind: str, methods: str | tuple[str, ...], count: int, query: str = "", skip: int = 0
+    ) -> None:
+        """Spoil `count` requests of these methods, after the first `skip` of them."""
+        self.methods = (methods,) if isinstance(methods, str) else methods
+        self.kind, self.query, self.skip, self.left = kind, query, skip, count
 
     def take(self, method: str, path: str) -> str:
         with self.lock:
-            if method != self.method or self.query not in path or self.left == 0:
+            if method not in self.methods or self.query not in path or self.left == 0:
+                return ""
+            if self.skip:
+                self.skip -= 1
                 return ""
             self.left -= 1
             return self.kind
@@ -100,18 +108,26 @@ class FaultsHandler(http.server.BaseHTTPRequestHandler):
             time.sleep(STALL_S)
         if fault == "reset":
             return self.drop()
-        if fault in ("slow", "denied"):
-            code, status = {"slow": ("SlowDown", 503), "denied": ("AccessDenied", 403)}[fault]
+        if fault == "page":
+            return self.answer(200, {"Content-Type": "text/html"}, b"<html><p>Log in</p></html>")
+        if fault in REFUSALS:
+            code, status = REFUSALS[fault]
             content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
             return self.answer(status, {"Content-Type": "application/xml"}, content)
         upstream = http.client.HTTPConnection(self.server.target, timeout=20)
-        upstream.request(self.command, self.path, body, dict(self.headers))
+        sent = dict(self.headers)
+        if fault == "blind":
+            sent = {k: v for k, v in sent.items() if k.lower() not in ("if-match", "if-none-match")}
+        upstream.request(self.command, self.path, body, sent)
         answer = upstream.getresponse()
         content = answer.read()
         upstream.close()
         if fault == "lose":
             return self.drop()
         headers = {k: v for k, v in answer.getheaders() if k.lower() not in HOP_HEADERS}
+        if fault == "short":
+            content = content[: len(content) // 2]
+            headers = {k: v for k, v in headers.items() if "checksum" not in k.lower()}
         if self.command == "HEAD":
             headers["Content-Length"] = answer.headers["Content-Length"] or "0"
         return self.answer(answer.status, headers, content, cut=fault == "cut")
@@ -139,4 +155,10 @@ class FaultsHandler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+REFUSALS = {
+    "slow": ("SlowDown", 503),
+    "denied": ("AccessDenied", 403),
+    "skewed": ("RequestTimeTooSkewed", 403),
+    "expired": ("ExpiredToken", 400),
+}
 HOP_HEADERS = {"content-length", "connection", "transfer-encoding", "date", "server"}

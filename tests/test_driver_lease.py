@@ -16,11 +16,9 @@ from rayapp.finetune.__main__ import main
 from rayapp.storage import Storage, open_storage
 
 
-@pytest.fixture(params=["local", "s3"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    if request.param == "local":
-        return open_storage(str(tmp_path)) / "demo"
-    return open_storage(f"s3://{request.getfixturevalue('s3_bucket')}/runs") / "demo"
+@pytest.fixture
+def run(place: str) -> Storage:
+    return open_storage(place) / "runs" / "demo"
 
 
 @pytest.fixture(autouse=True)

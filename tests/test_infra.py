@@ -5,21 +5,29 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 from botocore.exceptions import ClientError
+from ceph import KEYS, Ceph
 from patience import PATIENCE_S
+from pyarrow.fs import FileSystem
 from terraform import ACCOUNT, REGION, ROOT, Cloud, mirror
 
 from rayapp.cluster import Options, render, write
 from rayapp.config import RunConfig, load
 from rayapp.hardware import INSTANCES, instance
+from rayapp.storage import MIN_PART_BYTES, StorageError, open_storage
 
 ECS_INSTANCE = "p4d.24xlarge"
 EKS_INSTANCES = ("g5.12xlarge", "p3.8xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
@@ -394,6 +402,18 @@ def allowed(call: Callable[[], Any]) -> bool:
     return True
 
 
+def credentials_of(cloud: Cloud, role: str) -> dict[str, str]:
+    """Take a role; return its keys as boto3 names them."""
+    given = cloud.client("sts").assume_role(
+        RoleArn=f"arn:aws:iam::{ACCOUNT}:role/{role}", RoleSessionName="test"
+    )["Credentials"]
+    return {
+        "aws_access_key_id": given["AccessKeyId"],
+        "aws_secret_access_key": given["SecretAccessKey"],
+        "aws_session_token": given["SessionToken"],
+    }
+
+
 @pytest.mark.parametrize("role", ["rayapp-ecs-task", "rayapp-eks-run", "rayapp-ecs-execution"])
 def test_a_role_reaches_its_own_and_nothing_else(cloud: Cloud, role: str) -> None:
     """Real calls with the role's credentials, IAM on."""
@@ -403,14 +423,7 @@ def test_a_role_reaches_its_own_and_nothing_else(cloud: Cloud, role: str) -> Non
     elsewhere = f"other-{role}"
     place = {"LocationConstraint": REGION}
     admin.create_bucket(Bucket=elsewhere, CreateBucketConfiguration=place)
-    given = cloud.client("sts").assume_role(
-        RoleArn=f"arn:aws:iam::{ACCOUNT}:role/{role}", RoleSessionName="test"
-    )["Credentials"]
-    as_role = {
-        "aws_access_key_id": given["AccessKeyId"],
-        "aws_secret_access_key": given["SecretAccessKey"],
-        "aws_session_token": given["SessionToken"],
-    }
+    as_role = credentials_of(cloud, role)
     s3, ssm = cloud.client("s3", **as_role), cloud.client("ssm", **as_role)
     cloud.post("reset-auth", "0")
     try:
@@ -420,6 +433,10 @@ def test_a_role_reaches_its_own_and_nothing_else(cloud: Cloud, role: str) -> Non
             "delete runs": allowed(lambda: s3.delete_object(Bucket=BUCKET, Key="runs/r/y")),
             "get data": allowed(lambda: s3.get_object(Bucket=BUCKET, Key="data/x")),
             "put data": allowed(lambda: s3.put_object(Bucket=BUCKET, Key="data/y", Body=b"")),
+            "know the bucket": allowed(lambda: s3.head_bucket(Bucket=BUCKET)),
+            "know the absent": allowed(lambda: s3.head_object(Bucket=BUCKET, Key="runs/r/none")),
+            "list runs": allowed(lambda: s3.list_objects_v2(Bucket=BUCKET, Prefix="runs/r/")),
+            "list others": allowed(lambda: s3.list_objects_v2(Bucket=BUCKET, Prefix="secrets/")),
             "get others": allowed(lambda: s3.get_object(Bucket=BUCKET, Key="secrets/x")),
             "put elsewhere": allowed(lambda: s3.put_object(Bucket=elsewhere, Key="x", Body=b"")),
             "change the bucket": allowed(lambda: s3.delete_bucket_policy(Bucket=BUCKET)),
@@ -431,9 +448,96 @@ def test_a_role_reaches_its_own_and_nothing_else(cloud: Cloud, role: str) -> Non
         }
     finally:
         cloud.post("reset-auth", str(10**9))
-    mine = {"put runs", "get runs", "delete runs", "get data"}
+    mine = {"put runs", "get runs", "delete runs", "get data", "list runs"}
+    mine |= {"know the bucket", "know the absent"}
     mine = set() if role.endswith("execution") else mine
     assert {what for what, yes in found.items() if yes} == mine
+
+
+@pytest.mark.parametrize("role", ["rayapp-ecs-task", "rayapp-eks-run"])
+def test_a_role_may_make_the_calls_of_a_run(
+    cloud: Cloud, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage's own and those of Ray Train's file system, with IAM on."""
+    given = {name.upper(): value for name, value in credentials_of(cloud, role).items()}
+    for name, value in {**given, "AWS_REGION": REGION, "AWS_ENDPOINT_URL_S3": cloud.url}.items():
+        monkeypatch.setenv(name, value)
+    cloud.post("reset-auth", "0")
+    try:
+        run = open_storage(f"s3://{BUCKET}/runs/{role}")
+        run.check_writable()
+        assert run.stat("absent") is None and run.list() == []
+        etag = run.create("LEASE", b"1")
+        assert etag and run.replace_if("LEASE", b"2", etag)
+        run.write("checkpoint", b"x" * (MIN_PART_BYTES + 1))
+        assert [entry.name for entry in run.list()] == ["LEASE", "checkpoint"]
+        files, path = FileSystem.from_uri(f"s3://{BUCKET}/runs/{role}/.ray")  # as Ray Train does
+        files.create_dir(f"{path}/{role}", recursive=True)
+        for entry in run.list():
+            run.delete(entry.name)
+        with pytest.raises(StorageError, match="access denied"):
+            open_storage(f"s3://{BUCKET}/data").check_writable()
+        with pytest.raises(StorageError, match="access denied"):
+            open_storage(f"s3://{BUCKET}/secrets").list()
+    finally:
+        cloud.post("reset-auth", str(10**9))
+
+
+def ceph_client(ceph: Ceph, environment: dict[str, str]) -> Any:
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    keys = {name.lower(): environment[name] for name in names}
+    return boto3.client("s3", endpoint_url=ceph.url, region_name="us-east-1", **keys)
+
+
+def test_a_run_trains_with_no_more_than_its_role_has(
+    cloud: Cloud, ceph: Ceph, tmp_path: Path
+) -> None:
+    """Start to result, on a server that judges the role's policy as it was applied."""
+    name = "rayapp-ecs-task"
+    iam = cloud.client("iam")
+    (policy,) = iam.list_role_policies(RoleName=name)["PolicyNames"]
+    document = iam.get_role_policy(RoleName=name, PolicyName=policy)["PolicyDocument"]
+    document["Statement"] = [one for one in document["Statement"] if "s3:" in str(one["Action"])]
+    admin = ceph_client(ceph, KEYS)
+    admin.create_bucket(Bucket=BUCKET)
+    words = "\n".join(f"line {number} of a text to train on" for number in range(3000))
+    admin.put_object(Bucket=BUCKET, Key="data/text.txt", Body=words.encode())
+    admin.put_object(Bucket=BUCKET, Key="secrets/x", Body=b"1")
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("AWS_")}
+    environment |= {
+        **ceph.user("run", document),
+        "AWS_ENDPOINT_URL_S3": ceph.url,
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "HOME": str(tmp_path),
+    }
+    settings = {
+        "run.storage": f"s3://{BUCKET}/runs",
+        "run.name": "role",
+        "model.path": "tiny",
+        "model.tokenizer": "bytes",
+        "data.path": f"s3://{BUCKET}/data",
+        "data.seq_len": 32,
+        "train.tokens_per_step": 128,
+        "train.micro_batch": 2,
+        "train.max_steps": 6,
+        "checkpoint.every_steps": 2,
+        "checkpoint.keep": 1,
+        "cluster.workers": "2",
+        "cluster.address": "local",
+    }
+    options = [f"--{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "rayapp.finetune", *options]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    user = ceph_client(ceph, environment)
+    found = user.get_object(Bucket=BUCKET, Key="runs/role/result.json")["Body"].read()
+    assert json.loads(found)["status"] == "finished"
+    assert not allowed(lambda: user.get_object(Bucket=BUCKET, Key="secrets/x"))
+    assert not allowed(lambda: user.list_objects_v2(Bucket=BUCKET, Prefix="secrets/"))
+    assert not allowed(lambda: user.put_object(Bucket=BUCKET, Key="data/y", Body=b""))
 
 
 def test_ecs_may_read_the_token_and_no_task_may(cloud: Cloud) -> None:

@@ -63,7 +63,8 @@ class Lease:
         while not self._closed.wait(RENEW_S):
             count += 1
             try:
-                etag = _swap(self._run, {**self._holder, "renewed": count}, self._etag)
+                renewed = json.dumps({**self._holder, "renewed": count}).encode()
+                etag = self._run.replace_if(FILE, renewed, self._etag)
             except OSError as error:
                 logger.warning("cannot renew the lease, will try again: %s", error)
                 continue
@@ -94,10 +95,9 @@ def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], 
     while True:
         entry = run.stat(FILE)
         if entry is None:
-            if run.create(FILE, json.dumps(mine).encode()):
-                entry = run.stat(FILE)
-                assert entry is not None, f"{run.url}/{FILE} vanished as it was made"
-                return mine, entry.etag
+            etag = run.create(FILE, json.dumps(mine).encode())
+            if etag is not None:
+                return mine, etag
             continue
         try:
             other = json.loads(run.read(FILE))
@@ -117,20 +117,12 @@ def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], 
                 ]
             )
         if _ended(other) or time.monotonic() - since > TTL_S:
-            etag = _swap(run, mine, entry.etag)
+            etag = run.replace_if(FILE, json.dumps(mine).encode(), entry.etag)
             if etag is not None:
                 return mine, etag
             seen = ""  # another driver was faster, and is alive
             continue
         time.sleep(POLL_S)
-
-
-def _swap(run: Storage, holder: dict[str, Any], etag: str) -> str | None:
-    """Write the lease if it is still the one with this etag; return the new etag."""
-    if not run.replace_if(FILE, json.dumps(holder).encode(), etag):
-        return None
-    entry = run.stat(FILE)
-    return entry.etag if entry else None
 
 
 def _ended(holder: dict[str, Any]) -> bool:

@@ -105,12 +105,12 @@ class Storage(ABC):
         """Return the sorted names of the immediate sub-folders that hold any file."""
 
     @abstractmethod
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a file only if it is absent; True for the one caller who did."""
+    def create(self, name: str, data: bytes) -> str | None:
+        """Write a file only if it is absent; its etag for the one caller who did, else None."""
 
     @abstractmethod
-    def replace_if(self, name: str, data: bytes, etag: str) -> bool:
-        """Write a file only if it still has this etag; True if that was done."""
+    def replace_if(self, name: str, data: bytes, etag: str) -> str | None:
+        """Write a file only if it still has this etag; the new one if that was done, else None."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -122,7 +122,7 @@ class Storage(ABC):
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Write, read back and delete a small probe within seconds.
+        """Make every kind of call that a run makes, on a small probe, within seconds.
 
         Raises: StorageError with the reason in the user's words.
         """

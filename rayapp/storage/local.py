@@ -52,36 +52,35 @@ class LocalStorage(Storage):
 
         return self._staged(name, publish)
 
-    def create(self, name: str, data: bytes) -> bool:
-        created = True
+    def create(self, name: str, data: bytes) -> str | None:
+        etag: str | None = None
 
         def publish(temporary: str, path: str) -> None:
-            nonlocal created
-            try:
+            nonlocal etag
+            with suppress(FileExistsError):
                 os.link(temporary, path)
-            except FileExistsError:
-                created = False
+                etag = _entry(name, os.stat(temporary)).etag
 
         with self._staged(name, publish) as out:
             out.write(data)
-        return created
+        return etag
 
-    def replace_if(self, name: str, data: bytes, etag: str) -> bool:
-        replaced = False
+    def replace_if(self, name: str, data: bytes, etag: str) -> str | None:
+        new: str | None = None
 
         def publish(temporary: str, path: str) -> None:
-            nonlocal replaced
+            nonlocal new
             with _locked(path, make=True):
                 entry = self.stat(name)
-                replaced = entry is not None and entry.etag == etag
-                if replaced:
+                if entry is not None and entry.etag == etag:
+                    new = _entry(name, os.stat(temporary)).etag
                     os.replace(temporary, path)
 
         if not self.exists(name):
-            return False
+            return None
         with self._staged(name, publish) as out:
             out.write(data)
-        return replaced
+        return new
 
     @contextmanager
     def _staged(self, name: str, publish: Callable[[str, str], None]) -> Iterator[BinaryIO]:

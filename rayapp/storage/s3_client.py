@@ -36,23 +36,27 @@ def send(
     Raises: FileNotFoundError; StorageError at once, or after retry_s of transient failures.
     """
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError
 
+    failures = (BotoCoreError, ClientError, ConnectionError, HTTPError, ResponseParserError)
     bucket = url.split("/")[2]
-    try:
-        client = _client(patient)
-    except (BotoCoreError, ValueError) as error:  # ValueError: a malformed endpoint
-        raise StorageError(what, url, *_s3_reason(error, bucket)) from error
     failed_at = None
     for attempt in itertools.count(1):
         try:
+            client = _client(patient)
+        except (BotoCoreError, ValueError) as error:  # ValueError: a malformed endpoint
+            raise StorageError(what, url, *_s3_reason(error, bucket)) from error
+        try:
             return request(client)
-        except (BotoCoreError, ClientError, ConnectionError, HTTPError) as error:
-            code = _code(error)
+        except failures as error:
+            code = error_code(error)
             if answers is not None and code in answers:
                 return answers[code]
             if code == "NoSuchKey":
                 raise FileNotFoundError(errno.ENOENT, "no such file", url) from None
+            if code in STALE:
+                _forget(client)
             why, fix = _s3_reason(error, bucket)
             if not patient or not _is_transient(error):
                 raise StorageError(what, url, why, fix) from error
@@ -98,6 +102,20 @@ def _client(patient: bool) -> Any:
         return _clients[key]
 
 
+def _forget(client: Any) -> None:
+    """Let the next request make a client anew, which reads credentials that were renewed."""
+    with _clients_lock:
+        for key in [key for key, known in _clients.items() if known is client]:
+            del _clients[key]
+
+
+def proven(answer: dict[str, Any], field: str = "ETag") -> dict[str, Any]:
+    """Return an answer that has what S3 always sends; a proxy's log-in page is also a 200."""
+    if not answer.get(field) and answer.get(field) is not False:
+        raise ConnectionError(f"the answer has no {field}, so it is not S3's")
+    return answer
+
+
 def _log_failure(
     response: Any = None,
     caught_exception: Exception | None = None,
@@ -113,7 +131,7 @@ def _log_failure(
         log.warning("%s attempt %d failed: %s", operation.name, attempts, why)
 
 
-def _code(error: Exception) -> str:
+def error_code(error: Exception) -> str:
     """Return the S3 error code, '' if S3 did not answer. HEAD has no body, only a status."""
     from botocore.exceptions import ClientError
 
@@ -123,16 +141,18 @@ def _code(error: Exception) -> str:
 
 THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 UNSTEADY = {"InternalError", "ServiceUnavailable", "RequestTimeout"}
+STALE = {"ExpiredToken", "RequestTimeTooSkewed"}  # renewed or set right within a minute or two
 CONTENDED = {"OperationAborted", "ConditionalRequestConflict"}
 
 
 def _is_transient(error: Exception) -> bool:
     from botocore import exceptions as boto
+    from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, boto.ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return _code(error) in THROTTLED | UNSTEADY | CONTENDED or status in (
+        return error_code(error) in THROTTLED | UNSTEADY | STALE | CONTENDED or status in (
             429,
             500,
             502,
@@ -141,9 +161,8 @@ def _is_transient(error: Exception) -> bool:
         )
     lost = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, ConnectionError)
     # urllib3's own, where botocore reads the text of a refused download: it lets them out.
-    return isinstance(
-        error, (*lost, HTTPError, boto.FlexibleChecksumError, boto.CredentialRetrievalError)
-    )
+    spoilt = (HTTPError, ResponseParserError, boto.FlexibleChecksumError)
+    return isinstance(error, (*lost, *spoilt, boto.CredentialRetrievalError))
 
 
 S3_REASONS = {  # code -> (why, what to do)
@@ -167,6 +186,7 @@ S3_REASONS = {  # code -> (why, what to do)
 def _s3_reason(error: Exception, bucket: str) -> tuple[str, str]:
     """Explain an S3 failure in the user's words: why, and what to do."""
     from botocore import exceptions as boto
+    from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
@@ -174,7 +194,10 @@ def _s3_reason(error: Exception, bucket: str) -> tuple[str, str]:
     if isinstance(error, (boto.HTTPClientError, boto.ConnectionError, HTTPError)):
         why = f"the S3 endpoint cannot be reached: {str(error).rstrip('.')}"
         return why, "Check the network, AWS_ENDPOINT_URL_S3 and AWS_REGION"
-    code = _code(error)
+    if isinstance(error, ConnectionError | ResponseParserError):
+        why = " ".join(str(error).split()).rstrip(".")
+        return why, "Check AWS_ENDPOINT_URL_S3 and whether a proxy stands before it"
+    code = error_code(error)
     if code in S3_REASONS:
         why, fix = S3_REASONS[code]
         return why.format(bucket=bucket), fix.format(bucket=bucket)

@@ -8,7 +8,9 @@ data "aws_iam_policy_document" "this" {
     actions   = ["s3:ListBucket"]
     resources = [var.bucket_arn]
     condition {
-      test     = "StringLike"
+      # IfExists: HeadBucket, and the 404 of an absent key, need ListBucket in requests without a prefix. Its price is
+      # that names at the bucket's root can be listed.
+      test     = "StringLikeIfExists"
       variable = "s3:prefix"
       values   = concat([for prefix in concat(var.write_prefixes, var.read_prefixes) : "${prefix}*"], var.write_prefixes, var.read_prefixes)
     }
