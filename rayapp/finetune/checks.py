@@ -86,7 +86,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
 def vocabulary_problem(config: Config, base: model.Source, tokenizer: Any) -> str | None:
     """Say whether the tokenizer gives ids that the model has no embedding for; None: to be made."""
     own = base.config.get_text_config().vocab_size
-    name = tokenizer_of(config, config.model.overrides.get("vocab_size", own), base.preset)
+    name = tokenizer_of(config, own, base.preset)
     tokens = tokens_of(name) if tokenizer is None else len(tokenizer)
     room = vocabulary_of(config, own, base.preset, tokens)
     if tokens is None or room is None or tokens <= room:

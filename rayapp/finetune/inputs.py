@@ -27,7 +27,7 @@ def shared_tokenizer(ready: checks.Ready, console: Console) -> tuple[str, Any]:
     config = ready.config
     root = open_storage(config.run.storage) / PREPARED
     tokenizer = ready.tokenizer
-    own = config.model.overrides.get("vocab_size", ready.model.config.vocab_size)
+    own = ready.model.config.get_text_config().vocab_size
     name = tokenizer_of(config, own, ready.model.preset)
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()

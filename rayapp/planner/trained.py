@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 from rayapp.config import Config
 from rayapp.presets import PRESETS
@@ -25,7 +26,11 @@ def is_preset(path: str) -> bool:
 
 
 def tokenizer_of(config: Config, own: int, preset: bool) -> str:
-    """Return the tokenizer that is used: a preset without one trains one of its own size."""
+    """Return the tokenizer that is used: a preset without one trains one of the model's size.
+
+    `own` is the vocabulary that the model's config.json says.
+    """
+    own = cast(int, config.model.overrides.get("vocab_size", own))
     return config.model.tokenizer or (f"bpe:{own}" if preset else config.model.path)
 
 
@@ -59,7 +64,7 @@ def vocabulary_of(config: Config, own: int, preset: bool, tokens: int | None = N
     loaded. A preset takes the vocabulary of a tokenizer that is made for the run, and room for one
     that is not; model.overrides come first, and a model folder keeps its own.
     """
-    own = config.model.overrides.get("vocab_size", own)
+    own = cast(int, config.model.overrides.get("vocab_size", own))
     if not preset or "vocab_size" in config.model.overrides:
         return own
     tokenizer = tokenizer_of(config, own, preset)
