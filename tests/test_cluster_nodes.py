@@ -26,7 +26,7 @@ from patience import PATIENCE_S
 
 from rayapp import metrics
 from rayapp.cluster import Options, render
-from rayapp.cluster.render import GRACE_S
+from rayapp.cluster.render import GRACE_S, JOB_STOP_S
 from rayapp.config import load
 from rayapp.storage import open_storage
 
@@ -174,12 +174,15 @@ def answer(url: str) -> int:
 def test_a_job_runs_and_a_worker_leaves(cluster: Cluster) -> None:
     """Submitted with the token, run on the worker, which ends by itself after SIGTERM."""
     worker = cluster.start("worker")
-    code = "import ray; ray.init(); print(ray.get(ray.remote(lambda: 6 * 7).remote()), 'it is')"
+    code = "import os, ray; ray.init(); print(ray.get(ray.remote(lambda: 6 * 7).remote()), 'it is')"
+    # The driver has the environment of its supervisor, which waits that long after `ray job stop`.
+    code += "; print('to save:', os.environ['RAY_JOB_STOP_WAIT_TIME_S'], 's')"
     command = [str(BIN / "ray"), "job", "submit", "--", "python", "-c", code]
     done = subprocess.run(
         command, env=cluster.client(), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0 and "42 it is" in done.stdout, done.stdout[-3000:] + done.stderr
+    assert f"to save: {JOB_STOP_S} s" in done.stdout
     worker.process.send_signal(signal.SIGTERM)
     worker.process.wait(timeout=GRACE_S)
     assert "Node" in worker.log.read_text() and "draining" in worker.log.read_text().lower()

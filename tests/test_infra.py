@@ -315,7 +315,7 @@ def test_the_bucket_keeps_results_and_nothing_else_reaches_them(cloud: Cloud) ->
     assert repository["imageTagMutability"] == "IMMUTABLE"
 
 
-MATH = {  # CloudWatch's functions of metric math, as its documentation has them; None: no data point
+MATH = {  # CloudWatch's metric math, by its documentation; None: no data point
     "ABS": lambda values: [None if v is None else abs(v) for v in values],
     "DIFF": lambda values: [
         None if None in pair else pair[1] - pair[0]
@@ -352,6 +352,12 @@ def rings(alarm: dict[str, Any], **series: list[float | None]) -> bool:
     return False
 
 
+def alarm_of(cloud: Cloud, name: str) -> dict[str, Any]:
+    listed = cloud.client("cloudwatch").describe_alarms(AlarmNames=[name])
+    (alarm,) = listed["MetricAlarms"]
+    return alarm
+
+
 @pytest.mark.parametrize(
     ("step", "ended", "expected"),
     [
@@ -370,10 +376,7 @@ def test_an_alarm_tells_a_run_that_died_from_one_that_ended(
     cloud: Cloud, step: list[float | None], ended: dict[int, float], expected: bool
 ) -> None:
     for stack in ("ecs", "eks"):
-        found = cloud.client("cloudwatch").describe_alarms(
-            AlarmNames=[f"rayapp-{stack}-no-progress"]
-        )
-        (alarm,) = found["MetricAlarms"]
+        alarm = alarm_of(cloud, f"rayapp-{stack}-no-progress")
         given = [ended.get(n) for n in range(len(step))]
         assert rings(alarm, step=step, ended=given) is expected
         metrics = {one["Id"]: one["MetricStat"] for one in alarm["Metrics"] if "MetricStat" in one}
@@ -383,10 +386,7 @@ def test_an_alarm_tells_a_run_that_died_from_one_that_ended(
 
 def test_a_failed_run_rings(cloud: Cloud) -> None:
     for stack in ("ecs", "eks"):
-        found = cloud.client("cloudwatch").describe_alarms(
-            AlarmNames=[f"rayapp-{stack}-run-failed"]
-        )
-        (alarm,) = found["MetricAlarms"]
+        alarm = alarm_of(cloud, f"rayapp-{stack}-run-failed")
         assert (alarm["MetricName"], alarm["Statistic"]) == ("ray_rayapp_failed", "Maximum")
         assert alarm["ComparisonOperator"] == "GreaterThanThreshold" and alarm["Threshold"] == 0
         assert alarm["AlarmActions"] and alarm["TreatMissingData"] == "notBreaching"
