@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import pickle
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from rayapp.config import load
 from rayapp.driver.outcome import best_interval_s, ending_of, reason_of, result_of
 from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
-from rayapp.storage import open_storage
+from rayapp.storage import StorageError, open_storage
 
 
 def test_a_death_explains_the_errors_of_the_ranks_around_it() -> None:
@@ -52,6 +54,20 @@ def test_endings_are_told_apart() -> None:
     )
     assert ending_of(WorkerGroupError("1 failed", {0: broken}), 7).kind == FAILURE
     assert ending_of(RayActorError(error_msg="the controller died"), 7).kind == FAILURE
+
+
+def test_no_further_attempt_mends_a_full_disk_or_a_folder_of_another_user() -> None:
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    full = StorageError("write", "/runs/demo", "the disk is full", "Free some space")
+    full.errno = errno.ENOSPC
+    for error in (
+        ControllerError(denied),
+        WorkerGroupError("1 failed", {0: pickle.loads(pickle.dumps(full))}),
+    ):
+        ending = ending_of(error, 0)
+        assert ending.kind == FAILURE and ending.final
+    absent = FileNotFoundError(errno.ENOENT, "no such file")
+    assert not ending_of(WorkerGroupError("1 failed", {0: absent}), 0).final
 
 
 @given(st.floats(1e-3, 60.0), st.floats(1e3, 1e8))

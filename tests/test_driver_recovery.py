@@ -68,6 +68,11 @@ def test_a_loop_after_the_last_step_has_no_rows() -> None:
         budget.after(failure(ORDER.num_steps))
 
 
+def test_what_no_attempt_mends_ends_the_run_at_once_and_blames_no_rows() -> None:
+    with pytest.raises(GiveUp, match=r"^the disk is full$"):
+        recovery().after(Ending(FAILURE, "the disk is full", 0, final=True))
+
+
 def test_preemptions_have_a_budget_of_their_own() -> None:
     budget = recovery(max_failures=0, max_preemptions=2)
     taken = Ending(PREEMPTION, "the node of rank 1 is taken away", 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import operator
@@ -17,6 +18,8 @@ from rayapp.driver.recovery import FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.storage import Storage
 from rayapp.units import unit_of
 
+# Of disks and folders: no further attempt mends them.
+LASTING = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before
 
 
@@ -39,7 +42,9 @@ def ending_of(ended: dict[str, Any] | Exception, step: int) -> Ending:
     taken = isinstance(ended, PreemptionError) or any(
         getattr(cause, "preempted", False) for cause in _deaths(ended).values()
     )
-    return Ending(PREEMPTION if taken else FAILURE, reason_of(ended), step)
+    found = [*causes(ended), getattr(ended, "controller_failure", None)]
+    final = any(isinstance(one, OSError) and one.errno in LASTING for one in found)
+    return Ending(PREEMPTION if taken else FAILURE, reason_of(ended), step, final and not taken)
 
 
 def reason_of(error: Exception) -> str:

@@ -34,6 +34,8 @@ class Ending:
     reason: str
     step: int
     """Steps done when it ended, kept or not."""
+    final: bool = False
+    """Whether another attempt would meet the same, whatever the rows."""
 
 
 class Recovery:
@@ -49,8 +51,10 @@ class Recovery:
         """Return the seconds to wait before the next attempt.
 
         Raises:
-            GiveUp: a budget is used up, or the same step fails again and again.
+            GiveUp: the cause stays, a budget is used up, or the same step fails again and again.
         """
+        if ending.final:
+            raise GiveUp(ending.reason)
         if ending.kind in (RESIZE, NO_ROOM):
             return 0.0
         if ending.kind == PREEMPTION:

@@ -13,11 +13,11 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import prepare, tokens
 from rayapp.data.prepared import Prepared, mixed
+from rayapp.driver.checks import PREPARED
 from rayapp.finetune import checks
 from rayapp.order import Order, fingerprint
 from rayapp.storage import open_storage
 
-PREPARED = ".prepared"  # beside the runs, shared by all that use the same data
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 
