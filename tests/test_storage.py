@@ -739,8 +739,9 @@ def test_a_shared_folder_stays_shared(tmp_path: Path, mode: int, folders: int, l
     before = os.umask(0o022)
     try:
         run = open_storage(str(shared)) / "run"
-        etag = run.create("a/LEASE", b"1")
-        assert etag and run.replace_if("a/LEASE", b"2", etag)
+        run.write("a/LEASE", b"1")
+        entry = run.stat("a/LEASE")
+        assert entry is not None and run.replace_if("a/LEASE", b"2", entry.etag)
     finally:
         os.umask(before)
     for folder in (shared / "run", shared / "run" / "a"):
