@@ -27,8 +27,9 @@ from rayapp.checkpoint.marker import latest
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.data.rows import local_steps
+from rayapp.driver.checks import PREPARED
 from rayapp.finetune import training
-from rayapp.finetune.inputs import PREPARED, order_of
+from rayapp.finetune.inputs import order_of
 from rayapp.finetune.job import Job
 from rayapp.storage import open_storage
 

@@ -13,7 +13,10 @@ import ray
 
 
 class Dashboard:
-    """Answers for `jobs`, by submission id; `asked` are the requests, `sent` the jobs sent, `stopped` the ids."""
+    """Answers for `jobs`, by submission id.
+
+    `asked` are the requests, `sent` the jobs sent, `stopped` the ids.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address

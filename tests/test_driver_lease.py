@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from rayapp.config import ConfigError
 from rayapp.driver import lease
@@ -82,6 +83,25 @@ def test_a_lease_that_is_not_renewed_is_taken_over_and_its_holder_told(
             mine.check()
             theirs.release()
             assert run.exists(lease.FILE)  # it is mine
+
+
+def test_a_lease_that_is_taken_right_after_a_renewal_is_not_adopted(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = type(run).replace_if
+
+    def then_taken(self: Storage, name: str, data: bytes, etag: str) -> str | None:
+        new = replace(self, name, data, etag)
+        monkeypatch.setattr(type(run), "replace_if", replace)
+        self.write(name, b"another's")
+        return new
+
+    with lease.held(run) as mine:
+        monkeypatch.setattr(type(run), "replace_if", then_taken)
+        assert mine._lost.wait(PATIENCE_S)
+        with pytest.raises(RunFailed, match="another driver has taken over"):
+            mine.check()
+    assert run.read(lease.FILE) == b"another's"
 
 
 def test_a_run_that_died_here_is_not_waited_for(

@@ -534,7 +534,7 @@ def test_a_run_trains_with_no_more_than_its_role_has(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     user = ceph_client(ceph, environment)
     found = user.get_object(Bucket=BUCKET, Key="runs/role/result.json")["Body"].read()
-    assert json.loads(found)["status"] == "finished"
+    assert json.loads(found)["status"] == "done"
     assert not allowed(lambda: user.get_object(Bucket=BUCKET, Key="secrets/x"))
     assert not allowed(lambda: user.list_objects_v2(Bucket=BUCKET, Prefix="secrets/"))
     assert not allowed(lambda: user.put_object(Bucket=BUCKET, Key="data/y", Body=b""))

@@ -326,7 +326,7 @@ def test_a_folder_names_no_other_job(served: Dashboard, tmp_path: Path) -> None:
     assert handle.status() == "preparing"
     handle.stop(wait_s=0)
     assert served.stopped == []
-    with pytest.raises(JobError, match="no job other of .* is known at"):
+    with pytest.raises(JobError, match=r"no job other of .* is known at"):
         handle.logs()
     run.write(
         "submission.json", b'{"address": "", "submission_id": "../x", "time": 1, "shipment": {}}'

@@ -5,6 +5,7 @@ The S3 side is moto's server and Ceph's; faults are injected by a real proxy in 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -30,6 +31,7 @@ from rayapp.storage import (
     READ_BLOCK,
     Storage,
     StorageError,
+    base,
     local,
     open_storage,
     part_bytes,
@@ -254,6 +256,8 @@ def test_pickling(storage: Storage) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "cannot write s3://b/x: the disk is full. Free some space."
     assert isinstance(again, StorageError) and again.why == error.why
+    error.errno = errno.ENOSPC
+    assert pickle.loads(pickle.dumps(error)).errno == errno.ENOSPC
 
 
 def test_import_is_light() -> None:
@@ -716,10 +720,44 @@ def test_check_writable_names_an_unusable_folder(tmp_path: Path) -> None:
                 act(open_storage(path))
 
 
+@pytest.mark.parametrize(
+    "mode, folders, lock",
+    [
+        (0o2770, 0o2775, 0o664),  # umask leaves others what the parent denies to all
+        (0o777, 0o777, 0o666),
+        (0o755, 0o755, 0o644),
+        (0o1777, 0o755, 0o644),
+    ],
+)
+def test_a_shared_folder_stays_shared(tmp_path: Path, mode: int, folders: int, lock: int) -> None:
+    """Under the usual umask; a group that may write to the parent may write below it too."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    if os.geteuid() == 0:
+        os.chown(shared, -1, 65533)
+    shared.chmod(mode)
+    before = os.umask(0o022)
+    try:
+        run = open_storage(str(shared)) / "run"
+        run.write("a/LEASE", b"1")
+        entry = run.stat("a/LEASE")
+        assert entry is not None and run.replace_if("a/LEASE", b"2", entry.etag)
+    finally:
+        os.umask(before)
+    for folder in (shared / "run", shared / "run" / "a"):
+        assert oct(folder.stat().st_mode & 0o7777) == oct(folders)
+        if mode & 0o020 and not mode & 0o1000:
+            assert folder.stat().st_gid == shared.stat().st_gid
+    made = shared / "run" / "a" / f"{base.HIDDEN}LEASE.lock"
+    assert oct(made.stat().st_mode & 0o7777) == oct(lock)
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     """Use /dev/full, the one device that is always full, as the temporary file."""
     out = local._LocalWriter.__new__(local._LocalWriter)
     super(type(out), out).__init__("/dev/full", "wb")
     out._path = "/runs/a"
-    with out, pytest.raises(StorageError, match=r"cannot write /runs/a: the disk is full\. Free"):
+    full = r"cannot write /runs/a: the disk is full\. Free"
+    with out, pytest.raises(StorageError, match=full) as raised:
         out.write(b"x")
+    assert raised.value.errno == errno.ENOSPC

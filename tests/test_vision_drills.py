@@ -28,9 +28,9 @@ from transformers import AutoModelForImageClassification
 from rayapp import report
 from rayapp.config import VisionConfig, from_dict
 from rayapp.data.images import load, local_steps
+from rayapp.driver.checks import PREPARED
 from rayapp.storage import open_storage
 from rayapp.vision import training
-from rayapp.vision.checks import PREPARED
 from rayapp.vision.driver import order_of
 from rayapp.vision.job import Job
 

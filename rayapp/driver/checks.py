@@ -10,6 +10,7 @@ from rayapp import trackers
 from rayapp.config import ConfigError, Run, RunConfig, parse_yaml
 from rayapp.storage import Storage, StorageError, open_storage
 
+PREPARED, RAY_FOLDER = ".prepared", ".ray"  # beside the runs, shared by all of them
 MAX_WORKERS_PER_CORE = 4  # of training on CPUs, where more only trade time
 
 
@@ -34,12 +35,23 @@ def shared_problems(config: RunConfig, local_cores: int | None, local_gpus: int)
     """Look at trackers, storage and size; `local_cores` None means a running cluster."""
     problems = trackers.problems(config)
     try:
-        open_storage(config.run.storage).check_writable()
+        for folder in _written(config):
+            folder.check_writable()
     except StorageError as error:
         problems.append(f"run.storage={config.run.storage} is not writable: {error}")
     if local_cores is not None:
         problems += _placement(config, local_cores, local_gpus)
     return problems
+
+
+def _written(config: RunConfig) -> list[Storage]:
+    """Return the folders that a run writes to; on a disk some may be another user's."""
+    root = open_storage(config.run.storage)
+    if root.local_path() is None:
+        return [root]
+    own = [root / config.run.name, root / RAY_FOLDER / config.run.name]
+    mine = [folder for folder in own if os.path.isdir(folder.local_path() or "")]
+    return [root, root / PREPARED, root / RAY_FOLDER, *mine]
 
 
 def same_run(run: Storage, config: RunConfig) -> str | None:

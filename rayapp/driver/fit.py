@@ -13,6 +13,7 @@ from rich.console import Console
 from rayapp import metrics
 from rayapp.checkpoint.marker import latest
 from rayapp.driver import display, placement
+from rayapp.driver.checks import RAY_FOLDER
 from rayapp.driver.job import Job, first_step, train
 from rayapp.driver.journal import Journal
 from rayapp.driver.lease import Lease
@@ -173,7 +174,7 @@ def _trainer(job: Job, workers: int) -> Any:
         ),
         run_config=kit.RunConfig(
             name=job.config.run.name,
-            storage_path=f"{job.config.run.storage}/.ray",
+            storage_path=f"{job.config.run.storage}/{RAY_FOLDER}",
             # Every end comes back to fit(), which knows of all attempts, rows and free nodes.
             failure_config=kit.FailureConfig(
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0

@@ -21,10 +21,10 @@ from rayapp.storage import Storage
 from rayapp.storage.local import LOCAL_REASONS
 from rayapp.units import unit_of
 
-# A full disk and a missing permission, as Python, Ray and torch tell them, and as our storage does.
+# Full and closed disks, as Python, Ray and torch tell them, and as our storage does.
 FINAL = tuple(
     words
-    for number in (errno.ENOSPC, errno.EACCES, errno.EPERM)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
     for words in (os.strerror(number), LOCAL_REASONS[number][0])
 )
 ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before

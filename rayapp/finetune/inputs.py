@@ -13,12 +13,12 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, prepare, tokens
 from rayapp.data.prepared import Prepared, mixed, reasons
+from rayapp.driver.checks import PREPARED
 from rayapp.finetune import checks
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import open_storage
 
-PREPARED = ".prepared"  # beside the runs, shared by all that use the same data
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 

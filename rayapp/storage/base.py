@@ -22,8 +22,9 @@ class StorageError(OSError):
         super().__init__(f"cannot {what} {url}: {why}." + (f" {fix}." if fix else ""))
         self.what, self.url, self.why, self.fix = what, url, why, fix
 
-    def __reduce__(self) -> tuple[type[StorageError], tuple[str, str, str, str]]:
-        return type(self), (self.what, self.url, self.why, self.fix)
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"errno": self.errno}
+        return type(self), (self.what, self.url, self.why, self.fix), state
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -204,10 +205,28 @@ def _make_folder(path: str) -> None:
         _make_folder(os.path.dirname(path))
         try:
             os.mkdir(path)
+            _share(path)
         except FileExistsError:  # made by someone else meanwhile, or a file in the way
             if not os.path.isdir(path):
                 raise
         _sync_folder(os.path.dirname(path))
+
+
+def _share(path: str) -> None:
+    """Let the group of the folder above write to a new folder or lock file too, if it may there.
+
+    With the usual umask of 022 a shared folder's next user could not. A sticky folder such as /tmp
+    is not shared.
+    """
+    above, own = os.stat(os.path.dirname(path)), os.stat(path)
+    if not above.st_mode & stat.S_IWGRP or above.st_mode & stat.S_ISVTX:
+        return
+    given = stat.S_ISGID | stat.S_IRWXG | stat.S_IRWXO if stat.S_ISDIR(own.st_mode) else 0o066
+    # A file system without owners allows neither; check_writable tells who is then kept out.
+    with suppress(PermissionError, NotImplementedError):
+        os.chown(path, -1, above.st_gid)
+    with suppress(PermissionError, NotImplementedError):
+        os.chmod(path, stat.S_IMODE(own.st_mode) | above.st_mode & given)
 
 
 def _sync_folder(path: str) -> None:
@@ -227,8 +246,11 @@ def _locked(path: str, make: bool) -> Iterator[None]:
     folder, _, name = path.rpartition("/")
     lock = None
     with suppress(FileNotFoundError, NotADirectoryError):
-        flags = os.O_RDWR | (os.O_CREAT if make else 0)
-        lock = os.open(f"{folder}/{HIDDEN}{name}.lock", flags, 0o666)
+        file = f"{folder}/{HIDDEN}{name}.lock"
+        made = make and not os.path.exists(file)
+        lock = os.open(file, os.O_RDWR | (os.O_CREAT if make else 0), 0o666)
+        if made:
+            _share(file)
     try:
         if lock is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -253,7 +275,9 @@ LOCAL_REASONS = {  # errno -> (why, what to do)
 
 def _local_error(what: str, path: str, error: OSError) -> StorageError:
     default = (str(error.strerror or error), "Check the disk or choose another folder")
-    return StorageError(what, path, *LOCAL_REASONS.get(error.errno or 0, default))
+    explained = StorageError(what, path, *LOCAL_REASONS.get(error.errno or 0, default))
+    explained.errno = error.errno
+    return explained
 
 
 @contextmanager

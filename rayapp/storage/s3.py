@@ -124,7 +124,7 @@ class S3Storage(Storage):
         refused: dict[str, str | None] = {"PreconditionFailed": None, "NoSuchKey": None}
         etag = self._call("write", name, put, refused, patient)
         # Refused, but perhaps because of our own object, whose first answer was lost on the way.
-        return etag or self._call("read", name, head, {"NoSuchKey": None}, patient)
+        return etag or self._call("read", name, head, refused, patient)
 
     def _holds(self, name: str, token: str) -> bool:
         """Tell whether the object is the one that was written with this token."""
@@ -225,7 +225,8 @@ class S3Storage(Storage):
         try:
             # Who may not list the bucket is told 403 of an absent name, not 404.
             absent = {**where, "Key": f"{probe}-absent"}
-            call("read", lambda client: self._head(absent, client), {"NoSuchKey": {}})
+            nothing: dict[str, dict[str, Any]] = {"NoSuchKey": {}}
+            call("read", lambda client: self._head(absent, client), nothing)
             if put_if(IfNoneMatch="*"):
                 raise self._unconditional("If-None-Match", "wrote over an object that exists")
             if not put_if(IfMatch=bare(etag)):

@@ -13,8 +13,6 @@ from rayapp.model.classifier import classifier_problems, shape_of_classifier
 from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.storage import Storage, StorageError, open_storage
 
-PREPARED = ".prepared"  # beside the runs, shared by all that use the same data
-
 
 @dataclass(frozen=True)
 class Ready:
@@ -51,7 +49,7 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Rea
     problems = checks.shared_problems(config, local_cores, local_gpus)
     path = config.data.path
     if path == shapes.NAME and not problems:
-        path = shapes.draw(open_storage(config.run.storage) / PREPARED)
+        path = shapes.draw(open_storage(config.run.storage) / checks.PREPARED)
     source = _source(path, config.data.format, "data.path", problems)
     eval_source = None
     if config.data.eval_path is not None:

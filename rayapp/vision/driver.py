@@ -16,6 +16,7 @@ from rayapp.config import ConfigError, VisionConfig
 from rayapp.data.images import Images, Recipe, prepare
 from rayapp.data.sources import SourceError
 from rayapp.driver import command
+from rayapp.driver.checks import PREPARED
 from rayapp.driver.command import Phases
 from rayapp.driver.outcome import RunFailed
 from rayapp.driver.session import gpus_have_bf16
@@ -103,7 +104,7 @@ def index(ready: checks.Ready, config: VisionConfig, console: Console) -> Images
     data = config.data
     fraction = 0.0 if data.eval_path else data.eval_fraction
     recipe = Recipe(ready.source, ready.eval_source, fraction)
-    root = open_storage(config.run.storage) / checks.PREPARED
+    root = open_storage(config.run.storage) / PREPARED
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"decoding {data.path} once", total=ready.source.num_bytes)
         try:
