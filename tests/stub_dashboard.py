@@ -13,7 +13,10 @@ import ray
 
 
 class Dashboard:
-    """Answers for `jobs`, by submission id; `asked` are the requests, `sent` the jobs sent, `stopped` the ids."""
+    """Answers for `jobs`, by submission id.
+
+    `asked` are all requests, `sent` the jobs that were submitted, `stopped` the ids stopped.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from rayapp.progress import LEASE_FILE, STOP_FILE, Progress
 from rayapp.storage import Storage, open_storage
 
 ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 STEPS = 150
 
 
@@ -170,6 +172,9 @@ def test_submit_watch_stop_resume_finish(
         assert stopped.stdout == "demo stopped\n"
         assert follower.wait(timeout=PATIENCE_S) == 3
     relay.close()
+    code = "import json; from rayapp.jobs import Cluster\n"
+    code += "print(json.dumps(Cluster.at().info('demo').status))"
+    assert kernel(cluster, code) == "STOPPED", "a stop that was asked for is no failure"
     logs = rayapp(cluster, "logs", "demo").stdout
     assert (tmp_path / "followed.txt").read_text() == logs
     assert "model" in logs and "rows per step" in logs, "a job's log begins with its plan"
@@ -193,6 +198,41 @@ def test_submit_watch_stop_resume_finish(
     # The cluster is gone; the run is not.
     gone = rayapp(cluster, "status", f"{storage}/demo", RAY_API_SERVER_ADDRESS="http://127.0.0.1:9")
     assert f"step {STEPS} / {STEPS}" in gone.stdout
+
+
+def test_the_readmes_block_runs_as_written(
+    cluster: dict[str, str], s3_server: str, tmp_path: Path
+) -> None:
+    """The bucket, the path of the config and the code are README's; the config is a small one."""
+    import boto3
+
+    boto3.client("s3", endpoint_url=s3_server).create_bucket(Bucket="bucket")
+    text = "".join(f"Line {i} says {i * i % 97}.\n" for i in range(2000))
+    open_storage("s3://bucket").write("data/text.txt", text.encode())
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny_cpu.yaml").write_text(
+        "model: {path: tiny, tokenizer: bytes, overrides: {num_hidden_layers: 1}}\n"
+        "data: {path: s3://bucket/data, seq_len: 128}\n"
+        "train: {max_steps: 6, tokens_per_step: 1024, micro_batch: 2, warmup_steps: 0}\n"
+    )
+    block = re.search(r"```python\n(import rayapp\n.*?)```", README.read_text(), re.DOTALL)
+    assert block is not None
+    code = f"{block[1]}\nimport json; print(json.dumps([job.status(), job.result().steps]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**cluster, "MPLBACKEND": "agg"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == ["done", 6]
+    code = "import json; from rayapp.jobs import Cluster\n"
+    code += "print(json.dumps({one.submission_id: one.status for one in Cluster.at().jobs()"
+    code += " if one.run_url == 's3://bucket/runs/demo'}))"
+    statuses = list(kernel(cluster, code).values())
+    assert statuses == ["STOPPED", "SUCCEEDED"], "a stop that was asked for is no failure"
 
 
 def test_what_the_cluster_cannot_run_is_said(
@@ -310,7 +350,8 @@ def test_a_folder_sends_nothing_anywhere(
         again = ["--working_dir=none", "--pip=none", "--env={A: 010}"]
         assert f"job demo-2 at {served.address}" in said(capsys, 0, "resume", url, *again)
         assert theirs.asked == []
-        assert said(capsys, 0, "logs", url, f"--address={theirs.address}") == "logs of demo\n"
+        theirs.add("demo-2", "RUNNING")
+        assert said(capsys, 0, "logs", url, f"--address={theirs.address}") == "logs of demo-2\n"
     (sent,) = served.sent
     assert sent["runtime_env"]["env_vars"]["A"] == "010"
     assert not {"working_dir", "pip"} & set(sent["runtime_env"])
@@ -326,7 +367,7 @@ def test_a_folder_names_no_other_job(served: Dashboard, tmp_path: Path) -> None:
     assert handle.status() == "preparing"
     handle.stop(wait_s=0)
     assert served.stopped == []
-    with pytest.raises(JobError, match="no job other of .* is known at"):
+    with pytest.raises(JobError, match=r"no job other of .* is known at"):
         handle.logs()
     run.write(
         "submission.json", b'{"address": "", "submission_id": "../x", "time": 1, "shipment": {}}'
