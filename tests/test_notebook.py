@@ -39,7 +39,7 @@ from rayapp.storage import Storage, open_storage
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-STEPS = 150
+STEPS = 300
 
 
 class Relay:
