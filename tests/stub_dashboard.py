@@ -15,7 +15,7 @@ import ray
 class Dashboard:
     """Answers for `jobs`, by submission id.
 
-    `asked` are the requests, `sent` the jobs sent, `stopped` the ids.
+    `asked` are all requests, `sent` the jobs that were submitted, `stopped` the ids stopped.
     """
 
     def __init__(self, address: str) -> None:

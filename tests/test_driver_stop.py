@@ -12,7 +12,7 @@ import pytest
 from patience import PATIENCE_S
 from rich.console import Console
 
-from rayapp.driver.stop import Stop, StopAsked, watching
+from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
 from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage, open_storage
 
@@ -80,3 +80,19 @@ def test_work_that_does_not_end_can_be_stopped(tmp_path: Path) -> None:
     with pytest.raises(StopAsked):
         watching(lambda: ended.wait(PATIENCE_S), stop.check)
     ended.set()
+
+
+@pytest.mark.parametrize(
+    ("job", "wait", "said"),
+    [(None, None, False), ("demo", None, True), ("demo", "30", True), ("demo", "600", False)],
+)
+def test_a_job_that_would_be_killed_before_it_has_saved_says_so(
+    monkeypatch: pytest.MonkeyPatch, job: str | None, wait: str | None, said: bool
+) -> None:
+    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
+    if wait is not None:
+        monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", wait)
+    found = short_wait(job)
+    assert (found is not None) == said
+    if found:
+        assert f"after {wait or 3} s" in found and '{"RAY_JOB_STOP_WAIT_TIME_S": "600"}' in found

@@ -6,9 +6,11 @@ through a connection that breaks, watch from a kernel that is started anew, stop
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -36,7 +38,8 @@ from rayapp.progress import LEASE_FILE, STOP_FILE, Progress
 from rayapp.storage import Storage, open_storage
 
 ROOT = Path(__file__).parent.parent
-STEPS = 150
+README = ROOT / "README.md"
+STEPS = 300
 
 
 class Relay:
@@ -53,6 +56,8 @@ class Relay:
         """Break what is open; return how many connections that were."""
         broken, self._open = self._open, []
         for each in broken:
+            with contextlib.suppress(OSError):  # the other side was quicker
+                each.shutdown(socket.SHUT_RDWR)  # a thread that reads it would keep it open
             each.close()
         return len(broken) // 2
 
@@ -170,6 +175,9 @@ def test_submit_watch_stop_resume_finish(
         assert stopped.stdout == "demo stopped\n"
         assert follower.wait(timeout=PATIENCE_S) == 3
     relay.close()
+    code = "import json; from rayapp.jobs import Cluster\n"
+    code += "print(json.dumps(Cluster.at().info('demo').status))"
+    assert kernel(cluster, code) == "STOPPED", "a stop that was asked for is no failure"
     logs = rayapp(cluster, "logs", "demo").stdout
     assert (tmp_path / "followed.txt").read_text() == logs
     assert "model" in logs and "rows per step" in logs, "a job's log begins with its plan"
@@ -193,6 +201,42 @@ def test_submit_watch_stop_resume_finish(
     # The cluster is gone; the run is not.
     gone = rayapp(cluster, "status", f"{storage}/demo", RAY_API_SERVER_ADDRESS="http://127.0.0.1:9")
     assert f"step {STEPS} / {STEPS}" in gone.stdout
+
+
+def test_the_readmes_block_runs_as_written(
+    cluster: dict[str, str], s3_server: str, tmp_path: Path
+) -> None:
+    """The bucket, the path of the config and the code are README's; the config is a small one."""
+    import boto3
+
+    boto3.client("s3", endpoint_url=s3_server).create_bucket(Bucket="bucket")
+    text = "".join(f"Line {i} says {i * i % 97}.\n" for i in range(2000))
+    open_storage("s3://bucket").write("data/text.txt", text.encode())
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny_cpu.yaml").write_text(
+        "model: {path: tiny, tokenizer: bytes, overrides: {num_hidden_layers: 1}}\n"
+        "data: {path: s3://bucket/data, seq_len: 128}\n"
+        "train: {max_steps: 6, tokens_per_step: 1024, micro_batch: 2, warmup_steps: 0}\n"
+    )
+    block = re.search(r"```python\n(import rayapp\n.*?)```", README.read_text(), re.DOTALL)
+    assert block is not None
+    code = f"{block[1]}\nimport json; print()\n"
+    code += "print(json.dumps([job.status(), job.result().steps]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**cluster, "MPLBACKEND": "agg"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == ["done", 6]
+    code = "import json; from rayapp.jobs import Cluster\n"
+    code += "print(json.dumps({one.submission_id: one.status for one in Cluster.at().jobs()"
+    code += " if one.run_url == 's3://bucket/runs/demo'}))"
+    statuses = list(kernel(cluster, code).values())
+    assert statuses == ["STOPPED", "SUCCEEDED"], "a stop that was asked for is no failure"
 
 
 def test_what_the_cluster_cannot_run_is_said(
@@ -310,7 +354,8 @@ def test_a_folder_sends_nothing_anywhere(
         again = ["--working_dir=none", "--pip=none", "--env={A: 010}"]
         assert f"job demo-2 at {served.address}" in said(capsys, 0, "resume", url, *again)
         assert theirs.asked == []
-        assert said(capsys, 0, "logs", url, f"--address={theirs.address}") == "logs of demo\n"
+        theirs.add("demo-2", "RUNNING")
+        assert said(capsys, 0, "logs", url, f"--address={theirs.address}") == "logs of demo-2\n"
     (sent,) = served.sent
     assert sent["runtime_env"]["env_vars"]["A"] == "010"
     assert not {"working_dir", "pip"} & set(sent["runtime_env"])

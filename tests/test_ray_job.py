@@ -63,6 +63,26 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
         (tmp_path / "model" / entry.name.removeprefix("model/")).write_bytes(run.read(entry.name))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.num_hidden_layers == 1
+
+    # The commands know it, although its command line alone says which run it is.
+    def rayapp(*words: str, expect: int = 0) -> str:
+        known = subprocess.run(
+            [sys.executable, "-m", "rayapp", *words],
+            env=cluster,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert known.returncode == expect, known.stdout + known.stderr
+        return known.stdout + known.stderr
+
+    (listed,) = json.loads(rayapp("list", "--json"))
+    assert (listed["run"], listed["status"], listed["step"]) == (f"{storage}/job", "done", 6)
+    assert listed["job"].startswith("raysubmit_")
+    assert "step 6 / 6" in rayapp("status", "job")
+    assert "step 6/6" in rayapp("logs", f"{storage}/job")
+    assert "is done: there is nothing to resume" in rayapp("resume", "job", expect=2)
     # Without the token, nothing.
     stranger = {**cluster, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     refused = subprocess.run(

@@ -20,12 +20,12 @@ from rayapp.driver import display
 from rayapp.driver.checks import same_run
 from rayapp.driver.fit import as_it_stands, fit
 from rayapp.driver.job import Job
-from rayapp.driver.journal import Journal
+from rayapp.driver.journal import Journal, submission_id
 from rayapp.driver.lease import Lease, held
 from rayapp.driver.observe import Observer
 from rayapp.driver.outcome import RunFailed, check_resumable, result_of
 from rayapp.driver.session import connected, gpus_here, tell_ray, uses_gpus
-from rayapp.driver.stop import Stop, StopAsked, watching
+from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
 from rayapp.storage import Storage
 
 
@@ -104,6 +104,8 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
                 display.result(console, result)
                 return result
             check_resumable(kind.run)
+            if warning := short_wait(submission_id()):
+                console.print(f"[yellow]{display.plain(warning)}[/yellow]", soft_wrap=True)
             journal = Journal(kind.run)
             try:
                 with journal.command(kind.config, phases.started):

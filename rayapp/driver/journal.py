@@ -37,7 +37,7 @@ class Journal:
             STARTED,
             began,
             host=socket.gethostname(),
-            submission_id=_submission_id(),
+            submission_id=submission_id(),
             seen_until=seen_until,
             **machines(config, config.cluster.min_workers),
         )
@@ -127,7 +127,7 @@ def machines(config: RunConfig, workers: int) -> dict[str, Any]:
     }
 
 
-def _submission_id() -> str | None:
+def submission_id() -> str | None:
     """Return the id of the Ray job that this process is the driver of, None where it is none."""
     told = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     return (told.get("metadata") or {}).get("job_submission_id")

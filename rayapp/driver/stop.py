@@ -9,6 +9,7 @@ with held(run), stop.on_signal(console):
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,15 +19,30 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from rayapp.jobs.client import RAY_STOP_WAIT_S
+from rayapp.jobs.package import STOP_WAIT, STOP_WAIT_S
 from rayapp.progress import STOP_FILE
 from rayapp.storage import Storage
 
 POLL_S = 0.5
+LEAST_WAIT_S = 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger("rayapp.driver")
 
 T = TypeVar("T")
+
+
+def short_wait(submission_id: str | None) -> str | None:
+    """Say that `ray job stop` would kill this run before it has saved; None: it would not."""
+    wait_s = float(os.environ.get(STOP_WAIT, RAY_STOP_WAIT_S))
+    if submission_id is None or wait_s >= LEAST_WAIT_S:
+        return None
+    return (
+        f"`ray job stop` kills this run after {wait_s:g} s, which may be too short to save: stop it "
+        f"with `python -m rayapp stop`, or submit it with --runtime-env-json "
+        f'\'{{"env_vars": {{"{STOP_WAIT}": "{STOP_WAIT_S}"}}}}\''
+    )
 
 
 class StopAsked(Exception):
