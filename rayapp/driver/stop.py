@@ -39,7 +39,7 @@ def short_wait(submission_id: str | None) -> str | None:
     if submission_id is None or wait_s >= LEAST_WAIT_S:
         return None
     return (
-        f"`ray job stop` kills this run after {wait_s:g} s, which may be too short to save: stop it "
+        f"`ray job stop` kills this run after {wait_s:g} s, maybe too few to save: stop it "
         f"with `python -m rayapp stop`, or submit it with --runtime-env-json "
         f'\'{{"env_vars": {{"{STOP_WAIT}": "{STOP_WAIT_S}"}}}}\''
     )
