@@ -1,4 +1,4 @@
-"""The same run as a Ray job: a cluster with token authentication, storage on S3."""
+"""Runs as Ray jobs, on a cluster with token authentication, with their storage on S3."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nodes
@@ -89,3 +90,96 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
         [str(BIN / "ray"), "job", "list"], env=stranger, capture_output=True, text=True
     )
     assert refused.returncode != 0
+
+
+RAY, RAYAPP = str(BIN / "ray"), (sys.executable, "-m", "rayapp")
+STOP_WAIT = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}})
+SMALL = (
+    "--model.tokenizer=bytes",
+    "--model.overrides={num_hidden_layers: 1, hidden_size: 64, intermediate_size: 128}",
+    "--data.seq_len=128",
+    "--train.tokens_per_step=1024",
+    "--train.micro_batch=2",
+    "--train.warmup_steps=0",
+    "--checkpoint.every_s=none",
+    "--checkpoint.export=false",
+)
+
+
+@pytest.fixture
+def client(cluster: dict[str, str]) -> Callable[..., str]:
+    """What runs a command beside the cluster and returns what it prints."""
+    environment = {**cluster, "PYTHONPATH": str(ROOT)}  # jobs take it from the head
+
+    def told(*command: str) -> str:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+        return done.stdout + done.stderr
+
+    return told
+
+
+def line(job: str, storage: str, name: str, folder: Path, *more: str) -> list[str]:
+    """Return README's line that sends a run, under a submission id."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"Line {i} says {i * i % 97}.\n" for i in range(2000)))
+    environment = json.loads(STOP_WAIT)
+    environment["env_vars"]["PYTHONPATH"] = str(ROOT)  # instead of a working_dir
+    sent = [RAY, "job", "submit", "--no-wait", "--runtime-env-json", json.dumps(environment)]
+    sent += ["--submission-id", job, "--", sys.executable, "-m", "rayapp.finetune"]
+    sent += [str(ROOT / "configs" / "tiny_cpu.yaml"), f"--run.storage={storage}"]
+    return [*sent, f"--run.name={name}", f"--data.path={text}", *SMALL, *more]
+
+
+@pytest.mark.drill
+def test_a_job_that_ray_stops_has_saved_and_goes_on(
+    client: Callable[..., str], s3_bucket: str, tmp_path: Path
+) -> None:
+    """The line, `ray job stop`, and the line again; the run is known by its folder throughout."""
+    storage, more = f"s3://{s3_bucket}/runs", ("--train.max_steps=3000", "--cluster.workers=1")
+    run = open_storage(f"{storage}/demo")
+
+    def steps() -> int:
+        return len(run.read("metrics.jsonl").splitlines()) if run.exists("metrics.jsonl") else 0
+
+    def send(job: str, until: int) -> None:
+        sent = client(*line(job, storage, "demo", tmp_path, *more))
+        deadline = time.monotonic() + PATIENCE_S
+        while steps() < until:
+            assert time.monotonic() < deadline, sent + client(RAY, "job", "logs", job)
+            time.sleep(0.5)
+
+    send("first", 5)
+    assert "running" in client(*RAYAPP, "status", run.url)
+    assert "demo" in client(*RAYAPP, "list")
+    client(RAY, "job", "stop", "first")
+    events = [json.loads(each) for each in run.read("events.jsonl").splitlines()]
+    assert (events[-1]["event"], events[-1]["status"]) == ("ended", "stopped")
+    saved = json.loads(run.read("result.json"))["steps"]
+    assert saved == steps() and run.exists(f"checkpoints/step-{saved:08d}/COMMITTED")
+    assert "STOPPED" in client(RAY, "job", "status", "first")
+    assert "stopped" in client(*RAYAPP, "status", run.url)
+    assert f"stopped after {saved} steps" in client(*RAYAPP, "logs", run.url)
+    send("second", saved + 3)
+    assert json.loads(run.read("metrics.jsonl").splitlines()[saved])["attempt"] == 2
+    client(RAY, "job", "stop", "second")
+
+
+@pytest.mark.drill
+def test_runs_that_share_a_cluster_all_end(
+    client: Callable[..., str], s3_bucket: str, tmp_path: Path
+) -> None:
+    """Of 2, 1 and 1 workers on 4 CPUs; who waits says for what."""
+    storage, jobs = f"s3://{s3_bucket}/runs", {"two": 2, "one": 1, "more": 1}
+    for name, workers in jobs.items():
+        more = ("--train.max_steps=300", f"--cluster.workers={workers}")
+        client(*line(name, storage, name, tmp_path, *more))
+    deadline = time.monotonic() + PATIENCE_S
+    for name in jobs:
+        while "SUCCEEDED" not in (status := client(RAY, "job", "status", name)):
+            logs = client(RAY, "job", "logs", name)
+            assert "FAILED" not in status and time.monotonic() < deadline, status + logs
+            time.sleep(2.0)
+    logs = [client(RAY, "job", "logs", name) for name in jobs]
+    waited = [text for text in logs if "waiting for room: " in text]
+    assert waited, "three runs had room for four workers and a CPU for data on 4 CPUs"
+    assert all("CPUs are taken by job " in text for text in waited), waited
