@@ -98,6 +98,26 @@ def test_many_at_once_are_each_as_alone(padding: dict[str, int] | None) -> None:
             "has a message whose content is not text",
         ),
         (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "chat",
+            "has a message whose content is not text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}]},
+            "chat",
+            "has 'tool_calls' that are not a list of calls of functions with names",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}], "tools": "[1"},
+            "chat",
+            "has 'tools' that are not a list of functions with names",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}], "chat_template_kwargs": "x"},
+            "chat",
+            "has 'chat_template_kwargs' that are not an object",
+        ),
+        (
             {"messages": [{"role": "assistant", "content": "\udc00"}]},
             "chat",
             "has text that is not Unicode (half of a surrogate pair)",

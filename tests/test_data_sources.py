@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
