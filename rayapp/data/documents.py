@@ -10,8 +10,9 @@ assistant says does; begin and end are the template's.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,6 +23,10 @@ from rayapp.data.tokens import token_bytes
 from rayapp.packing import Document
 
 COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
+
+MAX_ENCODED = 2**20  # characters encoded in one call
+CUT_REACH = 64 * 2**10  # characters in which a line end is looked for
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Made: TypeAlias = tuple[Document | None, str | None]  # (document, None) or (None, problem)
@@ -124,6 +129,22 @@ def _is_call(call: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
+def parts_of(text: str) -> Iterator[str]:
+    """Cut a text into parts of MAX_ENCODED characters, most of them less, after line ends.
+
+    A line end between two letters is a token's end for the usual tokenizers, so that the tokens are
+    those of the whole text. A line that is longer is cut anywhere.
+    """
+    start = 0
+    while len(text) - start > MAX_ENCODED:
+        end = start + MAX_ENCODED
+        found = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
+        end = found.end() if found else end
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
 class Renderer:
     """Make documents of one kind with one tokenizer."""
 
@@ -182,7 +203,21 @@ class Renderer:
         return documents
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """Return int32 [tokens] of each text, with nothing that the tokenizer puts around it."""
+        """Return int32 [tokens] of each text, with nothing that the tokenizer puts around it.
+
+        Encoding takes some 100 bytes of memory per byte of text, so long texts are encoded in
+        parts; not where the tokenizer puts a space before each.
+        """
+        if self.adds_space or all(len(text) <= MAX_ENCODED for text in texts):
+            return self._encode_whole(texts)
+        return [
+            np.concatenate([self._encode_whole([part])[0] for part in parts_of(text)])
+            if len(text) > MAX_ENCODED
+            else self._encode_whole([text])[0]
+            for text in texts
+        ]
+
+    def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:
             encode = self.tokenizer.backend_tokenizer.encode_batch_fast
             return [np.asarray(e.ids, np.int32) for e in encode(texts, add_special_tokens=False)]
