@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from tokenizers import Tokenizer
-from tokenizers_made import TEXTS, around, bpe, document, drawn, text_of
+from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, text_of
 from transformers import PreTrainedTokenizerFast
 
+from rayapp.data import documents
 from rayapp.data.documents import Renderer, kind_of, problem_of
 
 
@@ -74,6 +75,49 @@ def test_many_at_once_are_each_as_alone(padding: dict[str, int] | None) -> None:
             assert made.tokens.tolist() == alone.tokens.tolist()
 
 
+LINES = "".join(f"line {n} of a text,\n  with a blank before:\n\n{n}\n" for n in range(40))
+
+
+@pytest.mark.parametrize("single", ["$A", "<s> $A </s>"])
+def test_a_long_text_is_encoded_in_parts_and_has_the_tokens_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, single: str
+) -> None:
+    tokenizer = bpe() if single == "$A" else around(single)
+    text = {"text": LINES}
+    prompt = {"prompt": LINES, "completion": LINES[:70]}
+    whole = [document(tokenizer, "text", text), document(tokenizer, "prompt", prompt)]
+    monkeypatch.setattr(documents, "MAX_ENCODED", 100)
+    seen = []
+    encode = Renderer._encode_whole
+    monkeypatch.setattr(
+        Renderer, "_encode_whole", lambda self, texts: (seen.append(texts), encode(self, texts))[1]
+    )
+    made = [document(tokenizer, "text", text), document(tokenizer, "prompt", prompt)]
+    assert len(seen) > 20 and max(len("".join(texts)) for texts in seen) <= 100
+    for one, other in zip(made, whole, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.loss.tolist() == other.loss.tolist()
+        assert one.num_bytes.tolist() == other.num_bytes.tolist()
+
+
+@pytest.mark.parametrize("prepend", ["never", "first", "always"])
+@drawn
+@given(text=TEXTS.map(lambda text: text.replace("▁", "_") * 9))
+def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
+    """Also a line that is longer than a part, and tokenizers that put a space first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "MAX_ENCODED", 7)
+        patch.setattr(documents, "CUT_REACH", 4)
+        parts = list(documents.parts_of(text))
+        assert "".join(parts) == text and max(map(len, parts)) <= 7
+        tokenizer = sentencepiece(prepend, "bpe")
+        made = document(tokenizer, "text", text)
+        assert made.num_bytes.sum() == len(text.encode())
+        if prepend != "never":
+            plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert made.tokens[: len(plain)].tolist() == plain
+
+
 @pytest.mark.parametrize(
     ("value", "kind", "words"),
     [
@@ -96,6 +140,26 @@ def test_many_at_once_are_each_as_alone(padding: dict[str, int] | None) -> None:
             {"messages": [{"role": "assistant", "content": None}]},
             "chat",
             "has a message whose content is not text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "chat",
+            "has a message whose content is not text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}]},
+            "chat",
+            "has 'tool_calls' that are not a list of calls of functions with names",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}], "tools": "[1"},
+            "chat",
+            "has 'tools' that are not a list of functions with names",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}], "chat_template_kwargs": "x"},
+            "chat",
+            "has 'chat_template_kwargs' that are not an object",
         ),
         (
             {"messages": [{"role": "assistant", "content": "\udc00"}]},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -435,6 +437,55 @@ def test_memory_is_that_of_one_unit(
         return used
 
     assert peak(slice(7)) < 1.25 * peak(slice(2))
+
+
+def test_large_records_are_tokenised_few_at_a_time(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "BATCH_SIZE", 1000)
+    sizes = [400, 1, 400, 400, 5000, 400, *[2] * 40]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
+    values = [{"messages": [turns[0], {**turns[1], "content": "x" * size}]} for size in sizes]
+    source = write_jsonl(tmp_path / "large.jsonl", values)
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 10**6)
+    seen: list[int] = []
+    made = Renderer.documents
+    monkeypatch.setattr(
+        Renderer, "documents", lambda self, v: (seen.append(len(v)), made(self, v))[1]
+    )
+    prepared = here(replace(recipe, source=source, kind="chat"), tmp_path / "out")
+    assert prepared.records == len(sizes)
+    assert seen == [3, 1, 1, 32, 9]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_part_that_ends_every_process_is_tried_a_few_times_and_named(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """As a record does that takes more memory than there is."""
+    log, driver = tmp_path / "attempts", os.getpid()
+
+    class Deadly(Recipe):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "pad_id" and os.getpid() != driver:
+                with log.open("a") as file:
+                    file.write("x")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getattribute__(name)
+
+    unit = sources.units(recipe.source, recipe.eval_fraction)[-1]
+    deadly = Deadly(**{field.name: getattr(recipe, field.name) for field in fields(recipe)})
+    root = open_storage(str(tmp_path / "out"))
+    make(recipe, root, slice(unit.index))
+    with pytest.raises(sources.SourceError) as caught:
+        prepare.prepare(deadly, root, 1)
+    piece = unit.pieces[0]
+    assert str(caught.value) == (
+        f"{tmp_path}/data.jsonl bytes {piece.start} to {piece.end} is not to be prepared: the "
+        "process that reads it died 4 times, as when its memory is full. Split the large records "
+        "there, or leave them out"
+    )
+    assert log.read_text() == "x" * 4
 
 
 # ---- Fingerprints ------------------------------------------------------------------------------

@@ -10,18 +10,23 @@ assistant says does; begin and end are the template's.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from rayapp.data.chat import ChatTemplate
+from rayapp.data.chat import SPEAKING, ChatTemplate, said_by, tools_of
 from rayapp.data.tokens import token_bytes
 from rayapp.packing import Document
 
 COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
+
+MAX_ENCODED = 2**20  # characters encoded in one call
+CUT_REACH = 64 * 2**10  # characters in which a line end is looked for
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Made: TypeAlias = tuple[Document | None, str | None]  # (document, None) or (None, problem)
@@ -60,7 +65,7 @@ def problem_of(value: Any, kind: str) -> str | None:
                 return f"has a {name!r} that is not text"
             if problem := _problem_of_text(value[name]):
                 return problem
-    return _problem_of_messages(value["messages"]) if kind == "chat" else None
+    return _problem_of_chat(value) if kind == "chat" else None
 
 
 def _problem_of_text(text: str) -> str | None:
@@ -71,17 +76,73 @@ def _problem_of_text(text: str) -> str | None:
     return None
 
 
-def _problem_of_messages(messages: Any) -> str | None:
+def _problem_of_chat(chat: Mapping[str, Any]) -> str | None:
+    messages = chat["messages"]
     if isinstance(messages, str) or not hasattr(messages, "__iter__") or not len(messages):
         return "has 'messages' that are not a list of messages"
     for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return "has a message without role and content"
-        if not isinstance(message["content"], str):
-            return "has a message whose content is not text"
-        if problem := _problem_of_text(message["content"]):
+        if problem := _problem_of_content(message):
             return problem
+    try:
+        names = [tool.get("function", tool)["name"] for tool in tools_of(chat)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "has 'tools' that are not a list of functions with names"
+    if not all(isinstance(name, str) for name in names):
+        return "has 'tools' that are not a list of functions with names"
+    kwargs = chat.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        return "has 'chat_template_kwargs' that are not an object"
     return None if any(m["role"] == "assistant" for m in messages) else "has no assistant message"
+
+
+def _problem_of_content(message: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with what a message says; one that only calls or reasons says nothing."""
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
+        return "has 'tool_calls' that are not a list of calls of functions with names"
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant" and any(message.get(name) for name in SPEAKING):
+            return None
+        if "content" in message:
+            return "has a message whose content is not text"
+        return "has a message without role and content"
+    if not isinstance(content, str) and not (
+        isinstance(content, list) and all(map(_is_text_part, content))
+    ):
+        return "has a message whose content is not text"
+    return _problem_of_text(said_by(message))
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """Cut a text into parts of MAX_ENCODED characters, most of them less, after line ends.
+
+    A line end between two letters is a token's end for the usual tokenizers, so that the tokens are
+    those of the whole text. A line that is longer is cut anywhere.
+    """
+    start = 0
+    while len(text) - start > MAX_ENCODED:
+        end = start + MAX_ENCODED
+        found = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
+        end = found.end() if found else end
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 class Renderer:
@@ -116,7 +177,7 @@ class Renderer:
         elif self.kind == "prompt":
             made = self._prompts(good)
         else:
-            made = self._chats([list(value["messages"]) for value in good])
+            made = self._chats(good)
         rest = iter(made)
         return [next(rest) if problem is None else (None, problem) for problem in problems]
 
@@ -142,7 +203,21 @@ class Renderer:
         return documents
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """Return int32 [tokens] of each text, with nothing that the tokenizer puts around it."""
+        """Return int32 [tokens] of each text, with nothing that the tokenizer puts around it.
+
+        Encoding takes some 100 bytes of memory per byte of text, so long texts are encoded in
+        parts; not where the tokenizer puts a space before each.
+        """
+        if self.adds_space or all(len(text) <= MAX_ENCODED for text in texts):
+            return self._encode_whole(texts)
+        return [
+            np.concatenate([self._encode_whole([part])[0] for part in parts_of(text)])
+            if len(text) > MAX_ENCODED
+            else self._encode_whole([text])[0]
+            for text in texts
+        ]
+
+    def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:
             encode = self.tokenizer.backend_tokenizer.encode_batch_fast
             return [np.asarray(e.ids, np.int32) for e in encode(texts, add_special_tokens=False)]
@@ -183,7 +258,7 @@ class Renderer:
             whole[-1], bears_loss[-1] = self.end, True
         return Document(whole, bears_loss, byte_counts)
 
-    def _chats(self, chats: list[list[Any]]) -> list[Made]:
+    def _chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:
         assert self.chats is not None
         rendered = self.chats.render(chats)
         texts = [text for text, _, problem in rendered if problem is None]

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from rayapp.data import sources
+from rayapp.data.chat import said_by
 from rayapp.data.documents import COLUMNS, kind_of, problem_of
 from rayapp.data.prepared import reasons
 
@@ -96,5 +97,5 @@ def _texts(value: Any, kind: str) -> list[str]:
     if isinstance(value, str):
         return [value]
     if kind == "chat":
-        return [str(message["content"]) for message in value["messages"]]
+        return [said_by(message) for message in value["messages"]]
     return [value[name] for name in COLUMNS[kind]]

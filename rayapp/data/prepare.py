@@ -15,11 +15,10 @@ import hashlib
 import json
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,8 @@ from rayapp.packing import Document, pack, row_dtype
 from rayapp.storage import Storage, open_storage
 
 VERSION = 2  # of the rows that a recipe gives; part of the fingerprint
-BATCH_RECORDS = 32  # tokenised in one call
+BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
+MAX_ATTEMPTS = 4  # times that a unit may end the process that prepares it
 READERS = 16  # summaries of units read at once
 
 
@@ -89,6 +89,9 @@ def prepare(
     """Return the data set of a recipe, making what is not there yet; needs a running Ray.
 
     `progress` is called with (bytes done, bytes in all).
+
+    Raises:
+        SourceError: the data cannot be read, or a part of them ends every process that reads it.
     """
     storage = root / recipe.fingerprint
     found = load(storage)
@@ -161,12 +164,38 @@ def _documents(
     """Yield every record of a unit in order, with its document or its problem."""
     renderer = _renderer(recipe.tokenizer_url, recipe.kind)
     records = ((p, record) for p in unit.pieces for record in sources.read_piece(source, p))
-    while batch := list(islice(records, BATCH_RECORDS)):
+    for batch in _batches(records):
         values = [record.value for _, record in batch if record.problem is None]
         made = iter(renderer.documents(values))
         for piece, record in batch:
             document, problem = (None, record.problem) if record.problem else next(made)
             yield piece, record, document, problem
+
+
+def _batches(
+    records: Iterator[tuple[sources.Piece, sources.Record]],
+) -> Iterator[list[tuple[sources.Piece, sources.Record]]]:
+    """Yield runs of records that are tokenised in one call: few if they are large."""
+    batch: list[tuple[sources.Piece, sources.Record]] = []
+    held = 0
+    for piece, record in records:
+        size = _size(record.value)
+        if batch and (len(batch) == BATCH_RECORDS or held + size > BATCH_SIZE):
+            yield batch
+            batch, held = [], 0
+        batch.append((piece, record))
+        held += size
+    if batch:
+        yield batch
+
+
+def _size(value: Any) -> int:
+    """Return the characters of all text in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 0
 
 
 def _fraction(recipe: Recipe) -> float:
@@ -236,14 +265,43 @@ def _run_units(
     light = replace(recipe, source=bare(recipe.source), eval_source=held_out)
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
+        if _attempts() >= MAX_ATTEMPTS:  # Ray itself would go on for ever
+            return {"index": row["index"], "done": False}
         origin, unit = pickle.loads(row["job"])
         prepare_unit(light, url, origin, row["index"], unit)
-        return {"index": row["index"]}
+        return {"index": row["index"], "done": True}
 
     items = [{"index": index, "job": pickle.dumps(jobs[index])} for index in missing]
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
     for row in dataset.map(work, concurrency=concurrency).iter_rows():
+        if not row["done"]:
+            raise sources.SourceError(_lost(recipe, *jobs[row["index"]]))
         yield int(row["index"])
+
+
+def _attempts() -> int:
+    """Return how often the Ray task that runs here was begun before, on any machine."""
+    from ray._private.worker import global_worker  # in no public call
+
+    return int(global_worker.core_worker.get_current_task_attempt_number())
+
+
+def _lost(recipe: Recipe, origin: str, unit: sources.Unit) -> str:
+    """Say which part of the data no process could prepare."""
+    source = recipe.source if origin == "train" else recipe.eval_source
+    assert source is not None
+    first = unit.pieces[0]
+    if source.format in ("text", "jsonl"):
+        place = f"{source.root}/{first.file} bytes {first.start} to {first.end}"
+    elif source.format == "parquet":
+        place = f"{source.root}/{first.file} row group {first.start}"
+    else:
+        place = f"{first.file}[{first.start}]"
+    more = f" (and {len(unit.pieces) - 1} more parts)" if len(unit.pieces) > 1 else ""
+    return (
+        f"{place}{more} is not to be prepared: the process that reads it died {MAX_ATTEMPTS} "
+        "times, as when its memory is full. Split the large records there, or leave them out"
+    )
 
 
 def _merge(recipe: Recipe, storage: Storage, units: list[dict[str, Any]]) -> dict[str, Any]:

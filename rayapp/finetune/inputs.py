@@ -13,6 +13,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, prepare, tokens
 from rayapp.data.prepared import Prepared, mixed, reasons
+from rayapp.data.sources import SourceError
 from rayapp.driver.checks import PREPARED
 from rayapp.finetune import checks
 from rayapp.order import Order, fingerprint
@@ -58,7 +59,8 @@ def prepare_rows(
     """Make or find the rows of every source.
 
     Raises:
-        ConfigError: more records are unusable than data.bad_rows allows, or nothing is left.
+        ConfigError: data cannot be read, more records are unusable than data.bad_rows allows, or
+            nothing is left.
     """
     data = config.data
     pad = tokenizer.pad_token_id
@@ -82,7 +84,11 @@ def prepare_rows(
             )
             task = progress.add_task(f"preparing {one.path}", total=one.source.num_bytes)
             show = partial(_show, progress, task)
-            made[one.path] = prepared = prepare.prepare(recipe, root, data.workers, show)
+            try:
+                made[one.path] = prepared = prepare.prepare(recipe, root, data.workers, show)
+            except SourceError as error:
+                problems.append(str(error))
+                continue
             problem = _unusable(prepared, f"{field}={one.path}", data.bad_rows)
             problems += [problem] if problem else []
     if problems:
