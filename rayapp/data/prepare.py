@@ -283,7 +283,8 @@ def _attempts() -> int:
     """Return how often the Ray task that runs here was begun before, on any machine."""
     from ray._private.worker import global_worker  # in no public call
 
-    return int(global_worker.core_worker.get_current_task_attempt_number())
+    worker: Any = global_worker
+    return int(worker.core_worker.get_current_task_attempt_number())
 
 
 def _lost(recipe: Recipe, origin: str, unit: sources.Unit) -> str:
