@@ -69,7 +69,8 @@ class Data(Section):
     format: Literal["auto", "text", "jsonl", "parquet", "hub"] = "auto"
     """How the files are read; auto goes by their names."""
     kind: Literal["auto", "text", "prompt", "chat"] = "auto"
-    """text: `text` column; prompt: `prompt` and `completion`; chat: `messages`."""
+    """text: `text` column; prompt: `prompt` and `completion`; chat: `messages`, with
+    `tools` if there are any."""
     seq_len: int = Field(default=512, ge=8, le=1_048_576)
     """Tokens in a row."""
     pack: bool = True
