@@ -168,19 +168,31 @@ def test_a_job_that_ray_stops_has_saved_and_goes_on(
 def test_runs_that_share_a_cluster_all_end(
     client: Callable[..., str], s3_bucket: str, tmp_path: Path
 ) -> None:
-    """Of 2, 1 and 1 workers on 4 CPUs; who waits says for what."""
-    storage, jobs = f"s3://{s3_bucket}/runs", {"two": 2, "one": 1, "more": 1}
-    for name, workers in jobs.items():
-        more = ("--train.max_steps=100", f"--cluster.workers={workers}")
+    """Of 2, 1 and 1 workers on 4 CPUs: two train side by side, the third says what it waits for."""
+    storage, deadline = f"s3://{s3_bucket}/runs", time.monotonic() + PATIENCE_S
+    runs = {name: open_storage(f"{storage}/{name}") for name in ("two", "one", "more")}
+
+    def send(name: str, workers: int, steps: int) -> None:
+        more = (f"--train.max_steps={steps}", f"--cluster.workers={workers}")
         client(*line(name, storage, name, tmp_path, *more))
-    deadline = time.monotonic() + PATIENCE_S
-    for name in jobs:
-        run = open_storage(f"{storage}/{name}")
-        while not run.exists("result.json"):
+
+    def wait_for(name: str, file: str) -> None:
+        while not runs[name].exists(file):
             assert time.monotonic() < deadline, client(RAY, "job", "logs", name)
-            time.sleep(1.0)
-        assert json.loads(run.read("result.json"))["status"] == "done"
-    logs = [client(RAY, "job", "logs", name) for name in jobs]
-    waited = [text for text in logs if "waiting for room: " in text]
-    assert waited, "three runs had room for four workers and a CPU for data on 4 CPUs"
-    assert all("CPUs are taken by job " in text for text in waited), waited
+            time.sleep(0.5)
+
+    send("two", 2, 100_000)
+    send("one", 1, 100_000)
+    for name in ("two", "one"):
+        wait_for(name, "metrics.jsonl")
+    send("more", 1, 5)
+    while "waiting for room: 0 of 1 worker fit" not in (said := client(RAY, "job", "logs", "more")):
+        assert time.monotonic() < deadline, said
+    assert "3 of 4 CPUs are taken by job two, job one" in said, said
+    for name in ("two", "one"):
+        runs[name].write("STOP", b"asked")
+    endings = {}
+    for name, run in runs.items():
+        wait_for(name, "result.json")
+        endings[name] = json.loads(run.read("result.json"))["status"]
+    assert endings == {"two": "stopped", "one": "stopped", "more": "done"}
