@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import ray
 
 from rayapp.driver import session
+from rayapp.driver.outcome import RunFailed
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,37 @@ def test_auto_is_bf16_where_every_gpu_has_it(
     found = {"CPU": 8.0, "GPU": 2.0, **dict.fromkeys(there, 1.0)}
     monkeypatch.setattr(ray, "cluster_resources", lambda: found)
     assert session.fastest_precision(gpus=True) == precision
+
+
+def slow(times: int, asked: list[str]) -> Callable[..., None]:
+    """Return a ray.init that is as slow as on a busy machine, so many times."""
+
+    def init(address: str, **options: object) -> None:
+        asked.append(address)
+        if len(asked) <= times:
+            raise Exception(f"The current node {session.SLOW_START}.")
+
+    return init
+
+
+def test_a_slow_start_of_ray_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "init", slow(1, asked))
+    session._init("local", {})
+    assert asked == ["local", "local"]
+
+
+def test_two_slow_starts_of_ray_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "init", slow(2, asked))
+    with pytest.raises(RunFailed, match="Ray is slow to start on this machine") as failure:
+        session._init("local", {})
+    assert asked == ["local", "local"] and "\n" not in str(failure.value)
+
+
+def test_a_cluster_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "init", slow(1, asked))
+    with pytest.raises(Exception, match=session.SLOW_START):
+        session._init("10.0.0.1:6379", {})
+    assert len(asked) == 1
