@@ -22,10 +22,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayapp.config import from_dict
-from rayapp.loss import chunked_cross_entropy
+from rayapp.data.packing import position_ids, row_dtype
 from rayapp.order import Order
-from rayapp.packing import position_ids, row_dtype
 from rayapp.storage import open_storage
+from rayapp.train.loss import chunked_cross_entropy
 
 WARM_UP_STEPS = 10
 

@@ -41,11 +41,11 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from rayapp import model
-from rayapp.checkpoint.saver import Checkpointer
-from rayapp.driver.fit import CPU_ENVIRONMENT
-from rayapp.loss import chunked_cross_entropy
-from rayapp.optim import make_optimizers
+from rayapp.driver.supervise import CPU_ENVIRONMENT
 from rayapp.storage import open_storage
+from rayapp.train.checkpoint.saver import Checkpointer
+from rayapp.train.loss import chunked_cross_entropy
+from rayapp.train.optimizer import make_optimizers
 
 WORLD = 2
 GIB = 2**30

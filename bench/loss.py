@@ -27,8 +27,8 @@ def measure(hidden: int, precision: str, chunk: int | None, tokens: int) -> dict
     import torch
     from torch.nn.functional import cross_entropy, linear
 
-    from rayapp.loss import chunked_cross_entropy
-    from rayapp.memory import Peaks
+    from rayapp.train.loss import chunked_cross_entropy
+    from rayapp.train.memory_peaks import Peaks
 
     torch.manual_seed(0)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

@@ -38,15 +38,15 @@ import torch
 import torch.distributed as dist
 from loop_alone import job_of
 
-from rayapp import trackers
 from rayapp.data.rows import local_steps
-from rayapp.driver.fit import CPU_ENVIRONMENT
-from rayapp.driver.job import Job
 from rayapp.driver.observe import Observer
+from rayapp.driver.supervise import CPU_ENVIRONMENT
 from rayapp.finetune import training
-from rayapp.gauges import Steps
-from rayapp.metrics import StepRecord
+from rayapp.observe import trackers
+from rayapp.observe.gauges import Steps
+from rayapp.observe.metrics import StepRecord
 from rayapp.storage import Storage, open_storage
+from rayapp.train.spec import Job
 
 ROOT = Path(__file__).parent.parent
 WARM_UP_BLOCKS = 1

@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from rayapp.driver.session import ENVIRONMENT
+from rayapp.driver.ray_session import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN = 2048
@@ -102,7 +102,7 @@ def prepare_corpus(folder: str) -> dict[str, float]:
 
     import rayapp
     from rayapp.data import prepare
-    from rayapp.driver.session import connected
+    from rayapp.driver.ray_session import connected
     from rayapp.storage import open_storage
 
     memory = Memory()

@@ -29,15 +29,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 
-from rayapp.checkpoint.saver import Checkpointer
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
-from rayapp.driver import state
 from rayapp.finetune import training
 from rayapp.finetune.inputs import order_of
 from rayapp.finetune.job import Job
 from rayapp.order import Order
 from rayapp.storage import open_storage
+from rayapp.train.checkpoint import state
+from rayapp.train.checkpoint.saver import Checkpointer
 
 ROOT = Path(__file__).parent.parent
 EPOCHS, WORKERS, SEQ_LEN = 3, 2, 256

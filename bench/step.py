@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from rayapp.config import Config, load
-from rayapp.formulas import mean_context, model_flops
-from rayapp.formulas import shape_of as formula_shape
+from rayapp.planner.formulas import mean_context, model_flops
+from rayapp.planner.formulas import shape_of as formula_shape
 from rayapp.presets import config_of
 
 WARM_UP_STEPS = 4
@@ -145,10 +145,10 @@ def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[st
     import torch
     import torch.distributed as dist
 
-    from rayapp import loop
     from rayapp.data.rows import StepRows
     from rayapp.data.tokens import byte_tokenizer
     from rayapp.finetune.parts import make_parts
+    from rayapp.train import loop
 
     config = config_for(options, settings)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -255,7 +255,7 @@ def measure(options: argparse.Namespace, row: Row) -> dict[str, float]:
         command += [f"--{name}", str(getattr(options, name))]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if options.device == "cpu" and (row[0] == "rayapp" or options.same_malloc):
-        from rayapp.driver.fit import CPU_ENVIRONMENT
+        from rayapp.driver.supervise import CPU_ENVIRONMENT
 
         environment |= CPU_ENVIRONMENT
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -19,8 +19,8 @@ from step import WARM_UP_STEPS, figures, synchronize
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from rayapp.memory import Peaks
-from rayapp.packing import position_ids
+from rayapp.data.packing import position_ids
+from rayapp.train.memory_peaks import Peaks
 
 FILLER = {"input_ids": 0, "labels": -100, "position_ids": 0}
 

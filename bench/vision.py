@@ -34,8 +34,8 @@ import numpy as np
 import psutil
 
 from rayapp.config import VisionConfig, load
-from rayapp.driver.fit import CPU_ENVIRONMENT
-from rayapp.driver.session import ENVIRONMENT
+from rayapp.driver.ray_session import ENVIRONMENT
+from rayapp.driver.supervise import CPU_ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 ARMS = ("rayapp", "same", "torchvision")

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayapp.config import Config, ConfigError, load
     from rayapp.generation import generate
-    from rayapp.notebook import Job, Result, job, submit
+    from rayapp.jobs.notebook import Job, Result, job, submit
     from rayapp.planner import plan
 
 _HOMES = {
     "Config": "rayapp.config",
     "ConfigError": "rayapp.config",
     "generate": "rayapp.generation",
-    "Job": "rayapp.notebook",
-    "Result": "rayapp.notebook",
-    "job": "rayapp.notebook",
+    "Job": "rayapp.jobs.notebook",
+    "Result": "rayapp.jobs.notebook",
+    "job": "rayapp.jobs.notebook",
     "load": "rayapp.config",
     "plan": "rayapp.planner",
-    "submit": "rayapp.notebook",
+    "submit": "rayapp.jobs.notebook",
 }
 __all__ = ["Config", "ConfigError", "Job", "Result", "generate", "job", "load", "plan", "submit"]
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-from rayapp.commands.codes import BAD_CONFIG, DONE
+from rayapp.cli.codes import BAD_CONFIG, DONE
 from rayapp.config import ConfigError
 
-COMMANDS = {  # name: module and function of rayapp.commands
+COMMANDS = {  # name: module and function of rayapp.cli
     "plan": "planning.plan",
     "stage": "staging.stage",
     "preflight": "jobs.preflight",
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         print(f"command={argv[0]} is unknown: there is no such command. {hint}", file=sys.stderr)
         return BAD_CONFIG
     module, _, function = COMMANDS[argv[0]].partition(".")
-    command = getattr(importlib.import_module(f"rayapp.commands.{module}"), function)
+    command = getattr(importlib.import_module(f"rayapp.cli.{module}"), function)
     try:
         return int(command(argv[1:]))
     except ConfigError as error:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rayapp import progress
 from rayapp.config import ConfigError, parse_yaml
+from rayapp.observe import status
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -229,8 +229,8 @@ def load(run: str) -> Loaded:
 def _why_none(run: str, storage: Storage) -> str:
     """Say why a run has no model."""
     try:
-        now = progress.read(storage)
-    except progress.NoRun:
+        now = status.read(storage)
+    except status.NoRun:
         return (
             f"RUN={run} is no run: there is no config.yaml in it. Give the folder that "
             "`python -m rayapp.finetune` has named, <run.storage>/<run.name>"

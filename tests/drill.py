@@ -22,8 +22,6 @@ import yaml
 from patience import PATIENCE_S
 from processes import spawn
 
-from rayapp import metrics
-from rayapp.checkpoint.marker import latest
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.data.rows import local_steps
@@ -31,7 +29,9 @@ from rayapp.driver.checks import PREPARED
 from rayapp.finetune import training
 from rayapp.finetune.inputs import order_of
 from rayapp.finetune.job import Job
+from rayapp.observe import metrics
 from rayapp.storage import open_storage
+from rayapp.train.checkpoint.marker import latest
 
 TEXT = "".join(
     f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(3500)

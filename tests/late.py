@@ -7,8 +7,8 @@ from typing import Any
 
 from patience import PATIENCE_S
 
-from rayapp.checkpoint.saver import Checkpointer
-from rayapp.checkpoint.staging import HostCopy
+from rayapp.train.checkpoint.saver import Checkpointer
+from rayapp.train.checkpoint.staging import HostCopy
 
 
 def copy_late() -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rayapp.formulas.image_memory import ImageLayout
-from rayapp.formulas.images import image_shape_of
 from rayapp.hardware import GPUS, Gpu
+from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.image_shape import image_shape_of
 from rayapp.planner.image_step import image_step_time
 from rayapp.planner.times import Job, Machine
 from rayapp.presets.images import IMAGE_PRESETS

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rayapp.formulas import Linear, Shape, mean_context, shape_of
-from rayapp.formulas.memory import FRAGMENTATION, Layout, peak_memory
 from rayapp.hardware import GPUS, Gpu
+from rayapp.planner.formulas import Linear, Shape, mean_context, shape_of
+from rayapp.planner.memory import FRAGMENTATION, Layout, peak_memory
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Job, Machine
 from rayapp.presets import config_of

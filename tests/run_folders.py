@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rayapp import metrics, planner
-from rayapp.accounts import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
-from rayapp.accounts import FILE as EVENTS
+from rayapp import planner
 from rayapp.config import load
 from rayapp.data.prepared import Counts, Prepared
-from rayapp.driver.outcome import step_s
-from rayapp.metrics import MetricsLog, TokenRecord
+from rayapp.observe import metrics
+from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
+from rayapp.observe.goodput import FILE as EVENTS
+from rayapp.observe.metrics import MetricsLog, TokenRecord
+from rayapp.observe.result import step_s
 from rayapp.storage import Storage
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.accounts import FILE, Event, account, goodput, read_events
+from rayapp.observe.goodput import FILE, Event, account, goodput, read_events
 from rayapp.storage import open_storage
 
 IDLE = {"data_wait_s": 0.0, "checkpoint_stall_s": 0.0, "eval_s": 0.0}

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rayapp import order
-from rayapp.agreement import MOVE, STAY, STOP, Agreement, Totals
+from rayapp.train.step_sync import MOVE, STAY, STOP, Agreement, Totals
 
 HIGHEST = 2**64 - 1  # of a rank's digest, so that the sum has more bits than an int64
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayapp.calibration import STEPS, Calibration, calibrate, rest_s
+from rayapp.planner.calibration import STEPS, Calibration, calibrate, rest_s
 
 
 def line(step: int, step_s: float, **values: Any) -> dict[str, Any]:

@@ -31,10 +31,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from rayapp.checkpoint import files, marker, staging
-from rayapp.checkpoint import saver as saving
-from rayapp.checkpoint.loader import load, saved_shapes
-from rayapp.checkpoint.marker import (
+from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.train.checkpoint import files, marker, staging
+from rayapp.train.checkpoint import saver as saving
+from rayapp.train.checkpoint.loader import load, saved_shapes
+from rayapp.train.checkpoint.marker import (
     MARKER,
     METADATA,
     RUN_ID,
@@ -50,11 +51,10 @@ from rayapp.checkpoint.marker import (
     refuse,
     resume_point,
 )
-from rayapp.checkpoint.quantized import narrowed, scales, widened
-from rayapp.checkpoint.saver import MAX_FAILURES, Checkpointer
-from rayapp.checkpoint.staging import HostCopy
-from rayapp.optim import make_optimizers
-from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.train.checkpoint.quantized import narrowed, scales, widened
+from rayapp.train.checkpoint.saver import MAX_FAILURES, Checkpointer
+from rayapp.train.checkpoint.staging import HostCopy
+from rayapp.train.optimizer import make_optimizers
 
 SPAWN_S = 120.0  # after which a group of processes is taken to hang
 
@@ -278,7 +278,7 @@ class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.text: list[str] = []
-        logging.getLogger("rayapp.checkpoint").addHandler(self)
+        logging.getLogger("rayapp.train.checkpoint").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text.append(record.getMessage())
@@ -928,7 +928,7 @@ def test_failures_in_a_row_stop_the_run(
     saver.save(7, tensors, state)
     saver.wait()
     saver.wait()  # a wait for nothing counts nothing
-    lines = [r.getMessage() for r in caplog.records if r.name == "rayapp.checkpoint"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "rayapp.train.checkpoint"]
     assert len(lines) == MAX_FAILURES - 1 and saver.saved_step == 7
     assert all("access denied. Check the credentials" in line for line in lines)
     monkeypatch.setattr(type(storage), "open_write", refuse)

@@ -45,8 +45,8 @@ DRIVEN = """
 import sys, time
 import ray
 from ray.util.metrics import Gauge
-from rayapp.gauges import Driver, Steps
-from rayapp.metrics import TokenRecord
+from rayapp.observe.gauges import Driver, Steps
+from rayapp.observe.metrics import TokenRecord
 ray.init(address=sys.argv[1], log_to_driver=False)
 told = Steps("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
@@ -161,7 +161,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         command += ["--train.max_steps=100000"]
         command += ["--model.tokenizer=bytes", "--model.overrides={num_hidden_layers: 1}"]
         command += ["--train.tokens_per_step=2048", "--train.micro_batch=2", "--data.seq_len=128"]
-        command += [f"--data.path={ROOT}/rayapp/*.py", f"--data.eval_path={ROOT}/rayapp/loop.py"]
+        command += [
+            f"--data.path={ROOT}/rayapp/train/*.py",
+            f"--data.eval_path={ROOT}/rayapp/train/loop.py",
+        ]
         command += ["--data.eval_fraction=0", "--eval.every_steps=10"]
         command += ["--eval.prompts=", "--checkpoint.every_s=none", "--checkpoint.every_steps=10"]
         command += ["--cluster.instance=c7i.2xlarge", "--cluster.usd_per_hour=0.357"]

@@ -24,10 +24,10 @@ import yaml
 from nodes import free_port
 from patience import PATIENCE_S
 
-from rayapp import metrics
 from rayapp.cluster import Options, render
 from rayapp.cluster.render import GRACE_S, JOB_STOP_S
 from rayapp.config import load
+from rayapp.observe import metrics
 from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ import os
 import boto3
 import pytest
 
-from rayapp.credentials import VARIABLE, SecretError, encode, load, problems_of
+from rayapp.jobs.secrets import VARIABLE, SecretError, encode, load, problems_of
 
 
 def test_references_are_read_where_the_process_runs(

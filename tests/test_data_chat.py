@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp.data.chat import ChatTemplate
 from rayapp.data.documents import Renderer
+from rayapp.data.packing import Document
 from rayapp.data.tokens import CHAT_TEMPLATE, load_tokenizer, save_tokenizer, train_bpe
-from rayapp.packing import Document
 from rayapp.storage import open_storage
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -25,11 +25,11 @@ from transformers import PreTrainedTokenizerFast
 from rayapp import order
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.documents import Renderer, content_of
+from rayapp.data.packing import IGNORE, Document
 from rayapp.data.prepare import Recipe
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting
-from rayapp.packing import IGNORE, Document
 from rayapp.storage import Storage, open_storage
 
 S = 16  # positions of a row

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from rayapp.__main__ import main
-from rayapp.commands.codes import BAD_CONFIG, DONE, FAILED
+from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.data.images import sources, staging
 from rayapp.data.images.labels import LabelError, folders_of, read_labels, read_synsets
 from rayapp.data.sources import SourceError

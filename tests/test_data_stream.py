@@ -14,10 +14,10 @@ import pytest
 from patience import PATIENCE_S
 
 from rayapp.data import stream
+from rayapp.data.packing import IGNORE, row_dtype
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import Rows, StepRows, local_steps, sequential_batches
 from rayapp.order import EMPTY, Order
-from rayapp.packing import IGNORE, row_dtype
 from rayapp.storage import open_storage
 
 SHARDS = (5, 1, 8, 3)  # rows

@@ -21,7 +21,7 @@ from drill import Drill, Undisturbed, assert_alike, assert_same
 from faults import Storm
 from patience import PATIENCE_S
 
-from rayapp.checkpoint.marker import FOLDER, MARKER, latest
+from rayapp.train.checkpoint.marker import FOLDER, MARKER, latest
 
 # Every ordered pair of two worker counts stands side by side in exactly one of these lines.
 CHANGES = [(1, 2, 4, 3), (2, 3, 1, 4), (3, 4, 2, 1), (4, 1, 3, 2)]

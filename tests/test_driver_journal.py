@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rayapp.accounts import account, read_events
 from rayapp.config import Config, load
-from rayapp.driver.journal import Journal, machines
-from rayapp.driver.recovery import FAILURE, Ending
+from rayapp.observe.ending import FAILURE, Ending
+from rayapp.observe.events import Journal, machines
+from rayapp.observe.goodput import account, read_events
 from rayapp.storage import Storage, StorageError, open_storage
 
 IDLE = {"data_wait_s": 0.0, "checkpoint_stall_s": 0.0, "eval_s": 0.0}

@@ -12,8 +12,8 @@ from patience import PATIENCE_S
 
 from rayapp.config import ConfigError
 from rayapp.driver import lease
-from rayapp.driver.outcome import RunFailed
 from rayapp.finetune.__main__ import main
+from rayapp.observe.result import RunFailed
 from rayapp.storage import Storage, open_storage
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from patience import PATIENCE_S
 
-from rayapp import trackers
 from rayapp.config import load
 from rayapp.driver import observe
 from rayapp.driver.observe import Told
+from rayapp.observe import trackers
 from rayapp.storage import Storage, open_storage
 
 

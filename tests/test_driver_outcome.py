@@ -24,20 +24,23 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from rayapp.checkpoint.marker import CheckpointError
 from rayapp.config import load
 from rayapp.driver import command
-from rayapp.driver.outcome import (
-    RunFailed,
-    best_interval_s,
-    check_resumable,
+from rayapp.driver.checks import check_resumable
+from rayapp.observe.ending import (
+    AGAIN,
+    FAILURE,
+    NO_ROOM,
+    PREEMPTION,
+    RESIZE,
+    Ending,
     ending_of,
     reason_of,
-    result_of,
 )
-from rayapp.driver.recovery import AGAIN, FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
+from rayapp.observe.result import RunFailed, best_interval_s, result_of
 from rayapp.storage import StorageError, open_storage
 from rayapp.storage.local import LOCAL_REASONS
+from rayapp.train.checkpoint.marker import CheckpointError
 
 
 def test_a_death_explains_the_errors_of_the_ranks_around_it() -> None:

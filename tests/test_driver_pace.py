@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
-from rayapp.agreement import MOVE, STAY, STOP
 from rayapp.config import load
-from rayapp.driver import pace
-from rayapp.driver.pace import Cadence, Leaving
-from rayapp.progress import STOP_FILE
+from rayapp.observe.status import STOP_FILE
 from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.train import schedule
+from rayapp.train.schedule import Cadence, Leaving
+from rayapp.train.step_sync import MOVE, STAY, STOP
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "STOP_POLL_S", 0.01)
-    monkeypatch.setattr(pace, "ROOM_POLL_S", 0.05)
-    monkeypatch.setattr(pace, "NOTICE_POLL_S", 0.05)
+    monkeypatch.setattr(schedule, "STOP_POLL_S", 0.01)
+    monkeypatch.setattr(schedule, "ROOM_POLL_S", 0.05)
+    monkeypatch.setattr(schedule, "NOTICE_POLL_S", 0.05)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_notices_are_asked_for_now_and_then(leaving: Callable[..., Leaving]) -> 
 
 def test_saves_are_due_by_steps_by_time_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now)
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: now)
     config = load(None, {"checkpoint.every_steps": "4", "checkpoint.every_s": "60"})
     cadence = Cadence(config, num_steps=14)
     due = []

@@ -6,18 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayapp.driver.recovery import (
-    AGAIN,
-    FAILURE,
-    LONGEST_PAUSE_S,
-    LOOP,
-    NO_ROOM,
-    PREEMPTION,
-    RESIZE,
-    Ending,
-    GiveUp,
-    Recovery,
-)
+from rayapp.driver.recovery import LONGEST_PAUSE_S, LOOP, GiveUp, Recovery
+from rayapp.observe.ending import AGAIN, FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.order import Order
 
 ORDER = Order.for_steps(100, 4, 2, seed=3, num_steps=50)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import ray
 
-from rayapp.driver import session
-from rayapp.driver.outcome import RunFailed
+from rayapp.driver import ray_session
+from rayapp.observe.result import RunFailed
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_auto_is_bf16_where_every_gpu_has_it(
 ) -> None:
     found = {"CPU": 8.0, "GPU": 2.0, **dict.fromkeys(there, 1.0)}
     monkeypatch.setattr(ray, "cluster_resources", lambda: found)
-    assert session.fastest_precision(gpus=True) == precision
+    assert ray_session.fastest_precision(gpus=True) == precision
 
 
 def slow(times: int, asked: list[str]) -> Callable[..., None]:
@@ -34,7 +34,7 @@ def slow(times: int, asked: list[str]) -> Callable[..., None]:
     def init(address: str, **options: object) -> None:
         asked.append(address)
         if len(asked) <= times:
-            raise Exception(f"The current node {session.SLOW_START}.")
+            raise Exception(f"The current node {ray_session.SLOW_START}.")
 
     return init
 
@@ -42,7 +42,7 @@ def slow(times: int, asked: list[str]) -> Callable[..., None]:
 def test_a_slow_start_of_ray_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(1, asked))
-    session._init("local", {})
+    ray_session._init("local", {})
     assert asked == ["local", "local"]
 
 
@@ -50,13 +50,13 @@ def test_two_slow_starts_of_ray_are_one_line(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(2, asked))
     with pytest.raises(RunFailed, match="Ray is slow to start on this machine") as failure:
-        session._init("local", {})
+        ray_session._init("local", {})
     assert asked == ["local", "local"] and "\n" not in str(failure.value)
 
 
 def test_a_cluster_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(1, asked))
-    with pytest.raises(Exception, match=session.SLOW_START):
-        session._init("10.0.0.1:6379", {})
+    with pytest.raises(Exception, match=ray_session.SLOW_START):
+        ray_session._init("10.0.0.1:6379", {})
     assert len(asked) == 1

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rayapp.driver.state import state_tensors
+from rayapp.train.checkpoint.state import state_tensors
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from patience import PATIENCE_S
 from rich.console import Console
 
 from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
-from rayapp.progress import STOP_FILE
+from rayapp.observe.status import STOP_FILE
 from rayapp.storage import Storage, open_storage
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,7 @@ from rayapp.data import tokens
 from rayapp.data.rows import step_rows
 from rayapp.driver import validation
 from rayapp.driver.checks import PREPARED
-from rayapp.driver.job import train
-from rayapp.driver.session import connected, end_workers
+from rayapp.driver.ray_session import connected, end_workers
 from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
 from rayapp.finetune.inputs import order_of
@@ -440,7 +440,8 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
     argv += ["--checkpoint.export=false"]  # no failure is allowed: this is none
 
     def train_in_memory_for_two_rows(job: Job) -> dict[str, Any]:  # inside, so that it is pickled
-        from rayapp import loop
+        from rayapp.driver.worker import work
+        from rayapp.train import loop
 
         real = loop.train_step
 
@@ -450,9 +451,11 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
             return real(engine, batch, agreement)
 
         loop.train_step = step
-        return train(job)
+        return work(job)
 
-    monkeypatch.setattr("rayapp.driver.fit.train", train_in_memory_for_two_rows)
+    monkeypatch.setattr(
+        "rayapp.driver.supervise.entry", lambda job: partial(train_in_memory_for_two_rows, job)
+    )
     assert main(argv) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "micro-batch auto = 4 rows, planned " in said

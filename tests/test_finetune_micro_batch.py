@@ -14,12 +14,13 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from rich.console import Console
 from transformers import BertConfig
 
-from rayapp import formulas, model
+from rayapp import model
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.finetune import micro_batch
 from rayapp.finetune.job import Job
-from rayapp.formulas.memory import Layout, peak_memory, with_slack
 from rayapp.order import Order
+from rayapp.planner import formulas
+from rayapp.planner.memory import Layout, peak_memory, with_slack
 from rayapp.storage import Storage, open_storage
 
 ROWS, SEQ_LEN = 24, 1024

@@ -24,16 +24,17 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rayapp import loop, model
+from rayapp import model
 from rayapp.config import ConfigError, from_dict
 from rayapp.data import tokens
 from rayapp.data.rows import StepRows
 from rayapp.finetune.inputs import count_parameters
 from rayapp.finetune.parts import Head, make_parts, technique_problems
 from rayapp.finetune.training import held_out_losses
-from rayapp.loss import liger_cross_entropy
 from rayapp.storage import open_storage
-from rayapp.trace import trace
+from rayapp.train import loop
+from rayapp.train.loss import liger_cross_entropy
+from rayapp.train.trace import trace
 
 STEPS, LONG, MICRO_BATCHES, ROWS, SEQ_LEN = 20, 50, 4, 2, 16
 HELD_OUT = 8  # micro-batches after the last step's

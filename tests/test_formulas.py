@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from rayapp import model
-from rayapp.formulas import (
+from rayapp.model.sharding import find_blocks
+from rayapp.planner.formulas import (
     UnknownShape,
     backward_flops,
     forward_flops,
@@ -22,7 +23,6 @@ from rayapp.formulas import (
     recomputed_flops,
     shape_of,
 )
-from rayapp.model.sharding import find_blocks
 from rayapp.presets import config_of
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 320}

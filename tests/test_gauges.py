@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rayapp.accounts import account
-from rayapp.gauges import AT_THE_END, COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
-from rayapp.metrics import ImageRecord, TokenRecord
+from rayapp.observe.gauges import AT_THE_END, COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
+from rayapp.observe.goodput import account
+from rayapp.observe.metrics import ImageRecord, TokenRecord
 
 FIELDS = {kind: kind.__dataclass_fields__.keys() for kind in (TokenRecord, ImageRecord)}
 KINDS = ("failure", "preemption", "resize")

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from stub_dashboard import dashboard
 
-from rayapp.arguments import read
 from rayapp.config import Config, ConfigError, load
+from rayapp.config.arguments import read
 from rayapp.jobs import Cluster, JobError, Shipment, package, prepare
 from rayapp.jobs.client import address_of
 
@@ -205,7 +205,12 @@ TRAINED = "python -m rayapp.finetune c.yaml --run.storage=s3://b/runs"
         (f"{TRAINED}/ --run.name demo", True, "s3://b/runs/", "s3://b/runs/demo"),
         (TRAINED, True, "s3://b/runs", None),
         ("python -m rayapp.vision --run.storage=runs --run.name=demo", True, None, None),
-        ("python -m rayapp.preflight --run.storage=s3://b/runs --run.name=demo", False, None, None),
+        (
+            "python -m rayapp.cluster.preflight --run.storage=s3://b/runs --run.name=demo",
+            False,
+            None,
+            None,
+        ),
         ("echo 'python -m rayapp.finetune", False, None, None),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "ray.train", "ray.data")  # not at the top of layers 0 and 1: `plan` starts fast
+HEAVY = ("torch", "ray.train", "ray.data")  # not at the top of LIGHT, so that `plan` starts fast
 
 SAMPLE = """
 # Title
@@ -22,7 +22,7 @@ make finetune
 ```
 
 ```
-0 values    config.py      the typed run description: YAML + overrides, strict
+1 values    config.py      the typed run description: YAML + overrides, strict
             order.py       which row is where: permutation(seed, epoch), Cursor      pure, no I/O
 1 outside   storage/       local and s3:// alike: read, write, list
 2 parts     loss.py        chunked cross-entropy, normalised by valid tokens
@@ -36,11 +36,11 @@ tests/      test_<module>.py, one to one
 
 
 def read_layers(text: str) -> dict[str, int]:
-    """Return {module: layer} of the code block whose first line starts with layer 0.
+    """Return {module: layer} of the code block whose first line starts with layer 1.
 
     A module is as it is listed: `name.py`, or `name/` for a package.
     """
-    blocks = [block for block in text.split("```")[1::2] if block.startswith("\n0 ")]
+    blocks = [block for block in text.split("```")[1::2] if block.startswith("\n1 ")]
     assert len(blocks) == 1, f"{len(blocks)} code blocks list the modules by layer"
     layers: dict[str, int] = {}
     layer = 0
@@ -106,8 +106,8 @@ def target(name: str, known: set[str]) -> str | None:
 
 def test_the_list_is_read() -> None:
     assert read_layers(SAMPLE) == {
-        "config.py": 0,
-        "order.py": 0,
+        "config.py": 1,
+        "order.py": 1,
         "storage/": 1,
         "loss.py": 2,
         "model/": 2,

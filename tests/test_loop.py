@@ -26,21 +26,24 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rayapp import loop, metrics, model
-from rayapp.agreement import MOVE, STAY, STOP, Agreement
-from rayapp.checkpoint.loader import saved_shapes
-from rayapp.checkpoint.marker import NoneUsable, latest
+from rayapp import model
 from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
-from rayapp.driver import pace, state, training
-from rayapp.driver.state import StartAgain
-from rayapp.driver.trainee import Trainee
 from rayapp.finetune.training import Job, mfu_of, run
+from rayapp.observe import metrics
 from rayapp.order import Order
-from rayapp.spikes import Spikes
 from rayapp.storage import open_storage
+from rayapp.train import loop, schedule
+from rayapp.train import rank as rank_module
+from rayapp.train.checkpoint import state
+from rayapp.train.checkpoint.loader import saved_shapes
+from rayapp.train.checkpoint.marker import NoneUsable, latest
+from rayapp.train.checkpoint.state import StartAgain
+from rayapp.train.loss_spikes import Spikes
+from rayapp.train.step_sync import MOVE, STAY, STOP, Agreement
+from rayapp.train.trainer import Trainee
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
 SLOW_S = 0.3  # what a state takes to gather in one test
@@ -507,8 +510,8 @@ def noticed_worker(rank: int, world: int, job: Job, notice_at: int) -> None:
         time.sleep(SLOW_S)
         return state.state_tensors(trainee)
 
-    pace.NOTICE_POLL_S = 0.0
-    training.state_tensors = slowly  # type: ignore[attr-defined]
+    schedule.NOTICE_POLL_S = 0.0
+    rank_module.state_tensors = slowly  # type: ignore[attr-defined]
     summary = run(job, torch.device("cpu"), steps, notice=notice)
     assert asked == list(range(1, notice_at + 1))  # on each rank
     assert (summary["status"], summary["steps"]) == ("moved", notice_at), summary

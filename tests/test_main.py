@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rayapp.__main__ import BAD_CONFIG, DONE, main
-from rayapp.commands import jobs
+from rayapp.cli import jobs
 from rayapp.config import ConfigError
 
 ROOT = Path(__file__).parent.parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rayapp.memory import Peaks
+from rayapp.train.memory_peaks import Peaks
 
 MIB = 2**18  # fp32 values
 SLACK_GIB = 24 / 1024

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE_S
 
-from rayapp import metrics
-from rayapp.metrics import FILE, TAIL_BYTES, Follower, MetricsLog, TokenRecord, last, read
+from rayapp.observe import metrics
+from rayapp.observe.metrics import FILE, TAIL_BYTES, Follower, MetricsLog, TokenRecord, last, read
 from rayapp.storage import Storage, StorageError, open_storage
 
 
@@ -254,7 +254,7 @@ def test_a_disk_that_takes_a_part_gets_the_rest_later(tmp_path: Path) -> None:
     """A file that may grow to a size within the second line, as the last bytes of a disk."""
     script = f"""
 import resource
-from rayapp.metrics import MetricsLog
+from rayapp.observe.metrics import MetricsLog
 from rayapp.storage import open_storage
 from test_metrics import record, steps
 storage = open_storage({str(tmp_path)!r})

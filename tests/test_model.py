@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayapp.config import Lora
-from rayapp.loss import chunked_cross_entropy
 from rayapp.model import (
     CompileGain,
     LanguageModel,
@@ -59,6 +58,7 @@ from rayapp.model.attention import varlen_attention
 from rayapp.model.init import fill
 from rayapp.model.sharding import find_blocks
 from rayapp.storage import open_storage
+from rayapp.train.loss import chunked_cross_entropy
 
 SIZES = {
     "vocab_size": 250,

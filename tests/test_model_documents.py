@@ -14,7 +14,6 @@ import transformers
 from rayapp.config import Lora, from_dict
 from rayapp.data.rows import StepRows
 from rayapp.finetune.training import Tuning
-from rayapp.loss import chunked_cross_entropy
 from rayapp.model import (
     LanguageModel,
     Unavailable,
@@ -24,6 +23,7 @@ from rayapp.model import (
     init_adapters,
     keeps_documents_apart,
 )
+from rayapp.train.loss import chunked_cross_entropy
 
 CPU = torch.device("cpu")
 COMMON = {

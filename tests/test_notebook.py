@@ -30,11 +30,11 @@ from rich.console import Console
 from stub_dashboard import Dashboard, dashboard
 
 from rayapp.__main__ import main
-from rayapp.accounts import account
 from rayapp.config import ConfigError
-from rayapp.jobs import JobError
-from rayapp.notebook import Job, page, submit, terminal
-from rayapp.progress import LEASE_FILE, STOP_FILE, Progress
+from rayapp.jobs import JobError, page, terminal
+from rayapp.jobs.notebook import Job, submit
+from rayapp.observe.goodput import account
+from rayapp.observe.status import LEASE_FILE, STOP_FILE, Progress
 from rayapp.storage import Storage, open_storage
 
 ROOT = Path(__file__).parent.parent

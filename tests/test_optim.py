@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rayapp.optim import (
+from rayapp.train.optimizer import (
     decay_groups,
     hidden_matrices,
     lr_at,

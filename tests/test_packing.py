@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp import packing
-from rayapp.packing import IGNORE, Document, Packed, pack, position_ids, row_dtype
+from rayapp.data import packing
+from rayapp.data.packing import IGNORE, Document, Packed, pack, position_ids, row_dtype
 
 PAD = 77_777
 

@@ -14,9 +14,9 @@ from published_runs import DOC, RUNS, machine, table
 
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict, load
-from rayapp.formulas import mean_context, shape_of
-from rayapp.formulas.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
 from rayapp.hardware import GPUS, INSTANCES
+from rayapp.planner.formulas import mean_context, shape_of
+from rayapp.planner.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Job, Machine, collective_s, machine_of
 from rayapp.presets import PRESETS, config_of

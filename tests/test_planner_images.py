@@ -16,8 +16,8 @@ import rayapp
 from rayapp import planner
 from rayapp.__main__ import DONE, main
 from rayapp.config import ConfigError, VisionConfig, from_dict, load
-from rayapp.formulas.image_memory import kept_image_bytes
 from rayapp.planner.answer import IMAGES_SPEED_BAND
+from rayapp.planner.image_memory import kept_image_bytes
 from rayapp.planner.image_step import image_step_time
 from rayapp.planner.times import Job, Machine
 from rayapp.presets.images import IMAGE_PRESETS

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rayapp import model, planner
-from rayapp.commands import planning
+from rayapp.cli import planning
 from rayapp.config import Config, from_dict
 from rayapp.data import tokens
 from rayapp.finetune import checks, display, driver

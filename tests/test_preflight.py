@@ -28,14 +28,24 @@ from patience import PATIENCE_S
 from processes import spawn
 
 from rayapp import __main__ as entry
+from rayapp.cluster.preflight import __main__ as command
+from rayapp.cluster.preflight import collectives, facts, nccl, page, scout
+from rayapp.cluster.preflight.facts import (
+    Clock,
+    Device,
+    Facts,
+    Link,
+    Probe,
+    Rank,
+    Row,
+    Silence,
+    Speed,
+)
+from rayapp.cluster.preflight.findings import Finding, Marks
+from rayapp.cluster.preflight.judge import judge
 from rayapp.config import Config
 from rayapp.hardware import INSTANCES, Instance, instance
 from rayapp.jobs import Shipment, prepare
-from rayapp.preflight import __main__ as command
-from rayapp.preflight import collectives, facts, nccl, page, scout
-from rayapp.preflight.facts import Clock, Device, Facts, Link, Probe, Rank, Row, Silence, Speed
-from rayapp.preflight.findings import Finding, Marks
-from rayapp.preflight.judge import judge
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -470,7 +480,8 @@ def test_the_job_is_no_run() -> None:
     config = Config.model_validate({"run": {"name": "demo", "storage": "s3://bucket/runs"}})
     order = prepare(config, Shipment(tags={"team": "x"}), command.MODULE, ["--json=true"])
     assert order.entrypoint == (
-        "python -m rayapp.preflight --run.name=demo --run.storage=s3://bucket/runs --json=true"
+        "python -m rayapp.cluster.preflight --run.name=demo --run.storage=s3://bucket/runs"
+        " --json=true"
     )
     assert order.name == "preflight"
     # without the run among them it would be listed as the run itself
@@ -490,7 +501,7 @@ def preflight(
     """Run the command on a cluster; return its exit code and what it says."""
     arguments = [f"--cluster.address={head.address}", f"--run.storage={storage}", "--json"]
     done = subprocess.run(
-        [*inside, sys.executable, "-m", "rayapp.preflight", *arguments, *options],
+        [*inside, sys.executable, "-m", "rayapp.cluster.preflight", *arguments, *options],
         env={**os.environ, "RAY_AUTH_MODE": "disabled", **variables},
         cwd=ROOT,
         capture_output=True,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rayapp import model, presets
-from rayapp.formulas import shape_of
 from rayapp.model.sharding import find_blocks
+from rayapp.planner.formulas import shape_of
 
 NAMES = sorted(path.parent.name for path in presets.FOLDER.glob("*/config.json"))
 

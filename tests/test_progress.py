@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rayapp import progress, report
+from rayapp import report
 from rayapp.config import ConfigError
-from rayapp.progress import LEASE_FILE, STOP_FILE, NoRun, read
+from rayapp.observe import status
+from rayapp.observe.status import LEASE_FILE, STOP_FILE, NoRun, read
 from rayapp.storage import open_storage
 
 
@@ -43,7 +44,7 @@ def test_a_life(tmp_path: Path) -> None:
 
     run.write(STOP_FILE, b"")
     assert read(run).status == "stopping"
-    past = now - progress.LIVE_S - 1
+    past = now - status.LIVE_S - 1
     os.utime(tmp_path / LEASE_FILE, (past, past))
     found = read(run)
     assert (found.status, found.live) == ("lost", False)

@@ -25,11 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import HOSTILE, RunFolder, eventful
 
-from rayapp import metrics, report
+from rayapp import report
 from rayapp.__main__ import main
-from rayapp.accounts import account, read_events
 from rayapp.config import load
-from rayapp.metrics import ImageRecord, MetricsLog
+from rayapp.observe import metrics
+from rayapp.observe.goodput import account, read_events
+from rayapp.observe.metrics import ImageRecord, MetricsLog
 from rayapp.report import charts, comparison, curves, folder, render, tables, timeline
 from rayapp.report.curves import BUCKETS, smooth, thin
 from rayapp.storage import Storage, StorageError, open_storage

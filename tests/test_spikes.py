@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rayapp.spikes import FEWEST, WINDOW, Spikes
+from rayapp.train.loss_spikes import FEWEST, WINDOW, Spikes
 
 
 def test_a_noisy_falling_curve_has_no_spike_and_a_jump_is_one() -> None:

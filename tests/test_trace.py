@@ -14,11 +14,11 @@ import torch
 
 from rayapp import model
 from rayapp.config import ConfigError, Lora, from_dict
-from rayapp.formulas import shape_of
-from rayapp.formulas.memory import Layout, peak_memory, state_bytes
 from rayapp.planner import ask
+from rayapp.planner.formulas import shape_of
+from rayapp.planner.memory import Layout, peak_memory, state_bytes
 from rayapp.presets import PRESETS, config_of
-from rayapp.trace import trace, trace_config
+from rayapp.train.trace import trace, trace_config
 
 ROOT = Path(__file__).parent.parent
 RANKS = (8, 32, 128)
@@ -90,8 +90,8 @@ REAL = """
 import json, sys, torch, torch.distributed as dist
 from functools import partial
 from rayapp import model
-from rayapp.loss import chunked_cross_entropy
-from rayapp.optim import make_optimizers
+from rayapp.train.loss import chunked_cross_entropy
+from rayapp.train.optimizer import make_optimizers
 
 def peak_kib():  # not ru_maxrss, which a process takes over from the one that started it
     lines = open('/proc/self/status').read().splitlines()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rayapp import trackers
 from rayapp.config import Config, ConfigError, load
+from rayapp.observe import trackers
 from rayapp.storage import Storage, open_storage
 
 PROMPTED = [("Once upon a time", " there was  a\n* test.\n")]
@@ -254,7 +254,7 @@ def test_what_cannot_work_is_refused_by_name(
 
 
 def test_a_field_is_shown_once_and_exists() -> None:
-    from rayapp.metrics import ImageRecord, TokenRecord
+    from rayapp.observe.metrics import ImageRecord, TokenRecord
 
     shown = [field for fields in trackers.GROUPS.values() for field in fields]
     assert len(shown) == len(set(shown))

@@ -30,13 +30,13 @@ from transformers import (
     ViTConfig,
 )
 
-from rayapp import metrics
-from rayapp.checkpoint.marker import latest
 from rayapp.config import ConfigError, VisionConfig, load
 from rayapp.data.images import Images, local_steps, step_images
 from rayapp.data.images import load as load_images
-from rayapp.loop import BadLoss
+from rayapp.observe import metrics
 from rayapp.storage import open_storage
+from rayapp.train.checkpoint.marker import latest
+from rayapp.train.loop import BadLoss
 from rayapp.vision import checks, training
 from rayapp.vision.driver import order_of
 from rayapp.vision.job import Job

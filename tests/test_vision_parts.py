@@ -20,13 +20,13 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoModelForImageClassification, ResNetConfig
 
-from rayapp import loop
 from rayapp.__main__ import main
-from rayapp.checkpoint.marker import FOLDER, latest
 from rayapp.config import ConfigError, VisionConfig, load
 from rayapp.data.images import Images, StepImages, local_steps, shapes
 from rayapp.driver import display as driver_display
 from rayapp.storage import open_storage
+from rayapp.train import loop
+from rayapp.train.checkpoint.marker import FOLDER, latest
 from rayapp.vision import checks, display, evaluation, training
 from rayapp.vision.driver import index, order_of, plan_of
 from rayapp.vision.evaluation import Scores, evaluate

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from rayapp.data.documents import Renderer
+from rayapp.data.packing import Document
 from rayapp.data.tokens import SPECIALS, byte_tokenizer, train_bpe
-from rayapp.packing import Document
 
 CORPUS = [
     "def add(a, b):\n    return a + b\n",

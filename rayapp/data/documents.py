@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rayapp.data.chat import SPEAKING, ChatTemplate, said_by, tools_of
+from rayapp.data.packing import Document
 from rayapp.data.tokens import token_bytes
-from rayapp.packing import Document
 
 COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
 

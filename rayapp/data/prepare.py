@@ -25,6 +25,7 @@ import numpy as np
 
 from rayapp.data import sources, tokens
 from rayapp.data.documents import Renderer, content_of
+from rayapp.data.packing import Document, pack, row_dtype
 from rayapp.data.prepared import (
     MAX_EXAMPLES,
     SPLITS,
@@ -34,7 +35,6 @@ from rayapp.data.prepared import (
     load,
 )
 from rayapp.order import fingerprint
-from rayapp.packing import Document, pack, row_dtype
 from rayapp.storage import Storage, open_storage
 
 VERSION = 2  # of the rows that a recipe gives; part of the fingerprint

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from rayapp.data.packing import row_dtype
 from rayapp.data.rows import Rows
 from rayapp.order import fingerprint
-from rayapp.packing import row_dtype
 from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from rayapp.data.packing import IGNORE, attended_pairs, boundaries, position_ids, row_dtype
 from rayapp.order import EMPTY, Order, row_digest
-from rayapp.packing import IGNORE, attended_pairs, boundaries, position_ids, row_dtype
 from rayapp.storage import Storage
 
 READERS = 16  # ranged GETs at once

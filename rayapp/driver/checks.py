@@ -6,9 +6,11 @@ import json
 import os
 
 from rayapp import config as configs
-from rayapp import trackers
 from rayapp.config import ConfigError, Run, RunConfig, parse_yaml
+from rayapp.observe import trackers
+from rayapp.observe.result import RunFailed
 from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.train.checkpoint.marker import NoneUsable, resume_point
 
 PREPARED, RAY_FOLDER = ".prepared", ".ray"  # beside the runs, shared by all of them
 MAX_WORKERS_PER_CORE = 4  # of training on CPUs, where more only trade time
@@ -74,6 +76,18 @@ def same_run(run: Storage, config: RunConfig) -> str | None:
     if not run.exists("result.json"):
         return "interrupted"
     return str(json.loads(run.read("result.json"))["status"])
+
+
+def check_resumable(run: Storage) -> None:
+    """Refuse to train from step 1 over what a run has done.
+
+    Raises:
+        RunFailed: checkpoints were committed, and none can be used.
+    """
+    try:
+        resume_point(run)
+    except NoneUsable as error:
+        raise RunFailed(str(error)) from error
 
 
 def _placement(config: RunConfig, cores: int, gpus: int) -> list[str]:

@@ -13,20 +13,21 @@ from typing import Any
 
 from rich.console import Console
 
-from rayapp import credentials, report
+from rayapp import report
 from rayapp.config import RunConfig
-from rayapp.connection import address_of
 from rayapp.driver import display
-from rayapp.driver.checks import same_run
-from rayapp.driver.fit import as_it_stands, fit
-from rayapp.driver.job import Job
-from rayapp.driver.journal import Journal, submission_id
+from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.lease import Lease, held
 from rayapp.driver.observe import Observer
-from rayapp.driver.outcome import RunFailed, check_resumable, result_of
-from rayapp.driver.session import connected, gpus_here, tell_ray, uses_gpus
+from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
+from rayapp.driver.supervise import as_it_stands, fit
+from rayapp.jobs import secrets
+from rayapp.jobs.ray_address import address_of
+from rayapp.observe.events import Journal, submission_id
+from rayapp.observe.result import RunFailed, result_of
 from rayapp.storage import Storage
+from rayapp.train.spec import Job
 
 
 class Kind(ABC):
@@ -80,7 +81,7 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
         SecretError: a secret that the job refers to cannot be read.
     """
     phases = Phases(started or time.time())
-    credentials.load()
+    secrets.load()
     console = console or Console()
     tell_ray()
     address = address_of(kind.config)

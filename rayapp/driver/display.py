@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rayapp.progress import duration
-from rayapp.units import unit_of
+from rayapp.config.units import unit_of
+from rayapp.observe.status import duration
 
 LINE_EVERY_S = 5.0
 RATES = {"token": "tok/s", "image": "images/s"}

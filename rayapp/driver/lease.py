@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config import ConfigError
-from rayapp.driver.outcome import RunFailed
-from rayapp.progress import LEASE_FILE as FILE
+from rayapp.observe.result import RunFailed
+from rayapp.observe.status import LEASE_FILE as FILE
 from rayapp.storage import Storage
 
 RENEW_S = 10.0

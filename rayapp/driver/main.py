@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from rayapp import arguments
-from rayapp.config import ConfigError, RunConfig, fields
-from rayapp.credentials import SecretError
-from rayapp.driver.session import tell_ray
+from rayapp.config import ConfigError, RunConfig, arguments, fields
+from rayapp.driver.ray_session import tell_ray
+from rayapp.jobs.secrets import SecretError
 from rayapp.storage import StorageError
 
 # Where torchao is installed transformers imports it, which warns of kernels that need a GPU.
@@ -39,7 +38,7 @@ def main(
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     run = load_run()  # only now needed
-    from rayapp.driver.outcome import RunFailed
+    from rayapp.observe.result import RunFailed
 
     try:
         result = run(config, Console(), started)

@@ -17,13 +17,13 @@ import threading
 import time
 from typing import Any
 
-from rayapp import accounts, metrics, trackers
-from rayapp.calibration import calibrate
-from rayapp.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
-from rayapp.driver.job import Job
-from rayapp.gauges import Driver, Pace
-from rayapp.progress import cost_at_end_usd, left_s
+from rayapp.observe import goodput, metrics, trackers
+from rayapp.observe.gauges import Driver, Pace
+from rayapp.observe.status import cost_at_end_usd, left_s
+from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
+from rayapp.train.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
+from rayapp.train.spec import Job
 
 POLL_S, POLL_S3_S = 1.0, 5.0
 ACCOUNT_S = 10.0  # between two looks at accounts and checkpoints
@@ -164,7 +164,7 @@ class Observer:
         began = time.monotonic()
         if began < self._account_at and not last:
             return
-        sums = accounts.account(accounts.read_events(self._run), lines, now=time.time())
+        sums = goodput.account(goodput.read_events(self._run), lines, now=time.time())
         self._driver.set(
             sums,
             lines[-1]["time"] if lines else None,

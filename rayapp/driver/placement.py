@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rayapp.config import RunConfig
-from rayapp.driver.session import uses_gpus
+from rayapp.driver.ray_session import uses_gpus
 
 POLL_S = 1.0
 SETTLE_S = (

@@ -12,12 +12,9 @@ same reason to start again: no row is at fault there, and none is named.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
+from rayapp.observe.ending import AGAIN, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.order import Order
-
-FAILURE, PREEMPTION, RESIZE, NO_ROOM = "failure", "preemption", "resize", "no room"
-AGAIN = "start again"  # the workers and the driver saw other checkpoints
 
 LOOP = 3  # endings alike, until the run comes further than before
 LONGEST_PAUSE_S = 60.0
@@ -26,21 +23,6 @@ SHOWN_ROWS = 8
 
 class GiveUp(RuntimeError):
     """Training is not started again; the message says why."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How an attempt ended before the run was done or asked to stop."""
-
-    kind: str
-    """FAILURE, PREEMPTION, RESIZE, NO_ROOM or AGAIN."""
-    reason: str
-    step: int
-    """Steps done when it ended, kept or not."""
-    trained: bool
-    """The attempt has done a step, and so its workers had entered the next one."""
-    final: bool = False
-    """Another attempt would only find the same, as on a full disk."""
 
 
 class Recovery:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from rayapp.jobs.client import RAY_STOP_WAIT_S
 from rayapp.jobs.package import STOP_WAIT, STOP_WAIT_S
-from rayapp.progress import STOP_FILE
+from rayapp.observe.status import STOP_FILE
 from rayapp.storage import Storage
 
 POLL_S = 0.5

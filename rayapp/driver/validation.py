@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rayapp.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
 from rayapp.driver import placement
 from rayapp.driver.display import held_out
-from rayapp.driver.job import Job
 from rayapp.storage import Storage
+from rayapp.train.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
+from rayapp.train.spec import Job
 
 FILE = "validation.jsonl"
 POLL_S = 5.0

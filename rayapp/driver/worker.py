@@ -14,14 +14,14 @@ import ray.train.torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 
-from rayapp.checkpoint.marker import NoneUsable
 from rayapp.config import RunConfig
 from rayapp.driver import placement
-from rayapp.driver.job import Job
-from rayapp.driver.state import Resumed, StartAgain
-from rayapp.gauges import Steps
-from rayapp.loop import BadLoss
 from rayapp.model import Unavailable
+from rayapp.observe.gauges import Steps
+from rayapp.train.checkpoint.marker import NoneUsable
+from rayapp.train.checkpoint.state import Resumed, StartAgain
+from rayapp.train.loop import BadLoss
+from rayapp.train.spec import Job
 
 logger = logging.getLogger("rayapp.driver")
 

@@ -13,8 +13,7 @@ from rich.console import Console
 from rayapp.config import Config, ConfigError
 from rayapp.driver import command
 from rayapp.driver.command import Phases
-from rayapp.driver.outcome import RunFailed
-from rayapp.driver.session import fastest_precision
+from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune import checks, display, micro_batch
 from rayapp.finetune.forecast import forecast
 from rayapp.finetune.inputs import (
@@ -26,6 +25,7 @@ from rayapp.finetune.inputs import (
 )
 from rayapp.finetune.job import Job
 from rayapp.finetune.parts import model_shape, technique_problems
+from rayapp.observe.result import RunFailed
 from rayapp.planner import misfit
 
 __all__ = ["RunFailed", "finetune"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rayapp import planner
 from rayapp.config import Config
-from rayapp.formulas import UnknownShape, shape_of
+from rayapp.planner.formulas import UnknownShape, shape_of
 
 
 def forecast(

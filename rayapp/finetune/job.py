@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared
-from rayapp.driver import job
 from rayapp.order import Order
+from rayapp.train import spec
 
 if TYPE_CHECKING:
     import ray.data
     import torch
 
     from rayapp.data.rows import StepRows
-    from rayapp.metrics import StepRecord
+    from rayapp.observe.metrics import StepRecord
 
 
 @dataclass(frozen=True)
-class Job(job.Job):
+class Job(spec.Job):
     """All that a training process is told."""
 
     config: Config

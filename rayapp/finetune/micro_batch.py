@@ -17,9 +17,9 @@ from rich.console import Console
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict, parse_yaml
 from rayapp.driver import placement
-from rayapp.driver.outcome import causes
 from rayapp.finetune.forecast import forecast
 from rayapp.finetune.job import Job
+from rayapp.observe.ending import causes
 from rayapp.storage import Storage
 
 GIB = 2**30

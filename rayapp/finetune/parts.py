@@ -14,14 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayapp import loop, model
+from rayapp import model
 from rayapp.config import Config
 from rayapp.data.rows import step_rows
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune.job import Job
-from rayapp.loss import chunked_cross_entropy, liger_cross_entropy
-from rayapp.optim import make_optimizers
 from rayapp.planner.trained import vocabulary_of
+from rayapp.train import loop
+from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
+from rayapp.train.optimizer import make_optimizers
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     summary = run(job, device, open_steps)
 
-Build the model on the meta device, shard it, fill the shards; the rest is rayapp.driver.training.
+Build the model on the meta device, shard it, fill the shards; the rest is rayapp.train.rank.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayapp import formulas, hardware, loop, model
+from rayapp import hardware, model
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.driver import training
-from rayapp.driver.trainee import Trainee
 from rayapp.finetune.job import Job
 from rayapp.finetune.parts import Parts, compile_gain, make_parts
-from rayapp.loss import IGNORE
-from rayapp.metrics import StepRecord, TokenRecord
-from rayapp.optim import lr_at
-from rayapp.spikes import Spikes
+from rayapp.observe.metrics import StepRecord, TokenRecord
+from rayapp.planner import formulas
 from rayapp.storage import Storage
+from rayapp.train import loop
+from rayapp.train.loss import IGNORE
+from rayapp.train.loss_spikes import Spikes
+from rayapp.train.optimizer import lr_at
+from rayapp.train.rank import run as run_rank
+from rayapp.train.trainer import Trainee
 
 SAMPLE_TOKENS = 64
 
@@ -38,8 +40,8 @@ def run(
     room: Callable[[], int] | None = None,
     tell: Callable[[StepRecord], None] = lambda record: None,
 ) -> dict[str, Any]:
-    """Train, evaluate and export: see rayapp.driver.training.run."""
-    return training.run(job, partial(Tuning, job), device, open_steps, notice, room, tell)
+    """Train, evaluate and export: see rayapp.train.rank.run."""
+    return run_rank(job, partial(Tuning, job), device, open_steps, notice, room, tell)
 
 
 class Tuning(Trainee):

@@ -16,12 +16,12 @@ def validate(job: Job, name: str, step: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.checkpoint import state_dict as dcp_state
 
-    from rayapp import loop
-    from rayapp.checkpoint import loader
     from rayapp.data.rows import sequential_batches
     from rayapp.finetune.parts import make_parts
     from rayapp.finetune.training import held_out_losses
     from rayapp.storage import open_storage
+    from rayapp.train import loop
+    from rayapp.train.checkpoint import loader
 
     began = time.time()
     parallel = job.config.parallel.model_copy(update={"strategy": "full_shard", "replicas": None})

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config import ConfigError, RunConfig
-from rayapp.credentials import VARIABLE, encode, problems_of
 from rayapp.jobs.private import link_problems, secret_problems
+from rayapp.jobs.secrets import VARIABLE, encode, problems_of
 
 LIMIT_MIB = 100  # of a package: what the dashboard takes (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
@@ -84,7 +84,7 @@ class Order:
             variables[VARIABLE] = encode(shipment.secrets)
         env: dict[str, Any] = {"env_vars": variables}
         if shipment.secrets:  # in every worker process; the driver calls it itself
-            env["worker_process_setup_hook"] = "rayapp.credentials.load"
+            env["worker_process_setup_hook"] = "rayapp.jobs.secrets.load"
         if shipment.pip:
             env["pip"] = list(shipment.pip)
         if self.package is not None:

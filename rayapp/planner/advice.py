@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayapp.config import ConfigError
-from rayapp.formulas import mean_context
-from rayapp.formulas.image_memory import ImageLayout
-from rayapp.formulas.memory import Layout
 from rayapp.hardware import INSTANCES
 from rayapp.planner.answer import Answer, answer
+from rayapp.planner.formulas import mean_context
+from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.memory import Layout
 from rayapp.planner.question import Question
 from rayapp.planner.times import Job, machine_of
 

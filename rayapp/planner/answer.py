@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayapp.formulas import mfu
-from rayapp.formulas.image_memory import ImageLayout
-from rayapp.formulas.memory import Peak, with_slack
+from rayapp.planner.formulas import mfu
+from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_step import image_step_time
+from rayapp.planner.memory import Peak, with_slack
 from rayapp.planner.question import Question
 from rayapp.planner.step import step_time
 from rayapp.planner.times import PINNED, Job, StepTime

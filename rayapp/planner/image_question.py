@@ -18,10 +18,10 @@ from typing import Any
 
 from rayapp import hardware
 from rayapp.config import ConfigError, VisionConfig
-from rayapp.formulas import UnknownShape
-from rayapp.formulas.image_memory import ImageLayout
-from rayapp.formulas.images import ImageShape, image_shape_of
 from rayapp.hardware import Instance
+from rayapp.planner.formulas import UnknownShape
+from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.image_shape import ImageShape, image_shape_of
 from rayapp.planner.question import (
     Question,
     named_instance,

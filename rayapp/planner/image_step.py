@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 
-from rayapp.formulas.image_memory import STATES, ImageLayout
-from rayapp.formulas.images import Convolution
-from rayapp.formulas.memory import FP32
 from rayapp.hardware import Gpu
+from rayapp.planner.image_memory import STATES, ImageLayout
+from rayapp.planner.image_shape import Convolution
+from rayapp.planner.memory import FP32
 from rayapp.planner.times import (
     CONTENTION,
     HOP_S,

@@ -17,14 +17,14 @@ from typing import Any
 
 from rayapp import hardware
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
-from rayapp.formulas import Shape, UnknownShape, mean_context, shape_of
-from rayapp.formulas.image_memory import ImageLayout
-from rayapp.formulas.memory import Layout
+from rayapp.config.units import IMAGES, TOKENS, Unit
 from rayapp.hardware import Instance, UnknownInstance
+from rayapp.planner.formulas import Shape, UnknownShape, mean_context, shape_of
+from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.memory import Layout
 from rayapp.planner.times import Job, machine_of
 from rayapp.planner.trained import is_preset, vocabulary_of
 from rayapp.presets import PRESETS, config_of
-from rayapp.units import IMAGES, TOKENS, Unit
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rayapp.formulas import (
-    Flops,
-    backward_flops,
-    forward_flops,
-    recomputed_flops,
-)
-from rayapp.formulas.memory import FP32, Layout, kept_bytes, kept_linears
 from rayapp.hardware import Gpu
+from rayapp.planner.formulas import Flops, backward_flops, forward_flops, recomputed_flops
+from rayapp.planner.memory import FP32, Layout, kept_bytes, kept_linears
 from rayapp.planner.times import (
     CONTENTION,
     LAUNCH_S,

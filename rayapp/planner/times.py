@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from rayapp.formulas.image_memory import ImageLayout
-from rayapp.formulas.memory import Layout
 from rayapp.hardware import Gpu, Instance
+from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.memory import Layout
 
 Laid = TypeVar("Laid", bound=Layout | ImageLayout)
 

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rayapp.accounts import Damaged
 from rayapp.config import ConfigError
+from rayapp.observe.goodput import Damaged
 from rayapp.report.folder import Run, read
 from rayapp.report.render import comparison_page, run_page
 from rayapp.storage import Storage, StorageError, open_storage

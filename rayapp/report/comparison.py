@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayapp.config.units import IMAGES
 from rayapp.report import words
 from rayapp.report.folder import Run
 from rayapp.report.tables import flat, shown
 from rayapp.report.words import UNKNOWN
-from rayapp.units import IMAGES
 
 OWN = ("run.name", "run.storage")  # differ between any two runs
 

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
-from rayapp.metrics import FILE, ImageRecord, TokenRecord
+from rayapp.observe.metrics import FILE, ImageRecord, TokenRecord
 from rayapp.storage import Storage
 
 BUCKETS = 600  # about one for each 2 pixels of a wide screen

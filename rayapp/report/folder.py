@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rayapp import progress
-from rayapp.accounts import OF_A_STEP, Account, Damaged, Event, commands, read_events
 from rayapp.config import parse_yaml
+from rayapp.config.units import IMAGES, TOKENS, Unit
+from rayapp.observe import status as statuses
+from rayapp.observe.goodput import OF_A_STEP, Account, Damaged, Event, commands, read_events
 from rayapp.report.curves import Array, columns_of, read_steps
 from rayapp.storage import Storage
-from rayapp.units import IMAGES, TOKENS, Unit
 
 ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
 VALIDATIONS = "validation.jsonl"
@@ -197,9 +197,9 @@ def read(storage: Storage) -> Run:
     """
     steps = read_steps(storage)
     columns = columns_of(steps)
-    now = progress.read(storage, steps.select(ACCOUNTED).to_pylist())
+    now = statuses.read(storage, steps.select(ACCOUNTED).to_pylist())
     events = read_events(storage)
-    result = progress.read_object(storage, "result.json")
+    result = statuses.read_object(storage, "result.json")
     text = _text(storage, "config.yaml")
     task, config = _mapping(text)
     status, reason = now.status, now.reason
@@ -214,7 +214,7 @@ def read(storage: Storage) -> Run:
         task=task,
         config_yaml=text,
         config=config,
-        plan=progress.read_object(storage, "plan.json"),
+        plan=statuses.read_object(storage, "plan.json"),
         result=current,
         versions=result.get("versions", {}),
         events=events,

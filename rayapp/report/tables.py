@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayapp.config import KINDS, Config
+from rayapp.config.units import IMAGES
 from rayapp.report import words
 from rayapp.report.folder import Run
 from rayapp.report.words import UNKNOWN
-from rayapp.units import IMAGES
 
 CAUSES = {
     "step": "steps that count",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayapp.accounts import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS
+from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS
 from rayapp.report import words
 from rayapp.report.folder import Run
 

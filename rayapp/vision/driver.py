@@ -18,10 +18,10 @@ from rayapp.data.sources import SourceError
 from rayapp.driver import command
 from rayapp.driver.checks import PREPARED
 from rayapp.driver.command import Phases
-from rayapp.driver.outcome import RunFailed
-from rayapp.driver.session import gpus_have_bf16
+from rayapp.driver.ray_session import gpus_have_bf16
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
+from rayapp.observe.result import RunFailed
 from rayapp.order import Order
 from rayapp.planner import misfit
 from rayapp.storage import open_storage

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayapp import loop
 from rayapp.data.images.batches import StepImages
+from rayapp.train import loop
 
 CONFUSIONS = 20  # pairs that are named
 TOP = 5

@@ -10,8 +10,8 @@ from typing import Any
 
 from rayapp import planner
 from rayapp.config import VisionConfig
-from rayapp.formulas import UnknownShape
-from rayapp.formulas.images import image_shape_of
+from rayapp.planner.formulas import UnknownShape
+from rayapp.planner.image_shape import image_shape_of
 
 
 def forecast(

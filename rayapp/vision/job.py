@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from rayapp.config import VisionConfig
 from rayapp.data.images.augment import Look
 from rayapp.data.images.index import Images
-from rayapp.driver import job
 from rayapp.order import Order
+from rayapp.train import spec
 
 if TYPE_CHECKING:
     import ray.data
     import torch
 
     from rayapp.data.images.batches import StepImages
-    from rayapp.metrics import StepRecord
+    from rayapp.observe.metrics import StepRecord
 
 
 @dataclass(frozen=True)
-class Job(job.Job):
+class Job(spec.Job):
     """All that a training process is told."""
 
     config: VisionConfig

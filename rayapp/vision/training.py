@@ -2,7 +2,7 @@
 
     summary = run(job, device, open_steps)
 
-Build the model on the meta device, shard or copy it, fill it; the rest is rayapp.driver.training.
+Build the model on the meta device, shard or copy it, fill it; the rest is rayapp.train.rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rayapp import hardware, loop, model
+from rayapp import hardware, model
+from rayapp.config.units import IMAGES
 from rayapp.data.images.batches import StepImages, held_out_batches
-from rayapp.driver import training
-from rayapp.driver.trainee import Trainee
-from rayapp.metrics import ImageRecord, StepRecord
 from rayapp.model.average import Average
 from rayapp.model.batch_norm import Settling, batch_norms, discard, use_batch_norm
 from rayapp.model.classifier import (
@@ -32,10 +30,12 @@ from rayapp.model.classifier import (
     shape_of_classifier,
     write_processor,
 )
-from rayapp.optim import lr_at, make_image_optimizer
-from rayapp.spikes import Spikes
+from rayapp.observe.metrics import ImageRecord, StepRecord
 from rayapp.storage import Storage
-from rayapp.units import IMAGES
+from rayapp.train import loop, rank
+from rayapp.train.loss_spikes import Spikes
+from rayapp.train.optimizer import lr_at, make_image_optimizer
+from rayapp.train.trainer import Trainee
 from rayapp.vision.evaluation import Scores, evaluate
 from rayapp.vision.job import Job
 
@@ -48,8 +48,8 @@ def run(
     room: Callable[[], int] | None = None,
     tell: Callable[[StepRecord], None] = lambda record: None,
 ) -> dict[str, Any]:
-    """Train, evaluate and export: see rayapp.driver.training.run."""
-    return training.run(job, partial(Classifying, job), device, open_steps, notice, room, tell)
+    """Train, evaluate and export: see rayapp.train.rank.run."""
+    return rank.run(job, partial(Classifying, job), device, open_steps, notice, room, tell)
 
 
 class Classifying(Trainee):

@@ -15,8 +15,8 @@ def validate(job: Job, name: str, step: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.checkpoint import state_dict as dcp_state
 
-    from rayapp.checkpoint import loader
     from rayapp.storage import open_storage
+    from rayapp.train.checkpoint import loader
     from rayapp.vision.training import Classifying
 
     began = time.time()

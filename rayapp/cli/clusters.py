@@ -1,0 +1,113 @@
+"""python -m rayapp render and connect: a cluster's files, and the way into it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
+from rayapp.config import ConfigError
+
+RENDER = """python -m rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
+
+  --out=FOLDER         where to; build/ecs or build/kuberay by default
+  --account=ID         AWS account; by default that of the credentials
+  --name=NAME          that of infra/base; rayapp by default
+  --region=NAME        us-west-2 by default
+  --tag=TAG            of the image; by default that of these sources, which `make image` pushes
+  --head=INSTANCE      m6i.2xlarge by default
+  --market=MARKET      on-demand, spot or capacity-block; --reservation=ID for the last
+  --efa=auto           true insists on Elastic Fabric Adapters, false leaves them out
+  --launch=ec2         Fargate has no GPUs
+  --components=LIST    KubeRay: autoscaling, kueue, lustre, spot, with commas; --lustre=JSON
+  --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
+  --retries=2          KubeRay: new clusters that a RayJob may start"""
+
+
+def render(argv: list[str]) -> int:
+    """Render a cluster's files; see RENDER."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(RENDER)
+        return DONE if argv else BAD_CONFIG
+    from rayapp.cluster import Options, cost, render, write
+    from rayapp.config import arguments
+
+    platform, names = argv[0], {field.name: field.default for field in fields(Options)}
+    texts = {"components": "", "api_cidrs": "", "retries": str(names["retries"])}
+    known = {name: "none" if value is None else str(value) for name, value in names.items()}
+    config, asked = arguments.read(argv[1:], {**known, **texts, "out": f"build/{platform}"})
+    out = asked.pop("out")
+    values: dict[str, Any] = {n: None if v.lower() == "none" else v for n, v in asked.items()}
+    if not asked["retries"].isdigit():
+        raise ConfigError([f"--retries={asked['retries']} is not valid: a count is expected"])
+    for name in ("components", "api_cidrs"):
+        values[name] = tuple(filter(None, asked[name].split(",")))
+    values["retries"] = int(asked["retries"])
+    values["account"] = values["account"] or _account(asked["region"])
+    options = Options(**values)
+    write(render(platform, config, options), Path(out))
+    print(f"written to {out}")
+    print(cost(platform, config, options))
+    return DONE
+
+
+def _account(region: str) -> str | None:
+    """Return the account of this machine's credentials; None if there are none."""
+    import boto3
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        return str(boto3.client("sts", region_name=region).get_caller_identity()["Account"])
+    except (BotoCoreError, ClientError) as error:
+        print(f"no account from credentials: {error}", file=sys.stderr)
+        return None
+
+
+CONNECT = """python -m rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=8265]
+
+Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps its
+token in ~/.rayapp. What it prints first is for the shell in which you submit."""
+
+
+def connect(argv: list[str]) -> int:
+    """Forward a cluster's port; see CONNECT."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(CONNECT)
+        return DONE if argv else BAD_CONFIG
+    import subprocess
+
+    import boto3
+
+    from rayapp.cluster.connect import HOMES, NotReachable, keep, to_ecs, to_eks, variables
+    from rayapp.config import arguments
+
+    home = argv[0]
+    if home not in HOMES:
+        raise ConfigError([f"{home} is unknown: there is no such cluster. Set one of ecs, eks"])
+    known = {"name": "rayapp", "region": "us-west-2", "port": "8265"}
+    _, asked = arguments.read(argv[1:], known)
+    if not asked["port"].isdigit():
+        raise ConfigError([f"--port={asked['port']} is not valid: a port number is expected"])
+    port, region = int(asked["port"]), asked["region"]
+    try:
+        if home == "ecs":
+            way = to_ecs(asked["name"], region, port, partial(boto3.client, region_name=region))
+        else:
+            way = to_eks(port)
+    except NotReachable as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    path = keep(way.token, f"{asked['name']}-{home}", Path.home() / ".rayapp")
+    for name, value in variables(path, port).items():
+        print(f"export {name}={value}")
+    sys.stdout.flush()
+    try:
+        return DONE if subprocess.run(way.command).returncode == 0 else FAILED
+    except FileNotFoundError:
+        print(f"failed: {way.command[0]} is not installed. Install it", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return DONE

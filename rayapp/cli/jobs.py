@@ -1,0 +1,328 @@
+"""python -m rayapp submit, preflight, resume, list, status, watch, logs, stop: Ray jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, cast
+
+import yaml
+
+from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
+from rayapp.config import ConfigError, arguments
+from rayapp.jobs import JobError, Shipment
+from rayapp.jobs.figures import figures
+from rayapp.jobs.notebook import Job, job
+from rayapp.jobs.remote import runs_of
+from rayapp.jobs.submission import Again
+from rayapp.observe.status import EXIT_CODES, NoRun, Progress, duration, read
+from rayapp.storage import Storage, StorageError, open_storage
+
+RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
+UNREADABLE = "unreadable"
+WHERE = {"storage": "none", "address": "none"}
+
+SUBMIT = """python -m rayapp submit [CONFIG.yaml] [--section.field=value ...]
+
+  --address=URL         of the dashboard; RAY_API_SERVER_ADDRESS, or port 8265 here, by default
+  --working_dir=FOLDER  upload it, and run in it; nothing is uploaded by default
+  --pip=LIST            pinned requirements that the image lacks, with commas
+  --env='{A: b}'        environment variables, seen by all who see the job
+  --secrets='{A: ARN}'  environment variables from Secrets Manager or SSM, by reference
+  --driver_cpus=N       CPUs kept for the driver; --driver_memory_gib=N
+  --tags='{A: b}'       shown with the job
+  --follow              print what it prints, and return what it returns
+  --wait                wait for its end, and return what it returns"""
+
+RESUME = """python -m rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
+
+  --working_dir=FOLDER, --pip, --env, --secrets   as submit takes them: what the run was sent with
+                        is given again, or none, as its folder is not trusted to name that"""
+
+PREFLIGHT = """python -m rayapp preflight [CONFIG.yaml] [--section.field=value ...]
+
+  --json               print everything as JSON
+  --min_gbit_per_s=N   what a link between two nodes must reach; by cluster.instance otherwise
+  --timeout_s=180      the most that one answer is waited for
+
+and --address, --working_dir, --pip, --env, --secrets, --driver_cpus, --tags as submit takes them"""
+
+SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
+SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
+
+
+def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    """Print the text if help is asked for, and say in one line what a cluster or storage says."""
+
+    def around(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        @wraps(function)
+        def command(argv: list[str]) -> int:
+            if "--help" in argv or "-h" in argv:
+                print(text)
+                return DONE
+            try:
+                return function(argv)
+            except (JobError, StorageError) as error:
+                print(f"failed: {error}", file=sys.stderr)
+                return FAILED
+            except NoRun as error:
+                print(error, file=sys.stderr)
+                return BAD_CONFIG
+
+        return command
+
+    return around
+
+
+@_command(SUBMIT)
+def submit(argv: list[str]) -> int:
+    """Send a run; see SUBMIT."""
+    known = {**SHIPPED, "follow": "false", "wait": "false"}
+    config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
+    return _after(Job.send(config, _shipment(asked), _or_none(asked["address"])), asked)
+
+
+@_command(PREFLIGHT)
+def preflight(argv: list[str]) -> int:
+    """Check a cluster, in a job of its own; return what it finds: 0 nothing, 1 something."""
+    from rayapp.cluster.preflight.__main__ import MODULE, OPTIONS, read_options
+    from rayapp.jobs import Cluster, prepare
+
+    config, asked = arguments.read(arguments.flags(argv, {"json"}), {**SHIPPED, **OPTIONS})
+    read_options(asked)
+    options = [f"--{name}={asked[name]}" for name in OPTIONS if asked[name] != OPTIONS[name]]
+    order = prepare(config, _shipment(asked), MODULE, options)
+    cluster = Cluster.at(_or_none(asked["address"]))
+    submission_id = cluster.submit(order)
+    for text in cluster.follow(submission_id):
+        print(text, end="", flush=True)
+    info = cluster.wait(submission_id)
+    if info.exit_code is None:
+        print(f"failed: job {submission_id} {info.status}: {info.message}", file=sys.stderr)
+    return FAILED if info.exit_code is None else info.exit_code
+
+
+@_command(RESUME)
+def resume(argv: list[str]) -> int:
+    """Send a run again; it goes on from its newest checkpoint; see RESUME."""
+    argv = arguments.flags(argv, {"follow", "wait"})
+    options = {name: SHIPPED[name] for name in Again.__annotations__}
+    handle, asked = _handle(argv, {"follow": "false", "wait": "false", **options})
+    named = arguments.split(argv)[1]
+    shipment = _shipment({**SHIPPED, **asked})
+    given = {name: getattr(shipment, name) for name in options if name in named}
+    return _after(handle.resume(_or_none(asked["address"]), **cast(Again, given)), asked)
+
+
+@_command("python -m rayapp list [--storage=URL | --address=URL] [--json]")
+def runs(argv: list[str]) -> int:
+    """List the runs of a folder, or of a cluster."""
+    argv = arguments.flags(argv, {"json"})
+    _, asked = arguments.read_plain(argv, "", {**WHERE, "json": "false"})
+    found = _of_storage(asked) if _or_none(asked["storage"]) else _of_cluster(asked)
+    if asked["json"] == "true":
+        print(json.dumps(found, indent=2))
+        return DONE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "status", "step", "loss", "tokens/s", "cost", "last seen", "job"):
+        table.add_column(name, no_wrap=name == "run")
+    for one in found:
+        seen = one["updated_s"]
+        ago = "n/a" if seen is None else f"{duration(time.time() - seen)} ago"
+        shown = one["figures"]
+        table.add_row(
+            one["run"],
+            one["status"],
+            *(shown.get(name, "n/a") for name in ("step", "loss", "tokens/s", "cost")),
+            ago,
+            one["job"] or "",
+        )
+    Console().print(table)
+    for one in found:
+        if one["updated_s"] is None and one["reason"]:  # its folder has told nothing
+            print(f"{one['run']}: {one['reason']}")
+    return DONE
+
+
+@_command("python -m rayapp status RUN [--storage=URL] [--address=URL] [--json]")
+def status(argv: list[str]) -> int:
+    """Say how a run is getting on; 0 while it is, else what it returned."""
+    handle, asked = _handle(arguments.flags(argv, {"json"}), {"json": "false"})
+    state, now, lines = handle.snapshot()
+    if asked["json"] == "true":
+        print(json.dumps(_values(handle.run.url, state, now), indent=2))
+    else:
+        from rich.console import Console
+
+        from rayapp.jobs.terminal import render
+
+        Console().print(render(handle.name, state, now, lines))
+        if now is None and (reason := handle.reason()):
+            print(reason)
+    return EXIT_CODES.get(state, DONE)
+
+
+@_command("python -m rayapp watch RUN [--storage=URL] [--address=URL]")
+def watch(argv: list[str]) -> int:
+    """Show a run until it ends, and return what it returned."""
+    from rayapp.jobs import terminal
+
+    handle, _ = _handle(argv, {})
+    try:
+        return EXIT_CODES.get(terminal.show(handle), DONE)
+    except KeyboardInterrupt:  # it goes on
+        return DONE
+
+
+@_command("python -m rayapp logs RUN [--storage=URL] [--address=URL] [--follow]")
+def logs(argv: list[str]) -> int:
+    """Print what a run's driver prints; followed to its end, return what it returned."""
+    handle, asked = _handle(arguments.flags(argv, {"follow"}), {"follow": "false"})
+    if asked["follow"] == "true":
+        return _follow(handle)
+    print(handle.logs(), end="")
+    return DONE
+
+
+@_command("python -m rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600] [--hard=true]")
+def stop(argv: list[str]) -> int:
+    """Have a run save and leave; its job is ended if it has not after wait_s."""
+    handle, asked = _handle(argv, {"wait_s": "600", "hard": "true"})
+    if asked["hard"] not in ("true", "false"):
+        raise ConfigError([f"--hard={asked['hard']} is not valid: set true or false"])
+    state = handle.stop(_number("wait_s", asked["wait_s"]), asked["hard"] == "true")
+    print(f"{handle.name} {state}")
+    return EXIT_CODES.get(state, DONE)
+
+
+def _shipment(asked: dict[str, str]) -> Shipment:
+    return Shipment(
+        working_dir=_or_none(asked["working_dir"]),
+        pip=tuple(filter(None, (_or_none(asked["pip"]) or "").split(","))),
+        env=_mapping("env", asked["env"]),
+        secrets=_mapping("secrets", asked["secrets"]),
+        driver_cpus=_number("driver_cpus", asked["driver_cpus"]),
+        driver_memory_gib=_number("driver_memory_gib", asked["driver_memory_gib"]),
+        tags=_mapping("tags", asked["tags"]),
+    )
+
+
+def _handle(argv: list[str], options: dict[str, str]) -> tuple[Job, dict[str, str]]:
+    run, asked = arguments.read_plain(argv, RUN, {**WHERE, **options})
+    where = {name: _or_none(asked[name]) for name in WHERE}
+    return job(run, **where), asked
+
+
+def _after(handle: Job, asked: dict[str, str]) -> int:
+    if asked["follow"] == "true":
+        return _follow(handle)
+    return EXIT_CODES[handle.wait()] if asked["wait"] == "true" else DONE
+
+
+def _follow(handle: Job) -> int:
+    for text in handle.follow():
+        print(text, end="", flush=True)
+    return EXIT_CODES[handle.wait()]
+
+
+def _of_storage(asked: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the runs of a folder, whatever clusters they ran on."""
+    root = open_storage(asked["storage"])
+    found = [_row((root / name).url, partial(_in_folder, root / name)) for name in root.dirs()]
+    return sorted(filter(None, found), key=lambda one: one["updated_s"] or 0.0)
+
+
+def _in_folder(run: Storage) -> tuple[str, Progress | None]:
+    now = read(run)
+    return now.status, now
+
+
+def _of_cluster(asked: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the runs whose jobs a cluster knows of, each with its newest job."""
+    from rayapp.jobs import Cluster
+
+    address = _or_none(asked["address"])
+    found = []
+    for url, info in runs_of(Cluster.at(address, check_version=False).jobs()):
+        if url is None:
+            values = _values(info.storage or "n/a", info.status.lower(), None)
+            values["reason"] = "its command line does not say which run of this folder it is"
+            found.append(values | {"job": info.submission_id})
+            continue
+        row = _row(url, partial(_on_cluster, url, address, info.submission_id))
+        if row is not None:
+            found.append(row | {"job": info.submission_id})
+    return found
+
+
+def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progress | None]:
+    state, now, _ = Job(url, address, known).snapshot()
+    return state, now
+
+
+def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> dict[str, Any] | None:
+    """Return what is listed of a run, None of a folder without one.
+
+    A run that cannot be read is listed with the reason, whatever that is, and hides no other.
+    """
+    try:
+        return _values(url, *look())
+    except NoRun:
+        return None
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, ConfigError | JobError | StorageError):
+            reason = f"{type(error).__name__}: {reason}"
+        return _values(url, UNREADABLE, None) | {"reason": reason}
+
+
+def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
+    """Return what --json prints of a run."""
+    values: dict[str, Any] = {"run": url, "status": state, "job": None, "updated_s": None}
+    values |= {"reason": None, "figures": figures(now) if now is not None else {}}
+    if now is not None:
+        values |= {
+            "step": now.step,
+            "num_steps": now.num_steps,
+            "left_s": now.left_s,
+            "updated_s": now.updated_s,
+            "reason": now.reason,
+            "goodput": now.account.goodput,
+            "wall_s": now.account.wall_s,
+            "cost_usd": now.account.cost_usd,
+            "cost_at_end_usd": now.cost_at_end_usd,
+            "line": now.line,
+        }
+    return values
+
+
+def _or_none(text: str) -> str | None:
+    return None if text.lower() == "none" else text
+
+
+def _mapping(name: str, text: str) -> dict[str, str]:
+    """Return names and texts, each as it was typed: 1.10, no and 010 are text here."""
+    try:
+        values = yaml.load("{}" if text.lower() == "none" else text, yaml.BaseLoader)
+    except yaml.YAMLError:
+        values = None
+    if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
+        why = "a mapping of names to texts is expected"
+        raise ConfigError([f"--{name}={text} is not valid: {why}. Set '{{A: b}}'"])
+    return values
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        raise ConfigError([f"--{name}={text} is not valid: a number from 0 is expected. Set one"])
+    return value

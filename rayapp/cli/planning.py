@@ -1,0 +1,108 @@
+"""python -m rayapp plan: what a run would take, before it is paid for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rayapp.cli.codes import DONE
+from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
+from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.memory import Layout
+
+PLAN = """python -m rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
+
+  --json               print everything as JSON
+  --deadline_hours=H   find the cheapest machines that are done in H hours
+  --budget_usd=D       find the cheapest machines for at most D dollars
+  --region=NAME        AWS region of the prices; us-west-2 by default
+  --images=N           training images of a classifier, where the config has no data.count
+  --usd_per_hour=D     price of one instance, e.g. spot, instead of the list's
+  --trace              also run the real step on fake tensors (imports torch; seconds to minutes)"""
+
+
+def plan(argv: list[str]) -> int:
+    """Plan a run; see PLAN."""
+    if "--help" in argv or "-h" in argv:
+        print(PLAN)
+        return DONE
+    from rich.console import Console
+
+    from rayapp import planner
+    from rayapp.config import arguments
+    from rayapp.planner.show import show
+
+    argv = arguments.flags(argv, {"json", "trace"})
+    prepared: dict[str, int] = {}
+    for number, word in enumerate(argv):
+        if not word.startswith("-") and (Path(word) / "config.yaml").is_file():
+            prepared = planner.counts_of_run(word)
+            argv[number] = str(Path(word) / "config.yaml")
+    known = {
+        "json": "false",
+        "trace": "false",
+        "region": "us-west-2",
+        "deadline_hours": "none",
+        "budget_usd": "none",
+        "usd_per_hour": "none",
+        "images": "none",
+    }
+    config, options = arguments.read(argv, known)
+    assert isinstance(config, Config | VisionConfig)
+    images = _number("images", options["images"])
+    if images is not None:
+        prepared["images"] = int(images)
+    if isinstance(config, Config) and prepared.pop("images", None) is not None:
+        raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
+    limits = {name: _number(name, options[name]) for name in ("deadline_hours", "budget_usd")}
+    found = planner.plan(
+        config,
+        region=options["region"],
+        usd_per_hour=_number("usd_per_hour", options["usd_per_hour"]),
+        **prepared,
+    )
+    if isinstance(config, Config) and (warning := planner.random_weights(config)):
+        found.reasons.append(warning)
+    best = None
+    if any(value is not None for value in limits.values()):
+        best = planner.cheapest(found.question, **limits)
+    others, table = planner.suggestions(found.question), planner.scaling(found.question)
+    traced = None
+    if options["trace"] == "true":
+        traced = _trace(config, found.question.layout)
+    if options["json"] == "true":
+        values = planner.as_dict(found, others, table, best) | {"traced": traced}
+        print(json.dumps(values, indent=2))
+        return DONE
+    show(Console(), found, others, table, best)
+    if traced is not None:
+        print(
+            f"trace     {traced['peak_gib']:.2f} GiB by the real step on fake tensors, "
+            f"{traced['planned_gib']:.2f} planned (both without slack)"
+        )
+    return DONE
+
+
+def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:
+    """Run the real step on fake tensors; return its peak and the plan's, both without slack."""
+    if not (isinstance(config, Config) and isinstance(layout, Layout)):
+        raise ConfigError(["--trace=true is for language models: leave it out"])
+    from rayapp.planner.memory import peak_memory
+    from rayapp.train import trace
+
+    found = trace.trace_config(config, layout)
+    planned = peak_memory(replace(layout, on_cpu=True)).total
+    return {"peak_gib": found.peak_bytes / 2**30, "planned_gib": planned / 2**30}
+
+
+def _number(name: str, text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value <= 0:
+        raise ConfigError([f"--{name}={text} is not valid: it must be a number above 0. Set one"])
+    return value

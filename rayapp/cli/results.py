@@ -1,0 +1,74 @@
+"""python -m rayapp report and generate: what came out of runs, and what a run's model writes."""
+
+from __future__ import annotations
+
+import sys
+
+from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
+from rayapp.config import ConfigError, arguments
+from rayapp.observe.status import NoRun
+from rayapp.storage import StorageError, open_storage
+
+GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
+
+REPORT = """python -m rayapp report RUN [RUN ...] [--out=FILE]
+
+RUN is a run's folder or s3:// URL. One run: report.html in its folder, or FILE. Several: one page
+that compares them, comparison.html or FILE."""
+
+
+def report(argv: list[str]) -> int:
+    """Write the report of runs; see REPORT."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(REPORT)
+        return DONE if argv else BAD_CONFIG
+    from rayapp import report as pages
+
+    runs, asked = arguments.read_words(argv, {"out": "none"})
+    if not runs:
+        raise ConfigError([f"RUN is missing: there is nothing to report on. {GIVE_RUN}"])
+    out = None if asked["out"] == "none" else asked["out"]
+    try:
+        folders = [open_storage(run) for run in runs]
+        if len(folders) == 1:
+            print(pages.write(folders[0], out))
+        else:
+            print(pages.compare(folders, out or "comparison.html"))
+    except NoRun as error:
+        raise ConfigError([f"RUN={error}. {GIVE_RUN}"]) from None
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+GENERATE = """python -m rayapp generate RUN [--prompt=TEXT] [--option=value ...]
+
+RUN is a run's folder or s3:// URL. Without --prompt each line of the standard input is one; in a
+terminal that is a conversation, which Ctrl-D ends.
+
+  --max_tokens=256     most that it writes
+  --temperature=0.7    0 takes the likeliest token each time
+  --chat               through the tokenizer's chat template, as a run on chats does by itself;
+                       --chat=false does not"""
+
+
+def generate(argv: list[str]) -> int:
+    """Let a run's model write; see GENERATE."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(GENERATE)
+        return DONE if argv else BAD_CONFIG
+    from rayapp import generation
+
+    known = {"prompt": "", "max_tokens": "256", "temperature": "0.7", "chat": "none"}
+    run, asked = arguments.read_plain(arguments.flags(argv, ["chat"]), "RUN", known)
+    settings = generation.settings_of(**asked)
+    try:
+        with generation.load(run) as model:
+            generation.talk(model, settings)
+    except KeyboardInterrupt:
+        print()
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    return DONE

@@ -1,0 +1,114 @@
+"""python -m rayapp stage: bring images to where they are trained on, verified."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
+from rayapp.config import ConfigError
+
+if TYPE_CHECKING:
+    from rayapp.data.images.staging import Report
+
+STAGE = """python -m rayapp stage SOURCE TARGET     folders, or s3://bucket/prefix, either way
+
+  --labels=FILE        classes of a flat folder (ImageNet's val): its images go into folders of them
+  --synsets=FILE       names of the classes in the order of their numbers, where labels are numbers
+  --bad_images=0.01    share of the files, 0-1, that may be no images or damaged; they are left out
+  --parallel=32        files at once
+  --json               print what was done as JSON
+
+The same command goes on where one was cut off: what is there and verified is not copied again."""
+
+
+def stage(argv: list[str]) -> int:
+    """Copy a set of images; see STAGE."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(STAGE)
+        return DONE if argv else BAD_CONFIG
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from rayapp.config import arguments
+    from rayapp.data.images import labels as lists
+    from rayapp.data.images import staging
+    from rayapp.data.sources import SourceError
+    from rayapp.storage import StorageError
+
+    known = {"labels": "none", "synsets": "none", "bad_images": "0.01", "parallel": "32"}
+    words, asked = arguments.read_words(arguments.flags(argv, {"json"}), known | {"json": "false"})
+    if len(words) != 2:
+        what = f"{' '.join(words)} is unexpected" if words else "SOURCE is missing"
+        raise ConfigError([f"{what}: a SOURCE and a TARGET are expected. Give both"])
+    bad_images, parallel = _share(asked["bad_images"]), _count(asked["parallel"])
+    console = Console(stderr=True)
+    try:
+        texts = {name: _text(asked[name]) for name in ("labels", "synsets")}
+        labels, synsets = texts["labels"], texts["synsets"]
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(f"staging {words[0]}", total=None)
+            report = staging.stage(
+                words[0],
+                words[1],
+                labels=None if labels is None else lists.read_labels(labels, asked["labels"]),
+                synsets=None if synsets is None else lists.read_synsets(synsets),
+                bad_images=bad_images,
+                parallel=parallel,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except lists.LabelError as error:
+        raise ConfigError([str(error)]) from error
+    except (SourceError, StorageError, FileNotFoundError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    if asked["json"] == "true":
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        print(_told(report))
+    return DONE
+
+
+def _told(report: Report) -> str:
+    lines = [
+        f"{report.images:,} images in {report.target}"
+        + (f", {report.classes:,} classes" if report.classes else ""),
+        f"copied and verified {report.copied:,} files ({report.copied_bytes / 2**20:,.0f} MiB); "
+        f"{report.there:,} were there",
+    ]
+    if report.bad:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in report.bad.items())
+        lines.append(f"left out: {reasons}")
+        lines += [f"  {place}: {why}" for place, why in report.examples]
+    if report.foreign:
+        shown = ", ".join(report.foreign_examples[:3])
+        lines.append(f"not from there: {report.foreign:,} files of the target, e.g. {shown}")
+    return "\n".join(lines)
+
+
+def _text(path: str) -> str | None:
+    from rayapp.storage import open_storage
+
+    if path.lower() == "none":
+        return None
+    folder, _, name = path.rpartition("/")
+    return open_storage(folder or ("/" if path.startswith("/") else ".")).read(name).decode()
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ConfigError(
+            [f"--bad_images={text} is not a share: it must be within 0 and 1. Set one"]
+        )
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= 512:
+        raise ConfigError([f"--parallel={text} is not valid: 1 to 512 files at once. Set one"])
+    return int(text)

@@ -1,0 +1,126 @@
+"""python -m rayapp.cluster.preflight [CONFIG.yaml] [--section.field=value ...]
+
+  --json               print everything as JSON
+  --min_gbit_per_s=N   what a link between two nodes must reach; by cluster.instance otherwise
+  --timeout_s=180      the most that one answer is waited for
+
+Checks the cluster of cluster.address (RAY_ADDRESS; Ray on this machine without either).
+Exit codes: 0 all pass, 1 there are findings, 2 bad config.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rayapp.config import ConfigError, RunConfig, arguments
+from rayapp.hardware import UnknownInstance
+from rayapp.jobs import secrets
+from rayapp.storage import StorageError, open_storage
+
+MODULE = "rayapp.cluster.preflight"
+PASSED, FOUND, BAD_CONFIG = 0, 1, 2
+OPTIONS = {"json": "false", "min_gbit_per_s": "none", "timeout_s": "180"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; return the exit code."""
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return PASSED
+    try:
+        config, asked = arguments.read(arguments.flags(argv, {"json"}), OPTIONS)
+        numbers = read_options(asked)
+        secrets.load()
+        return check(config, asked["json"] == "true", *numbers)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        return BAD_CONFIG
+    except secrets.SecretError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FOUND
+
+
+def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
+    """Return (Gbit/s of a link, seconds of an answer).
+
+    Raises:
+        ConfigError: either is no number above 0.
+    """
+    problems, values = [], {}
+    for name in ("min_gbit_per_s", "timeout_s"):
+        text = asked[name]
+        try:
+            values[name] = None if text == OPTIONS[name] == "none" else float(text)
+        except ValueError:
+            values[name] = -1.0
+        value = values[name]
+        if value is not None and not 0 < value < float("inf"):
+            why = "it must be a number above 0"
+            problems.append(f"--{name}={text} is not valid: {why}. Set one")
+    if problems:
+        raise ConfigError(problems)
+    timeout_s = values["timeout_s"]
+    assert timeout_s is not None
+    return values["min_gbit_per_s"], timeout_s
+
+
+def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
+    """Survey the cluster, print what was found, return the exit code."""
+    from rayapp.cluster.preflight.findings import marks_of
+    from rayapp.cluster.preflight.judge import judge
+
+    try:
+        marks = marks_of(config, min_gbit_per_s)
+    except UnknownInstance as error:
+        raise ConfigError([str(error)]) from None
+    storage = config.run.storage
+    if "://" not in storage:  # workers have another working folder
+        storage = os.path.abspath(os.path.expanduser(storage))
+        run = config.run.model_copy(update={"storage": storage})
+        config = config.model_copy(update={"run": run})
+    try:
+        open_storage(storage)
+    except StorageError as error:
+        raise ConfigError([f"run.storage={storage} is not valid: {error}"]) from None
+    from rich.console import Console
+
+    from rayapp.cluster.preflight import page
+    from rayapp.cluster.preflight.survey import survey
+
+    with _connected(config):
+        facts = survey(config, timeout_s)
+    findings = judge(facts, marks)
+    if as_json:
+        print(json.dumps(page.as_dict(facts, findings, marks), indent=1))
+    else:
+        page.show(Console(), facts, findings, marks)
+    return FOUND if findings else PASSED
+
+
+@contextmanager
+def _connected(config: RunConfig) -> Iterator[None]:
+    """Connect to the cluster, or start Ray here and end it after."""
+    import ray
+
+    from rayapp.jobs.ray_address import address_of, check_answers
+
+    if ray.is_initialized():
+        yield
+        return
+    address = address_of(config)
+    check_answers(address)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

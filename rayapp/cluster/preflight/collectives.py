@@ -1,0 +1,211 @@
+"""What a group of workers reaches together: collectives as nccl-tests prints them, then each link.
+
+    rows = table("all_reduce", sizes(device), device, budget_s=10)      # called by all ranks alike
+    links = rates(rounds(leaders), rank, device)
+
+Sizes and rates are those of nccl-tests (doc/PERFORMANCE.md): size is that of the largest buffer
+of a rank, algbw = size / time, busbw = algbw times what the slowest wire carries of it: 2(n-1)/n
+for all-reduce, (n-1)/n for all-gather and reduce-scatter. All ranks agree on the time of a size,
+and so on where to stop: a slow network ends the table early, not late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from rayapp.cluster.preflight.facts import Row
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+SIZE_STEP = 4
+FIRST_BYTES = 4096
+LAST_BYTES = {"cuda": 2**30, "cpu": 2**26}
+ROUND_S = 0.3  # of repeating one size
+MAX_REPEATS = 20
+LINK_BYTES = {"cuda": 2**29, "cpu": 2**26}
+LINK_TRIAL_BYTES = 2**20
+LINK_S = 1.0  # of sending in one direction
+
+Pair = tuple[int, int]
+"""(sending rank, receiving rank)"""
+
+
+def sizes(device: torch.device, world: int) -> list[int]:
+    """Return the sizes of a table, in bytes, each a whole number of floats a rank."""
+    found, size = [], FIRST_BYTES
+    while size <= LAST_BYTES[device.type]:
+        found.append(size // (4 * world) * 4 * world)
+        size *= SIZE_STEP
+    return found
+
+
+def bus_factor(operation: str, world: int) -> float:
+    """Return busbw / algbw.
+
+    >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8)
+    (1.75, 0.875)
+    """
+    return (2 if operation == "all_reduce" else 1) * (world - 1) / world
+
+
+def table(
+    operation: str, device: torch.device, budget_s: float, at: Callable[[str], None]
+) -> list[Row]:
+    """Measure one operation at growing sizes until the next would not fit into the budget."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows: list[Row] = []
+    left_s = budget_s
+    for size in sizes(device, world):
+        at(f"{operation} of {size:,} bytes")
+        run, check = _prepared(operation, size // 4, world, rank, device)
+        trial_s = _agreed(_timed(run, 1, device), device)
+        wrong = int(_summed(check(), device))
+        repeats = max(1, min(MAX_REPEATS, int(ROUND_S / trial_s)))
+        if repeats * trial_s > left_s and rows:
+            break
+        seconds = _agreed(_timed(run, repeats, device), device) / repeats
+        algbw = size / seconds
+        busbw = algbw * bus_factor(operation, world)
+        rows.append(Row(operation, size, seconds, algbw, busbw, wrong))
+        left_s -= trial_s + repeats * seconds
+        if SIZE_STEP * 2 * seconds > left_s:
+            break
+    return rows
+
+
+def _prepared(
+    operation: str, numel: int, world: int, rank: int, device: torch.device
+) -> tuple[Callable[[], object], Callable[[], int]]:
+    """Return the operation, and what counts wrong elements after it ran once.
+
+    Rank r gives r + 1, so that a sum is n(n + 1)/2, exact in fp32 up to 5,792 ranks.
+    """
+    total = world * (world + 1) / 2
+    mine = float(rank + 1)
+    if operation == "all_reduce":
+        whole = torch.full((numel,), mine, device=device)
+        # In place, so that it grows with each repeat; only the first is looked at.
+        return lambda: dist.all_reduce(whole), lambda: int((whole != total).sum())
+    whole, part = torch.empty(numel, device=device), numel // world
+    if operation == "all_gather":
+        source = torch.full((part,), mine, device=device)
+        wanted = torch.arange(1, world + 1, device=device, dtype=torch.float32)
+        return (
+            lambda: dist.all_gather_into_tensor(whole, source),
+            lambda: int((whole.view(world, part) != wanted[:, None]).sum()),
+        )
+    whole.fill_(mine)
+    target = torch.empty(part, device=device)
+    return (
+        lambda: dist.reduce_scatter_tensor(target, whole),
+        lambda: int((target != total).sum()),
+    )
+
+
+def rounds(lanes: Sequence[Sequence[int]]) -> list[list[Pair]]:
+    """Return who sends to whom in which round, so that each node is in one link at a time.
+
+    `lanes` are the ranks of each node. Nodes stand in a ring; a link is its two nodes' ranks of the
+    same lane at once, since on EFA machines each GPU has network cards of its own.
+
+    >>> rounds([[0], [1]])
+    [[(0, 1)], [(1, 0)]]
+    >>> rounds([[0, 1], [2, 3], [4, 5]])[0]
+    [(0, 2), (1, 3)]
+    """
+    nodes = len(lanes)
+    if nodes < 2:
+        return []
+    edges = [(a, (a + 1) % nodes) for a in range(nodes if nodes > 2 else 1)]
+    found = []
+    for parity in (0, 1, 2):  # the edge that closes a ring of an odd number is in a third round
+        closing = nodes % 2 == 1 and nodes > 2
+        chosen = [
+            (a, b)
+            for a, b in edges
+            if (2 if closing and b == 0 else a % 2) == parity  # (n-1, 0) touches both colours
+        ]
+        for pairs in (chosen, [(b, a) for a, b in chosen]):
+            if pairs:
+                found.append([p for a, b in pairs for p in zip(lanes[a], lanes[b], strict=False)])
+    return found
+
+
+def rates(
+    plan: Sequence[Sequence[Pair]], device: torch.device, at: Callable[[str], None]
+) -> dict[Pair, float]:
+    """Send in all rounds of a plan; return the bytes/s of the pairs that this rank sent in."""
+    rank, found = dist.get_rank(), {}
+    for number, pairs in enumerate(plan):
+        for sender, receiver in pairs:
+            if rank == sender:
+                at(f"link {number}: sending to rank {receiver}")
+                found[(sender, receiver)] = _send(receiver, device)
+            elif rank == receiver:
+                at(f"link {number}: receiving from rank {sender}")
+                _receive(sender, device)
+        at(f"link {number}: waiting for the others")
+        dist.barrier()
+    return found
+
+
+def _send(receiver: int, device: torch.device) -> float:
+    """Send a trial, then as much as a second takes by it; return bytes/s."""
+    trial = torch.zeros(LINK_TRIAL_BYTES, dtype=torch.uint8, device=device)
+    _sent(trial, receiver, device)  # connects
+    bytes_per_s = trial.numel() / _sent(trial, receiver, device)
+    size = int(min(LINK_BYTES[device.type], max(LINK_TRIAL_BYTES, LINK_S * bytes_per_s)))
+    dist.send(torch.tensor([size], device=device), receiver)
+    data = torch.zeros(size, dtype=torch.uint8, device=device)
+    return max(bytes_per_s, size / _sent(data, receiver, device))
+
+
+def _sent(data: torch.Tensor, receiver: int, device: torch.device) -> float:
+    """Send, and wait for the receiver's answer; return seconds."""
+    answer = torch.zeros(1, device=device)
+    started = time.perf_counter()
+    dist.send(data, receiver)
+    dist.recv(answer, receiver)
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _receive(sender: int, device: torch.device) -> None:
+    answer, size = torch.zeros(1, device=device), torch.tensor([LINK_TRIAL_BYTES], device=device)
+    for number in range(3):
+        if number == 2:
+            dist.recv(size, sender)
+        dist.recv(torch.empty(int(size), dtype=torch.uint8, device=device), sender)
+        _wait(device)
+        dist.send(answer, sender)
+
+
+def _timed(function: Callable[[], object], repeats: int, device: torch.device) -> float:
+    dist.barrier()
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _agreed(seconds: float, device: torch.device) -> float:
+    """Return the longest of all ranks' times."""
+    value = torch.tensor([seconds], device=device, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return max(float(value), 1e-9)
+
+
+def _summed(count: int, device: torch.device) -> float:
+    value = torch.tensor([float(count)], device=device, dtype=torch.float64)
+    dist.all_reduce(value)
+    return float(value)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,318 @@
+"""Decide what is wrong with a cluster, from facts alone: pure, so that it is tested on drawn ones.
+
+    for finding in judge(facts, marks_of(config, min_gbit_per_s=None)): ...
+
+What no mark is known for is reported, and not judged.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+
+from rayapp.cluster.preflight import network
+from rayapp.cluster.preflight.facts import Device, Facts, Node, Rank
+from rayapp.cluster.preflight.findings import GIB, Finding, Marks, size
+from rayapp.hardware import Gpu, gpu_from_device_name
+
+# /dev/shm holds Ray's object store; NCCL puts the buffers between GPUs of a node there too, and
+# NVIDIA's containers ask for 1 GiB of it (--shm-size=1g, NCCL's guide, "Docker", 2026).
+NCCL_SHARED_MEMORY_BYTES = GIB
+DISK_FREE_SHARE = 0.05  # Ray refuses to write objects beyond 95 % (local_fs_capacity_threshold)
+OPEN_FILES = 4096  # Ray 2.60 warns below it
+CLOCK_S = 1.0  # of a run's timeline; leases take 35 s, S3 refuses requests from 15 min on
+# Of a GPU's sheet, for matrix products that were not measured: the lowest that was, H100's 0.73 and
+# L4's 0.76 of theirs, less what one size of matrix instead of the best of many may cost.
+FLOPS_SHARE_OF_SHEET, FLOPS_SHARE_OF_MEASURED = 0.55, 0.8
+MEMORY_SHARE = 0.7  # of the sheet's bytes/s; a copy reaches 0.8 to 0.93 of it with ECC on
+OF_MEDIAN = 0.85  # of GPUs of one name, which differ by a few percent
+OF_MEDIAN_CPU = 0.5  # of one core of each node, which may be busy, or of another kind
+MEMORY = "memory"  # the name of a rate beside those of precisions
+
+
+def judge(facts: Facts, marks: Marks) -> list[Finding]:
+    """Return everything that is wrong, the gravest kinds first."""
+    return [
+        *_silences(facts),
+        *_gpus_at_all(facts, marks),
+        *_versions(facts),
+        *(one for node in facts.nodes for one in _node(node, facts, marks)),
+        *_speeds(facts),
+        *network.efa(facts, marks),
+        *network.collectives(facts, marks),
+        *network.links(facts, marks),
+    ]
+
+
+def _silences(facts: Facts) -> Iterator[Finding]:
+    for one in facts.silences:
+        yield Finding(
+            facts.node(one.node).name if one.node else "cluster",
+            f"does not finish {one.step}",
+            one.why,
+            "an answer",
+            "Look at its Ray logs and at what else runs there; a run would hang here too",
+        )
+    if not facts.nodes:
+        yield Finding("cluster", "has no node", "0 nodes", "1", "Start `ray start` on the nodes")
+
+
+def _gpus_at_all(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Fail where GPUs are wanted and Ray has none."""
+    wanted = bool(marks.instance and marks.instance.gpus) if marks.gpus is None else marks.gpus
+    if wanted and facts.backend == "gloo":
+        yield Finding(
+            "cluster",
+            "has no GPU",
+            "0 GPUs in Ray",
+            marks.instance.name if marks.instance else "cluster.gpu=true",
+            "Give the containers GPUs and the NVIDIA runtime; for a check without, set "
+            "cluster.gpu=false",
+        )
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    """Name the nodes that differ from most; the driver decides between equals."""
+    told = [(node.name, node.facts.versions) for node in facts.nodes if node.facts]
+    told += [(name, {"nccl": nccl}) for name, nccl in _nccl(facts).items()]
+    for package in dict.fromkeys(name for _, versions in told for name in versions):
+        counts = Counter(versions[package] for _, versions in told if package in versions)
+        most = max(counts.values())
+        common = [version for version, count in counts.items() if count == most]
+        own = facts.versions.get(package)
+        wanted = own if own in common else common[0]
+        for name, versions in told:
+            if package in versions and versions[package] != wanted:
+                yield Finding(
+                    name,
+                    f"{package} differs",
+                    versions[package],
+                    wanted,
+                    f"Give all nodes the same image, with {package} {wanted}",
+                )
+        if own is not None and own != wanted:
+            yield Finding(
+                "driver",
+                f"{package} differs",
+                own,
+                wanted,
+                "Start it from the image that the nodes have",
+            )
+
+
+def _nccl(facts: Facts) -> dict[str, str]:
+    return {facts.node(one.node).name: one.nccl for one in facts.ranks if one.nccl}
+
+
+def _node(node: Node, facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Judge one node by itself."""
+    found = node.facts
+    if found is not None:
+        yield from _limits(node, facts)
+        yield from _gpus(node, marks)
+        for device in found.devices:
+            yield from _device(node, device)
+    clock = node.clock
+    if clock is not None and abs(clock.offset_s) - clock.error_s > CLOCK_S:
+        yield Finding(
+            node.name,
+            "its clock is off",
+            f"{clock.offset_s:+.1f} s against the driver's",
+            f"{CLOCK_S:g} s at most",
+            "Start chrony (EC2: server 169.254.169.123)",
+        )
+    if node.probe is not None and node.probe.error is not None:
+        yield Finding(
+            node.name,
+            f"cannot use run.storage={facts.storage}",
+            node.probe.error,
+            "write, read and delete",
+            "Give its role s3:PutObject, s3:GetObject and s3:DeleteObject on the prefix, and "
+            "s3:ListBucket on the bucket"
+            if facts.storage.startswith("s3://")
+            else "Mount it there, writable",
+        )
+    elif node.probe is not None and node.probe.shared is False:
+        yield Finding(
+            node.name,
+            f"run.storage={facts.storage} is a folder of its own",
+            "the driver's file is not in it",
+            "one folder for all nodes",
+            "Mount a shared file system there, or set run.storage=s3://bucket/prefix",
+        )
+
+
+def _limits(node: Node, facts: Facts) -> Iterator[Finding]:
+    """Judge what the operating system or the container gives."""
+    found = node.facts
+    assert found is not None
+    store = int(node.resources.get("object_store_memory", 0))
+    gpus = int(node.resources.get("GPU", 0))
+    wanted = store + (NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0)
+    if found.shared_memory_bytes < wanted:
+        why = " and NCCL" if gpus > 1 else ""
+        yield Finding(
+            node.name,
+            "shared memory (/dev/shm) is too small",
+            size(found.shared_memory_bytes),
+            f"{size(wanted)} for Ray's object store{why}",
+            "Raise linuxParameters.sharedMemorySize (ECS), the emptyDir of medium Memory at "
+            "/dev/shm (Kubernetes) or --shm-size (Docker)",
+        )
+    if found.disk_free_bytes < DISK_FREE_SHARE * found.disk_bytes:
+        yield Finding(
+            node.name,
+            f"the disk of {found.disk} is full",
+            f"{size(found.disk_free_bytes)} free of {size(found.disk_bytes)}",
+            f"{DISK_FREE_SHARE:.0%} free: Ray writes no objects beyond that",
+            "Delete what is not needed, or give it a larger disk",
+        )
+    if found.open_files < OPEN_FILES:
+        yield Finding(
+            node.name,
+            "too few open files are allowed",
+            f"{found.open_files:,}",
+            f"{OPEN_FILES:,}",
+            "Raise ulimits.nofile of the container, or `ulimit -n` before `ray start`",
+        )
+    if found.efa_devices and found.memlock_bytes is not None:
+        yield Finding(
+            node.name,
+            "locked memory is limited, and EFA registers what it sends",
+            size(found.memlock_bytes),
+            "no limit",
+            "Set ulimits.memlock to -1 (container), or LimitMEMLOCK=infinity",
+        )
+
+
+def _gpus(node: Node, marks: Marks) -> Iterator[Finding]:
+    """Compare the GPUs that are there with what Ray and EC2 count."""
+    found, ray = node.facts, int(node.resources.get("GPU", 0))
+    assert found is not None
+    there = len(found.devices)
+    if ray > there:
+        yield Finding(
+            node.name,
+            "Ray counts GPUs that the driver does not show",
+            f"{there} GPUs",
+            f"{ray}",
+            "Look at `nvidia-smi` there: a GPU that has fallen off the bus needs another instance",
+        )
+    wanted = marks.instance
+    if wanted is None or not wanted.gpus or marks.gpus is False or not (ray or there):
+        return
+    if ray < wanted.gpus:
+        yield Finding(
+            node.name,
+            "fewer GPUs than its instance has",
+            f"{ray} in Ray, {there} shown by the driver",
+            f"{wanted.gpus} ({wanted.name})",
+            "Give the container all GPUs; if the driver shows fewer, replace the instance",
+        )
+    other = {one.name for one in found.devices if not _is(one, wanted.gpu)}
+    if other:
+        assert wanted.gpu is not None
+        yield Finding(
+            node.name,
+            "another GPU than its instance has",
+            ", ".join(sorted(other)),
+            f"{wanted.gpu.name} ({wanted.name})",
+            "Set cluster.instance to what the nodes are",
+        )
+    if wanted.efa_interfaces and found.efa_devices < wanted.efa_interfaces:
+        yield Finding(
+            node.name,
+            "EFA devices are missing",
+            f"{found.efa_devices}",
+            f"{wanted.efa_interfaces} ({wanted.name})",
+            "Attach EFA interfaces to the instance, and give the container /dev/infiniband "
+            "(Kubernetes: vpc.amazonaws.com/efa)",
+        )
+
+
+def _is(device: Device, gpu: Gpu | None) -> bool:
+    known = gpu_from_device_name(device.name)
+    return gpu is None or known is None or known.name == gpu.name
+
+
+def _device(node: Node, device: Device) -> Iterator[Finding]:
+    """Judge a GPU's memory."""
+    where = f"GPU {device.index} ({device.name})"
+    if device.ecc_errors:
+        yield Finding(
+            node.name,
+            f"{where} has memory errors",
+            f"{device.ecc_errors} that ECC could not correct",
+            "0",
+            "Replace the instance, or reset the GPU and look again",
+        )
+    if device.remap_pending:
+        yield Finding(
+            node.name,
+            f"{where} waits to replace bad memory",
+            "a row is to be remapped",
+            "none",
+            "Restart the instance; if it stays, replace it",
+        )
+
+
+def _speeds(facts: Facts) -> Iterator[Finding]:
+    """Compare every device with its sheet, and with its like."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for rank in facts.ranks:
+        for name, value in _rates(rank).items():
+            assert rank.speed is not None
+            rates.setdefault((rank.speed.device, name), []).append(value)
+    median = {key: statistics.median(values) for key, values in rates.items()}
+    for rank in facts.ranks:
+        for name, value in _rates(rank).items():
+            assert rank.speed is not None
+            device = rank.speed.device
+            sheet = _mark(gpu_from_device_name(device), name)
+            peers = (OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN) * median[device, name]
+            yield from _slow(facts, rank, name, value, sheet, peers)
+
+
+def _rates(rank: Rank) -> dict[str, float]:
+    """Return what a device reached: FLOP/s by precision, and bytes/s of its memory."""
+    speed = rank.speed
+    return {} if speed is None else {**speed.flops, MEMORY: speed.memory_bytes_per_s}
+
+
+def _mark(gpu: Gpu | None, name: str) -> float | None:
+    """Return the rate that a GPU must reach by its sheet; fp32 and tf32 are not held to it.
+
+    Cards such as A10G and L4 are at their power's limit well below the sheet's fp32 figure.
+    """
+    if gpu is None or name in ("fp32", "tf32"):
+        return None
+    if name == MEMORY:
+        return MEMORY_SHARE * gpu.memory_bytes_per_s
+    if name in gpu.measured_flops:
+        return FLOPS_SHARE_OF_MEASURED * gpu.measured_flops[name]
+    peak = gpu.flops.get(name)
+    return None if peak is None else FLOPS_SHARE_OF_SHEET * peak
+
+
+def _slow(
+    facts: Facts, rank: Rank, name: str, value: float, sheet: float | None, peers: float
+) -> Iterator[Finding]:
+    """Say which of the two marks a device misses, if any."""
+    assert rank.speed is not None
+    mark = max(sheet or 0.0, peers)
+    if value >= mark:
+        return
+    unit, of = (1e9, "GB/s") if name == MEMORY else (1e12, "TFLOP/s")
+    what = "moves memory slowly" if name == MEMORY else f"multiplies matrices in {name} slowly"
+    origin = "its sheet" if mark == sheet else "the median of its like"
+    where = "a core" if rank.speed.index is None else f"GPU {rank.speed.index}"
+    held = f"; held down by {', '.join(rank.speed.throttled)}" if rank.speed.throttled else ""
+    clock = f" at {rank.speed.clock_mhz:.0f} MHz" if rank.speed.clock_mhz else ""
+    yield Finding(
+        facts.node(rank.node).name,
+        f"{where} ({rank.speed.device}) {what}",
+        f"{value / unit:.3g} {of}{clock}{held}",
+        f"{mark / unit:.3g} {of}, by {origin}",
+        "End what else runs there; if nothing does, replace the instance",
+    )

@@ -1,0 +1,127 @@
+"""Judge what lies between the GPUs: EFA, collectives, and each link between two nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rayapp.cluster.preflight.facts import Facts, Link
+from rayapp.cluster.preflight.findings import Finding, Marks, size
+
+# Of the network that EC2 states. Two p6-b300 show 0.94 of it in nccl-tests (AWS's samples, 2026);
+# one of 4 network cards lost leaves 0.75 of that, 0.70, which must fail.
+NETWORK_SHARE = 0.72
+# An all-reduce over 8 A100 shows some 230 of 300 GB/s in nccl-tests, 0.77; below the mark a GPU or
+# a switch has lost links.
+NVLINK_SHARE = 0.65
+# Gloo sends through one TCP flow, and EC2 limits a flow to 5 Gbit/s outside a cluster placement
+# group (10 in one): EC2's guide, "Amazon EC2 instance network bandwidth", 2026.
+FLOW_BITS_PER_S = 5e9
+ONE_SIDED = 3.0  # times slower in one direction: its sender is at fault
+
+
+def efa(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Fail where EFA is there and NCCL went another way."""
+    nodes = {rank.node for rank in facts.ranks}
+    if facts.backend != "nccl" or len(nodes) < 2 or not facts.rows:
+        return
+    for id in sorted(nodes):
+        node = facts.node(id)
+        has = bool(node.facts and node.facts.efa_devices)
+        if not has and not (marks.instance and marks.instance.efa_interfaces):
+            continue
+        used = {rank.network for rank in facts.ranks if rank.node == id}
+        for network in sorted(used - {"efa"}, key=str):
+            yield Finding(
+                node.name,
+                "NCCL does not send through EFA",
+                network or "its log does not say what it uses",
+                "efa",
+                "Use an image with aws-ofi-nccl and libfabric (LD_LIBRARY_PATH), expose "
+                "/dev/infiniband, let the security group pass all traffic within itself, and "
+                "unset FI_PROVIDER and NCCL_NET",
+            )
+
+
+def collectives(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Judge what is wrong at any size, and busbw at the largest."""
+    for row in facts.rows:
+        if row.wrong:
+            yield Finding(
+                "cluster",
+                f"{row.operation} of {size(row.size_bytes)} gives wrong values",
+                f"{row.wrong:,} elements",
+                "0",
+                "A GPU or a link corrupts data: run preflight on halves of the nodes to find it",
+            )
+    wanted = busbw_mark(facts, marks)
+    if wanted is None:
+        return
+    mark, origin = wanted
+    for operation in dict.fromkeys(row.operation for row in facts.rows):
+        largest = [row for row in facts.rows if row.operation == operation][-1]
+        if largest.busbw < mark:
+            yield Finding(
+                "cluster",
+                f"{operation} is slow",
+                f"{largest.busbw / 1e9:.3g} GB/s busbw at {size(largest.size_bytes)}",
+                f"{mark / 1e9:.3g} GB/s ({origin})",
+                "Look at the links and at NCCL's network; put the nodes into one placement group",
+            )
+
+
+def busbw_mark(facts: Facts, marks: Marks) -> tuple[float, str] | None:
+    """Return the busbw in bytes/s that large collectives must reach, and what it comes from."""
+    if marks.instance is None or facts.backend != "nccl":
+        return None
+    if len({rank.node for rank in facts.ranks}) > 1:
+        return (
+            NETWORK_SHARE * marks.instance.network_bits_per_s / 8,
+            f"{NETWORK_SHARE:g} of {marks.instance.name}'s network",
+        )
+    gpu = marks.instance.gpu
+    if gpu is None or gpu.nvlink_bytes_per_s is None:
+        return None
+    return NVLINK_SHARE * gpu.nvlink_bytes_per_s, f"{NVLINK_SHARE:g} of NVLink"
+
+
+def link_mark(facts: Facts, marks: Marks) -> tuple[float, str] | None:
+    """Return the bytes/s that a link must reach, and what it comes from."""
+    if marks.gbit_per_s is not None:
+        return marks.gbit_per_s * 1e9 / 8, "--min_gbit_per_s"
+    if marks.instance is None:
+        return None
+    bits, what = marks.instance.network_bits_per_s, f"{marks.instance.name}'s network"
+    if facts.backend == "gloo" and bits > FLOW_BITS_PER_S:
+        bits, what = FLOW_BITS_PER_S, "what EC2 gives one TCP flow"
+    return NETWORK_SHARE * bits / 8, f"{NETWORK_SHARE:g} of {what}"
+
+
+def links(facts: Facts, marks: Marks) -> Iterator[Finding]:
+    """Name slow links by their nodes; a node all of whose links are slow, by itself."""
+    wanted = link_mark(facts, marks)
+    if wanted is None:
+        return
+    mark, origin = wanted
+    slow = [link for link in facts.links if link.bytes_per_s < mark]
+    for link in slow:
+        sender, receiver = (facts.node(id).name for id in (link.sender, link.receiver))
+        yield Finding(
+            f"{sender} -> {receiver}",
+            f"the link is slow{_culprit(link, facts, slow)}",
+            f"{link.bytes_per_s * 8 / 1e9:.3g} Gbit/s",
+            f"{mark * 8 / 1e9:.3g} Gbit/s ({origin})",
+            "Put all nodes into one placement group; replace the one at fault",
+        )
+
+
+def _culprit(link: Link, facts: Facts, slow: list[Link]) -> str:
+    """Say which end of a slow link is at fault, where the other links tell."""
+    for id in (link.sender, link.receiver):
+        ways = [one for one in facts.links if id in (one.sender, one.receiver)]
+        others = {one.receiver if one.sender == id else one.sender for one in ways}
+        if len(others) > 1 and all(one in slow for one in ways):
+            return f", as are all of {facts.node(id).name}'s"
+    back = [o for o in facts.links if (o.sender, o.receiver) == (link.receiver, link.sender)]
+    if back and back[0].bytes_per_s > ONE_SIDED * link.bytes_per_s:
+        return f", in this direction alone: {facts.node(link.sender).name} sends slowly"
+    return ""

@@ -1,0 +1,160 @@
+"""One page of what was found out, and the same as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rayapp.cluster.preflight.facts import Facts, Node
+from rayapp.cluster.preflight.findings import Finding, Marks, size
+from rayapp.cluster.preflight.network import busbw_mark, link_mark
+
+GBIT = 1e9 / 8
+
+
+def as_dict(facts: Facts, findings: list[Finding], marks: Marks) -> dict[str, Any]:
+    """Return everything as plain values."""
+    return {
+        "passed": not findings,
+        "findings": [asdict(one) for one in findings],
+        "not_judged": not_judged(facts, marks),
+        "facts": asdict(facts),
+    }
+
+
+def not_judged(facts: Facts, marks: Marks) -> list[str]:
+    """Say what is reported alone, and what would have it judged."""
+    notes = []
+    if facts.links and link_mark(facts, marks) is None:
+        notes.append("links: set cluster.instance or --min_gbit_per_s")
+    if facts.rows and busbw_mark(facts, marks) is None:
+        why = "gloo has no mark" if facts.backend == "gloo" else "set cluster.instance"
+        notes.append(f"collectives: {why}")
+    if len(facts.ranks) < 2:
+        notes.append(f"collectives and links: {len(facts.ranks)} worker, nothing to measure")
+    return notes
+
+
+def show(console: Console, facts: Facts, findings: list[Finding], marks: Marks) -> None:
+    """Print the page; what is wrong comes last, where it is read first."""
+    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in facts.seconds.items())
+    console.print(
+        f"[bold]preflight[/bold]  {len(facts.nodes)} nodes, {len(facts.ranks)} workers, "
+        f"{facts.backend}; {took}",
+        highlight=False,
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    console.print(f"driver     {versions}\n", highlight=False, soft_wrap=True)
+    console.print(_nodes(facts))
+    if any(rank.speed for rank in facts.ranks):
+        console.print(_devices(facts))
+    if facts.rows:
+        console.print(_rows(facts))
+    if facts.links:
+        console.print(_links(facts))
+    for note in not_judged(facts, marks):
+        console.print(f"not judged  {note}", highlight=False, soft_wrap=True)
+    console.print()
+    for one in findings:
+        console.print(f"[bold red]FAIL[/bold red]  [bold]{one.node}[/bold]: {one.what}: ", end="")
+        console.print(
+            f"{one.measured}, wanted {one.wanted}. {one.fix}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+    if findings:
+        console.print(f"\nfindings: {len(findings)}", highlight=False)
+    else:
+        console.print("[bold green]all pass[/bold green]", highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        left = number == 0
+        table.add_column(column, justify="left" if left else "right", no_wrap=left)
+    return table
+
+
+def _nodes(facts: Facts) -> Table:
+    table = _table("nodes", "node", "GPUs", "EFA", "shm", "disk", "files", "clock", "write", "read")
+    for node in facts.nodes:
+        table.add_row(node.name, *_node(node))
+    return table
+
+
+def _node(node: Node) -> list[str]:
+    found, probe = node.facts, node.probe
+    if found is None:
+        return ["no answer"]
+    clock = "n/a"
+    if node.clock is not None:
+        clock = f"{1000 * node.clock.offset_s:+.0f} ± {1000 * node.clock.error_s:.0f} ms"
+    rates = [probe.write_bytes_per_s, probe.read_bytes_per_s] if probe else [None, None]
+    return [
+        str(len(found.devices)),
+        str(found.efa_devices),
+        size(found.shared_memory_bytes),
+        size(found.disk_free_bytes),
+        f"{found.open_files:,}",
+        clock,
+        *("n/a" if rate is None else f"{rate / 1e6:.0f} MB/s" for rate in rates),
+    ]
+
+
+def _devices(facts: Facts) -> Table:
+    precisions = list(
+        dict.fromkeys(name for rank in facts.ranks if rank.speed for name in rank.speed.flops)
+    )
+    table = _table("devices", "node", "device", *(f"{p} TFLOP/s" for p in precisions), "GB/s", "by")
+    for rank in facts.ranks:
+        speed = rank.speed
+        if speed is None:
+            continue
+        index = "" if speed.index is None else f"{speed.index} "
+        table.add_row(
+            facts.node(rank.node).name,
+            f"{index}{speed.device}",
+            *(f"{speed.flops[p] / 1e12:.3g}" if p in speed.flops else "n/a" for p in precisions),
+            f"{speed.memory_bytes_per_s / 1e9:.3g}",
+            rank.network or facts.backend,
+        )
+    return table
+
+
+def _rows(facts: Facts) -> Table:
+    table = _table(
+        "collectives",
+        "operation",
+        "size (B)",
+        "time (us)",
+        "algbw (GB/s)",
+        "busbw (GB/s)",
+        "#wrong",
+    )
+    for row in facts.rows:
+        table.add_row(
+            row.operation,
+            str(row.size_bytes),
+            f"{row.seconds * 1e6:.1f}",
+            f"{row.algbw / 1e9:.3g}",
+            f"{row.busbw / 1e9:.3g}",
+            str(row.wrong),
+        )
+    return table
+
+
+def _links(facts: Facts) -> Table:
+    table = _table("links", "from", "to", "Gbit/s", "workers")
+    for link in facts.links:
+        table.add_row(
+            facts.node(link.sender).name,
+            facts.node(link.receiver).name,
+            f"{link.bytes_per_s / GBIT:.3g}",
+            str(link.pairs),
+        )
+    return table

@@ -1,0 +1,288 @@
+"""Find out about the connected cluster: a scout on every node, then a group of workers.
+
+    facts = survey(config, timeout_s=180.0)
+
+Every answer is waited for `timeout_s` at most; who has not answered by then is a Silence, and the
+rest goes on without it. Actors are pinned to their nodes, hard: what cannot run there does not run.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayapp.cluster.preflight.collectives import rounds
+from rayapp.cluster.preflight.facts import Clock, Facts, Link, Node, Rank, Row, Silence
+from rayapp.cluster.preflight.scout import Scout, versions
+from rayapp.cluster.preflight.worker import Worker
+from rayapp.config import RunConfig
+from rayapp.storage import StorageError, open_storage
+
+CLOCK_ASKED = 5  # times; the shortest round trip tells the most
+COLLECTIVES_S = 30.0  # of all tables, unless there is less time
+MARGIN_S = 15.0  # the group's own time limit comes first, since its error says more
+WHERE_S = 5.0
+
+
+class Survey:
+    """What has been found out so far."""
+
+    def __init__(self, config: RunConfig, timeout_s: float) -> None:
+        self.config, self.timeout_s = config, timeout_s
+        self.silences: list[Silence] = []
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part."""
+        started = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - started, 2)
+
+    def answers(
+        self, asked: dict[str, Any], nodes: dict[str, str | None], step: str, timeout_s: float
+    ) -> dict[str, Any]:
+        """Return who answered what; of the others keep why not, by the node each is on."""
+        refs = list(asked.values())
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]) if refs else set()
+        found = {}
+        for name, ref in asked.items():
+            if ref not in ready:
+                why = f"no answer within {timeout_s:.0f} s"
+                self.silences.append(Silence(nodes[name], step, why))
+                continue
+            try:
+                found[name] = ray.get(ref, timeout=timeout_s)
+            except RayError as error:
+                self.silences.append(Silence(nodes[name], step, said(error)))
+        return found
+
+
+def survey(config: RunConfig, timeout_s: float) -> Facts:
+    """Gather all facts of the connected cluster."""
+    seen = Survey(config, timeout_s)
+    nodes = [
+        Node(one["NodeID"], one["NodeManagerAddress"], one["NodeManagerHostname"], one["Resources"])
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
+    with seen.part("nodes"):
+        nodes = _look(seen, nodes)
+    gpus = config.cluster.gpu != "false" and any(node.resources.get("GPU", 0) for node in nodes)
+    answering = [node for node in nodes if node.facts is not None]
+    places = [
+        (node, lane)
+        for node in answering
+        for lane in range(
+            int(node.resources.get("GPU", 0)) if gpus else int(node.resources.get("CPU", 0) >= 1)
+        )
+    ]
+    with seen.part("workers"):
+        ranks, rows, links = _work(seen, places, gpus)
+    return Facts(
+        versions=versions(),
+        backend="nccl" if gpus else "gloo",
+        storage=config.run.storage,
+        nodes=tuple(nodes),
+        ranks=ranks,
+        rows=tuple(rows),
+        links=tuple(links),
+        silences=tuple(seen.silences),
+        seconds=seen.seconds,
+    )
+
+
+def _look(seen: Survey, nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes with what their scouts found."""
+    scouts = {node.id: _actor(Scout, node, num_cpus=0, max_concurrency=4) for node in nodes}
+    home: dict[str, str | None] = {node.id: node.id for node in nodes}
+    disk = _spill_folder()
+    facts = {id: scout.facts.remote(disk) for id, scout in scouts.items()}
+    found = seen.answers(facts, home, "starting a process and looking around", seen.timeout_s)
+    alive = {id: scout for id, scout in scouts.items() if id in found}
+    clocks = {id: _clock(scout) for id, scout in alive.items()}
+    with _mark(seen.config.run.storage) as mark:
+        asked = {id: one.probe.remote(seen.config.run.storage, mark) for id, one in alive.items()}
+        probes = seen.answers(asked, home, "writing to run.storage", seen.timeout_s)
+    for scout in scouts.values():
+        ray.kill(scout)
+    return [
+        replace(
+            node,
+            facts=found.get(node.id),
+            clock=clocks.get(node.id),
+            probe=probes.get(node.id),
+        )
+        for node in nodes
+    ]
+
+
+def _spill_folder() -> str:
+    """Return Ray's folder for what does not fit into memory, the same on all nodes."""
+    local: Any = vars(ray._private.worker)["_global_node"]  # in no public call
+    return str(local.get_temp_dir_path())
+
+
+def _clock(scout: Any) -> Clock | None:
+    """Compare a node's clock with this one's; None: it does not answer at once any more."""
+    best = None
+    for _ in range(CLOCK_ASKED):
+        started = time.time()
+        try:
+            there = ray.get(scout.clock.remote(), timeout=WHERE_S)
+        except RayError:
+            return best
+        ended = time.time()
+        one = Clock(there - (started + ended) / 2, (ended - started) / 2)
+        best = one if best is None or one.error_s < best.error_s else best
+    return best
+
+
+@contextmanager
+def _mark(url: str) -> Iterator[str]:
+    """Leave a file that all nodes must see; its name, empty where it cannot be written."""
+    name = f"preflight-{uuid.uuid4().hex}/driver"
+    storage = open_storage(url)
+    try:
+        storage.check_writable()
+        storage.write(name, b"")
+        written = True
+    except (StorageError, OSError):  # the nodes' own probes say why
+        written = False
+    try:
+        yield name if written else ""
+    finally:
+        with suppress(StorageError, OSError):  # as above
+            storage.delete_tree(name.split("/")[0])
+
+
+def _work(
+    seen: Survey, places: Sequence[tuple[Node, int]], gpus: bool
+) -> tuple[tuple[Rank, ...], list[Row], list[Link]]:
+    """Start a worker at each place; measure devices, collectives and links."""
+    need = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
+    workers = {
+        str(number): _actor(Worker, node, gpus, max_concurrency=2, **need)
+        for number, (node, _) in enumerate(places)
+    }
+    home: dict[str, str | None] = {str(n): node.id for n, (node, _) in enumerate(places)}
+    what = "a free GPU" if gpus else "a free CPU"
+    try:
+        asked = {name: worker.port.remote() for name, worker in workers.items()}
+        ports = seen.answers(asked, home, f"starting a worker on {what}", seen.timeout_s)
+        asked = {name: workers[name].speed.remote() for name in ports}
+        speeds = seen.answers(asked, home, "measuring a device", seen.timeout_s)
+        ranks = [
+            Rank(number, places[int(name)][0].id, places[int(name)][1], speeds[name])
+            for number, name in enumerate(speeds)
+        ]
+        group = [workers[name] for name in speeds]
+        if len(group) < 2:
+            return tuple(ranks), [], []
+        first = next(iter(speeds))
+        address = places[int(first)][0].address
+        rows, links = _together(seen, ranks, group, address, ports[first])
+        asked = {str(rank.rank): group[rank.rank].network.remote() for rank in ranks}
+        told = seen.answers(
+            asked, {str(r.rank): r.node for r in ranks}, "reading NCCL's log", WHERE_S * 2
+        )
+        for rank in ranks:
+            network, version = told.get(str(rank.rank), (None, None))
+            ranks[rank.rank] = replace(rank, network=network, nccl=version)
+        return tuple(ranks), rows, links
+    finally:
+        for worker in workers.values():
+            ray.kill(worker)
+
+
+def _together(
+    seen: Survey, ranks: Sequence[Rank], group: Sequence[Any], address: str, port: int
+) -> tuple[list[Row], list[Link]]:
+    """Have the group meet, then measure collectives and links; stop at the first that hangs."""
+    world, timeout_s = len(group), seen.timeout_s
+    joined = [
+        worker.join.remote(address, port, rank, world, timeout_s)
+        for rank, worker in enumerate(group)
+    ]
+    if _all(seen, ranks, group, joined, "the group of workers") is None:
+        return [], []
+    budget_s = min(COLLECTIVES_S, timeout_s / 3)
+    tables = _all(
+        seen, ranks, group, [one.collectives.remote(budget_s) for one in group], "collectives"
+    )
+    if tables is None:
+        return [], []
+    lanes = {rank.node: [r.rank for r in ranks if r.node == rank.node] for rank in ranks}
+    plan = rounds(list(lanes.values()))
+    found = _all(seen, ranks, group, [one.links.remote(plan) for one in group], "links")
+    if found is None:
+        return tables[0], []
+    together: dict[tuple[str, str], list[float]] = {}
+    for rates in found:
+        for (sender, receiver), rate in rates.items():
+            ends = (ranks[sender].node, ranks[receiver].node)
+            together.setdefault(ends, []).append(rate)
+    links = [Link(*ends, sum(each), len(each)) for ends, each in together.items()]
+    return tables[0], links
+
+
+def _all(
+    seen: Survey, ranks: Sequence[Rank], group: Sequence[Any], refs: Sequence[Any], step: str
+) -> list[Any] | None:
+    """Return what all workers answer; None if any does not, after naming those that lag behind."""
+    ready, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=seen.timeout_s + MARGIN_S)
+    failed: dict[int, RayError] = {}
+    for rank, ref in enumerate(refs):
+        if ref in ready:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                failed[rank] = error
+    if not failed and not waiting:
+        return list(ray.get(list(refs)))
+    asked = [worker.where.remote() for worker in group]
+    there, _ = ray.wait(asked, num_returns=len(asked), timeout=WHERE_S)
+    steps: dict[int, tuple[int, str]] = {}
+    for rank, ref in enumerate(asked):
+        if ref not in there:
+            continue
+        try:
+            steps[rank] = ray.get(ref)
+        except RayActorError:
+            continue
+    for rank in sorted(set(range(len(group))) - steps.keys()):
+        why = said(failed[rank]) if rank in failed else "it does not answer any more"
+        seen.silences.append(Silence(ranks[rank].node, step, why))
+    if len(steps) == len(group):  # all live: the ones that are the least far hold up the others
+        least = min(number for number, _ in steps.values())
+        for rank in sorted(rank for rank, (number, _) in steps.items() if number == least):
+            why = said(failed[rank]) if rank in failed else f"hangs for {seen.timeout_s:.0f} s"
+            seen.silences.append(
+                Silence(ranks[rank].node, step, f"rank {rank} at {steps[rank][1]}: {why}")
+            )
+    return None
+
+
+def _actor(kind: type, node: Node, *arguments: Any, **options: Any) -> Any:
+    """Start an actor on this node and no other."""
+    there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    return ray.remote(kind).options(scheduling_strategy=there, **options).remote(*arguments)
+
+
+def said(error: RayError) -> str:
+    """Return the last line of what happened, without Ray's own lines around it."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)
+    else:
+        text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]

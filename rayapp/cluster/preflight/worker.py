@@ -1,0 +1,104 @@
+"""One worker of the group, in an actor: on a GPU of its own, or on a core of a node without any."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rayapp.cluster.preflight import nccl
+from rayapp.cluster.preflight.facts import Row, Speed
+
+Pair = tuple[int, int]
+
+
+class Worker:
+    """An actor with two threads: `where` is answered while the group is at work, or hangs."""
+
+    def __init__(self, gpu: bool) -> None:
+        self._log: Path | None = None
+        if gpu:  # NCCL reads these when it makes its first communicator
+            folder = tempfile.mkdtemp(prefix="preflight-")
+            self._log = Path(folder) / "nccl.log"
+            os.environ |= {**nccl.ENVIRONMENT, "NCCL_DEBUG_FILE": str(self._log)}
+        import torch
+
+        torch.set_num_threads(1)
+        self._device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+        self._at = (0, "idle")
+
+    def port(self) -> int:
+        """Return a free port of this node, for rank 0's store."""
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return int(listener.getsockname()[1])
+
+    def speed(self) -> Speed:
+        """Measure this worker's device."""
+        from rayapp.cluster.preflight import scout
+        from rayapp.cluster.preflight.speed import measure
+
+        self._note("measuring its device")
+        if self._device.type == "cpu":
+            return measure(self._device)
+        import torch
+
+        uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
+        index = next((one.index for one in scout.devices() if one.uuid == uuid), None)
+        return measure(self._device, index, None if index is None else uuid)  # None: a part of one
+
+    def join(self, address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
+        """Join the group."""
+        import torch
+        import torch.distributed as dist
+
+        gpu = self._device.type == "cuda"
+        self._note("joining the group")
+        if gpu:
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            init_method=f"tcp://{address}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=self._device if gpu else None,
+        )
+        self._note("meeting the group")
+        dist.barrier()
+
+    def collectives(self, budget_s: float) -> list[Row]:
+        """Return the table of all operations; the same on all ranks."""
+        from rayapp.cluster.preflight.collectives import OPERATIONS, table
+
+        return [
+            row
+            for operation in OPERATIONS
+            for row in table(operation, self._device, budget_s / len(OPERATIONS), self._note)
+        ]
+
+    def links(self, plan: list[list[Pair]]) -> dict[Pair, float]:
+        """Return the rates of the pairs that this rank sends in."""
+        from rayapp.cluster.preflight.collectives import rates
+
+        return rates(plan, self._device, self._note)
+
+    def where(self) -> tuple[int, str]:
+        """Return how many steps this worker has begun, and which is the last."""
+        return self._at
+
+    def network(self) -> tuple[str | None, str | None]:
+        """Return what NCCL sends through, by its own log, and NCCL's version."""
+        if self._log is None:
+            return None, None
+        import torch
+
+        version: Any = torch.cuda.nccl.version()
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        return nccl.network_of(lines), ".".join(map(str, version))
+
+    def _note(self, step: str) -> None:
+        self._at = (self._at[0] + 1, step)

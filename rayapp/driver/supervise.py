@@ -1,0 +1,248 @@
+"""Train with Ray Train, while the driver shows the run's own metrics and listens for a stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from rich.console import Console
+
+from rayapp.driver import display, placement
+from rayapp.driver.checks import RAY_FOLDER
+from rayapp.driver.lease import Lease
+from rayapp.driver.ray_session import end_workers, uses_gpus
+from rayapp.driver.recovery import GiveUp, Recovery
+from rayapp.driver.stop import POLL_S, Stop, StopAsked
+from rayapp.driver.validation import Validator
+from rayapp.observe import metrics
+from rayapp.observe.ending import NO_ROOM, ending_of
+from rayapp.observe.events import Journal
+from rayapp.observe.result import failed
+from rayapp.observe.status import duration
+from rayapp.storage import Storage
+from rayapp.train.checkpoint.marker import latest
+from rayapp.train.spec import Job, first_step
+
+ANSWER_S = 10.0  # workers that have not done a step may ignore a STOP for this long
+NOTE_EVERY_S = 60.0
+
+# glibc gives every large block back to the kernel when it is freed, and a training step on a CPU
+# then spends a sixth of its time faulting pages in again. Kept in the heap, they are reused.
+# And it takes the last-level cache of the whole host for a process's own (480 MiB on a shared
+# Xeon), so that copies below that size read what they are about to overwrite.
+CPU_ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={2**20}",
+}
+
+logger = logging.getLogger("rayapp.driver")
+
+
+def fit(
+    job: Job, run: Storage, lease: Lease, stop: Stop, journal: Journal, console: Console
+) -> dict[str, Any]:
+    """Train with Ray Train, again and again if need be; return rank 0's summary.
+
+    Raises:
+        RunFailed: training failed for good, with the first worker's reason, or the lease is lost.
+    """
+    cluster = job.config.cluster
+    recovery = Recovery(cluster.max_failures, cluster.max_preemptions, job.order)
+    bar = display.Bar(console, job.order.num_steps, job.config.run.name)
+
+    def check() -> None:
+        lease.check()
+        stop.check()
+
+    validator = None
+    if job.config.eval.checkpoints and job.held_out:
+        validator = Validator(job, run, bar.say)
+    try:
+        with placement.asked_for(job.config):
+            while True:
+                workers = placement.wait_for_room(job.config, bar.note, check)
+                check()
+                bar.note(f"starting {workers} worker{'s' if workers > 1 else ''}")
+                began = time.time()
+                journal.attempt(job.config, workers)
+                ended = _attempt(job, workers, run, bar, lease, stop, journal, validator)
+                lines = journal.catch_up()
+                if isinstance(ended, Exception):
+                    check()  # what was asked to stop is not started again
+                if isinstance(ended, dict) and ended["status"] != "moved":
+                    if validator is not None:
+                        validator.close()
+                    break
+                ending = ending_of(ended, lines, began)
+                if ending.kind != NO_ROOM:
+                    journal.interrupted(ending, workers)
+                if smaller := job.after_failure(ended):
+                    job = smaller
+                    run.write("config.yaml", job.config.to_yaml().encode())
+                    again = job.cut(workers)
+                    bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
+                    continue
+                pause_s = recovery.after(ending)
+                again = f"again in {pause_s:.0f} s" if pause_s else "again"
+                bar.say(f"after step {ending.step}: {ending.reason}; {again}")
+                _pause(pause_s, check)
+    except StopAsked:
+        return as_it_stands(run)
+    except GiveUp as error:
+        raise failed(run, str(error)) from error
+    finally:
+        bar.close()
+    if ended["status"] == "failed":
+        raise failed(run, ended["reason"])
+    group_s = ended.pop("entered") - began
+    return ended | {"group_s": group_s}
+
+
+def _attempt(
+    job: Job,
+    workers: int,
+    run: Storage,
+    bar: display.Bar,
+    lease: Lease,
+    stop: Stop,
+    journal: Journal,
+    validator: Validator | None,
+) -> dict[str, Any] | Exception:
+    """Train once; return rank 0's summary, or what ended it."""
+    trainer = _trainer(job, workers)
+    # Not in the main thread: there Ray Train would replace our handling of signals by an abort.
+    pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
+    try:
+        fit = pool.submit(trainer.fit)
+        _watch(run, bar, fit, lease, stop, journal, validator)
+    finally:
+        pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
+    error = fit.exception()
+    if error is None:
+        summary = fit.result().return_value
+        assert isinstance(summary, dict), summary
+        return summary
+    from ray.exceptions import RayError
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    if isinstance(error, (TrainingFailedError, RayError)):
+        return error
+    raise error
+
+
+def _pause(seconds: float, check: Callable[[], None]) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        check()
+        time.sleep(POLL_S)
+
+
+def as_it_stands(run: Storage) -> dict[str, Any]:
+    """Return the summary of a run that is stopped while it has no workers."""
+    found, _ = latest(run)
+    step = found.step if found else 0
+    return {
+        "status": "stopped",
+        "steps": step,
+        "first_step": step,
+        "group_s": 0.0,
+        "stall_s": None,
+        "commit_s": None,
+        "seconds": {},
+    }
+
+
+def entry(job: Job) -> Callable[[], dict[str, Any]]:
+    """Return what each worker runs; Ray's controller unpickles it too, and loads nothing for it."""
+
+    def train() -> dict[str, Any]:
+        from rayapp.driver.worker import work
+
+        return work(job)
+
+    return train
+
+
+def _trainer(job: Job, workers: int) -> Any:
+    import ray.train.torch
+
+    from rayapp.data.stream import ExactOrder
+
+    kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
+    cluster, gpus = job.config.cluster, uses_gpus(job.config)
+    return kit.torch.TorchTrainer(
+        entry(job),
+        torch_config=kit.torch.TorchConfig(
+            # Gloo too: parameters in host memory (parallel.cpu_offload) have a norm to sum there.
+            backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
+            timeout_s=cluster.collective_timeout_s,
+        ),
+        scaling_config=kit.ScalingConfig(
+            num_workers=workers, use_gpu=gpus, resources_per_worker=placement.needs(job.config)
+        ),
+        run_config=kit.RunConfig(
+            name=job.config.run.name,
+            storage_path=f"{job.config.run.storage}/{RAY_FOLDER}",
+            # Every end comes back to fit(), which knows of all attempts, rows and free nodes.
+            failure_config=kit.FailureConfig(
+                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
+            ),
+            logging_config=kit.LoggingConfig(log_level="WARNING"),
+            worker_runtime_env={
+                "env_vars": {"TOKENIZERS_PARALLELISM": "false", **({} if gpus else CPU_ENVIRONMENT)}
+            },
+        ),
+        datasets={"train": lambda: first_step(job)},
+        dataset_config=ExactOrder(job.stream),
+    )
+
+
+def _watch(
+    run: Storage,
+    bar: display.Bar,
+    fit: Future[Any],
+    lease: Lease,
+    stop: Stop,
+    journal: Journal,
+    validator: Validator | None,
+) -> None:
+    """Follow metrics.jsonl, the run's own record wherever it trains, until `fit` is done.
+
+    Workers answer a STOP once they take steps. Before that they may be loading, compiling or
+    waiting for rows, and have nothing to save: they are ended.
+    """
+    shown, wait_s = _last_line(run), POLL_S if run.local_path() else 4 * POLL_S
+    began = noted = time.monotonic()
+    asked_at = None
+    done = stepped = False
+    while not done:
+        done = bool(wait([fit], timeout=wait_s).done)
+        lease.check()
+        line, now = _last_line(run), time.monotonic()
+        if line is not None and line != shown:
+            shown, stepped = line, True
+            bar.update(line)
+            journal.saw(line)
+        elif not stepped:
+            if asked_at is None and stop.asked():
+                asked_at = now
+            if asked_at is not None and now - asked_at >= ANSWER_S:
+                end_workers()
+                asked_at = now
+            if now - noted >= NOTE_EVERY_S:
+                noted = now
+                bar.note(f"no step yet, {duration(now - began)} after the workers were asked for")
+        if validator is not None:
+            validator.poll()
+
+
+def _last_line(run: Storage) -> dict[str, Any] | None:
+    try:
+        return metrics.last(run)
+    except OSError as error:
+        logger.warning("cannot read %s: %s", metrics.FILE, error)
+        return None

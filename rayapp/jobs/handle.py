@@ -1,0 +1,355 @@
+"""A run's handle. What it tells comes from the run's folder; the cluster is asked for logs, for
+what happens before there is a folder, and whether a job that has gone quiet has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from rayapp.config import ConfigError, RunConfig
+from rayapp.jobs import Cluster, JobError, Shipment
+from rayapp.jobs.client import Unreachable
+from rayapp.jobs.remote import RemoteJob, runs_of
+from rayapp.jobs.results import Result, config_of, own_config_of, result_of
+from rayapp.jobs.submission import Again, changed, send, shipment_again
+from rayapp.observe import metrics
+from rayapp.observe.status import (
+    DONE,
+    EXIT_CODES,
+    FAILED,
+    LOST,
+    PENDING,
+    REFUSED,
+    STARTING,
+    STOP_FILE,
+    STOPPED,
+    VANISHED,
+    NoRun,
+    Progress,
+    read,
+)
+from rayapp.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    import pandas
+
+POLL_S = 2.0
+SILENCE_S = 60.0  # a cluster that is not heard of for so long is believed to be gone
+QUIET_S = 15.0  # a lease is renewed every 10 s; of one that was not, the cluster is asked
+STOPPED_EARLY = "its job was stopped before it had saved: resume it, and it goes on where it was"
+
+logger = logging.getLogger("rayapp.jobs")
+
+
+def submit(
+    config: RunConfig | str | Path,
+    *,
+    address: str | None = None,
+    say: Callable[[str], None] = print,
+    working_dir: str | None = None,
+    pip: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    driver_cpus: float = 0.0,
+    driver_memory_gib: float = 0.0,
+    tags: Mapping[str, str] | None = None,
+    **sections: Mapping[str, Any],
+) -> Job:
+    """Send a run to a cluster as a Ray job.
+
+    `config` is a Config or a YAML file; `sections` change fields of it: `run={"name": "demo"}`.
+    The rest is what `rayapp.jobs.Shipment` says.
+
+    Raises:
+        ConfigError: it cannot run there as described; with every problem.
+        JobError: the cluster cannot or will not.
+    """
+    if isinstance(pip, str):
+        line = f"pip={pip} is text: a list of requirements is expected. Set pip=[{pip!r}]"
+        raise ConfigError([line])
+    shipment = Shipment(
+        working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, driver_memory_gib,
+        tags or {},
+    )  # fmt: skip
+    return Job.send(changed(config, sections), shipment, address, say)
+
+
+def job(run: str, *, storage: str | None = None, address: str | None = None) -> Job:
+    """Find a run again: by its folder, by its name and storage, or by its name on a cluster.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    known = None
+    if storage is not None:
+        run = f"{storage.rstrip('/')}/{run}"
+    elif "://" not in run and "/" not in run and not os.path.isdir(run):
+        jobs = runs_of(Cluster.at(address).jobs())
+        found = [(url, info) for url, info in jobs if url and url.rpartition("/")[2] == run]
+        if not found:
+            raise ConfigError(
+                [f"run={run} is unknown: no job of the cluster has that name. Set storage too"]
+            )
+        run, info = max(found, key=lambda one: one[1].started_s or 0.0)
+        known = info.submission_id
+    handle = Job(run, address, known)
+    try:
+        handle.status()
+    except NoRun as error:
+        raise ConfigError([f"run={run} is unknown: {error}. Set the folder of a run"]) from None
+    return handle
+
+
+class Job:
+    """One run, wherever it trains or has trained."""
+
+    def __init__(
+        self, run_url: str, address: str | None = None, submission_id: str | None = None
+    ) -> None:
+        """`submission_id` is of a job that is known to be the run's, whatever its folder says."""
+        self.run: Storage = open_storage(run_url)
+        self._remote = RemoteJob(self.run, address, submission_id)
+        self._sent: tuple[RunConfig, Shipment] | None = None  # what this process has sent itself
+        self._followed = metrics.Follower(self.run)
+
+    @classmethod
+    def send(
+        cls,
+        config: RunConfig,
+        shipment: Shipment,
+        address: str | None = None,
+        say: Callable[[str], None] = print,
+        check_live: bool = True,
+    ) -> Job:
+        """Send a run as described to a cluster; see `submit`."""
+        found = cls(*send(config, shipment, address, say, check_live))
+        found._sent = (config, shipment)
+        return found
+
+    @property
+    def name(self) -> str:
+        """Return the run's name."""
+        return self.run.url.rpartition("/")[2]
+
+    def __repr__(self) -> str:
+        return f"Job({self.run.url!r})"
+
+    # ---- What it is doing -----------------------------------------------------------------
+
+    def progress(self) -> Progress:
+        """Return how far it is, at what pace and cost.
+
+        Raises:
+            NoRun: it has not begun to write.
+        """
+        self._followed.poll()
+        return read(self.run, self._followed.lines)
+
+    def status(self) -> str:
+        """Return pending, starting, preparing, running, stopping, or how it ended: done, stopped,
+        failed, lost, or refused (a config that the cluster cannot run).
+        """
+        return self.snapshot()[0]
+
+    def snapshot(self) -> tuple[str, Progress | None, list[dict[str, Any]]]:
+        """Return the status, the progress if there is any, and the lines of metrics.jsonl.
+
+        Raises:
+            NoRun: neither the folder nor a cluster knows of a run.
+            Unreachable: the cluster does not answer, and nothing is in the folder yet.
+        """
+        now = self._now()
+        try:
+            status = self._status(now)
+        except Unreachable:
+            if now is None:
+                raise
+            status = now.status
+        if now is not None and status != now.status and status in (STOPPED, LOST):
+            reason = STOPPED_EARLY if status == STOPPED else VANISHED
+            now = replace(now, status=status, reason=reason, left_s=None)
+        return status, now, self._followed.lines
+
+    def _now(self) -> Progress | None:
+        try:
+            return self.progress()
+        except NoRun:
+            return None
+
+    def _status(self, now: Progress | None) -> str:
+        live = now is not None and now.live
+        if now is not None and live and (now.quiet_s or 0.0) < QUIET_S:
+            return now.status
+        info = self._remote.info()
+        if info is None:
+            if now is None:
+                raise NoRun(f"{self.run.url} holds no run, and no job of it is known")
+            return now.status
+        if now is not None and live and self._remote.started_by() != info.submission_id:
+            return now.status  # another command is at work on it
+        if not info.ended:
+            if now is not None and live:
+                return now.status
+            return PENDING if info.status == "PENDING" else STARTING
+        stopped = info.status == "STOPPED"
+        if now is not None and (now.updated_s or 0.0) >= (info.started_s or 0.0):
+            if now.status in EXIT_CODES and now.status != LOST:
+                return now.status
+            return STOPPED if stopped else LOST
+        if stopped:
+            return STOPPED
+        return next((s for s, code in EXIT_CODES.items() if code == info.exit_code), FAILED)
+
+    def reason(self) -> str | None:
+        """Return why it failed, or was refused."""
+        status, now, _ = self.snapshot()
+        found = None if now is None else now.reason
+        if found is None and status in (FAILED, REFUSED):
+            cluster, info = self._remote.or_fail()
+            found = cluster.logs(info.submission_id).strip()[-2000:]
+        return found
+
+    def metrics(self) -> pandas.DataFrame:
+        """Return metrics.jsonl, one row per step."""
+        import pandas
+
+        self._followed.poll()
+        return pandas.DataFrame(self._followed.lines)
+
+    def logs(self) -> str:
+        """Return what the driver has printed, while the cluster keeps it."""
+        cluster, info = self._remote.or_fail()
+        return cluster.logs(info.submission_id)
+
+    def follow(self) -> Iterator[str]:
+        """Yield what the driver prints, until it ends; a connection that breaks is made again."""
+        cluster, info = self._remote.or_fail()
+        return cluster.follow(info.submission_id)
+
+    # ---- What is done to it ---------------------------------------------------------------
+
+    def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
+        """Ask the run to save and leave, wait for it, and end its job if it does not.
+
+        Returns the status. `wait_s=0` only asks. Unless `hard` is false Ray is asked as well, which
+        ends a job that has not left in time (600 s where `submit` has sent it).
+        """
+        before = self.status()
+        if before in EXIT_CODES:
+            return before
+        if before == PENDING:
+            self._remote.end()
+            return self.wait()
+        self.run.write(STOP_FILE, b"asked\n")
+        asked = hard and self._remote.ask_to_stop()
+        if wait_s == 0:
+            return self.status()
+        try:
+            return self.wait(wait_s)
+        except TimeoutError:
+            if not hard:
+                raise
+            if not asked:
+                logger.warning("%s has not left after %.0f s: its job is ended", self.name, wait_s)
+                self._remote.end()
+            return self.wait()
+
+    def resume(
+        self,
+        address: str | None = None,
+        say: Callable[[str], None] = print,
+        **given: Unpack[Again],
+    ) -> Job:
+        """Send the same run again; it goes on from its newest checkpoint.
+
+        What another process has uploaded or set with it (`working_dir`, `pip`, `env`, `secrets`)
+        has to be given again, or as empty: a run's folder is not trusted to name that.
+
+        Raises:
+            ConfigError: it is live or done already, was never submitted, or lacks such a name.
+        """
+        status = self.status()
+        if status == DONE or status not in EXIT_CODES:
+            raise ConfigError([f"run {self.run.url} is {status}: there is nothing to resume"])
+        if not self._remote.ids():
+            raise ConfigError(
+                [
+                    f"run {self.run.url} was not submitted: neither a note nor an event in its "
+                    "folder names a job. Start it as it was started before"
+                ]
+            )
+        if self._sent is not None:
+            config, shipment = self._sent[0], replace(self._sent[1], **given)
+        else:
+            config, shipment = own_config_of(self.run), shipment_again(self.run, given)
+        return Job.send(config, shipment, address or self._remote.address, say, check_live=False)
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Wait until it has ended; return the status.
+
+        Raises:
+            TimeoutError: it has not, in time.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        silent_since = None
+        while True:
+            now = self._now()
+            try:
+                status, silent_since = self._status(now), None
+            except Unreachable:
+                silent_since = silent_since or time.monotonic()
+                gone = time.monotonic() - silent_since > SILENCE_S
+                if gone and now is None:
+                    raise
+                status = now.status if gone and now is not None else STARTING
+            if status in EXIT_CODES:
+                return status
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"run {self.name} is still {status} after {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+
+    # ---- What came of it ------------------------------------------------------------------
+
+    def config(self) -> RunConfig:
+        """Return what was asked.
+
+        Raises:
+            ConfigError: the run has not begun, or its config.yaml is not valid.
+        """
+        return config_of(self.run)
+
+    def result(self) -> Result:
+        """Return what came out, once it has ended.
+
+        Raises:
+            JobError: it has not ended, or ended before there was a result.
+        """
+        status = self.status()
+        if status not in EXIT_CODES:
+            raise JobError(f"run {self.name} is {status}: it has no result yet")
+        result = result_of(self.run)
+        if result is None:
+            raise JobError(f"run {self.name} is {status}: {self.reason()}")
+        return result
+
+    def watch(self, every_s: float = POLL_S, block: bool = False) -> str | None:
+        """Show the run until it ends.
+
+        A terminal's view returns the status at the end. A notebook's draws on while the next cells
+        run, and returns at once; with `block` it is as in a terminal. An interrupt ends the
+        watching, never the run, and is raised again, so that no later cell runs.
+        """
+        from rayapp.jobs import page, terminal
+
+        if not page.in_notebook():
+            return terminal.show(self, every_s)
+        if block:
+            return page.show(self, every_s)
+        page.show_on(Job(self.run.url, self._remote.address, self._remote.known), every_s)
+        return None

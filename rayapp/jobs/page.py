@@ -1,0 +1,207 @@
+"""The live view of a run as one piece of HTML: no script, so that every notebook shows it."""
+
+from __future__ import annotations
+
+import html
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from rayapp.config.units import unit_of
+from rayapp.jobs.figures import figures, share_of_waiting
+from rayapp.observe.status import EXIT_CODES, Progress
+
+if TYPE_CHECKING:
+    from rayapp.jobs.handle import Job
+
+POINTS = 240  # of a curve; of more steps, the least and the most of each stretch
+WIDTH, HEIGHT = 420, 120
+COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe and Ito, 2008)
+    "step": "#009e73",
+    "start": "#56b4e9",
+    "data_wait": "#e69f00",
+    "checkpoint_stall": "#f0e442",
+    "evaluation": "#0072b2",
+    "export": "#999999",
+    "lost_work": "#d55e00",
+    "recovery": "#cc79a7",
+    "other": "#dddddd",
+}
+LOOKING = "<p>looking for the run …</p>"
+STYLE = """
+.rayapp{font:13px/1.4 system-ui,sans-serif;max-width:900px}
+.rayapp .tiles{display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0}
+.rayapp .tiles div{min-width:84px}.rayapp .tiles b{display:block;font-size:15px}
+.rayapp .tiles span,.rayapp small{opacity:.65}
+.rayapp .bar{height:8px;border-radius:4px;background:#8884;overflow:hidden;display:flex}
+.rayapp .bar i{display:block;height:100%}
+.rayapp .curves{display:flex;flex-wrap:wrap;gap:14px;margin-top:10px}
+.rayapp svg{background:#8881;border-radius:4px;max-width:100%}
+"""
+
+
+def in_notebook() -> bool:
+    """Say whether this is a notebook's kernel."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    shell = get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def show(job: Job, every_s: float) -> str:
+    """Redraw the view in its cell until the run has ended; return the status."""
+    from IPython.display import HTML, display
+
+    handle = display(HTML(LOOKING), display_id=True)
+    try:
+        while True:
+            status, text = _drawn(job)
+            handle.update(HTML(text))
+            if status in EXIT_CODES:
+                return status
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        display(HTML("<p>not watched any more; the run goes on</p>"))
+        raise
+
+
+def show_on(job: Job, every_s: float) -> threading.Thread:
+    """Redraw the view in its cell from a thread, until the run has ended or cannot be asked.
+
+    The thread needs a handle of its own.
+    """
+    from IPython.display import HTML, display
+
+    handle = display(HTML(LOOKING), display_id=True)
+
+    def draw() -> None:
+        status = ""
+        try:
+            while status not in EXIT_CODES:
+                if status:
+                    time.sleep(every_s)
+                status, text = _drawn(job)
+                handle.update(HTML(text))
+        except Exception as error:  # said in the cell, as nothing else can hear it
+            handle.update(HTML(f"<p>not watched any more: {html.escape(str(error))}</p>"))
+
+    thread = threading.Thread(target=draw, name=f"watch {job.name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _drawn(job: Job) -> tuple[str, str]:
+    """Return the status, and the view of this moment."""
+    status, now, lines = job.snapshot()
+    reason = job.reason() if status in EXIT_CODES else None
+    return status, render(job.name, status, now, lines, reason)
+
+
+def render(
+    name: str,
+    status: str,
+    now: Progress | None,
+    lines: list[dict[str, Any]],
+    reason: str | None = None,
+) -> str:
+    """Return the view of one moment."""
+    parts = [f"<style>{STYLE}</style><div class='rayapp'><b>{html.escape(name)}</b> "]
+    parts.append(html.escape(status))
+    if now is not None:
+        done = now.step / now.num_steps if now.num_steps else 0.0
+        parts.append(
+            f"<div class='bar' role='progressbar' aria-valuenow='{100 * done:.0f}'>"
+            f"<i style='width:{100 * done:.1f}%;background:#0072b2'></i></div>"
+        )
+        tiles = "".join(
+            f"<div><span>{html.escape(label)}</span><b>{html.escape(value)}</b></div>"
+            for label, value in figures(now).items()
+        )
+        parts.append(f"<div class='tiles'>{tiles}</div>")
+        parts.append(_goodput(now))
+        reason = reason or now.reason
+    if lines:
+        unit = unit_of(lines[-1])
+        curves = {
+            f"loss ({unit.loss})": [("loss", "#0072b2"), ("eval_loss", "#d55e00")],
+            f"{unit.many}/s": [(unit.per_s, "#009e73")],
+            "memory (GiB)": [("peak_gib", "#cc79a7")],
+        }
+        drawn = "".join(_curve(label, lines, series) for label, series in curves.items())
+        parts.append(f"<div class='curves'>{drawn}</div>")
+        parts.append(f"<small>{html.escape(share_of_waiting(lines))}</small>")
+    if reason:
+        parts.append(f"<pre>{html.escape(reason)}</pre>")
+    return "".join(parts) + "</div>"
+
+
+def _goodput(now: Progress) -> str:
+    shares = {cause: share for cause, share in now.account.goodput.items() if share > 0.002}
+    blocks = "".join(
+        f"<i title='{html.escape(cause)} {share:.1%}' style='width:{100 * share:.2f}%;"
+        f"background:{COLORS[cause]}'></i>"
+        for cause, share in shares.items()
+    )
+    words = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
+    return f"<div class='bar'>{blocks}</div><small>time: {html.escape(words)}</small>"
+
+
+def _curve(label: str, lines: list[dict[str, Any]], series: list[tuple[str, str]]) -> str:
+    """Draw fields of metrics.jsonl over steps, with their least and greatest value."""
+    known = {
+        name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        for name, _ in series
+    }
+    values = [value for points in known.values() for _, value in points]
+    if not values:
+        return ""
+    low, high, label = min(values), max(values), html.escape(label)
+    first, last = lines[0]["step"], lines[-1]["step"]
+    across = (WIDTH - 10) / max(1, last - first)
+    up = (HEIGHT - 30) / ((high - low) or 1.0)
+
+    def path(points: list[tuple[int, float]]) -> str:
+        places = (
+            f"{5 + (step - first) * across:.1f},{HEIGHT - 8 - (value - low) * up:.1f}"
+            for step, value in thin(points, POINTS)
+        )
+        return " ".join(places)
+
+    drawn = "".join(
+        f"<polyline fill='none' stroke='{color}' stroke-width='1.5' points='{path(known[name])}'/>"
+        + (_dot(known[name], color, path) if len(known[name]) == 1 else "")
+        for name, color in series
+        if known[name]
+    )
+    return (
+        f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}' role='img' "
+        f"aria-label='{label} from {low:.4g} to {high:.4g}'>"
+        f"<text x='6' y='14' font-size='11' fill='currentColor'>{label}: "
+        f"{low:.4g} to {high:.4g}</text>{drawn}</svg>"
+    )
+
+
+def _dot(points: list[tuple[int, float]], color: str, path: Any) -> str:
+    x, _, y = path(points).partition(",")
+    return f"<circle cx='{x}' cy='{y}' r='2.5' fill='{color}'/>"
+
+
+def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Return at most `most` points: the first and last, and of each stretch its two extremes.
+
+    >>> thin([(0, 1.0), (1, 9.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 2.0)], 4)
+    [(0, 1.0), (1, 9.0), (2, 0.0), (5, 2.0)]
+    """
+    if len(points) <= most:
+        return points
+    inner = points[1:-1]
+    stretch = math.ceil(len(inner) / max(1, (most - 2) // 2))
+    kept = [points[0]]
+    for start in range(0, len(inner), stretch):
+        part = inner[start : start + stretch]
+        ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+        kept += sorted(ends)
+    return [*kept, points[-1]]

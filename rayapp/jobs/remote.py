@@ -1,0 +1,195 @@
+"""The jobs of a run on a cluster: which they are, and what may be asked of them.
+
+The run's folder gives the submission's id and nothing else: whoever can write to the folder could
+name any address, which would be sent the cluster's token. The address is the user's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+
+from rayapp.config import ConfigError
+from rayapp.jobs import Cluster, JobError
+from rayapp.jobs.client import JobInfo, Unreachable, address_of
+from rayapp.jobs.submission import ID, sent
+from rayapp.observe.goodput import STARTED, read_events
+from rayapp.storage import Storage, StorageError, open_storage
+
+ADDRESS = re.compile(r"https?://[\w.:\[\]-]+")
+GRACE_S = 60.0  # from SIGTERM to SIGKILL; a job with less is not stopped through Ray
+
+logger = logging.getLogger("rayapp.jobs")
+
+
+class RemoteJob:
+    """The newest job of a run on the cluster that the user means."""
+
+    def __init__(self, run: Storage, address: str | None, known: str | None = None) -> None:
+        """`known` is the id of a submission of which the folder may not tell yet."""
+        self.run, self.address, self.known = run, address, known
+        self._cluster: Cluster | None = None
+
+    def started_by(self) -> str | None:
+        """Return the id of the submission that the run's last command is, None for no job."""
+        started = [event for event in read_events(self.run) if event["event"] == STARTED]
+        found = started[-1].get("submission_id") if started else None
+        return found if isinstance(found, str) and ID.fullmatch(found) else None
+
+    def ids(self) -> list[str]:
+        """Return the ids of the run's submissions: that known, the last sent, the last started."""
+        note = sent(self.run)
+        found = [self.known, None if note is None else note.submission_id, self.started_by()]
+        return list(dict.fromkeys(filter(None, found)))
+
+    def info(self) -> JobInfo | None:
+        """Return what the cluster knows of the newest job; None where there is none.
+
+        Raises:
+            Unreachable: the cluster does not answer.
+        """
+        ids = self.ids()
+        try:
+            return self._newest(self._connected(), ids) if ids else None
+        except Unreachable:
+            self._cluster = None
+            raise
+        except JobError as error:  # e.g. a token of another cluster
+            logger.debug("no job of %s: %s", self.run.url, error)
+            return None
+
+    def or_fail(self) -> tuple[Cluster, JobInfo]:
+        """Return the cluster and the newest job.
+
+        Raises:
+            JobError: the run is not of a job, or the cluster does not know or tell of it.
+        """
+        ids = self.ids()
+        if not ids:
+            raise JobError(f"run {self.run.url} was not submitted: no cluster knows of it")
+        cluster = self._connected()
+        found = self._newest(cluster, ids)
+        if found is None:
+            raise JobError(
+                f"no job {' or '.join(ids)} of {self.run.url} is known at {cluster.address}: it is "
+                f"another cluster, or has forgotten it.{self._elsewhere() or ' Set its address'}"
+            )
+        return cluster, found
+
+    def ask_to_stop(self) -> bool:
+        """Ask Ray to stop the job, so that its dashboard says STOPPED; say whether that was done.
+
+        It is not where Ray would kill the job before it can save.
+        """
+        try:
+            cluster, info = self.or_fail()
+            if info.ended or info.stop_wait_s < GRACE_S or not is_of(info, self.run.url):
+                return False
+            cluster.stop(info.submission_id)
+            return True
+        except JobError as error:  # the file STOP asks too
+            logger.debug("the job of %s is not asked to stop: %s", self.run.url, error)
+            return False
+
+    def end(self) -> None:
+        """Have Ray end the job.
+
+        Raises:
+            JobError: there is none, or none that is known to be the run's.
+        """
+        cluster, info = self.or_fail()
+        if not is_of(info, self.run.url):
+            raise JobError(
+                f"job {info.submission_id} is not ended: its command line does not say that it is "
+                f"of {self.run.url}. Run `ray job stop {info.submission_id}` if it is"
+            )
+        cluster.stop(info.submission_id)
+
+    def _connected(self) -> Cluster:
+        if self._cluster is None:
+            try:
+                self._cluster = Cluster.at(self.address, check_version=False)
+            except Unreachable as error:
+                raise Unreachable(f"{error}.{self._elsewhere()}".removesuffix(".")) from error
+        return self._cluster
+
+    def _newest(self, cluster: Cluster, ids: Sequence[str]) -> JobInfo | None:
+        found = []
+        for submission_id in ids:
+            try:
+                info = cluster.info(submission_id)
+            except Unreachable:
+                raise
+            except JobError as error:  # another cluster by now, or one that was started anew
+                logger.debug("no job %s: %s", submission_id, error)
+                continue
+            if is_of(info, self.run.url) is not False:
+                found.append(info)
+        return max(found, key=lambda info: info.started_s or 0.0, default=None)
+
+    def _elsewhere(self) -> str:
+        """Name the address that the run was sent to, where another is in effect."""
+        note = sent(self.run)
+        if note is None or not ADDRESS.fullmatch(note.address):
+            return ""
+        if note.address == address_of(self.address)[0]:
+            return ""
+        return f" The run was sent to {note.address}: set that address if the cluster is yours"
+
+
+def is_of(info: JobInfo, run_url: str) -> bool | None:
+    """Say whether a job is of a run; None: it says of which in no way."""
+    url = open_storage(run_url).url
+    if info.run_url is not None:
+        return _url(info.run_url) == url
+    if info.storage is not None:
+        return _url(info.storage) == url.rpartition("/")[0] or None
+    return None
+
+
+def _url(text: str) -> str | None:
+    try:
+        return open_storage(text).url
+    except StorageError:
+        return None
+
+
+def runs_of(jobs: Sequence[JobInfo]) -> Iterator[tuple[str | None, JobInfo]]:
+    """Yield the newest job of each run, and jobs that train a run which nothing names (None).
+
+    What `ray job submit` has sent says the folder of runs in its command line and perhaps not the
+    run's name: that is then in the config file, and the run is the one whose events have the job.
+    """
+    by_id = dict[str, str]()
+    for storage in {info.storage for info in jobs if info.run_url is None and info.storage}:
+        by_id |= _started_in(storage)
+    newest = dict[str, JobInfo]()
+    for info in jobs:
+        url = info.run_url or by_id.get(info.submission_id)
+        if url is not None:
+            newest[url] = info
+        elif info.trains:
+            yield None, info
+    yield from newest.items()
+
+
+def _started_in(storage: str) -> dict[str, str]:
+    """Return the runs of a folder by the submissions that have started them."""
+    found = dict[str, str]()
+    try:
+        root = open_storage(storage)
+        for name in root.dirs():
+            try:
+                events = read_events(root / name)
+            except ConfigError as error:  # damaged; the list says so of what it names
+                logger.debug("%s", error)
+                continue
+            found |= {
+                event["submission_id"]: (root / name).url
+                for event in events
+                if event["event"] == STARTED and isinstance(event.get("submission_id"), str)
+            }
+    except StorageError as error:
+        logger.warning("%s", error)
+    return found

@@ -1,0 +1,89 @@
+"""What a run's folder says it was asked, and what came out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from rayapp.config import ConfigError, RunConfig, from_dict, parse_yaml
+from rayapp.observe.goodput import Damaged
+from rayapp.observe.status import REWRITTEN, read_object
+from rayapp.storage import Storage, open_storage
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a run; `values` is all of its result.json."""
+
+    status: str
+    steps: int
+    loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    cost_usd: float | None
+    model_path: str | None
+    values: dict[str, Any]
+
+
+def result_of(run: Storage) -> Result | None:
+    """Return what came out of a run, None where there is no result.json.
+
+    Raises:
+        Damaged: it is not as a run writes it.
+    """
+    values = read_object(run, "result.json")
+    if not values:
+        return None
+    if not {"status", "steps"} <= set(values):
+        raise Damaged(f"{run.url}/result.json", "it has no status or steps", REWRITTEN)
+    return Result(
+        status=values["status"],
+        steps=values["steps"],
+        loss=values.get("loss"),
+        eval_loss=values.get("eval_loss"),
+        tokens_per_s=values.get("tokens_per_s"),
+        cost_usd=values.get("cost_usd"),
+        model_path=values.get("model_path"),
+        values=values,
+    )
+
+
+def config_of(run: Storage) -> RunConfig:
+    """Return what was asked of a run.
+
+    Raises:
+        ConfigError: the run has not begun, or its config.yaml is not valid.
+    """
+    url = f"{run.url}/config.yaml"
+    try:
+        tree = parse_yaml(run.read("config.yaml").decode())
+    except FileNotFoundError:
+        line = f"{url} is missing: the run has not begun. Submit it again"
+        raise ConfigError([line]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        tree, why = None, " ".join(str(error).split())
+    else:
+        why = "it holds no mapping"
+    if not isinstance(tree, dict):
+        raise Damaged(url, why, "Restore it, or submit the run again under another name")
+    return from_dict(tree)
+
+
+def own_config_of(run: Storage) -> RunConfig:
+    """Return the config of a run that is to write to this very folder.
+
+    Raises:
+        ConfigError: it names another folder, or is not valid.
+    """
+    config = config_of(run)
+    names = open_storage(f"{config.run.storage}/{config.run.name}").url
+    if names != run.url:
+        raise ConfigError(
+            [
+                f"{run.url}/config.yaml is of another folder: it names {names}. Resume that run, "
+                "or submit the config with this run.storage and run.name"
+            ]
+        )
+    return config

@@ -1,0 +1,173 @@
+"""Sending a run to a cluster, and the note in its folder of where it went, and with what.
+
+The note is for people and for the submission's id. What it says was uploaded is never sent again
+unasked: whoever can write to the folder could name any folder of the user's machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from pydantic import TypeAdapter, ValidationError
+
+from rayapp.config import ConfigError, RunConfig, load
+from rayapp.jobs import Cluster, Shipment, prepare
+from rayapp.jobs.package import as_dict
+from rayapp.observe.goodput import Damaged
+from rayapp.observe.status import NoRun, read
+from rayapp.storage import Storage, StorageError, open_storage
+
+FILE = "submission.json"
+ID = re.compile(r"\w[\w.:@+=~-]*")  # of a submission; it becomes a part of a URL
+
+
+class Again(TypedDict, total=False):
+    """What a user must name once more to send it again."""
+
+    working_dir: str | None
+    pip: tuple[str, ...]
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What `send` notes of a run."""
+
+    address: str
+    submission_id: str
+    time: float
+    """Unix seconds."""
+    shipment: Shipment
+
+
+def send(
+    config: RunConfig,
+    shipment: Shipment,
+    address: str | None,
+    say: Callable[[str], None] = print,
+    check_live: bool = True,
+) -> tuple[str, str]:
+    """Send a run to a cluster as a Ray job; return the URLs of its folder and of the cluster.
+
+    Raises:
+        ConfigError: it cannot run there as described, or is running already.
+        JobError: the cluster cannot or will not.
+    """
+    order = prepare(config, shipment)
+    run = open_storage(order.run_url)
+    if check_live and _is_live(run):
+        raise ConfigError(
+            [
+                f"run.name={config.run.name} is running: a driver is at work on {run.url}. "
+                "Stop it, or set another run.name"
+            ]
+        )
+    cluster = Cluster.at(address)
+    submission_id = cluster.submit(order)
+    note = {"address": cluster.address, "submission_id": submission_id, "time": time.time()}
+    note["shipment"] = as_dict(shipment)
+    run.write(FILE, json.dumps(note, indent=1).encode())
+    say(f"job {submission_id} at {cluster.address}: results in {order.run_url}")
+    return order.run_url, cluster.address
+
+
+def _is_live(run: Storage) -> bool:
+    try:
+        return read(run).live
+    except NoRun:
+        return False
+
+
+def sent(run: Storage) -> Note | None:
+    """Return what `send` noted of a run; None for one that was not sent, or whose storage is out.
+
+    Raises:
+        Damaged: the note is not as `send` writes it.
+    """
+    try:
+        data = run.read(FILE)
+    except (FileNotFoundError, StorageError):
+        return None
+    try:
+        note = TypeAdapter(Note).validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        why = f"{where}: {first['msg']}" if where else first["msg"]
+        fix = "Delete the file: status and logs then go by events.jsonl"
+        raise Damaged(f"{run.url}/{FILE}", why, fix) from None
+    if not ID.fullmatch(note.submission_id):
+        raise Damaged(f"{run.url}/{FILE}", "submission_id is no id", "Delete the file")
+    return note
+
+
+def shipment_again(run: Storage, given: Again) -> Shipment:
+    """Return what goes with a run that is sent again: what the user names of it, and no more.
+
+    Raises:
+        ConfigError: the run was sent with something that the user has to name.
+    """
+    note = sent(run)
+    if note is None:
+        if "working_dir" not in given:
+            raise ConfigError(
+                [
+                    f"working_dir is missing: {run.url} was sent by `ray job submit`, and does not "
+                    "say with what. Give the folder, or none to run what the image has"
+                ]
+            )
+        return replace(Shipment(), **given)
+    problems = [
+        f"{name}={_as_typed(getattr(note.shipment, name))} is not sent again unasked: whoever can "
+        f"write to {run.url} could have named it. Give {name} again, or {name}=none to leave it out"
+        for name in Again.__annotations__
+        if getattr(note.shipment, name) and name not in given
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return replace(note.shipment, **given)
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    return value if isinstance(value, str) else ",".join(value)
+
+
+def changed(config: RunConfig | str | Path, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Return a config, or a YAML file's, with other values: `{"train": {"lr": 1e-3}}`.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems = list[str]()
+    if not isinstance(config, RunConfig | str | Path):
+        kind = type(config).__name__
+        problems.append(
+            f"config of type {kind} is not valid: a Config or the path of a YAML file is expected. "
+            "Use rayapp.load, or name sections: run={'name': 'demo'}"
+        )
+    overrides = {}
+    for section, fields in sections.items():
+        if not isinstance(fields, Mapping):
+            of, _, field = section.rpartition(".")
+            problems.append(
+                f"{section}={fields!r:.40} is not a section of a config: a mapping of fields is "
+                f"expected. Set {of or 'train'}={{{field!r}: {fields!r:.40}}}"
+            )
+            continue
+        for name, value in fields.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            overrides[f"{section}.{name}"] = text
+    if problems:
+        raise ConfigError(problems)
+    if isinstance(config, RunConfig):
+        return load(None, {**config.to_overrides(), **overrides})
+    return load(str(config), overrides)

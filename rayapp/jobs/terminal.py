@@ -1,0 +1,77 @@
+"""The live view of a run in a terminal; where there is none, a line now and then."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rayapp.jobs.figures import figures, share_of_waiting
+from rayapp.jobs.page import thin
+from rayapp.observe.status import EXIT_CODES, Progress
+
+if TYPE_CHECKING:
+    from rayapp.jobs.handle import Job
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLUMNS = 60
+
+
+def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
+    """Redraw the view until the run has ended; return the status."""
+    console = console or Console()
+    try:
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            while True:
+                status, now, lines = job.snapshot()
+                live.update(render(job.name, status, now, lines), refresh=True)
+                if status in EXIT_CODES:
+                    break
+                time.sleep(every_s)
+        if now is None and (reason := job.reason()):
+            console.print(reason, highlight=False, markup=False)
+        return status
+    except KeyboardInterrupt:
+        console.print("not watched any more; the run goes on")
+        raise
+
+
+def render(name: str, status: str, now: Progress | None, lines: list[dict[str, Any]]) -> Group:
+    """Return the view of one moment."""
+    parts: list[Any] = [Text.assemble((name, "bold"), f"  {status}")]
+    if now is not None:
+        done = round(COLUMNS * now.step / now.num_steps) if now.num_steps else 0
+        parts.append(Text.assemble(("━" * done, "green"), ("━" * (COLUMNS - done), "dim")))
+        table = Table.grid(padding=(0, 2))
+        values = figures(now)
+        for _ in range(5):
+            table.add_column()
+        names = list(values)
+        for start in range(0, len(names), 5):
+            row = names[start : start + 5]
+            table.add_row(*(Text.assemble((f"{n} ", "dim"), values[n]) for n in row))
+        parts.append(table)
+        if now.reason:
+            parts.append(Text(now.reason))
+    if lines:
+        losses = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
+        parts.append(Text(f"loss {spark([value for _, value in thin(losses, COLUMNS)])}"))
+        parts.append(Text(share_of_waiting(lines), style="dim"))
+    return Group(*parts)
+
+
+def spark(values: list[float]) -> str:
+    """Draw values as blocks.
+
+    >>> spark([0.0, 1.0, 0.5])
+    '▁█▅'
+    """
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = 7.0 / ((high - low) or 1.0)
+    return "".join(BLOCKS[round((value - low) * scale)] for value in values)

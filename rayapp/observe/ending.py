@@ -1,0 +1,98 @@
+"""How an attempt to train ended, told from the errors of Ray, its workers and the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from rayapp.storage.local import LOCAL_REASONS
+
+FAILURE, PREEMPTION, RESIZE, NO_ROOM = "failure", "preemption", "resize", "no room"
+AGAIN = "start again"  # the workers and the driver saw other checkpoints
+# Full and closed disks, as Python, Ray and torch tell them, and as our storage does.
+FINAL = tuple(
+    words
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+    for words in (os.strerror(number), LOCAL_REASONS[number][0])
+)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended before the run was done or asked to stop."""
+
+    kind: str
+    """FAILURE, PREEMPTION, RESIZE, NO_ROOM or AGAIN."""
+    reason: str
+    step: int
+    """Steps done when it ended, kept or not."""
+    trained: bool
+    """The attempt has done a step, and so its workers had entered the next one."""
+    final: bool = False
+    """Another attempt would only find the same, as on a full disk."""
+
+
+def ending_of(
+    ended: dict[str, Any] | Exception, lines: list[dict[str, Any]], began: float
+) -> Ending:
+    """Tell a node that is taken away from a failure, and both from workers that had no room.
+
+    `ended` is rank 0's summary of workers that move, or the error of an attempt; `lines` are those
+    of metrics.jsonl, and `began` is when the attempt did, in Unix seconds.
+    """
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+    from ray.train.v2.api.exceptions import PreemptionError
+
+    step = lines[-1]["step"] if lines else 0
+    trained = bool(lines) and lines[-1]["time"] >= began
+    if isinstance(ended, dict):
+        kind = PREEMPTION if ended["notice"] else AGAIN if ended.get("again") else RESIZE
+        return Ending(kind, ended["reason"], step, trained)
+    if isinstance(getattr(ended, "controller_failure", None), WorkerGroupStartupTimeoutError):
+        return Ending(NO_ROOM, "the cluster has no room for the workers yet", step, trained)
+    taken = isinstance(ended, PreemptionError) or any(
+        getattr(cause, "preempted", False) for cause in _deaths(ended).values()
+    )
+    if taken:
+        return Ending(PREEMPTION, reason_of(ended), step, trained)
+    final = _final_reason(ended)
+    return Ending(FAILURE, final or reason_of(ended), step, trained, final is not None)
+
+
+def _final_reason(error: Exception) -> str | None:
+    """Return why another attempt is no use, if a worker or the controller says so."""
+    said = [f"rank {rank}: {_last_line(cause)}" for rank, cause in sorted(_deaths(error).items())]
+    for line in said or [_last_line(error)]:
+        if any(words in line for words in FINAL):
+            return line
+    return None
+
+
+def reason_of(error: Exception) -> str:
+    """Say which worker failed, and why; a death explains the errors of the ranks around it."""
+    deaths = _deaths(error)
+    if not deaths:
+        return _last_line(error)
+    ranks = [rank for rank in sorted(deaths) if isinstance(deaths[rank], RayActorError)]
+    rank = min(ranks or deaths)
+    return f"rank {rank}: {_last_line(deaths[rank])}"
+
+
+def causes(error: Exception) -> list[BaseException]:
+    """Return what ended the workers; the error itself where it was none of them."""
+    return list(_deaths(error).values()) or [error]
+
+
+def _deaths(error: Exception) -> dict[int, BaseException]:
+    """Return what ended each worker, by rank."""
+    failures = getattr(error, "worker_failures", None) or {}
+    return {rank: getattr(failures[rank], "cause", None) or failures[rank] for rank in failures}
+
+
+def _last_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()[-1].split(" Some common causes include")[0]
+    return text.rpartition("Worker exit detail: ")[2].rstrip(".")

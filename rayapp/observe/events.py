@@ -1,0 +1,134 @@
+"""What the driver writes down as it happens: events.jsonl, read by rayapp.observe.goodput."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rayapp import hardware
+from rayapp.config import RunConfig
+from rayapp.observe import metrics
+from rayapp.observe.ending import Ending
+from rayapp.observe.goodput import ENDED, FILE, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
+from rayapp.storage import Storage
+
+logger = logging.getLogger("rayapp.driver")
+
+
+class Journal:
+    """The events of a run, and the steps that the driver has seen, kept or not."""
+
+    def __init__(self, run: Storage) -> None:
+        self.run, self.events = run, read_events(run)
+        self._lines = metrics.read(run)
+        self._kept = {(line["attempt"], line["step"]) for line in self._lines}
+        self._followed = max((attempt for attempt, _ in self._kept), default=0)
+
+    @contextmanager
+    def command(self, config: RunConfig, began: float) -> Iterator[None]:
+        """Record a command's start, and its end if that is an error."""
+        seen_until = self._lines[-1]["time"] if self._lines else None
+        self.add(
+            STARTED,
+            began,
+            host=socket.gethostname(),
+            submission_id=submission_id(),
+            seen_until=seen_until,
+            **machines(config, config.cluster.min_workers),
+        )
+        try:
+            yield
+        except BaseException as error:
+            self.add(ENDED, status="failed", reason=str(error) or type(error).__name__, seconds={})
+            raise
+
+    def attempt(self, config: RunConfig, workers: int) -> None:
+        """Record that an attempt begins."""
+        self.add(WORKERS, workers=workers, **machines(config, workers))
+
+    def saw(self, line: dict[str, Any]) -> None:
+        """Look at a new last line of metrics.jsonl; the first one of an attempt is an event."""
+        if line["attempt"] > self._followed:
+            try:
+                self.catch_up()
+            except OSError as error:  # the next line is another chance
+                logger.warning("cannot read %s: %s", metrics.FILE, error)
+
+    def catch_up(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl, and record the attempt if it has begun; return its lines."""
+        lines = metrics.read(self.run)
+        kept = {(line["attempt"], line["step"]) for line in lines}
+        fresh = [line for line in lines if line["attempt"] > self._followed]
+        if fresh:
+            lost = [line for line in self._lines if (line["attempt"], line["step"]) not in kept]
+            first = fresh[0]
+            self._followed = lines[-1]["attempt"]
+            self.add(
+                RESUMED,
+                first["time"],
+                attempt=first["attempt"],
+                step=first["step"] - 1,
+                first_step_s=first["step_s"],
+                lost_steps=len(lost),
+                lost_s=sum(line["step_s"] for line in lost),
+            )
+        self._lines = lines
+        return lines
+
+    def interrupted(self, ending: Ending, workers: int) -> None:
+        """Record that an attempt has ended early."""
+        lines = self.catch_up()
+        self.add(
+            INTERRUPTED,
+            kind=ending.kind,
+            reason=ending.reason,
+            step=ending.step,
+            workers=workers,
+            trained_until=lines[-1]["time"] if lines else None,
+        )
+
+    def ended(self, status: str, seconds: dict[str, float], reason: str | None = None) -> None:
+        """Record that the command ends."""
+        self.catch_up()
+        self.add(ENDED, status=status, reason=reason, seconds=seconds)
+
+    def add(self, event: str, at: float | None = None, **facts: Any) -> None:
+        """Append an event; one that cannot be stored is stored with the next."""
+        self.events.append({"event": event, "time": at or time.time(), **facts})
+        text = "".join(json.dumps(each) + "\n" for each in self.events)
+        try:
+            self.run.write(FILE, text.encode())
+        except OSError as error:
+            logger.warning("events are not stored yet: %s", error)
+
+
+def machines(config: RunConfig, workers: int) -> dict[str, Any]:
+    """Return how many machines the workers take, and what they cost, as far as that is known.
+
+    The price is config's, else the list price on demand in AWS_REGION.
+    """
+    name, price = config.cluster.instance, config.cluster.usd_per_hour
+    if name is None:
+        return {"nodes": None, "instance": None, "usd_per_hour": None}
+    one = hardware.instance(name)
+    if price is None:
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        price = hardware.usd_per_hour(one, region or hardware.DEFAULT_REGION)
+    nodes = -(-workers // (one.gpus or 1))
+    return {
+        "nodes": nodes,
+        "instance": name,
+        "usd_per_hour": None if price is None else nodes * price,
+    }
+
+
+def submission_id() -> str | None:
+    """Return the id of the Ray job that this process is the driver of, None where it is none."""
+    told = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return (told.get("metadata") or {}).get("job_submission_id")

@@ -1,0 +1,252 @@
+"""What a run tells Prometheus while it trains, by way of Ray's metrics agent on each node.
+
+    with Steps("demo", rank=0) as told:                    # in a training worker
+        told.step(record)
+    told = Driver("demo", num_steps=500, started=...)      # in the driver
+    told.set(account, ...); told.close("done")
+
+Ray prefixes every name with `ray_`, and counters end in `_total`. There are few series: of a step's
+record rank 0 tells what is the run's, each rank only its own memory and how long it waited. What is
+None is not told, nor what is not finite, which Ray would drop: `bad_steps` counts such steps.
+
+A gauge is shown for 20 s after it was set (two of Ray's intervals), so each is set again and again
+until it is closed; a counter as long as its node's agent lives, each process's beside those of the
+processes before it: sum them by run. A process that ends sends its last counts first. Under
+torchrun none of this is used.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayapp.observe.goodput import Account
+    from rayapp.observe.metrics import StepRecord
+
+PREFIX = "rayapp"
+REPEAT_S = 1.0
+
+# Fields of a StepRecord of any kind that rank 0 tells as they are, where it has them.
+OF_A_STEP = {
+    "step": "Optimizer steps done",
+    "epoch": "Epochs done",
+    "loss": "Nats per loss-bearing token, or per image, of the last step",
+    "loss_per_byte": "Nats per UTF-8 byte of the last step",
+    "eval_loss": "Nats per token or image of the held-out data, when last evaluated",
+    "eval_loss_per_byte": "Nats per UTF-8 byte of the held-out data, when last evaluated",
+    "grad_norm": "Gradient norm before clipping",
+    "lr": "Learning rate",
+    "tokens_per_s": "Input tokens per second of all workers",
+    "tokens_per_s_per_gpu": "Input tokens per second and worker",
+    "images_per_s": "Images per second of all workers",
+    "images_per_s_per_gpu": "Images per second and worker",
+    "eval_top1": "Share of the held-out images that are classified right, 0-1",
+    "eval_top5": "Share of them whose class is among the five likeliest, 0-1",
+    "mfu": "Model FLOP/s over the hardware's peak, 0-1",
+    "workers": "Training workers",
+    "attempt": "How many times the run has started its workers",
+}
+OF_A_RANK = {"peak_gib": "Most memory that the rank has held so far"}
+COUNTED = {
+    "tokens": "Loss-bearing tokens trained on",
+    "images": "Images trained on",
+    "skipped_steps": "Steps that left the weights as they were",
+    "bad_steps": "Steps whose loss or gradient was not finite",
+    "checkpoint_stall_s": "Seconds that steps were held up by saving",
+    "eval_s": "Seconds of held-out evaluations",
+}
+COUNTED_BY_RANK = {"data_wait_s": "Seconds that the rank has waited for its rows"}
+STEP_S_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+OF_THE_DRIVER = {
+    "num_steps": "Steps that the run is to do",
+    "last_step_unix_s": "When the last step was done; before the first, when the run was started",
+    "checkpoint_step": "Steps done at the newest committed checkpoint",
+    "checkpoint_unix_s": "When it was committed; before the first, when the run was started",
+    "checkpoint_every_s": "Seconds between checkpoints that were asked for, at the present pace",
+    "wall_s": "Seconds that the run's commands have taken",
+    "cost_usd": "Cost of the run's machines so far",
+    "usd_per_hour": "Cost of the run's machines per hour",
+    "cost_at_end_usd": "What it will have cost at the present pace",
+    "lost_steps": "Steps that were done in vain",
+    "planned_step_s": "Seconds of a step by the plan, stalls left out",
+    "calibrated_step_s": "The same by the run's own first ten steps",
+}
+
+
+AT_THE_END = {"failed": "1 where the run has failed, 0 where it is done or was stopped"}
+
+
+class _Gauges:
+    """Gauges of one run that keep what they were set to until they are closed."""
+
+    def __init__(self, tags: dict[str, str]) -> None:
+        self._tags = tags
+        self._gauges: dict[str, Any] = {}
+        self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="gauges", daemon=True)
+
+    def add(self, texts: Mapping[str, str], *more_tags: str) -> None:
+        """Add gauges, by name."""
+        from ray.util.metrics import Gauge
+
+        for name, text in texts.items():
+            made = Gauge(f"{PREFIX}_{name}", text, (*self._tags, *more_tags))
+            self._gauges[name] = made.set_default_tags(self._tags)
+
+    def set(self, values: Mapping[str, float | None], **tags: str) -> None:
+        """Set gauges to what is known and finite; `tags` are beside those of all."""
+        for name, value in values.items():
+            if value is not None and math.isfinite(value):
+                self._values[name, "".join(tags.values())] = value, tags
+                self._gauges[name].set(value, tags)
+        if not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let them vanish."""
+        self._closed.set()
+
+    def _repeat(self) -> None:
+        while not self._closed.wait(REPEAT_S):
+            for (name, _), (value, tags) in tuple(self._values.items()):
+                self._gauges[name].set(value, tags)
+
+
+class Steps:
+    """Tell of each step, on every rank."""
+
+    def __init__(self, run: str, rank: int) -> None:
+        from ray.util.metrics import Histogram
+
+        tags = {"run": run}
+        self._first = rank == 0
+        self._gauges = _Gauges(tags)
+        self._gauges.add(OF_A_RANK, "rank")
+        self._rank = str(rank)
+        self._counts = _counters(COUNTED_BY_RANK, tags | {"rank": self._rank})
+        if self._first:
+            self._gauges.add(OF_A_STEP)
+            self._counts |= _counters(COUNTED, tags)
+            self._step_s = Histogram(
+                f"{PREFIX}_step_s",
+                "Wall time of a step, waiting and saving included",
+                boundaries=list(STEP_S_BOUNDS),
+                tag_keys=tuple(tags),
+            ).set_default_tags(tags)
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gauges.close()
+
+    def step(self, record: StepRecord) -> None:
+        """Tell of a step that was done."""
+        self._gauges.set({"peak_gib": record.peak_gib}, rank=self._rank)
+        self._count("data_wait_s", record.data_wait_s)
+        if not self._first:
+            return
+        self._gauges.set({name: getattr(record, name, None) for name in OF_A_STEP})
+        for name in ("tokens", "images"):
+            self._count(name, getattr(record, name, 0))
+        self._count("skipped_steps", int(record.skipped))
+        self._count("checkpoint_stall_s", record.checkpoint_stall_s)
+        self._count("eval_s", record.eval_s)
+        self._step_s.observe(record.step_s)
+        if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+            self.bad_step()
+
+    def bad_step(self) -> None:
+        """Tell of a step whose loss is not finite; one that ends the run has no record."""
+        if self._first:
+            self._count("bad_steps", 1)
+
+    def _count(self, name: str, value: float) -> None:
+        if value > 0:  # Ray's counters take no 0
+            self._counts[name].inc(value)
+
+
+class Driver:
+    """Tell what only the driver knows: it outlives the workers."""
+
+    def __init__(self, run: str, num_steps: int, started: float) -> None:
+        self._gauges = _Gauges({"run": run})
+        self._gauges.add(OF_THE_DRIVER | AT_THE_END)
+        self._gauges.add({"goodput": "Share of wall_s by cause, 0-1"}, "cause")
+        self._gauges.add({"interruptions": "Attempts that ended early, by kind"}, "kind")
+        self._num_steps, self._started = num_steps, started
+
+    def close(self, status: str) -> None:
+        """Tell how the run has ended, and let all that was told vanish.
+
+        The end is shown for 20 s, also where the process ends at once: longer than it takes until
+        the next scrape. A driver that dies tells none.
+        """
+        self._gauges.set({"failed": float(status == "failed")})
+        self._gauges.close()
+
+    def set(
+        self,
+        account: Account,
+        last_step_s: float | None,
+        checkpoint: tuple[int, float] | None,
+        **more: float | None,
+    ) -> None:
+        """Tell how the run stands; `checkpoint` is the newest one's step and its Unix time.
+
+        `more` are further values of OF_THE_DRIVER, by name.
+        """
+        step, committed_s = checkpoint or (None, self._started)
+        self._gauges.set(
+            {
+                "num_steps": self._num_steps,
+                # A run that goes on after a day must not look as if it had hung for a day.
+                "last_step_unix_s": max(last_step_s or 0.0, self._started),
+                "checkpoint_step": step,
+                "checkpoint_unix_s": max(committed_s, self._started),
+                "wall_s": account.wall_s,
+                "cost_usd": account.cost_usd,
+                "usd_per_hour": account.usd_per_hour,
+                "lost_steps": account.lost_steps,
+                **more,
+            }
+        )
+        for cause, share in account.goodput.items():
+            self._gauges.set({"goodput": share}, cause=cause)
+        kinds = [each["kind"] for each in account.interruptions]
+        for kind in ("failure", "preemption", "resize"):
+            self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
+
+
+class Pace:
+    """How often checkpoints are due, in seconds: by time, by steps, or by what comes first."""
+
+    def __init__(self, every_s: float | None, every_steps: int | None) -> None:
+        self._every_s, self._every_steps = every_s, every_steps
+        self._step_s: deque[float] = deque(maxlen=32)
+
+    def saw(self, step_s: float) -> None:
+        """Take the seconds of a step."""
+        self._step_s.append(step_s)
+
+    def checkpoint_every_s(self) -> float | None:
+        """Return the seconds, None while it is not known how long a step takes."""
+        found = [] if self._every_s is None else [self._every_s]
+        if self._every_steps is not None and self._step_s:
+            found.append(self._every_steps * statistics.median(self._step_s))
+        return min(found, default=None)
+
+
+def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Any]:
+    from ray.util.metrics import Counter
+
+    return {
+        name: Counter(f"{PREFIX}_{name}", text, tuple(tags)).set_default_tags(tags)
+        for name, text in texts.items()
+    }

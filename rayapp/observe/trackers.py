@@ -1,0 +1,324 @@
+"""TensorBoard, MLflow and W&B: the steps of metrics.jsonl, told to where people look at curves.
+
+    tracker = OPEN["tensorboard"](run, config)
+    tracker.write(lines); tracker.cut_back(step); tracker.write(lines)
+    tracker.close("done", samples)
+
+A tracker is fed from metrics.jsonl, the run's own record, by the driver alone: it costs the
+training nothing, and its key never leaves the driver's environment. `lines` are whole records in
+order, `cut_back` says that the steps after `step` were thrown away and will come again. What is
+None is left out. The same run, resumed by another command, goes on as the same run there too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import netrc
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from rayapp.config import RunConfig
+from rayapp.config.units import UNITS
+from rayapp.storage import Storage
+
+Line: TypeAlias = dict[str, Any]
+
+RATES = [rate for unit in UNITS for rate in (unit.per_s, unit.per_s_per_gpu)]
+# Fields of metrics.jsonl, by the group they are shown in.
+GROUPS = {
+    "loss": ("loss", "loss_per_byte", "eval_loss", "eval_loss_per_byte"),
+    "accuracy": ("eval_top1", "eval_top5"),
+    "optimizer": ("lr", "grad_norm", "skipped"),
+    "speed": (*RATES, "mfu", "step_s"),
+    "stalls": ("data_wait_s", "checkpoint_stall_s", "eval_s"),
+    "memory": ("peak_gib", "peak_forward_gib", "peak_backward_gib", "peak_optimizer_gib"),
+    "run": ("epoch", *(unit.many for unit in UNITS), "workers", "attempt"),
+}
+NAMES = {field: f"{group}/{field}" for group, fields in GROUPS.items() for field in fields}
+SHOWN_BY_HPARAMS = (NAMES["loss"], NAMES["eval_loss"])
+PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
+INSTALL = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny", "wandb": "wandb"}
+FOLDER = "tensorboard"
+STORE_S = 30.0  # between two copies of an event file to S3, at least
+STORE_BYTES_PER_S = 2 * 2**20  # of such copies, on average
+# In one request; characters. Source: MLflow's REST API, "Request Limits", 3.17 (2026-11).
+MLFLOW_BATCH, MLFLOW_PARAMS = 1000, 100
+MLFLOW_PARAM, MLFLOW_TAG = 500, 5000
+PROJECT = "rayapp"
+
+
+class Tracker(Protocol):
+    """Where the steps of one run go."""
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Tell of some more steps."""
+
+    def cut_back(self, step: int) -> None:
+        """Take back what was told of the steps after this one, where that can be done."""
+
+    def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
+        """Tell how the command ended (done, stopped, failed), with prompts and what they gave."""
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Say which trackers cannot work: no package, no server, no key."""
+    found = []
+    for name in config.run.trackers:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            found.append(
+                f"run.trackers={name} is not installed: there is no package {PACKAGES[name]} where "
+                f"the driver runs. Run `pip install {INSTALL[name]}`, or leave {name} out"
+            )
+        elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+            found.append(
+                "run.trackers=mlflow is without a server: MLFLOW_TRACKING_URI is not set. "
+                "Export it, e.g. https://mlflow.example.com, where the command runs"
+            )
+        elif name == "wandb" and not _wandb_may_start():
+            found.append(
+                "run.trackers=wandb is without a key: WANDB_API_KEY is not set, and nobody is "
+                "there to be asked. Export it, or WANDB_MODE=offline, where the command runs"
+            )
+    return found
+
+
+def scalars(line: Line) -> Iterator[tuple[str, float]]:
+    """Yield (name, value) of what a step has."""
+    for field, name in NAMES.items():
+        value = line.get(field)
+        if value is not None:
+            yield name, float(value)
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Return every field of a config by its dotted name, as plain values."""
+
+    def flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in tree.items():
+            if isinstance(value, dict) and value:
+                yield from flat(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(flat(config.model_dump(mode="json"), ""))
+
+
+class TensorBoard:
+    """One event file per command, in the run's folder.
+
+    It begins with a mark by which TensorBoard forgets what older files have said (they are
+    deleted), and then has all steps of the run so far: a command that was killed leaves no gap, and
+    no step is there twice.
+    """
+
+    def __init__(self, run: Storage, config: RunConfig) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.summary import hparams, text
+
+        self._storage = run / FOLDER
+        self._old = [entry.name for entry in self._storage.list()]
+        local = self._storage.local_path()
+        self._remote = local is None
+        self._folder = Path(local or tempfile.mkdtemp(prefix="rayapp-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._due = 0.0
+        # Not SummaryWriter, whose flush() leaves out what is still in its queue.
+        self._file = EventsWriter(str(self._folder / "events"))
+        self.cut_back(0)
+        self._add(text("config", _verbatim(config.to_yaml())))
+        for summary in hparams(_plain(settings(config)), dict.fromkeys(SHOWN_BY_HPARAMS)):
+            self._add(summary)
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Add an event for each step; to S3 they go from time to time."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        for line in lines:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(line)]
+            self._add(Summary(value=values), line["step"], line["time"])
+        self._file.flush()
+        if time.monotonic() >= self._due:
+            self._store()
+
+    def cut_back(self, step: int) -> None:
+        """Tell TensorBoard to forget the steps after this one; 0: whatever it knows."""
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self._file.write_event(
+            Event(step=step + 1 if step else 0, session_log=start, wall_time=time.time())
+        )
+
+    def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
+        """Add the samples, and store the file."""
+        from tensorboardX.summary import text
+
+        for number, (prompt, answer) in enumerate(samples):
+            self._add(text(f"sample/{number}", _verbatim(prompt + answer)))
+        self._file.close()
+        self._store()
+        if self._remote:
+            shutil.rmtree(self._folder)
+
+    def _add(self, summary: Any, step: int = 0, at: float | None = None) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._file.write_event(Event(summary=summary, step=step, wall_time=at or time.time()))
+
+    def _store(self) -> None:
+        """Copy the event file if the run is on S3, and delete those of earlier commands."""
+        began = time.monotonic()
+        stored_bytes = 0
+        for path in self._folder.iterdir() if self._remote else ():
+            data = path.read_bytes()
+            self._storage.write(path.name, data)
+            stored_bytes += len(data)
+        while self._old:
+            self._storage.delete(self._old[-1])
+            self._old.pop()
+        self._due = began + max(STORE_S, stored_bytes / STORE_BYTES_PER_S)
+
+
+class MLflow:
+    """One run of MLflow's, found again by its tag; no step is told twice.
+
+    MLflow has no way to take a value back: a step that is done again after a failure keeps the
+    values of the first time, which at the same number of workers are the same.
+    """
+
+    def __init__(self, run: Storage, config: RunConfig) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        tagged = f"tags.`{PROJECT}.run` = '{run.url}'"
+        runs = self._client.search_runs([experiment], tagged, max_results=1)
+        if runs:
+            self._id = runs[0].info.run_id
+            self._client.update_run(self._id, "RUNNING")
+            known = runs[0].data.params
+            self._told = self._newest_step()
+        else:
+            tags = {f"{PROJECT}.run": run.url}
+            made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
+            self._id, known, self._told = made.info.run_id, {}, 0
+        self._describe(config, known)
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Send the steps that are new, in as few requests as the API allows."""
+        from mlflow.entities import Metric
+
+        per_request = MLFLOW_BATCH // len(NAMES)
+        new = [line for line in lines if line["step"] > self._told]
+        for start in range(0, len(new), per_request):
+            part = new[start : start + per_request]
+            values = [
+                Metric(name, value, int(line["time"] * 1000), line["step"])
+                for line in part
+                for name, value in scalars(line)
+            ]
+            self._client.log_batch(self._id, metrics=values)
+            self._told = part[-1]["step"]
+
+    def cut_back(self, step: int) -> None:
+        """Keep what was told: it cannot be taken back."""
+
+    def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
+        """Say how the command ended, and tag the samples."""
+        for number, (prompt, text) in enumerate(samples):
+            value = f"{prompt}{text}"[:MLFLOW_TAG]
+            self._client.set_tag(self._id, f"{PROJECT}.sample.{number}", value)
+        ended = {"done": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED")
+        self._client.set_terminated(self._id, ended)
+
+    def _newest_step(self) -> int:
+        history = self._client.get_metric_history(self._id, NAMES["step_s"])
+        return max((point.step for point in history), default=0)
+
+    def _describe(self, config: RunConfig, known: dict[str, str]) -> None:
+        """Send the config; MLflow's parameters never change, later commands' stay as they were."""
+        from mlflow.entities import Param
+
+        params = [
+            Param(name, str(value)[:MLFLOW_PARAM])
+            for name, value in settings(config).items()
+            if name not in known
+        ]
+        for start in range(0, len(params), MLFLOW_PARAMS):
+            self._client.log_batch(self._id, params=params[start : start + MLFLOW_PARAMS])
+
+
+class Wandb:
+    """One run of W&B's, resumed by its id, which is made from the run's URL."""
+
+    def __init__(self, run: Storage, config: RunConfig) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=hashlib.sha256(run.url.encode()).hexdigest()[:16],
+            name=config.run.name,
+            resume="allow",
+            config=settings(config),
+            dir=os.environ.get("WANDB_DIR") or run.local_path(),
+            # The driver's own CPU and output say nothing of the training.
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_code=True,
+                disable_git=True,
+                x_disable_stats=True,
+            ),
+        )
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Send the steps that are new: W&B's only go forward."""
+        for line in lines:
+            if line["step"] >= self._run.step:
+                self._run.log(dict(scalars(line)), step=line["step"])
+
+    def cut_back(self, step: int) -> None:
+        """Keep what was told: it cannot be taken back."""
+
+    def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
+        """Say how the command ended, and send what waits."""
+        self._run.summary.update({"status": status})
+        for number, (prompt, text) in enumerate(samples):
+            self._run.summary.update({f"sample/{number}": prompt + text})
+        self._run.finish(exit_code=int(status == "failed"))
+
+
+OPEN: dict[str, Callable[[Storage, RunConfig], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": Wandb,
+}
+
+
+def _wandb_may_start() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):  # there is none: `wandb login` has not been run
+        return False
+
+
+def _plain(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
+    return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
+
+
+def _verbatim(text: str) -> str:
+    """Indent for Markdown, which TensorBoard shows text as."""
+    return "".join(f"    {line}\n" for line in text.splitlines())

@@ -1,0 +1,350 @@
+"""What the config.json of an image classifier amounts to: its layers, parameters, multiply-adds.
+
+    shape = image_shape_of({"model_type": "resnet"}, size=224)
+    shape.parameters, shape.macs, shape.kept
+
+ResNets and EfficientNets as transformers builds and runs them, layer by layer; another family is
+refused, as a guess would be wrong in silence. What a layer keeps for its backward pass was counted
+from its operations, and tests hold it to what autograd keeps.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from rayapp.planner.shape import UnknownShape
+
+CLASSES = 1000  # where a config.json does not say: ImageNet's
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution with what follows it; a linear layer is one of a single pixel."""
+
+    inputs: int
+    outputs: int
+    kernel: int
+    side: int
+    """Pixels of a side of its result."""
+    side_in: int
+    """Of its input, with what was padded by a copy."""
+    groups: int = 1
+    bias: bool = False
+    norm: bool = True
+    """Batch-norm follows."""
+    activation: bool = True
+    """An activation follows that."""
+
+    @property
+    def parameters(self) -> int:
+        """Kernel, bias, and batch-norm's scale and shift."""
+        kernel = self.outputs * self.inputs // self.groups * self.kernel**2
+        return kernel + self.outputs * (self.bias + 2 * self.norm)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of an image's forward pass."""
+        return self.outputs * self.inputs // self.groups * self.kernel**2 * self.side**2
+
+    @property
+    def depthwise(self) -> bool:
+        """A kernel for each channel."""
+        return self.groups > 1
+
+    @property
+    def read(self) -> int:
+        """Numbers of its input."""
+        return self.inputs * self.side_in**2
+
+    @property
+    def written(self) -> int:
+        """Numbers of its result."""
+        return self.outputs * self.side**2
+
+
+@dataclass
+class Kept:
+    """Numbers of an image that are kept for the backward pass."""
+
+    values: int = 0
+    """As they were computed."""
+    norms: int = 0
+    """By batch-norm: its inputs, or in fp32 what a synchronized one made of them."""
+    indices: int = 0
+    """Of 8 bytes: what max-pooling took."""
+    masks: int = 0
+    """Of a byte: what dropout left."""
+
+
+@dataclass
+class Moved:
+    """Numbers of an image that elementwise kernels read and write, batch-norm's apart."""
+
+    forward: int = 0
+    backward: int = 0
+    kernels: int = 0
+    """Of the forward pass."""
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """A stack of convolutions and a linear layer, for images of one size."""
+
+    model_type: str
+    size: int
+    classes: int
+    layers: tuple[Convolution, ...]
+    kept: Kept = field(default_factory=Kept)
+    moved: Moved = field(default_factory=Moved)
+
+    @cached_property
+    def parameters(self) -> int:
+        """All of them."""
+        return sum(one.parameters for one in self.layers)
+
+    @cached_property
+    def macs(self) -> int:
+        """Multiply-adds of an image's forward pass; a FLOP is half of one."""
+        return sum(one.macs for one in self.layers)
+
+    @property
+    def normed(self) -> tuple[Convolution, ...]:
+        """Layers with batch-norm."""
+        return tuple(one for one in self.layers if one.norm)
+
+    @cached_property
+    def largest(self) -> int:
+        """Numbers of the largest result of a layer, for one image."""
+        return max(one.written for one in self.layers)
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs that training on an image needs: a backward pass takes twice a forward pass."""
+        return 6.0 * self.macs
+
+
+def image_shape_of(
+    config: Mapping[str, Any], size: int, classes: int | None = None, same: bool = False
+) -> ImageShape:
+    """Return the shape of a config.json for images of `size` x `size` pixels.
+
+    `same` pads EfficientNet's odd sides as its paper does, where transformers drops a row.
+
+    Raises:
+        UnknownShape: the family is another, or the images are too small for it.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        near = difflib.get_close_matches(kind, FAMILIES, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(sorted(FAMILIES))}"
+        raise UnknownShape(f"model_type={kind} is unknown: its layers are not known. {hint}")
+    classes = classes or classes_of(config)
+    stack = _Stack(size)
+    top = FAMILIES[kind](config, stack, same)
+    if stack.side < 1:
+        raise UnknownShape(f"images of {size} pixels are too small for this {kind}")
+    stack.layers.append(Convolution(top, classes, 1, 1, 1, bias=True, norm=False, activation=False))
+    stack.kept.values += top
+    return ImageShape(kind, size, classes, tuple(stack.layers), stack.kept, stack.moved)
+
+
+def classes_of(config: Mapping[str, Any]) -> int:
+    """Return the number of classes: what the config says, else ImageNet's."""
+    if config.get("num_labels"):
+        return int(config["num_labels"])
+    return len(config.get("id2label") or ()) or CLASSES
+
+
+class _Stack:
+    """Layers as they are put on one another."""
+
+    def __init__(self, size: int) -> None:
+        self.side = size
+        self.layers: list[Convolution] = []
+        self.kept, self.moved = Kept(), Moved()
+
+    def add(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int = 1,
+        stride: int = 1,
+        *,
+        side_in: int | None = None,
+        **more: Any,
+    ) -> Convolution:
+        """Put a layer on; `side_in` is of an input that was padded by a copy, or another branch."""
+        before = self.side if side_in is None else side_in
+        pad = kernel // 2 if side_in is None or stride == 1 else 0
+        side = (before + 2 * pad - kernel) // stride + 1
+        one = Convolution(inputs, outputs, kernel, side, before, **more)
+        self.layers.append(one)
+        self.side = side
+        self.kept.norms += one.written if one.norm else 0
+        self.moved.kernels += 1 + one.norm + one.activation
+        if one.activation:
+            self.moved.forward += 2 * one.written
+            self.moved.backward += 3 * one.written
+        return one
+
+
+def _resnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
+    """Put on a ResNet; return the width of its last features. ReLU keeps its result."""
+    depths = config.get("depths") or (3, 4, 6, 3)
+    widths = config.get("hidden_sizes") or (256, 512, 1024, 2048)
+    kind = config.get("layer_type") or "bottleneck"
+    width = int(config.get("embedding_size") or 64)
+    channels = int(config.get("num_channels") or 3)
+    kept = stack.kept
+    kept.values += channels * stack.side**2
+    stem = stack.add(channels, width, 7, 2)
+    kept.values += stem.written
+    stack.side = (stack.side - 1) // 2 + 1  # 3 x 3 max-pooling, stride 2, 1 around
+    pooled = width * stack.side**2
+    kept.indices += pooled
+    kept.values += pooled
+    stack.moved.forward += stem.written + 5 * pooled  # indices count as four bf16 numbers
+    stack.moved.backward += stem.written + 5 * pooled
+    for stage, (outputs, depth) in enumerate(zip(widths, depths, strict=True)):
+        for number in range(depth):
+            down = 2 if number == 0 and (stage or config.get("downsample_in_first_stage")) else 1
+            early = bool(config.get("downsample_in_bottleneck"))
+            _residual(stack, kind, width, int(outputs), down, early)
+            width = int(outputs)
+    return width
+
+
+def _residual(
+    stack: _Stack, kind: str, inputs: int, outputs: int, stride: int, early: bool
+) -> None:
+    before = stack.side
+    if inputs != outputs or stride != 1:
+        stack.add(inputs, outputs, 1, stride, activation=False)
+        stack.side = before
+    if kind == "bottleneck":
+        inner = outputs // 4
+        first, second = (stride, 1) if early else (1, stride)
+        stack.kept.values += stack.add(inputs, inner, 1, first).written
+        stack.kept.values += stack.add(inner, inner, 3, second).written
+        last = stack.add(inner, outputs, 1)
+    else:
+        stack.kept.values += stack.add(inputs, outputs, 3, stride).written
+        last = stack.add(outputs, outputs, 3)
+    stack.kept.values += last.written
+    stack.moved.forward += 3 * last.written  # the sum, in place; ReLU is counted with the layer
+    stack.moved.backward += 3 * last.written
+    stack.moved.kernels += 1
+
+
+def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
+    """Put on an EfficientNet; return the width of its features. SiLU keeps its input."""
+    divisor = int(config.get("depth_divisor") or 8)
+    wider = float(config.get("width_coefficient") or 2.0)
+    deeper = float(config.get("depth_coefficient") or 3.1)
+    top = int(config.get("hidden_dim") or 2560)
+    channels = int(config.get("num_channels") or 3)
+
+    def width(base: int) -> int:
+        """Round to the divisor, and not down by more than 10 %."""
+        scaled = base * wider
+        rounded = max(divisor, int(scaled + divisor / 2) // divisor * divisor)
+        return rounded + divisor if rounded < 0.9 * scaled else rounded
+
+    side = stack.side + (1 if not same or stack.side % 2 == 0 else 2)
+    stack.kept.values += channels * side**2
+    stem = stack.add(channels, width(32), 3, 2, side_in=side)
+    stack.kept.values += stem.written
+    squeeze = float(config.get("squeeze_expansion_ratio") or 0.25)
+    square = tuple(config.get("depthwise_padding") or ())
+    number = 0
+    for stage in _stages(config):
+        inputs, outputs, stride = width(stage["inputs"]), width(stage["outputs"]), stage["stride"]
+        for repeat in range(math.ceil(deeper * stage["repeats"])):
+            even = number in square  # padded alike on both sides
+            shortcut = stride == 1 and repeat > 0
+            drops = shortcut and number > 0 and float(config.get("drop_connect_rate", 0.2)) > 0
+            extra = 0 if not even else 1
+            if same:
+                extra = stack.side % 2
+            _mobile(stack, inputs, outputs, stage, stride, squeeze, shortcut, drops, extra)
+            inputs, stride, number = outputs, 1, number + 1
+    stack.kept.values += inputs * stack.side**2
+    last = stack.add(inputs, top)
+    stack.kept.values += 2 * last.written
+    stack.moved.forward += last.written
+    stack.moved.backward += last.written
+    return top
+
+
+def _stages(config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    keys = ("inputs", "outputs", "stride", "kernel", "expand", "repeats")
+    names = ["in_channels", "out_channels", "strides", "kernel_sizes", "expand_ratios"]
+    names.append("num_block_repeats")
+    usual = (
+        (32, 16, 24, 40, 80, 112, 192),
+        (16, 24, 40, 80, 112, 192, 320),
+        (1, 2, 2, 2, 1, 2, 1),
+        (3, 3, 5, 3, 5, 5, 3),
+        (1, 6, 6, 6, 6, 6, 6),
+        (1, 2, 2, 3, 3, 4, 1),
+    )
+    lists = [config.get(name) or default for name, default in zip(names, usual, strict=True)]
+    for values in zip(*lists, strict=True):
+        yield dict(zip(keys, map(int, values), strict=True))
+
+
+def _mobile(
+    stack: _Stack,
+    inputs: int,
+    outputs: int,
+    stage: Mapping[str, int],
+    stride: int,
+    squeeze: float,
+    shortcut: bool,
+    drops: bool,
+    extra: int,
+) -> None:
+    """Put on a block: expansion, a depthwise convolution, squeeze and excitation, projection."""
+    kept, moved, kernel = stack.kept, stack.moved, stage["kernel"]
+    inner = inputs * stage["expand"]
+    if stage["expand"] != 1:
+        kept.values += inputs * stack.side**2
+        kept.values += stack.add(inputs, inner).written  # SiLU's input
+    padded = stack.side
+    if stride == 2:  # a copy with zeros around
+        padded += 2 * (kernel // 2) - 1 + extra
+        moved.forward += 2 * inner * padded**2
+        moved.backward += 2 * inner * padded**2
+        moved.kernels += 1
+    kept.values += inner * padded**2
+    depthwise = stack.add(
+        inner, inner, kernel, stride, side_in=padded if stride == 2 else None, groups=inner
+    )
+    kept.values += 2 * depthwise.written  # SiLU's input; its result, which the gate multiplies
+    side, narrow = stack.side, max(1, int(inputs * squeeze))
+    stack.side = 1
+    stack.add(inner, narrow, bias=True, norm=False)
+    stack.add(narrow, inner, bias=True, norm=False)
+    kept.values += 2 * narrow + 3 * inner
+    stack.side = side
+    moved.forward += 3 * depthwise.written  # the mean reads, the gate reads and writes
+    moved.backward += 10 * depthwise.written  # of both factors, of the mean, and their sum
+    moved.kernels += 4
+    kept.values += depthwise.written
+    last = stack.add(inner, outputs, activation=False)
+    if shortcut:
+        moved.forward += (3 + 3 * drops) * last.written
+        moved.backward += (3 + 3 * drops) * last.written
+        moved.kernels += 1 + drops
+        kept.masks += last.written if drops else 0
+
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any], _Stack, bool], int]] = {
+    "resnet": _resnet,
+    "efficientnet": _efficientnet,
+}

@@ -1,0 +1,316 @@
+"""Bytes on a GPU, term by term, when a step holds most.
+
+    peak = peak_memory(Layout(shape, shards=8, micro_batch=2, seq_len=8192, checkpointing="full"))
+    peak.terms["activations"], peak.total, peak.phase
+
+A step is followed through four moments, and the largest is the peak: the loss (all activations are
+kept, logits exist), the backward of a block (its recomputation and gradients on top), the backward
+of what lies outside the blocks (embedding and head, gathered whole), and the optimizer's step.
+What a block keeps for its backward is counted by operation from transformers' own modules and
+PyTorch's autograd; rayapp/train/trace.py runs the real step on fake tensors, and tests hold this to
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rayapp.planner.flops import model_flops
+from rayapp.planner.shape import Linear, Shape, lora_parameters
+
+FP32 = 4
+LOSS_WORDS = 16_384  # rayapp.train.loss.WORDS
+# CUDA context, NCCL's channels and cuBLAS' workspace: outside PyTorch's allocator.
+CONTEXT_BYTES = 1.3 * 2**30
+# What a worker on CPUs holds beside its tensors: 0.5 GiB of Python, torch, transformers and Ray,
+# rows ahead, gloo's buffers, and what glibc keeps of what was freed. Measured, see docs/plan.md.
+PROCESS_BYTES = 0.85 * 2**30
+# What the caching allocator holds beyond what is alive, as a share of what comes and goes.
+FRAGMENTATION = 0.05
+# 8-bit moments have an fp32 scale for each 256 (torchao), nf4 one for each 64 (bitsandbytes).
+BYTES_8BIT = 1 + 4 / 256
+BYTES_NF4 = 0.5 + 4 / 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model, how it is laid out over ranks, and how it is trained."""
+
+    shape: Shape
+    shards: int
+    """Ranks that hold a part of each parameter: all, those of a replica, or 1."""
+    micro_batch: int
+    seq_len: int
+    strategy: str = "full_shard"
+    checkpointing: str = "none"
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    compiled: bool = False
+    loss_chunk: int = 4096
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ()
+    quantize: str = "none"
+    cpu_offload: bool = False
+    activation_offload: bool = False
+    accumulates: bool = False
+    """More than one micro-batch a step: gradients are there from the second one on."""
+    kept: tuple[str, ...] | None = None
+    """Linears whose results selective checkpointing keeps; None: rayapp's own choice."""
+    on_cpu: bool = False
+    """CPUs convert bf16 logits to fp32 before the softmax, GPUs inside it."""
+    plain_loss: bool = False
+    """All logits at once, by torch's cross_entropy: what others do."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row."""
+        return self.seq_len
+
+    def peak(self) -> Peak:
+        """Return the moment of a step that holds most."""
+        return peak_memory(self)
+
+    def checkpoint_bytes(self) -> float:
+        """Return the bytes of a checkpoint of all ranks."""
+        return checkpoint_bytes(self)
+
+    def model_flops(self, context: float) -> float:
+        """Return the FLOPs that training on a token needs."""
+        return model_flops(self.shape, context, self.lora_rank, self.lora_targets)
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number in compute."""
+        return FP32 if self.precision == "fp32" else 2
+
+    @property
+    def trainable(self) -> int:
+        """Parameters that have a gradient."""
+        if self.lora_rank is None:
+            return self.shape.parameters
+        return lora_parameters(self.shape, self.lora_rank, self.lora_targets)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a rank holds when it holds most, in bytes."""
+
+    phase: str
+    terms: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """The sum of the terms."""
+        return sum(self.terms.values())
+
+
+def kept_linears(shape: Shape) -> tuple[str, ...]:
+    """Return the linears whose results rayapp's selective checkpointing keeps.
+
+    A result costs as many operations as the input is wide: kept are projections no wider than
+    their input, and that no wider than the model.
+    """
+    return tuple(
+        one.name
+        for one in shape.linears
+        if one.copies == 1 and one.outputs <= one.inputs <= shape.hidden and one.name != "router"
+    )
+
+
+def block_bytes(layout: Layout) -> float:
+    """Return what one block keeps of one token for its backward, nothing recomputed.
+
+    bf16, H hidden, A heads * head_dim, K kv_heads * head_dim, I intermediate: a norm keeps its
+    input in fp32, the normalised and the scaled values (8 H); attention q, k, v, its result and
+    the fp32 log-sum-exp of each head; a gated MLP gate, its activation, up and their product (8 I).
+    Compiled, norms and elementwise results are computed again from the matrices' results.
+    """
+    shape, e = layout.shape, layout.element
+    hidden, inner = shape.hidden, shape.intermediate
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = e * (2 * queries + 2 * keys) + FP32 * shape.heads
+    experts = shape.active_experts
+    if layout.compiled:
+        norms, mlp = 2 * e * hidden, (2 if shape.gated else 1) * e * inner * experts
+        return norms + attention + mlp + FP32 * 2
+    if not shape.fp32_norms:  # gpt_neox: LayerNorm, q and k turned in part, biases, one residual
+        return e * (10 * hidden + 2 * inner) + FP32 * shape.heads
+    norm = 2 * e * hidden + (FP32 * hidden if e < FP32 else 0)  # in fp32 the copy is the input
+    mlp = 4 * e * inner * experts
+    routed = 2 * e * hidden * experts if shape.experts > 1 else 0
+    per_head = 0
+    if shape.block_norm_parameters > 2 * hidden:  # qwen3: q and k are normalised, head by head
+        heads = shape.heads + shape.kv_heads
+        per_head = (e + (FP32 if e < FP32 else 0)) * (queries + keys) + FP32 * heads
+    return 2 * norm + attention + mlp + routed + per_head + FP32 * 2
+
+
+def kept_bytes(layout: Layout) -> float:
+    """Return what one block keeps of one token between forward and backward, on the GPU."""
+    shape, e = layout.shape, layout.element
+    block_input = e * shape.hidden
+    if layout.activation_offload:
+        return 0.0
+    if layout.checkpointing == "none":
+        return block_bytes(layout) + _adapter_bytes(layout)
+    if layout.checkpointing == "full":
+        return float(block_input)
+    assert layout.checkpointing == "selective", layout.checkpointing
+    names = kept_linears(shape) if layout.kept is None else layout.kept
+    results = sum(e * one.outputs * one.active for one in shape.linears if one.name in names)
+    attention = e * shape.heads * shape.head_dim + FP32 * shape.heads
+    return float(block_input + results + attention)
+
+
+def peak_memory(layout: Layout) -> Peak:
+    """Return the moment of a step that holds most, without the allocator's own (see `with_slack`).
+
+    Raises:
+        UnknownShape: a target of LoRA is no linear layer of the blocks.
+    """
+    moments = _moments(layout)
+    return max(moments, key=lambda one: one.total)
+
+
+def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
+    """Add what the allocator holds beyond what is alive, and what CUDA or the process takes."""
+    moving = sum(peak.terms[name] for name in ("activations", "logits", "gathers"))
+    slack = FRAGMENTATION * moving + (CONTEXT_BYTES if cuda else PROCESS_BYTES)
+    return Peak(peak.phase, {**peak.terms, "slack": slack})
+
+
+def state_bytes(layout: Layout) -> dict[str, float]:
+    """Return the bytes of one rank's parameters, gradients and optimizer state."""
+    shape, shards = layout.shape, layout.shards
+    trainable, frozen = float(layout.trainable), 0.0
+    if layout.lora_rank is not None:
+        quantized = 0
+        if layout.quantize == "nf4":
+            quantized = shape.layers * sum(one.parameters for one in shape.linears if one.module)
+        frozen = BYTES_NF4 * quantized + layout.element * (shape.parameters - quantized)
+    return {
+        "parameters": (frozen + FP32 * trainable) / shards,
+        "gradients": FP32 * trainable / shards,
+        "optimizer": _optimizer_bytes(layout, trainable) / shards,
+    }
+
+
+def checkpoint_bytes(layout: Layout) -> float:
+    """Return the bytes of a checkpoint of all ranks: parameters and optimizer state, once.
+
+    Moments of 8 bits are saved as fp32 values, which any number of ranks can shard.
+    """
+    trainable = float(layout.trainable)
+    wide = replace(layout, optimizer="adamw") if layout.optimizer == "adamw8bit" else layout
+    return FP32 * trainable + _optimizer_bytes(wide, trainable)
+
+
+def _optimizer_bytes(layout: Layout, trainable: float) -> float:
+    if layout.optimizer == "adamw":
+        return 2 * FP32 * trainable
+    if layout.optimizer == "adamw8bit":
+        return 2 * BYTES_8BIT * trainable
+    assert layout.optimizer == "muon", layout.optimizer
+    shape = layout.shape
+    matrices = shape.layers * sum(one.inputs * one.outputs * one.copies for one in shape.linears)
+    return FP32 * matrices + 2 * FP32 * (trainable - matrices)
+
+
+def _adapter_bytes(layout: Layout) -> float:
+    """Return what adapters keep of a token in a block: the first factor's result.
+
+    Adapters are fp32 or bf16 as compute is; peft's own copy of the input in the adapter's dtype is
+    the input itself.
+    """
+    if layout.lora_rank is None:
+        return 0.0
+    names = layout.lora_targets
+    count = sum(
+        1 for one in layout.shape.linears if one.module and (not names or one.name in names)
+    )
+    return float(layout.element * layout.lora_rank * count)
+
+
+def _widest(linears: Sequence[Linear]) -> int:
+    return max(one.active * one.outputs for one in linears)
+
+
+def _moments(layout: Layout) -> list[Peak]:
+    shape, e, tokens = layout.shape, layout.element, layout.tokens
+    hidden = shape.hidden
+    state = state_bytes(layout)
+    if layout.cpu_offload:
+        state = dict.fromkeys(state, 0.0)
+    gradients = state.pop("gradients")
+    head = shape.embedding_parameters
+    trains_all = layout.lora_rank is None
+    block = _gathered_block(layout)
+    stays = layout.strategy in ("shard_grad_op", "no_shard")
+    root = e * shape.root_parameters  # gathered from the first to the last moment of a micro-batch
+    whole = (shape.layers * e * block if stays else 0.0) + root
+    ahead = 0.0 if stays else 2 * e * block  # the block at work and the next one
+    kept = kept_bytes(layout) * shape.layers * tokens
+    first = gradients if layout.accumulates else 0.0
+
+    # The loss: final norm, hidden states, their gradient; logits of a chunk; the head's gradient.
+    around = tokens * (4 * e * hidden + (FP32 * hidden if e < FP32 else 0))
+    chunk = min(layout.loss_chunk or tokens, tokens)
+    if layout.plain_loss:  # bf16 logits, an fp32 copy, its log-softmax and the gradient
+        logits = tokens * shape.vocabulary * (e + 3 * FP32)
+    else:
+        # Logits and their fp32 log-probabilities; the gradient of the chunk before is still there.
+        wide = e + FP32 * (2 if layout.on_cpu and e < FP32 else 1) + (e if chunk < tokens else 0)
+        logits = chunk * shape.vocabulary * wide
+        if trains_all:  # the product that is added to the head's gradient
+            part = e * min(head, LOSS_WORDS * hidden) if e < FP32 else 0
+            logits = max(logits, chunk * shape.vocabulary * e + part) + FP32 * head
+    loss = {"gradients": first, "activations": kept + around, "logits": logits}
+    loss["gathers"] = whole + ahead / 2
+
+    # A block's backward: what it recomputes, gradients of what flows through it, of its weights.
+    again = 0.0
+    if layout.checkpointing != "none" or layout.activation_offload:
+        again = (block_bytes(layout) + _adapter_bytes(layout)) * tokens
+    flowing = tokens * e * (2 * hidden + 2 * _widest(shape.linears))
+    weights = e * shape.block_parameters + FP32 * block if trains_all else 0.0
+    working = whole + ahead + weights + (e * head if trains_all else 0.0)
+    backward = {"gradients": first, "activations": kept + again + flowing, "gathers": working}
+    of_blocks = gradients * (1 - shape.root_parameters / shape.parameters if trains_all else 1.0)
+    backward_end = {
+        "gradients": max(first, of_blocks),
+        "activations": kept / shape.layers + again + flowing,
+        "gathers": working,
+    }
+
+    # The root's backward: its parameters are gone, their gradients and the fp32 copy that is
+    # reduced are there.
+    roots = (e + FP32) * shape.root_parameters if trains_all else 0.0
+    root_end = {
+        "gradients": max(first, of_blocks),
+        "activations": tokens * e * hidden * 1.0,
+        "gathers": roots,
+    }
+    step = {"gradients": gradients}
+    moments = {
+        "loss": loss,
+        "backward": backward,
+        "end of backward": backward_end,
+        "root": root_end,
+        "optimizer": step,
+    }
+    none = dict.fromkeys(("gradients", "activations", "logits", "gathers"), 0.0)
+    return [Peak(name, {**state, **none, **terms}) for name, terms in moments.items()]
+
+
+def _gathered_block(layout: Layout) -> float:
+    """Return the parameters of a block as they are gathered, in numbers of compute precision."""
+    block = float(layout.shape.block_parameters)
+    if layout.lora_rank is not None:
+        block += layout.trainable / layout.shape.layers
+    return block

@@ -1,0 +1,211 @@
+"""A plan as people read it: tables and bars in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from rayapp.hardware import PRICE_DATE, PRICE_SOURCE
+from rayapp.planner.advice import Suggestion
+from rayapp.planner.answer import GIB, Answer, Band
+from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.memory import CONTEXT_BYTES, PROCESS_BYTES
+
+BAR = 40
+
+
+def show(
+    console: Console,
+    found: Answer,
+    others: list[Suggestion],
+    table: list[Answer],
+    best: Answer | None,
+) -> None:
+    """Print the answer: memory, time and cost, what else could be done."""
+    _headline(console, found)
+    _memory(console, found)
+    if found.step is not None:
+        _time(console, found)
+    if others:
+        _suggestions(console, found, others)
+    if len(table) > 1:
+        _scaling(console, table)
+    if best is not None:
+        _say(console, f"\n[bold]cheapest[/bold]  {machines(best)}: {_settings(best)}")
+        _say(console, f"          {_figures(best)}")
+    for reason in found.reasons:
+        _say(console, f"[yellow]note[/yellow]  {reason}")
+    if found.question.usd_per_hour is not None:
+        _say(console, f"[dim]prices: {PRICE_SOURCE}, {PRICE_DATE}, {found.question.region}[/dim]")
+
+
+def machines(one: Answer) -> str:
+    """Name nodes and workers."""
+    question = one.question
+    if question.instance is None:
+        return f"{question.workers} workers"
+    return f"{question.nodes} x {question.instance.name}, {question.workers} workers"
+
+
+def band(value: Band | None, form: str = ",.3g", unit: str = "") -> str:
+    """Write a figure with its band.
+
+    >>> band(Band(2.0, 1.5, 2.5), ".1f", " h")
+    '2.0 h (1.5 to 2.5)'
+    """
+    if value is None:
+        return "n/a"
+    return f"{value.value:{form}}{unit} ({value.low:{form}} to {value.high:{form}})"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _headline(console: Console, found: Answer) -> None:
+    layout, question = found.question.layout, found.question
+    verdict = {
+        True: "[green]fits[/green]",
+        False: "[red]does not fit[/red]",
+        None: "[yellow]may or may not fit[/yellow]",
+    }[found.fits]
+    trains = ""
+    if isinstance(layout, ImageLayout):
+        shape = layout.shape
+        how = f"{shape.macs / 1e9:.2f} GMACs of {shape.size} x {shape.size} pixels"
+        norm = "all workers" if layout.synchronized else "each micro-batch"
+        rest = f"{how}, batch-norm over {norm}"
+        step = f"{question.rows_per_step} images"
+    else:
+        rest = f"activation checkpointing {layout.checkpointing}"
+        step = f"{question.rows_per_step} rows x {layout.seq_len} = "
+        step += f"{question.amount_per_step:,} tokens"
+        if layout.lora_rank is not None:
+            trains = f", {layout.trainable:,} trained (LoRA)"
+    _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(found)}")
+    _say(
+        console,
+        f"model     {layout.shape.parameters:,} parameters{trains}; {layout.strategy}, "
+        f"{layout.precision}, {layout.optimizer}, {rest}",
+    )
+    rows, size = question.rows_per_step, layout.micro_batch
+    _say(
+        console,
+        f"step      {step}; {rows // size} micro-batches of {size} / {question.workers} workers",
+    )
+
+
+def _memory(console: Console, found: Answer) -> None:
+    unit = "GPU" if found.question.job is not None else "worker"
+    room = "" if found.capacity_gib is None else f" of {found.capacity_gib:.1f}"
+    _say(
+        console, f"\n[bold]memory[/bold]    {band(found.peak_gib, '.1f', ' GiB')}{room} per {unit}"
+    )
+    _say(console, f"          at its most in: {found.peak.phase}")
+    largest = max(found.peak.total / GIB, found.capacity_gib or 0.0)
+    held = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})"
+    if found.question.layout.on_cpu:
+        held = f" (Python, torch and Ray {PROCESS_BYTES / GIB:.2f})"
+    for name, size in found.peak.terms.items():
+        if size:
+            drawn = "█" * max(1, round(BAR * size / GIB / largest))
+            note = held if name == "slack" else ""
+            _say(console, f"  {name:12} {size / GIB:8.2f} GiB {drawn}{note}")
+
+
+def _time(console: Console, found: Answer) -> None:
+    assert found.step is not None
+    _say(console, f"\n[bold]step[/bold]      {band(found.step_s, '.3g', ' s')}")
+    convolved = isinstance(found.question.layout, ImageLayout)
+    for name, seconds in vars(found.step).items():
+        if convolved and name == "attention_s":
+            continue
+        name = "convolutions" if convolved and name == "matrices_s" else name
+        share = seconds / found.step.total_s
+        drawn = "█" * round(BAR * share)
+        _say(console, f"  {name.removesuffix('_s'):12} {seconds:8.3f} s   {share:4.0%} {drawn}")
+    per_gpu = found.rate
+    assert per_gpu is not None
+    per_gpu = per_gpu.times(1 / found.workers)
+    _say(
+        console,
+        f"[bold]speed[/bold]     {band(found.rate, ',.0f', f' {found.question.unit.many}/s')}",
+    )
+    _say(console, f"          {band(per_gpu, ',.0f', ' a GPU')}, MFU {band(found.mfu, '.1%')}")
+    if found.epoch_hours is not None:
+        count = found.question.epoch_rows
+        _say(
+            console,
+            f"[bold]epoch[/bold]     {band(found.epoch_hours, '.3g', ' h')}, {count:,} images",
+        )
+    _say(console, f"[bold]run[/bold]       {_figures(found)}")
+    saving = found.saving
+    if saving is not None and found.goodput is not None:
+        _say(
+            console,
+            f"saving    {saving.size_gib:.1f} GiB a checkpoint, {saving.stall_s:.2g} s stalled, "
+            f"{saving.upload_s:.0f} s to upload; one every {saving.every_s / 60:.0f} min costs "
+            f"least; goodput {found.goodput:.1%}",
+        )
+
+
+def _figures(one: Answer) -> str:
+    return (
+        f"{band(one.hours, ',.3g', ' h')}, ${band(one.cost_usd, ',.0f')}, "
+        f"${band(one.usd_per_1m, ',.3g')} per 1M {one.question.unit.many}"
+    )
+
+
+def _settings(one: Answer) -> str:
+    layout = one.question.layout
+    if isinstance(layout, ImageLayout):
+        return f"train.micro_batch={layout.micro_batch}"
+    return (
+        f"train.micro_batch={layout.micro_batch} "
+        f"parallel.activation_checkpointing={layout.checkpointing}"
+    )
+
+
+def _suggestions(console: Console, found: Answer, others: list[Suggestion]) -> None:
+    title = "faster" if found.fits else "what would fit"
+    rate = f"{found.question.unit.many}/s"
+    table = Table("set", "GiB", rate, title=title, title_justify="left", title_style="bold")
+    for one in others:
+        table.add_row(
+            one.change.replace("[", r"\["),
+            band(one.answer.peak_gib, ".1f"),
+            band(one.answer.rate, ",.0f"),
+        )
+    console.print()
+    console.print(table)
+
+
+def _scaling(console: Console, answers: list[Answer]) -> None:
+    rate = f"{answers[0].question.unit.many}/s"
+    epochs = answers[0].epoch_hours is not None
+    table = Table(
+        *("nodes", "GPUs", "fits", "GiB", rate, "efficiency"),
+        *(["epoch h"] if epochs else []),
+        *("hours", "USD"),
+        title="more or fewer nodes, the same step",
+        title_justify="left",
+        title_style="bold",
+    )
+    first = next((one for one in answers if one.fits), answers[0])
+    assert first.rate is not None
+    for one in answers:
+        assert one.rate is not None
+        each = one.rate.value / one.workers
+        table.add_row(
+            str(one.question.nodes),
+            str(one.workers),
+            "yes" if one.fits else "no",
+            f"{one.peak_gib.value:.1f}",
+            f"{one.rate.value:,.0f}",
+            f"{each * first.workers / first.rate.value:.0%}",
+            *([f"{one.epoch_hours.value:,.3g}"] if one.epoch_hours is not None else []),
+            "n/a" if one.hours is None else f"{one.hours.value:,.3g}",
+            "n/a" if one.cost_usd is None else f"{one.cost_usd.value:,.0f}",
+        )
+    console.print()
+    console.print(table)

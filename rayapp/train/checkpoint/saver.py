@@ -1,0 +1,252 @@
+"""Save a run's state while it trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from rayapp.storage import Storage
+from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
+from rayapp.train.checkpoint.marker import (
+    FOLDER,
+    MARKER,
+    METADATA,
+    STATE,
+    CheckpointError,
+    Digest,
+    File,
+    claim_run_id,
+    looked_at,
+    newest_first,
+    order_of,
+)
+from rayapp.train.checkpoint.staging import HostCopy
+
+MAX_FAILURES = 3  # saves that fail in a row before the run stops
+
+logger = logging.getLogger("rayapp.train.checkpoint")
+
+
+class Checkpointer:
+    """Save a run's state; every rank makes one and calls `save` at the same steps.
+
+        checkpointer.save(step, tensors, state)
+        loss(model(batch)).backward()  # meanwhile the tensors are copied, then uploaded
+        checkpointer.settle()
+        optimizer.step()  # from here on they may change
+
+    `before_commit` is called with the step on rank 0, in the upload's thread, when only the marker
+    is missing; it may wait for what the step leaves elsewhere, unless saves are synchronous.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        keep: int,
+        asynchronous: bool,
+        before_commit: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.before_commit = before_commit
+        self.run, self.storage = storage, storage / FOLDER
+        self.keep, self.asynchronous = keep, asynchronous
+        self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
+        self.rank = dist.get_rank()
+        self._copy = HostCopy()
+        self._copied: Future[None] = Future()  # of the last save: its tensors are on the host
+        self._copied.set_result(None)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the last save
+        self._failures = 0
+        self.saved_step: int | None = None
+        """Step of the last commit that this process saw."""
+        self.commit_s: float | None = None
+        """Seconds that the last commit took from the call to the marker."""
+
+    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+        """Start to copy `tensors` to host memory and to upload the copy, and return.
+
+        They must stay as they are until `settle` returns. A save that is still under way is waited
+        for first, so that one copy exists at most. `state` goes to state.json as rank 0 has it.
+
+        Raises:
+            CheckpointError: this and the saves before it have failed MAX_FAILURES times in a row.
+        """
+        start = time.perf_counter()
+        self.wait()
+        data = json.dumps(state, indent=1).encode()  # now: the caller may change it later
+        self._copied = Future()
+        self._copy.follow()
+        self._thread = threading.Thread(
+            target=self._copy_and_write, args=(step, tensors, data, start), name="checkpoint"
+        )
+        self._thread.start()
+        if not self.asynchronous:
+            self.wait()
+
+    def settle(self) -> None:
+        """Wait until the tensors of the last save may change.
+
+        Raises:
+            Exception: they could not be copied, for lack of memory say.
+        """
+        self._copied.result()
+
+    def wait(self) -> None:
+        """Wait until nothing is under way.
+
+        Raises:
+            CheckpointError: saves have failed MAX_FAILURES times in a row.
+            Exception: what `settle` raises.
+        """
+        if self._thread is None:
+            return
+        self._join()
+        if self._error is None:
+            return
+        self._failures += 1
+        why = reason_of(self._error)
+        logger.warning("checkpoint not saved (%d in a row): %s", self._failures, why)
+        if self._failures >= MAX_FAILURES:
+            raise CheckpointError(
+                f"{self._failures} checkpoints in a row could not be saved in "
+                f"{self.storage.url}: {why}"
+            ) from self._error
+
+    def close(self) -> None:
+        """Wait, and fail if the last save did not reach its marker.
+
+        Raises:
+            CheckpointError: the last save failed.
+            Exception: what `settle` raises.
+        """
+        if self._thread is not None:
+            self._join()
+        self._copy.close()
+        if self._error is not None:
+            why = reason_of(self._error)
+            raise CheckpointError(f"the last checkpoint could not be saved: {why}") from self._error
+
+    def _join(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+        self._thread = None
+        self.settle()
+
+    def _copy_and_write(
+        self, step: int, tensors: dict[str, Any], state: bytes, start: float
+    ) -> None:
+        """Run in the thread."""
+        try:
+            staged = self._copy.take(tensors)
+        except BaseException as error:  # any cause: handed to the training thread by settle()
+            self._copied.set_exception(error)
+            return
+        self._copied.set_result(None)
+        self._write(step, staged, state, start)
+
+    def _write(self, step: int, staged: dict[str, Any], state: bytes, start: float) -> None:
+        """Upload a copy; every way out is the same on all ranks."""
+        try:
+            name = self._on_rank_0(lambda: self._claim(step, state))
+            writer = _Writer(self.storage, name)
+            dcp_save(staged, storage_writer=writer, process_group=self.group)
+            parts: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
+            dist.gather_object(writer.files, parts, dst=0, group=self.group)
+            self._on_rank_0(lambda: self._commit(name, step, state, parts or []))
+        except FAILURES as error:  # any cause: handed to the training thread by wait() or close()
+            self._error = error
+            return
+        self.saved_step, self._failures, self._error = step, 0, None
+        self.commit_s = time.perf_counter() - start
+        if self.rank == 0:
+            try:
+                self._sweep(name)
+            except OSError as error:  # the checkpoint is there all the same
+                logger.warning("old checkpoints are not deleted: %s", error)
+
+    def _on_rank_0(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on rank 0; return its result, or raise its failure, on all ranks."""
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = function()
+            except Exception as error:  # any cause: the others wait for an answer
+                logger.debug("rank 0 failed", exc_info=error)
+                answer[1] = str(error) or repr(error)
+        dist.broadcast_object_list(answer, src=0, group=self.group)
+        if answer[1] is not None:
+            raise CheckpointError(answer[1])
+        return answer[0]
+
+    def _claim(self, step: int, state: bytes) -> str:
+        """Take a folder that no attempt before has taken, and that sorts after all of them.
+
+        Creating state.json is the claim: a rank of a dead attempt that still uploads shards has a
+        folder of its own, even if none of its files was visible when this one was chosen.
+        """
+        orders = filter(None, map(order_of, self.storage.dirs()))
+        number = max((number + 1 for other, number in orders if other == step), default=0)
+        while True:
+            name = f"step-{step:08d}" + (f".{number}" if number else "")
+            if self.storage.create(f"{name}/{STATE}", state):
+                return name
+            number += 1
+
+    def _commit(self, name: str, step: int, state: bytes, parts: list[dict[str, File]]) -> None:
+        digest = Digest()
+        digest.update(state)
+        written = {path: file for part in parts for path, file in part.items()}
+        files = {path.rpartition("/")[2]: file.to_dict() for path, file in written.items()}
+        files[STATE] = digest.file().to_dict()
+        marker = {"run": claim_run_id(self.run), "name": name, "step": step, "files": files}
+        self.before_commit(step)
+        self.storage.write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
+
+    def _sweep(self, newest: str) -> None:
+        """Delete what is older than a commit, save the `keep - 1` newest that can be used."""
+        names, run, kept = newest_first(self.storage), claim_run_id(self.run), 1
+        for name in names[names.index(newest) + 1 :]:
+            if kept < self.keep and self._is_usable(name, run):
+                kept += 1
+                continue
+            # The marker goes first: a sweep that is cut off leaves no half checkpoint behind.
+            self.storage.delete(f"{name}/{MARKER}")
+            self.storage.delete_tree(name)
+
+    def _is_usable(self, name: str, run: str) -> bool:
+        try:
+            looked_at(self.storage / name, name, run)
+        except CheckpointError as problem:
+            logger.debug("%s is not kept: %s", name, problem)
+            return False
+        return True
+
+
+class _Writer(FileSystemWriter):
+    """Write shards to `<storage>/<name>` and remember the size and checksum of each file."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        super().__init__(name, sync_files=False, thread_count=1)
+        self.files: dict[str, File] = {}
+        self.fs = Files(storage, self.files)  # type: ignore[assignment]
+        self.path = name
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index; unlike the base class there is no rename, which S3 has not."""
+        metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
+        metadata.storage_meta = self.storage_meta()
+        with self.fs.create_stream(f"{self.path}/{METADATA}", "wb") as stream:
+            pickle.dump(metadata, stream)

@@ -1,0 +1,161 @@
+"""What a checkpoint holds, and how a rank goes back to one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as dcp_state
+
+from rayapp.order import Cursor, differences
+from rayapp.storage import Storage
+from rayapp.train.checkpoint import loader, marker, quantized
+from rayapp.train.loss_spikes import Spikes
+from rayapp.train.spec import Job
+from rayapp.train.trainer import Trainee
+
+logger = logging.getLogger("rayapp.training")
+
+
+class Resumed(RuntimeError):
+    """The checkpoint cannot go on with this data; the message names what differs."""
+
+
+class StartAgain(RuntimeError):
+    """This attempt cannot go on, but another one can; raised by all ranks. The message says why."""
+
+
+def state_tensors(trainee: Trainee) -> dict[str, Any]:
+    """Return what a checkpoint holds as tensors: model, optimizer, and what is a rank's own.
+
+    Nothing of it changes before the optimizer's next step: what a forward pass changes, the model's
+    buffers and the state of random numbers, is copied.
+    """
+    weights, optimizer = dcp_state.get_state_dict(
+        trainee.model,
+        trainee.optimizers,
+        options=dcp_state.StateDictOptions(ignore_frozen_params=True),
+    )
+    changing = {buffer.data_ptr() for buffer in trainee.model.buffers()}
+    for name, value in weights.items():
+        if isinstance(value, torch.Tensor) and quantized.local(value).data_ptr() in changing:
+            weights[name] = value.clone()
+    rng = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    rank = str(dist.get_rank())
+    own = {"model": weights, "optimizer": optimizer, "rng": {rank: rng}}
+    if scales := quantized.scales(optimizer):
+        own["scales"] = {rank: scales}
+    return own | trainee.tensors()
+
+
+def state_values(
+    job: Job, trainee: Trainee, step: int, spikes: Spikes | None, skips: int = 0
+) -> dict[str, Any]:
+    """Return what a checkpoint holds as plain values, in state.json.
+
+    `skips` is how many bad steps in a row were skipped last.
+    """
+    import ray
+    import transformers
+
+    return {
+        "step": step,
+        **trainee.amounts(step),
+        "cursor": job.order.cursor(step, job.fingerprint).to_dict(),
+        "data": job.parts,
+        "workers": dist.get_world_size(),
+        "losses": [] if spikes is None else list(spikes.losses),
+        "skips": skips,
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "ray": ray.__version__,
+        },
+    }
+
+
+def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[float], int]:
+    """Load the newest whole checkpoint, if there is one.
+
+    Returns the number of steps it has done, the last losses, which spikes are compared with, and
+    how many bad steps in a row were skipped last.
+
+    Raises:
+        Resumed: the data are not those that the checkpoint was trained on.
+        StartAgain: the checkpoint turned out to be damaged, and is refused from now on.
+        NoneUsable: checkpoints were committed, and none can be used.
+    """
+    found = choose(storage)
+    if found is None:
+        return 0, [], 0
+    check_cursor(job, found.state)
+    wanted = state_tensors(trainee)
+    saved = loader.saved_shapes(storage, found.name)
+    rank = str(dist.get_rank())
+    if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
+        del wanted["rng"]
+    scales = wanted.pop("scales", {rank: {}})[rank]
+    same = all(saved.get(f"scales.{rank}.{key}") == (*one.shape,) for key, one in scales.items())
+    if scales and same:  # else the shards have other sizes now
+        wanted["scales"] = {rank: scales}
+    own, wanted = wanted["optimizer"], quantized.widened(wanted)
+    try:
+        loader.load(storage, found.name, wanted)
+    except marker.Damaged as damage:
+        if dist.get_rank() == 0:
+            marker.refuse(storage, found.name, str(damage))
+        dist.barrier()
+        raise StartAgain(f"{damage}; it is refused from now on") from damage
+    known = wanted.get("scales", {rank: {}})[rank]
+    dcp_state.set_state_dict(
+        trainee.model,
+        trainee.optimizers,
+        model_state_dict=wanted["model"],
+        optim_state_dict=quantized.narrowed(own, wanted["optimizer"], known),
+        options=dcp_state.StateDictOptions(strict=False),  # what is frozen is not saved
+    )
+    if "rng" in wanted:
+        torch.set_rng_state(wanted["rng"][rank]["cpu"])
+        if torch.cuda.is_available() and "cuda" in wanted["rng"][rank]:
+            torch.cuda.set_rng_state(wanted["rng"][rank]["cuda"])
+    return found.step, found.state["losses"], found.state.get("skips", 0)  # older ones have none
+
+
+def choose(storage: Storage) -> marker.Found | None:
+    """Return the newest checkpoint that can be used, as rank 0 sees it; None if none was made.
+
+    Raises:
+        NoneUsable: on all ranks.
+    """
+    choice: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            choice[0], skipped = marker.resume_point(storage)
+            for line in skipped:
+                logger.warning(line)
+        except marker.NoneUsable as error:
+            choice[0] = error
+    dist.broadcast_object_list(choice, src=0)
+    if isinstance(choice[0], marker.NoneUsable):
+        raise choice[0]
+    return choice[0]
+
+
+def check_cursor(job: Job, state: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other data.
+
+    Raises:
+        Resumed: naming the parts that differ.
+    """
+    cursor = Cursor.from_dict(state["cursor"])
+    if cursor.fingerprint != job.fingerprint:
+        changed = ", ".join(differences(state["data"], job.parts))
+        raise Resumed(
+            f"the data are not those of the checkpoint at step {state['step']}: changed {changed}. "
+            "Restore them, or give the run another run.name"
+        )
+    assert job.order.step_of(cursor) == state["step"], (cursor, state["step"])

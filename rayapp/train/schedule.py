@@ -1,0 +1,105 @@
+"""When things happen on a rank: seconds by phase, the cadence of saves, reasons to leave."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from rayapp.config import RunConfig
+from rayapp.observe.status import STOP_FILE
+from rayapp.storage import Storage
+from rayapp.train.step_sync import MOVE, STAY, STOP
+
+STOP_POLL_S = 2.0
+NOTICE_POLL_S = 2.0
+ROOM_POLL_S = 10.0
+
+logger = logging.getLogger("rayapp.training")
+
+
+class Clock:
+    """Seconds by phase, one after another."""
+
+    def __init__(self) -> None:
+        self.last, self.seconds = time.perf_counter(), {}  # type: ignore[var-annotated]
+
+    def lap(self, phase: str) -> None:
+        """End a phase now."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.last = now
+
+
+class Cadence:
+    """When to save and evaluate."""
+
+    def __init__(self, config: RunConfig, num_steps: int) -> None:
+        self.config, self.num_steps = config, num_steps
+        self.saved_at = time.monotonic()
+
+    def save_due(self, step: int) -> bool:
+        """Say whether to save after this step; rank 0's answer is taken by all."""
+        every_steps, every_s = self.config.checkpoint.every_steps, self.config.checkpoint.every_s
+        due = step == self.num_steps or bool(every_steps and step % every_steps == 0)
+        due = due or bool(every_s and time.monotonic() - self.saved_at >= every_s)
+        if due:
+            self.saved_at = time.monotonic()
+        return due
+
+    def eval_due(self, step: int) -> bool:
+        """Say whether to evaluate after this step; the last evaluation comes after the loop."""
+        every = self.config.eval.every_steps
+        return bool(every and step % every == 0 and step < self.num_steps)
+
+
+class Leaving:
+    """Look every few seconds, in a thread of rank 0, whether there is a reason to leave.
+
+    A stop is asked for by a file in the run's folder. `room` says how many more workers could be
+    placed; once some could, twice in a row, the workers leave so that more of them are started.
+    """
+
+    def __init__(self, storage: Storage, room: Callable[[], int] | None = None) -> None:
+        self._storage, self._room = storage, room
+        self._leave, self._closed = STAY, threading.Event()
+        self._noticed_at = time.monotonic()
+        self.reason = ""
+        """Why the workers move, for a person."""
+        self._thread = threading.Thread(target=self._watch, name="leaving", daemon=True)
+        self._thread.start()
+
+    def due(self) -> int:
+        """Return STAY, STOP or MOVE."""
+        return self._leave
+
+    def look_due(self) -> bool:
+        """Say whether it is time for all ranks to ask whether a node is being taken away."""
+        now = time.monotonic()
+        due = now - self._noticed_at >= NOTICE_POLL_S
+        if due:
+            self._noticed_at = now
+        return due
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        asked, fitted = time.monotonic(), 0
+        while not self._closed.wait(STOP_POLL_S):
+            try:
+                if self._storage.exists(STOP_FILE):
+                    self._leave = STOP
+                    return
+            except OSError as error:
+                logger.warning("cannot look for %s: %s", STOP_FILE, error)
+            now = time.monotonic()
+            if self._room is not None and now - asked >= ROOM_POLL_S:
+                asked, before, fitted = now, fitted, self._room()
+                if before and fitted:
+                    more = min(before, fitted)
+                    self.reason = f"{more} more worker{'s fit' if more > 1 else ' fits'}"
+                    self._leave = MOVE

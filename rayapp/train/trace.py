@@ -1,0 +1,180 @@
+"""How much memory a step takes, by running it: real model, sharding and step, on fake tensors.
+
+    found = trace(source.config, world=128, micro_batch=1, seq_len=8192, strategy="full_shard")
+    found.peak_bytes, found.terms                        # of one rank, and what it is made of
+
+Nothing is allocated and nothing is computed: PyTorch's FakeTensorMode propagates shapes, a fake
+process group of the real world size answers collectives, and PyTorch's own FSDP memory tracker
+counts what is alive after each operation. Sizes are those of tensors; what an allocator rounds up
+and a CUDA context takes is not among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PretrainedConfig, masking_utils
+
+from rayapp import model
+from rayapp.config import Config, ConfigError, Lora
+from rayapp.planner.memory import Layout
+from rayapp.train.loss import chunked_cross_entropy
+from rayapp.train.optimizer import make_optimizers
+
+DEVICE = torch.device("cpu")  # fake tensors of a GPU need a build of PyTorch with CUDA
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank holds when it holds most."""
+
+    peak_bytes: int
+    terms: dict[str, int]
+    """At the peak, in the tracker's words: sharded and unsharded parameters, activations, ..."""
+    parameter_bytes: int
+    """Of this rank's shards."""
+
+
+def trace(
+    config: PretrainedConfig,
+    *,
+    world: int,
+    micro_batch: int,
+    seq_len: int,
+    strategy: str = "full_shard",
+    replicas: int = 1,
+    activation_checkpointing: str = "none",
+    param_dtype: torch.dtype | None = torch.bfloat16,
+    loss_chunk: int = 4096,
+    accumulation: int = 1,
+    lora: Lora | None = None,
+) -> Trace:
+    """Run a step of rank 0 of `world` on fake tensors; the optimizer already has its state.
+
+    Raises: RuntimeError if this process already is in a process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("trace() makes a process group of its own, and there is one already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        loss = partial(chunked_cross_entropy, chunk=loss_chunk)
+        frozen = torch.float32 if lora is None else param_dtype or torch.float32
+        refused = model.attention_problem("sdpa", config, DEVICE.type, frozen)
+        lm = model.build(config, loss=loss, dtype=frozen, attention="eager" if refused else "sdpa")
+        if lora is not None:
+            model.add_adapters(lm, lora)
+        model.checkpoint_activations(lm, activation_checkpointing)
+        mesh = model.device_mesh(DEVICE.type, strategy=strategy, replicas=replicas)
+        model.shard(lm, mesh, strategy=strategy, param_dtype=param_dtype)
+        # Whether a row holds one document would be read off its positions, which here have no
+        # values, so that a mask would be built. The kernels that train on GPUs take none.
+        whole = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+        with whole, FakeTensorMode(allow_non_fake_inputs=True):
+            return _run(lm.to_empty(device=DEVICE).train(), micro_batch, seq_len, accumulation)
+    finally:
+        dist.destroy_process_group()
+
+
+def trace_config(config: Config, layout: Layout) -> Trace:
+    """Trace what a config describes, laid out as it was planned.
+
+    Raises:
+        ConfigError: it asks for what this trace cannot run.
+    """
+    if layout.quantize != "none" or layout.optimizer != "adamw":
+        raise ConfigError(
+            [
+                "--trace=true is not available: the libraries for 4-bit weights and 8-bit moments, "
+                "and Muon's iterations, do not run on fake tensors. Plan without it"
+            ]
+        )
+    source = model.resolve(config.model.path)
+    values = {**config.model.overrides, "vocab_size": layout.shape.vocabulary}
+    shape = copy.deepcopy(source.config)
+    for name, value in values.items():
+        setattr(shape, name, value)
+    workers = config.cluster.min_workers
+    return trace(
+        shape,
+        world=workers,
+        micro_batch=layout.micro_batch,
+        seq_len=layout.seq_len,
+        strategy=layout.strategy,
+        replicas=workers // layout.shards,
+        activation_checkpointing=layout.checkpointing,
+        param_dtype=None if layout.precision == "fp32" else torch.bfloat16,
+        loss_chunk=layout.loss_chunk,
+        accumulation=2 if layout.accumulates else 1,
+        lora=config.model.lora,
+    )
+
+
+def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    (optimizer,) = make_optimizers("adamw", lm, betas=(0.9, 0.95), **options)
+    shards = sum(p.to_local().nbytes for p in lm.parameters())
+    ids = torch.zeros(micro_batch, seq_len, dtype=torch.long, device=DEVICE)
+    for parameter in lm.parameters():  # a first step, so that the second one finds its state
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    tracker = _Tracker(lm, optimizer)
+    tracker.track_inputs((ids,))
+    tracker.track_external(optimizer)
+    with tracker, tracker.outside_propagation():
+        for number in range(accumulation):
+            if number:
+                tracker.reset_mod_stats()
+            lm(ids, ids)[0].backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+    peak = tracker.get_tracker_snapshot("peak")[DEVICE]
+    terms = {str(getattr(name, "value", name)): size for name, size in peak.items() if size}
+    return Trace(terms.pop("Total"), terms, shards)
+
+
+class _Tracker(FSDPMemTracker):
+    """FSDPMemTracker that leaves out what DTensor runs on fake global tensors to learn shapes.
+
+    It tells them by another FakeTensorMode, but DTensor takes the one that is active: without this
+    an optimizer step seems to hold the whole model.
+    """
+
+    _propagating = False
+
+    @contextlib.contextmanager
+    def outside_propagation(self) -> Iterator[None]:
+        """Count nothing while DTensor propagates shapes."""
+        name = "_propagate_tensor_meta_non_cached"
+        original = getattr(ShardingPropagator, name)
+
+        def propagate(*args: Any, **kwargs: Any) -> Any:
+            self._propagating = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._propagating = False
+
+        setattr(ShardingPropagator, name, propagate)
+        try:
+            yield
+        finally:
+            setattr(ShardingPropagator, name, original)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._propagating:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
