@@ -1,6 +1,6 @@
 """Held-out loss of committed checkpoints, computed beside training where a worker's room is free.
 
-    validator = Validator(job, run, say)
+    validator = Validator(spec, run, say)
     validator.poll(); ...; validator.close()
 
 The driver looks now and then for a newer commit and gives it to a Ray task of one worker's
@@ -20,7 +20,7 @@ from rayapp.driver import placement
 from rayapp.driver.display import held_out
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
-from rayapp.train.spec import Job
+from rayapp.train.spec import AnySpec
 
 FILE = "validation.jsonl"
 POLL_S = 5.0
@@ -31,8 +31,8 @@ logger = logging.getLogger("rayapp.driver")
 class Validator:
     """Follow the commits of a run."""
 
-    def __init__(self, job: Job, run: Storage, say: Callable[[str], None]) -> None:
-        self._job, self._run, self._say = job, run, say
+    def __init__(self, spec: AnySpec, run: Storage, say: Callable[[str], None]) -> None:
+        self._spec, self._run, self._say = spec, run, say
         self._lines = _read(run)
         self._asked = max((line["step"] for line in self._lines), default=-1)
         self._looked_at = time.monotonic()
@@ -67,17 +67,17 @@ class Validator:
         committed = (name for name in newest_first(folder) if folder.exists(f"{name}/{MARKER}"))
         name = next(committed, "")
         step, _ = order_of(name) or (-1, 0)
-        if step <= self._asked or not placement.room(self._job.config):
+        if step <= self._asked or not placement.room(self._spec.config):
             return
         self._asked = step
-        resources = dict(placement.needs(self._job.config))
+        resources = dict(placement.needs(self._spec.config))
         task = ray.remote(
             num_cpus=resources.pop("CPU"),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
             max_retries=0,
         )(_validate)
-        self._task = task.remote(self._job, name, step)
+        self._task = task.remote(self._spec, name, step)
 
     def _take(self) -> None:
         import ray
@@ -94,8 +94,10 @@ class Validator:
         self._say(f"checkpoint of step {line['step']}: held-out {held_out(line)}")
 
 
-def _validate(job: Job, name: str, step: int) -> dict[str, Any]:
-    return job.validate(name, step)
+def _validate(spec: AnySpec, name: str, step: int) -> dict[str, Any]:
+    from rayapp.train.validation import validate
+
+    return validate(spec, name, step)
 
 
 def _read(run: Storage) -> list[dict[str, Any]]:
