@@ -1,5 +1,8 @@
 """python -m rayapp COMMAND [CONFIG.yaml] [--section.field=value ...] [--option=value ...]
 
+An installed rayapp has the same as `rayapp COMMAND`. `--version` prints the version,
+`COMMAND --help` the options of a command.
+
 plan      will it fit, how long will it take, what will it cost
 stage     copy images to where they are trained on, verified
 preflight check the cluster before money is spent: GPUs, network, limits, storage
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.metadata import version
 
 from rayapp.cli.codes import BAD_CONFIG, DONE
 from rayapp.config import ConfigError
@@ -41,8 +45,12 @@ COMMANDS = {  # name: module and function of rayapp.cli
 }
 
 
-def main(argv: list[str]) -> int:
-    """Run a command; return the exit code."""
+def main(argv: list[str] | None = None) -> int:
+    """Run a command, by default the one this process was started with; return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv == ["--version"]:
+        print(f"rayapp {version('rayapp')}")
+        return DONE
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(__doc__)
         return DONE if argv else BAD_CONFIG
@@ -64,4 +72,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -194,6 +194,19 @@ def test_low_layers_import_nothing_heavy_at_the_top(layers: dict[str, int]) -> N
     assert not wrong, "\n".join(wrong)
 
 
+def test_documents_name_files_that_exist() -> None:
+    files = {f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("[!.]*/**/*.py")}
+    files |= {f"/{path.name}" for path in ROOT.glob("*.py")}
+    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.svg")]
+    wrong = [
+        f"{text.relative_to(ROOT)}: {name}"
+        for text in texts
+        for name in re.findall(r"(?<![\w./<>-])[a-z_0-9/]+\.py\b", text.read_text(encoding="utf-8"))
+        if not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_nothing_is_called_utils() -> None:
     assert not [str(path) for path in sources() if path.name == "utils.py"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,18 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == DONE
     assert "deadline_hours" in capsys.readouterr().out
     assert main([]) == BAD_CONFIG
+
+
+def test_the_console_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, function = project["scripts"]["rayapp"].partition(":")
+    command = getattr(importlib.import_module(module), function)
+    for option, answer in (("--version", f"rayapp {project['version']}"), ("--help", "plan ")):
+        monkeypatch.setattr(sys, "argv", ["/somewhere/bin/rayapp", option])
+        assert command() == main([option]) == DONE
+        assert capsys.readouterr().out.count(answer) == 2
 
 
 def test_what_is_typed_is_what_is_sent() -> None:
