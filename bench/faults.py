@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from nodes import Node, cluster  # noqa: E402
 

@@ -48,9 +48,14 @@ APART = (
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep the tests of a file on one worker, which then makes its fixtures once; not the long."""
+    """Keep the tests of a file on one worker, which then makes its fixtures once; not the long.
+
+    A test ends after 5 minutes (pyproject.toml); those of the full suite and drills may take more.
+    """
     if item.path.name not in APART:
         item.add_marker(pytest.mark.xdist_group(item.path.name))
+    if item.get_closest_marker("drill") or item.get_closest_marker("full"):
+        item.add_marker(pytest.mark.timeout(1800))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

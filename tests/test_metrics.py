@@ -147,7 +147,7 @@ def test_local_lines_can_be_read_while_they_are_written(tmp_path: Path) -> None:
 
 def test_a_killed_process_loses_no_local_line(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
+        "import sys; sys.path[:0] = ['tests', 'tests/support']\n"
         "from test_metrics import MetricsLog, open_storage, record\n"
         f"log = MetricsLog(open_storage({str(tmp_path)!r}), 0)\n"
         "for step in range(1, 10**9):\n"

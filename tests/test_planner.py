@@ -79,7 +79,7 @@ def test_scaling_from_8_to_128_gpus_is_the_published_one() -> None:
 
 
 def test_the_table_in_the_docs_is_today_s() -> None:
-    assert table() in DOC.read_text(encoding="utf-8"), "run python tests/published_runs.py"
+    assert table() in DOC.read_text(encoding="utf-8"), "run python tests/support/published_runs.py"
 
 
 # Laws.

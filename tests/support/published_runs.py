@@ -1,5 +1,5 @@
 """Training runs that others published, as the planner sees them; `PYTHONPATH=. python
-tests/published_runs.py` writes the table of docs/plan.md.
+tests/support/published_runs.py` writes the table of docs/plan.md.
 
 Sources, read 2026-11-21: llm-foundry scripts/train/benchmarking/README.md; torchtitan
 benchmarks/llama3_h100_202412_torchtitan.md, llama3-8b_h200_202506_trainy-whitefiber.md and
@@ -19,7 +19,7 @@ from rayapp.planner.step import step_time
 from rayapp.planner.times import Job, Machine
 from rayapp.presets import config_of
 
-DOC = Path(__file__).parent.parent / "docs" / "plan.md"
+DOC = Path(__file__).parents[2] / "docs" / "plan.md"
 BEGIN, END = "<!-- published runs -->", "<!-- end -->"
 
 

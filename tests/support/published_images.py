@@ -1,5 +1,5 @@
 """Training of image classifiers that others published, as the planner sees it; `PYTHONPATH=. python
-tests/published_images.py` writes the table of docs/plan.md.
+tests/support/published_images.py` writes the table of docs/plan.md.
 
 Sources, read 2026-11-22: NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets,
 resnet50v1.5/README.md and efficientnet/README.md (container 21.03; images of a micro-batch from
@@ -19,7 +19,7 @@ from rayapp.planner.image_step import image_step_time
 from rayapp.planner.times import Job, Machine
 from rayapp.presets.images import IMAGE_PRESETS
 
-DOC = Path(__file__).parent.parent / "docs" / "plan.md"
+DOC = Path(__file__).parents[2] / "docs" / "plan.md"
 BEGIN, END = "<!-- published images -->", "<!-- end of images -->"
 
 # Mixed precision there is fp16, here bf16: as fast where there are both. V100s have fp16 alone:

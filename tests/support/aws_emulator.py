@@ -1,6 +1,6 @@
 """An AWS on this machine: moto's server, with what our Terraform needs and moto 5.2 lacks.
 
-    python tests/aws_emulator.py -p 5000
+    python tests/support/aws_emulator.py -p 5000
 
 moto writes its answers from botocore's model of a service, so an action it lacks is a function
 that returns a dict in the API's own shape; `@action` adds it. `@fill` adds to what moto stores the

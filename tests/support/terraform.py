@@ -16,7 +16,7 @@ import boto3
 from nodes import free_port
 from patience import PATIENCE_S
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 REGION, ACCOUNT = "us-west-2", "123456789012"
 # What the provider would ask of real endpoints before it starts; only the emulator lacks them. A
 # missing action is an error 500, which the provider repeats for minutes unless told otherwise.

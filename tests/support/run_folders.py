@@ -26,7 +26,7 @@ from rayapp.observe.metrics import MetricsLog, TokenRecord
 from rayapp.observe.result import step_s
 from rayapp.storage import Storage
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 C4 = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
 BEGAN = 1_795_000_000.0
 START_S, FIRST_STEP_S, RECOVERY_S = 95.0, 14.0, 45.0
