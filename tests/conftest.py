@@ -50,11 +50,11 @@ APART = (
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Keep the tests of a file on one worker, which then makes its fixtures once; not the long.
 
-    A test ends after 5 minutes (pyproject.toml); those of the full suite and drills may take more.
+    A test ends after 5 minutes (pyproject.toml); those that `make test` leaves out may take more.
     """
     if item.path.name not in APART:
         item.add_marker(pytest.mark.xdist_group(item.path.name))
-    if item.get_closest_marker("drill") or item.get_closest_marker("full"):
+    if any(item.get_closest_marker(name) for name in ("full", "drill", "image")):
         item.add_marker(pytest.mark.timeout(1800))
 
 

@@ -271,7 +271,9 @@ log.close()
 assert steps(storage) == [1, 2, 3]
 """
     here = Path(__file__).parent
-    subprocess.run([sys.executable, "-c", script], cwd=here, check=True)
+    paths = os.pathsep.join([str(here.parent), str(here / "support")])
+    environment = os.environ | {"PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", script], cwd=here, env=environment, check=True)
 
 
 seconds = st.floats(0, 1e5)

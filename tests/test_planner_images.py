@@ -68,7 +68,9 @@ def test_the_largest_micro_batch_that_was_published_fits_and_half_as_many_more_d
 
 
 def test_the_table_in_the_docs_is_today_s() -> None:
-    assert table() in DOC.read_text(encoding="utf-8"), "run python tests/support/published_images.py"
+    assert table() in DOC.read_text(encoding="utf-8"), (
+        "run python tests/support/published_images.py"
+    )
 
 
 # Laws.
