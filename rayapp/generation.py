@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rayapp.config import ConfigError, parse_yaml
 from rayapp.observe import status
+from rayapp.observe.run_folder import CONFIG, MODEL
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
     import torch
 
-MODEL, WHOLE, ADAPTER = "model", "config.json", "adapter_config.json"
+WHOLE, ADAPTER = "config.json", "adapter_config.json"
 COPY_BYTES = 8 * 2**20
 
 Message: TypeAlias = dict[str, str]
@@ -232,7 +233,7 @@ def _why_none(run: str, storage: Storage) -> str:
         now = status.read(storage)
     except status.NoRun:
         return (
-            f"RUN={run} is no run: there is no config.yaml in it. Give the folder that "
+            f"RUN={run} is no run: there is no {CONFIG} in it. Give the folder that "
             "`python -m rayapp.finetune` has named, <run.storage>/<run.name>"
         )
     if now.live:
@@ -340,6 +341,6 @@ def _kind(storage: Storage) -> str | None:
 
 def _config(storage: Storage) -> dict[str, Any]:
     """Return a run's config as plain values: that of an older rayapp too; {} without one."""
-    if not storage.exists("config.yaml"):
+    if not storage.exists(CONFIG):
         return {}
-    return dict(parse_yaml(storage.read("config.yaml").decode()))
+    return dict(parse_yaml(storage.read(CONFIG).decode()))

@@ -21,9 +21,9 @@ from rayapp.config import load
 from rayapp.data.prepared import Counts, Prepared
 from rayapp.observe import metrics
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
-from rayapp.observe.goodput import FILE as EVENTS
 from rayapp.observe.metrics import MetricsLog, TokenRecord
 from rayapp.observe.result import step_s
+from rayapp.observe.run_folder import EVENTS
 from rayapp.storage import Storage
 
 ROOT = Path(__file__).parent.parent

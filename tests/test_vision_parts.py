@@ -24,9 +24,10 @@ from rayapp.__main__ import main
 from rayapp.config import ConfigError, VisionConfig, load
 from rayapp.data.images import Images, StepImages, local_steps, shapes
 from rayapp.driver import display as driver_display
+from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import open_storage
 from rayapp.train import loop
-from rayapp.train.checkpoint.marker import FOLDER, latest
+from rayapp.train.checkpoint.marker import latest
 from rayapp.vision import checks, display, evaluation, training
 from rayapp.vision.driver import index, order_of, plan_of
 from rayapp.vision.evaluation import Scores, evaluate
@@ -293,7 +294,7 @@ def test_a_checkpoint_is_validated_as_training_evaluates(
     processes.spawn(_train, 2, str(tmp_path / "meet"), job, STEPS)
     found, _ = latest(open_storage(job.run_url))
     assert found is not None and found.step == STEPS
-    line = job.validate(found.name.removeprefix(f"{FOLDER}/"), STEPS)
+    line = job.validate(found.name.removeprefix(f"{CHECKPOINTS}/"), STEPS)
     summary = json.loads(Path(job.run_url, "summary.json").read_text())
     assert line["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
     assert (line["step"], line["eval_top1"]) == (STEPS, summary["eval_top1"])

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import yaml
 
-from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.config import ConfigError, arguments
 from rayapp.jobs import JobError, Shipment
 from rayapp.jobs.figures import figures
 from rayapp.jobs.notebook import Job, job
 from rayapp.jobs.remote import runs_of
 from rayapp.jobs.submission import Again
-from rayapp.observe.status import EXIT_CODES, NoRun, Progress, duration, read
+from rayapp.observe.run_folder import EXIT_CODES, Exit
+from rayapp.observe.status import NoRun, Progress, duration, read
 from rayapp.storage import Storage, StorageError, open_storage
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
@@ -62,15 +62,15 @@ def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list
         def command(argv: list[str]) -> int:
             if "--help" in argv or "-h" in argv:
                 print(text)
-                return DONE
+                return Exit.DONE
             try:
                 return function(argv)
             except (JobError, StorageError) as error:
                 print(f"failed: {error}", file=sys.stderr)
-                return FAILED
+                return Exit.FAILED
             except NoRun as error:
                 print(error, file=sys.stderr)
-                return BAD_CONFIG
+                return Exit.REFUSED
 
         return command
 
@@ -102,7 +102,7 @@ def preflight(argv: list[str]) -> int:
     info = cluster.wait(submission_id)
     if info.exit_code is None:
         print(f"failed: job {submission_id} {info.status}: {info.message}", file=sys.stderr)
-    return FAILED if info.exit_code is None else info.exit_code
+    return Exit.FAILED if info.exit_code is None else info.exit_code
 
 
 @_command(RESUME)
@@ -125,7 +125,7 @@ def runs(argv: list[str]) -> int:
     found = _of_storage(asked) if _or_none(asked["storage"]) else _of_cluster(asked)
     if asked["json"] == "true":
         print(json.dumps(found, indent=2))
-        return DONE
+        return Exit.DONE
     from rich.console import Console
     from rich.table import Table
 
@@ -147,7 +147,7 @@ def runs(argv: list[str]) -> int:
     for one in found:
         if one["updated_s"] is None and one["reason"]:  # its folder has told nothing
             print(f"{one['run']}: {one['reason']}")
-    return DONE
+    return Exit.DONE
 
 
 @_command("python -m rayapp status RUN [--storage=URL] [--address=URL] [--json]")
@@ -165,7 +165,7 @@ def status(argv: list[str]) -> int:
         Console().print(render(handle.name, state, now, lines))
         if now is None and (reason := handle.reason()):
             print(reason)
-    return EXIT_CODES.get(state, DONE)
+    return EXIT_CODES.get(state, Exit.DONE)
 
 
 @_command("python -m rayapp watch RUN [--storage=URL] [--address=URL]")
@@ -175,9 +175,9 @@ def watch(argv: list[str]) -> int:
 
     handle, _ = _handle(argv, {})
     try:
-        return EXIT_CODES.get(terminal.show(handle), DONE)
+        return EXIT_CODES.get(terminal.show(handle), Exit.DONE)
     except KeyboardInterrupt:  # it goes on
-        return DONE
+        return Exit.DONE
 
 
 @_command("python -m rayapp logs RUN [--storage=URL] [--address=URL] [--follow]")
@@ -187,7 +187,7 @@ def logs(argv: list[str]) -> int:
     if asked["follow"] == "true":
         return _follow(handle)
     print(handle.logs(), end="")
-    return DONE
+    return Exit.DONE
 
 
 @_command("python -m rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600] [--hard=true]")
@@ -198,7 +198,7 @@ def stop(argv: list[str]) -> int:
         raise ConfigError([f"--hard={asked['hard']} is not valid: set true or false"])
     state = handle.stop(_number("wait_s", asked["wait_s"]), asked["hard"] == "true")
     print(f"{handle.name} {state}")
-    return EXIT_CODES.get(state, DONE)
+    return EXIT_CODES.get(state, Exit.DONE)
 
 
 def _shipment(asked: dict[str, str]) -> Shipment:
@@ -222,7 +222,7 @@ def _handle(argv: list[str], options: dict[str, str]) -> tuple[Job, dict[str, st
 def _after(handle: Job, asked: dict[str, str]) -> int:
     if asked["follow"] == "true":
         return _follow(handle)
-    return EXIT_CODES[handle.wait()] if asked["wait"] == "true" else DONE
+    return EXIT_CODES[handle.wait()] if asked["wait"] == "true" else Exit.DONE
 
 
 def _follow(handle: Job) -> int:

@@ -6,10 +6,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rayapp.cli.codes import DONE
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
+from rayapp.observe import run_folder
+from rayapp.observe.run_folder import Exit
+from rayapp.observe.status import read_object
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
+from rayapp.storage import open_storage
 
 PLAN = """python -m rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
 
@@ -26,7 +29,7 @@ def plan(argv: list[str]) -> int:
     """Plan a run; see PLAN."""
     if "--help" in argv or "-h" in argv:
         print(PLAN)
-        return DONE
+        return Exit.DONE
     from rich.console import Console
 
     from rayapp import planner
@@ -36,9 +39,9 @@ def plan(argv: list[str]) -> int:
     argv = arguments.flags(argv, {"json", "trace"})
     prepared: dict[str, int] = {}
     for number, word in enumerate(argv):
-        if not word.startswith("-") and (Path(word) / "config.yaml").is_file():
-            prepared = planner.counts_of_run(word)
-            argv[number] = str(Path(word) / "config.yaml")
+        if not word.startswith("-") and (Path(word) / run_folder.CONFIG).is_file():
+            prepared = planner.counts_of(read_object(open_storage(word), run_folder.PLAN))
+            argv[number] = str(Path(word) / run_folder.CONFIG)
     known = {
         "json": "false",
         "trace": "false",
@@ -74,14 +77,14 @@ def plan(argv: list[str]) -> int:
     if options["json"] == "true":
         values = planner.as_dict(found, others, table, best) | {"traced": traced}
         print(json.dumps(values, indent=2))
-        return DONE
+        return Exit.DONE
     show(Console(), found, others, table, best)
     if traced is not None:
         print(
             f"trace     {traced['peak_gib']:.2f} GiB by the real step on fake tensors, "
             f"{traced['planned_gib']:.2f} planned (both without slack)"
         )
-    return DONE
+    return Exit.DONE
 
 
 def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:

@@ -26,6 +26,7 @@ from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.observe.events import Journal, submission_id
 from rayapp.observe.result import RunFailed, result_of
+from rayapp.observe.run_folder import DONE, RESULT
 from rayapp.storage import Storage
 from rayapp.train.spec import Job
 
@@ -99,8 +100,8 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
             phases.end("ray")
             gpus = uses_gpus(kind.config)
             kind.settle(gpus)
-            if same_run(kind.run, kind.config) == "done":
-                result = json.loads(kind.run.read("result.json"))
+            if same_run(kind.run, kind.config) == DONE:
+                result = json.loads(kind.run.read(RESULT))
                 console.print(f"run {kind.config.run.name} is already done", highlight=False)
                 display.result(console, result)
                 return result
@@ -117,7 +118,7 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
                 raise
             phases.seconds["workers"] = summary.pop("group_s")  # of the last group
         result = result_of(kind.config, kind.run, summary, phases.seconds, journal.events)
-        kind.run.write("result.json", json.dumps(result, indent=1).encode())
+        kind.run.write(RESULT, json.dumps(result, indent=1).encode())
         report.write_for(kind.run)
         display.result(console, result)
     return result

@@ -12,11 +12,11 @@ from rich.console import Console
 from rayapp.config import ConfigError, RunConfig, arguments, fields
 from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
+from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.storage import StorageError
 
 # Where torchao is installed transformers imports it, which warns of kernels that need a GPU.
 NOISY = ("torchao", "torch.utils._pytree")
-DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 3
 
 
 def main(
@@ -29,7 +29,7 @@ def main(
     """Run the command line; return the exit code. What `load_run` imports takes seconds."""
     if "--help" in argv or "-h" in argv:
         print(usage, *(f"  --{name}: {text}" for name, text in fields(kind).items()), sep="\n")
-        return DONE
+        return Exit.DONE
     try:
         config, _ = arguments.read(argv, {}, kind)
     except ConfigError as error:
@@ -46,11 +46,11 @@ def main(
         return _refuse(error)
     except (RunFailed, SecretError, StorageError) as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FAILED
-    return DONE if result["status"] == "done" else STOPPED
+        return Exit.FAILED
+    return EXIT_CODES[result["status"]]
 
 
 def _refuse(error: ConfigError) -> int:
     for problem in error.problems:
         print(problem, file=sys.stderr)
-    return BAD_CONFIG
+    return Exit.REFUSED

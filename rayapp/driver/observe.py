@@ -19,10 +19,11 @@ from typing import Any
 
 from rayapp.observe import goodput, metrics, trackers
 from rayapp.observe.gauges import Driver, Pace
+from rayapp.observe.run_folder import CHECKPOINTS, FAILED, PLAN
 from rayapp.observe.status import cost_at_end_usd, left_s
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
+from rayapp.train.checkpoint.marker import MARKER, newest_first, order_of
 from rayapp.train.spec import Job
 
 POLL_S, POLL_S3_S = 1.0, 5.0
@@ -120,7 +121,7 @@ class Observer:
         self._lines = metrics.Follower(run)
         self._told = [Told(name, run, job) for name in job.config.run.trackers]
         self._stop = threading.Event()
-        self._status = "failed"
+        self._status = FAILED
         self._samples: list[tuple[str, str]] = []
         self._account_at = 0.0
         self._thread = threading.Thread(target=self._follow, name="observe", daemon=True)
@@ -180,7 +181,7 @@ class Observer:
 
 def _planned_step_s(run: Storage) -> float | None:
     try:
-        band = json.loads(run.read("plan.json")).get("step_s")
+        band = json.loads(run.read(PLAN)).get("step_s")
     except FileNotFoundError:  # a run that no command has planned
         return None
     return None if band is None else float(band["value"])
@@ -188,7 +189,7 @@ def _planned_step_s(run: Storage) -> float | None:
 
 def _newest_checkpoint(run: Storage) -> tuple[int, float] | None:
     """Return the step of the newest committed checkpoint, and when it was committed (Unix s)."""
-    folder = run / FOLDER
+    folder = run / CHECKPOINTS
     for name in newest_first(folder):
         marker, order = folder.stat(f"{name}/{MARKER}"), order_of(name)
         if marker is not None and order is not None:

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from rayapp.driver import display, placement
-from rayapp.driver.checks import RAY_FOLDER
 from rayapp.driver.lease import Lease
 from rayapp.driver.ray_session import end_workers, uses_gpus
 from rayapp.driver.recovery import GiveUp, Recovery
@@ -21,6 +20,7 @@ from rayapp.observe import metrics
 from rayapp.observe.ending import NO_ROOM, ending_of
 from rayapp.observe.events import Journal
 from rayapp.observe.result import failed
+from rayapp.observe.run_folder import CONFIG, FAILED, METRICS, MOVED, RAY, STOPPED
 from rayapp.observe.status import duration
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import latest
@@ -73,7 +73,7 @@ def fit(
                 lines = journal.catch_up()
                 if isinstance(ended, Exception):
                     check()  # what was asked to stop is not started again
-                if isinstance(ended, dict) and ended["status"] != "moved":
+                if isinstance(ended, dict) and ended["status"] != MOVED:
                     if validator is not None:
                         validator.close()
                     break
@@ -82,7 +82,7 @@ def fit(
                     journal.interrupted(ending, workers)
                 if smaller := job.after_failure(ended):
                     job = smaller
-                    run.write("config.yaml", job.config.to_yaml().encode())
+                    run.write(CONFIG, job.config.to_yaml().encode())
                     again = job.cut(workers)
                     bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
                     continue
@@ -96,7 +96,7 @@ def fit(
         raise failed(run, str(error)) from error
     finally:
         bar.close()
-    if ended["status"] == "failed":
+    if ended["status"] == FAILED:
         raise failed(run, ended["reason"])
     group_s = ended.pop("entered") - began
     return ended | {"group_s": group_s}
@@ -146,7 +146,7 @@ def as_it_stands(run: Storage) -> dict[str, Any]:
     found, _ = latest(run)
     step = found.step if found else 0
     return {
-        "status": "stopped",
+        "status": STOPPED,
         "steps": step,
         "first_step": step,
         "group_s": 0.0,
@@ -186,7 +186,7 @@ def _trainer(job: Job, workers: int) -> Any:
         ),
         run_config=kit.RunConfig(
             name=job.config.run.name,
-            storage_path=f"{job.config.run.storage}/{RAY_FOLDER}",
+            storage_path=f"{job.config.run.storage}/{RAY}",
             # Every end comes back to fit(), which knows of all attempts, rows and free nodes.
             failure_config=kit.FailureConfig(
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
@@ -244,5 +244,5 @@ def _last_line(run: Storage) -> dict[str, Any] | None:
     try:
         return metrics.last(run)
     except OSError as error:
-        logger.warning("cannot read %s: %s", metrics.FILE, error)
+        logger.warning("cannot read %s: %s", METRICS, error)
         return None

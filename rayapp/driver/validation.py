@@ -18,11 +18,11 @@ from typing import Any
 
 from rayapp.driver import placement
 from rayapp.driver.display import held_out
+from rayapp.observe.run_folder import CHECKPOINTS, VALIDATIONS
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
+from rayapp.train.checkpoint.marker import MARKER, newest_first, order_of
 from rayapp.train.spec import Job
 
-FILE = "validation.jsonl"
 POLL_S = 5.0
 
 logger = logging.getLogger("rayapp.driver")
@@ -63,7 +63,7 @@ class Validator:
     def _start(self) -> None:
         import ray
 
-        folder = self._run / FOLDER
+        folder = self._run / CHECKPOINTS
         committed = (name for name in newest_first(folder) if folder.exists(f"{name}/{MARKER}"))
         name = next(committed, "")
         step, _ = order_of(name) or (-1, 0)
@@ -87,7 +87,7 @@ class Validator:
             line = ray.get(task)
             self._lines.append(line)
             text = "".join(json.dumps(each) + "\n" for each in self._lines)
-            self._run.write(FILE, text.encode())
+            self._run.write(VALIDATIONS, text.encode())
         except (ray.exceptions.RayError, OSError) as error:  # e.g. retention was quicker
             logger.warning("a checkpoint was not validated: %s", str(error).splitlines()[-1])
             return
@@ -100,6 +100,6 @@ def _validate(job: Job, name: str, step: int) -> dict[str, Any]:
 
 def _read(run: Storage) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in run.read(FILE).splitlines()]
+        return [json.loads(line) for line in run.read(VALIDATIONS).splitlines()]
     except FileNotFoundError:
         return []

@@ -18,6 +18,7 @@ from rayapp.config import RunConfig
 from rayapp.driver import placement
 from rayapp.model import Unavailable
 from rayapp.observe.gauges import Steps
+from rayapp.observe.run_folder import FAILED, MOVED
 from rayapp.train.checkpoint.marker import NoneUsable
 from rayapp.train.checkpoint.state import Resumed, StartAgain
 from rayapp.train.loop import BadLoss
@@ -53,12 +54,12 @@ def work(job: Job) -> dict[str, Any]:
                 tell=gauges.step,
             )
         except StartAgain as error:
-            return {"status": "moved", "notice": False, "again": True, "reason": str(error)}
+            return {"status": MOVED, "notice": False, "again": True, "reason": str(error)}
         except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
             # All ranks raise these together, and a restart would only find the same again.
             if isinstance(error, BadLoss):
                 gauges.bad_step()
-            return {"status": "failed", "reason": str(error)}
+            return {"status": FAILED, "reason": str(error)}
 
 
 def _first(rows: Future[Any], timeout_s: float) -> Any:

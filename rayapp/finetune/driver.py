@@ -26,6 +26,7 @@ from rayapp.finetune.inputs import (
 from rayapp.finetune.job import Job
 from rayapp.finetune.parts import model_shape, technique_problems
 from rayapp.observe.result import RunFailed
+from rayapp.observe.run_folder import CONFIG, PLAN
 from rayapp.planner import misfit
 
 __all__ = ["RunFailed", "finetune"]
@@ -88,9 +89,9 @@ class Finetune(command.Kind):
         planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
         trainable = None if planned is None else planned.question.layout.trainable
         plan = plan_of(config, prepared, order, parameters)
-        ready.run.write("config.yaml", config.to_yaml().encode())
+        ready.run.write(CONFIG, config.to_yaml().encode())
         values = (planned.as_dict() if planned else {}) | plan
-        ready.run.write("plan.json", json.dumps(values, indent=1).encode())
+        ready.run.write(PLAN, json.dumps(values, indent=1).encode())
         display.plan(console, config, prepared, order, parameters, trainable)
         phases.end("plan")
         return Job(config, prepared, tokenizer_url, order, ready.run.url, auto)

@@ -14,8 +14,8 @@ from rayapp.config import Config, ConfigError
 from rayapp.data import heads, prepare, tokens
 from rayapp.data.prepared import Prepared, mixed, reasons
 from rayapp.data.sources import SourceError
-from rayapp.driver.checks import PREPARED
 from rayapp.finetune import checks
+from rayapp.observe.run_folder import PREPARED
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import open_storage

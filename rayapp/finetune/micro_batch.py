@@ -20,6 +20,7 @@ from rayapp.driver import placement
 from rayapp.finetune.forecast import forecast
 from rayapp.finetune.job import Job
 from rayapp.observe.ending import causes
+from rayapp.observe.run_folder import CONFIG
 from rayapp.storage import Storage
 
 GIB = 2**30
@@ -121,9 +122,9 @@ def _figures(question: planner.Question, size: int) -> str:
 
 def _before(config: Config, run: Storage) -> int | None:
     """Return the number that the run has had so far."""
-    if not run.exists("config.yaml"):
+    if not run.exists(CONFIG):
         return None
-    before = from_dict(parse_yaml(run.read("config.yaml").decode()))
+    before = from_dict(parse_yaml(run.read(CONFIG).decode()))
     assert isinstance(before, Config), "another kind of run has this folder"
     return before.train.micro_batch
 

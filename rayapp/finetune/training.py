@@ -20,6 +20,7 @@ from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.job import Job
 from rayapp.finetune.parts import Parts, compile_gain, make_parts
 from rayapp.observe.metrics import StepRecord, TokenRecord
+from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.planner import formulas
 from rayapp.storage import Storage
 from rayapp.train import loop
@@ -186,14 +187,14 @@ def export(job: Job, parts: Parts, storage: Storage) -> None:
     """Write model/: a whole model, or the adapters alone; adapter/ too where they are merged."""
     lora = job.config.model.lora
     if lora is not None:
-        folder = storage / ("adapter" if lora.merge else "model")
+        folder = storage / (ADAPTER if lora.merge else MODEL)
         model.export_adapters(
             parts.lm, folder, base=job.config.model.path, tokenizer=parts.tokenizer
         )
     if lora is None or lora.merge:
         model.export(
             parts.lm,
-            storage / "model",
+            storage / MODEL,
             tokenizer=parts.tokenizer,
             generation_config=parts.source.generation_config,
         )

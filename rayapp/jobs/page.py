@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config.units import unit_of
 from rayapp.jobs.figures import figures, share_of_waiting
-from rayapp.observe.status import EXIT_CODES, Progress
+from rayapp.observe.run_folder import EXIT_CODES
+from rayapp.observe.status import Progress
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job

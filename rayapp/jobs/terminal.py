@@ -12,7 +12,8 @@ from rich.text import Text
 
 from rayapp.jobs.figures import figures, share_of_waiting
 from rayapp.jobs.page import thin
-from rayapp.observe.status import EXIT_CODES, Progress
+from rayapp.observe.run_folder import EXIT_CODES
+from rayapp.observe.status import Progress
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job

@@ -15,7 +15,8 @@ from rayapp import hardware
 from rayapp.config import RunConfig
 from rayapp.observe import metrics
 from rayapp.observe.ending import Ending
-from rayapp.observe.goodput import ENDED, FILE, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
+from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
+from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
 from rayapp.storage import Storage
 
 logger = logging.getLogger("rayapp.driver")
@@ -45,7 +46,7 @@ class Journal:
         try:
             yield
         except BaseException as error:
-            self.add(ENDED, status="failed", reason=str(error) or type(error).__name__, seconds={})
+            self.add(ENDED, status=FAILED, reason=str(error) or type(error).__name__, seconds={})
             raise
 
     def attempt(self, config: RunConfig, workers: int) -> None:
@@ -58,7 +59,7 @@ class Journal:
             try:
                 self.catch_up()
             except OSError as error:  # the next line is another chance
-                logger.warning("cannot read %s: %s", metrics.FILE, error)
+                logger.warning("cannot read %s: %s", METRICS, error)
 
     def catch_up(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl, and record the attempt if it has begun; return its lines."""
@@ -103,7 +104,7 @@ class Journal:
         self.events.append({"event": event, "time": at or time.time(), **facts})
         text = "".join(json.dumps(each) + "\n" for each in self.events)
         try:
-            self.run.write(FILE, text.encode())
+            self.run.write(EVENTS, text.encode())
         except OSError as error:
             logger.warning("events are not stored yet: %s", error)
 

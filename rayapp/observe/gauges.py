@@ -3,7 +3,7 @@
     with Steps("demo", rank=0) as told:                    # in a training worker
         told.step(record)
     told = Driver("demo", num_steps=500, started=...)      # in the driver
-    told.set(account, ...); told.close("done")
+    told.set(account, ...); told.close(DONE)
 
 Ray prefixes every name with `ray_`, and counters end in `_total`. There are few series: of a step's
 record rank 0 tells what is the run's, each rank only its own memory and how long it waited. What is
@@ -23,6 +23,8 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from rayapp.observe.run_folder import FAILED
 
 if TYPE_CHECKING:
     from rayapp.observe.goodput import Account
@@ -188,7 +190,7 @@ class Driver:
         The end is shown for 20 s, also where the process ends at once: longer than it takes until
         the next scrape. A driver that dies tells none.
         """
-        self._gauges.set({"failed": float(status == "failed")})
+        self._gauges.set({"failed": float(status == FAILED)})
         self._gauges.close()
 
     def set(

@@ -22,11 +22,11 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rayapp.config import ConfigError
+from rayapp.observe.run_folder import EVENTS
 
 if TYPE_CHECKING:
     from rayapp.storage import Storage
 
-FILE = "events.jsonl"
 STARTED, WORKERS, RESUMED = "started", "workers", "resumed"
 INTERRUPTED, ENDED = "interrupted", "ended"
 
@@ -82,7 +82,7 @@ def read_events(run: Storage) -> list[Event]:
         Damaged: a line is no event.
     """
     try:
-        data = run.read(FILE)
+        data = run.read(EVENTS)
     except FileNotFoundError:
         return []
     events: list[Event] = []
@@ -97,7 +97,7 @@ def read_events(run: Storage) -> list[Event]:
             wrong = f"the first event must be {STARTED}"
         if wrong is not None:
             fix = "Delete the file: the run goes on from its checkpoint, without its history"
-            raise Damaged(f"{run.url}/{FILE}", f"line {number}: {wrong}", fix)
+            raise Damaged(f"{run.url}/{EVENTS}", f"line {number}: {wrong}", fix)
         events.append(event)
     return events
 

@@ -11,6 +11,7 @@ from rayapp.config import RunConfig
 from rayapp.config.units import unit_of
 from rayapp.observe import metrics
 from rayapp.observe.goodput import Event, account, commands
+from rayapp.observe.run_folder import FAILED, PLAN, RESULT
 from rayapp.planner.calibration import calibrate, rest_s
 from rayapp.storage import Storage
 
@@ -24,8 +25,8 @@ class RunFailed(RuntimeError):
 def failed(run: Storage, reason: str) -> RunFailed:
     """Record in result.json why the run failed, and return the error to raise."""
     lines = metrics.read(run)
-    failure = {"status": "failed", "steps": lines[-1]["step"] if lines else 0, "reason": reason}
-    run.write("result.json", json.dumps(failure, indent=1).encode())
+    failure = {"status": FAILED, "steps": lines[-1]["step"] if lines else 0, "reason": reason}
+    run.write(RESULT, json.dumps(failure, indent=1).encode())
     return RunFailed(reason)
 
 
@@ -68,7 +69,7 @@ def result_of(
 def step_s(run: Storage, lines: list[dict[str, Any]]) -> dict[str, float | None]:
     """Return the seconds of a step: as planned, as the first ten foretold, and of the rest."""
     # A run that is stopped while its data are prepared has no plan yet.
-    plan = json.loads(run.read("plan.json")) if run.exists("plan.json") else {}
+    plan = json.loads(run.read(PLAN)) if run.exists(PLAN) else {}
     found = calibrate(lines)
     return {
         "planned": (plan.get("step_s") or {}).get("value"),

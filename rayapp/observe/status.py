@@ -14,21 +14,26 @@ from typing import Any
 
 from rayapp.observe import metrics
 from rayapp.observe.goodput import ENDED, RESUMED, Account, Damaged, account, commands, read_events
-from rayapp.observe.goodput import FILE as EVENTS_FILE
+from rayapp.observe.run_folder import (
+    CONFIG,
+    EVENTS,
+    EXIT_CODES,
+    LEASE,
+    LEASE_TAKEN_S,
+    LIVE,
+    LOST,
+    PLAN,
+    PREPARING,
+    RUNNING,
+    STOP,
+    STOPPING,
+)
 from rayapp.storage import Storage
 
-LEASE_FILE = "LEASE"  # in the run's folder: renewed by the driver at work on it
-STOP_FILE = "STOP"  # there too: asks the run to save and leave
-LIVE_S = 45.0  # a lease is renewed every 10 s, and taken over after 35 s; clocks differ a little
+LIVE_S = LEASE_TAKEN_S + 10.0  # of a lease: clocks differ a little
 RECENT_STEPS = 50
 VANISHED = "its driver has vanished: run the same command again to go on"
 REWRITTEN = "Delete the file: the run's next command writes it again"
-
-PREPARING, RUNNING, STOPPING = "preparing", "running", "stopping"
-DONE, STOPPED, FAILED, LOST = "done", "stopped", "failed", "lost"
-LIVE = (PREPARING, RUNNING, STOPPING)
-PENDING, STARTING, REFUSED = "pending", "starting", "refused"  # of a job, before its run is there
-EXIT_CODES = {DONE: 0, FAILED: 1, LOST: 1, REFUSED: 2, STOPPED: 3}  # of what has ended
 
 
 class NoRun(LookupError):
@@ -75,9 +80,9 @@ def read(run: Storage, lines: list[dict[str, Any]] | None = None) -> Progress:
         Damaged: a file of it is not as a run writes it.
     """
     events = read_events(run)
-    lease = run.stat(LEASE_FILE)
-    if not events and lease is None and not run.exists("config.yaml"):
-        raise NoRun(f"{run.url} holds no run: there is no config.yaml in it")
+    lease = run.stat(LEASE)
+    if not events and lease is None and not run.exists(CONFIG):
+        raise NoRun(f"{run.url} holds no run: there is no {CONFIG} in it")
     lines = metrics.read(run) if lines is None else lines
     now = time.time()
     live = lease is not None and now - lease.modified_s < LIVE_S
@@ -124,20 +129,20 @@ def _status(run: Storage, last: list[dict[str, Any]], live: bool) -> tuple[str, 
         if event["event"] == ENDED:
             if event["status"] not in EXIT_CODES:
                 why = f"the run ended with the unknown status {event['status']!r:.40}"
-                raise Damaged(f"{run.url}/{EVENTS_FILE}", why, "Delete the file, or upgrade rayapp")
+                raise Damaged(f"{run.url}/{EVENTS}", why, "Delete the file, or upgrade rayapp")
             return event["status"], event["reason"]
     if not live:
         return LOST, VANISHED
-    if run.exists(STOP_FILE):
+    if run.exists(STOP):
         return STOPPING, None
     return (RUNNING if any(e["event"] == RESUMED for e in last) else PREPARING), None
 
 
 def _num_steps(run: Storage) -> int | None:
     """Return the steps of a run's plan, None where it has none yet."""
-    steps = read_object(run, "plan.json").get("steps")
+    steps = read_object(run, PLAN).get("steps")
     if isinstance(steps, bool) or not isinstance(steps, int | None):
-        raise Damaged(f"{run.url}/plan.json", f"steps={steps!r:.40} is no number", REWRITTEN)
+        raise Damaged(f"{run.url}/{PLAN}", f"steps={steps!r:.40} is no number", REWRITTEN)
     return steps
 
 

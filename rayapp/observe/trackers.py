@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeAlias
 
 from rayapp.config import RunConfig
 from rayapp.config.units import UNITS
+from rayapp.observe.run_folder import DONE, FAILED, STOPPED, TENSORBOARD
 from rayapp.storage import Storage
 
 Line: TypeAlias = dict[str, Any]
@@ -44,7 +45,6 @@ NAMES = {field: f"{group}/{field}" for group, fields in GROUPS.items() for field
 SHOWN_BY_HPARAMS = (NAMES["loss"], NAMES["eval_loss"])
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
 INSTALL = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny", "wandb": "wandb"}
-FOLDER = "tensorboard"
 STORE_S = 30.0  # between two copies of an event file to S3, at least
 STORE_BYTES_PER_S = 2 * 2**20  # of such copies, on average
 # In one request; characters. Source: MLflow's REST API, "Request Limits", 3.17 (2026-11).
@@ -121,7 +121,7 @@ class TensorBoard:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.summary import hparams, text
 
-        self._storage = run / FOLDER
+        self._storage = run / TENSORBOARD
         self._old = [entry.name for entry in self._storage.list()]
         local = self._storage.local_path()
         self._remote = local is None
@@ -236,7 +236,7 @@ class MLflow:
         for number, (prompt, text) in enumerate(samples):
             value = f"{prompt}{text}"[:MLFLOW_TAG]
             self._client.set_tag(self._id, f"{PROJECT}.sample.{number}", value)
-        ended = {"done": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED")
+        ended = {DONE: "FINISHED", STOPPED: "KILLED"}.get(status, "FAILED")
         self._client.set_terminated(self._id, ended)
 
     def _newest_step(self) -> int:
@@ -293,7 +293,7 @@ class Wandb:
         self._run.summary.update({"status": status})
         for number, (prompt, text) in enumerate(samples):
             self._run.summary.update({f"sample/{number}": prompt + text})
-        self._run.finish(exit_code=int(status == "failed"))
+        self._run.finish(exit_code=int(status == FAILED))
 
 
 OPEN: dict[str, Callable[[Storage, RunConfig], Tracker]] = {

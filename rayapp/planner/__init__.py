@@ -30,7 +30,7 @@ from rayapp.planner.advice import (
 )
 from rayapp.planner.answer import Answer, Band, answer
 from rayapp.planner.image_question import ask_images
-from rayapp.planner.question import Question, ask, counts_of_run
+from rayapp.planner.question import Question, ask, counts_of
 from rayapp.planner.trained import random_weights
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "ask",
     "ask_images",
     "cheapest",
-    "counts_of_run",
+    "counts_of",
     "largest_micro_batch",
     "misfit",
     "plan",

@@ -184,14 +184,10 @@ def price_of(
     return price
 
 
-def counts_of_run(folder: str) -> dict[str, int]:
-    """Return the steps, and the training images, that a run's plan.json has counted, by name."""
-    path = Path(folder) / "plan.json"
-    if not path.is_file():
-        return {}
-    values = json.loads(path.read_text(encoding="utf-8"))
-    images = (values.get("data") or {}).get("images") or {}
-    found = {"steps": values.get("steps"), "images": images.get("train")}
+def counts_of(plan: Mapping[str, Any]) -> dict[str, int]:
+    """Return the steps, and the training images, that a run's plan has counted, by name."""
+    images = (plan.get("data") or {}).get("images") or {}
+    found = {"steps": plan.get("steps"), "images": images.get("train")}
     return {name: int(count) for name, count in found.items() if count is not None}
 
 

@@ -20,11 +20,11 @@ from rayapp.config import parse_yaml
 from rayapp.config.units import IMAGES, TOKENS, Unit
 from rayapp.observe import status as statuses
 from rayapp.observe.goodput import OF_A_STEP, Account, Damaged, Event, commands, read_events
+from rayapp.observe.run_folder import CONFIG, PLAN, RESULT, VALIDATIONS
 from rayapp.report.curves import Array, columns_of, read_steps
 from rayapp.storage import Storage
 
 ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
-VALIDATIONS = "validation.jsonl"
 HELD = ("eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
 WARM_UP_SHARE = 0.1  # of the steps, left out of mean rates
 
@@ -199,8 +199,8 @@ def read(storage: Storage) -> Run:
     columns = columns_of(steps)
     now = statuses.read(storage, steps.select(ACCOUNTED).to_pylist())
     events = read_events(storage)
-    result = statuses.read_object(storage, "result.json")
-    text = _text(storage, "config.yaml")
+    result = statuses.read_object(storage, RESULT)
+    text = _text(storage, CONFIG)
     task, config = _mapping(text)
     status, reason = now.status, now.reason
     if not events and not now.live and result:  # an older run, whose end result.json alone tells
@@ -214,7 +214,7 @@ def read(storage: Storage) -> Run:
         task=task,
         config_yaml=text,
         config=config,
-        plan=statuses.read_object(storage, "plan.json"),
+        plan=statuses.read_object(storage, PLAN),
         result=current,
         versions=result.get("versions", {}),
         events=events,

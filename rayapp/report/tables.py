@@ -11,6 +11,7 @@ from typing import Any
 
 from rayapp.config import KINDS, Config
 from rayapp.config.units import IMAGES
+from rayapp.observe.run_folder import DONE
 from rayapp.report import words
 from rayapp.report.folder import Run
 from rayapp.report.words import UNKNOWN
@@ -124,8 +125,8 @@ def planned(run: Run) -> list[list[str]]:
         run.unit.per_s: run.rate(run.unit.per_s),
         run.unit.per_s_per_gpu: run.rate(run.unit.per_s_per_gpu),
         "mfu": run.rate("mfu"),
-        "hours": None if run.wall_s is None or run.status != "done" else run.wall_s / 3600.0,
-        "cost_usd": run.cost_usd if run.status == "done" else None,
+        "hours": None if run.wall_s is None or run.status != DONE else run.wall_s / 3600.0,
+        "cost_usd": run.cost_usd if run.status == DONE else None,
     }
     names = {
         "peak_gib": "peak memory, GiB",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from rayapp.observe import metrics
 from rayapp.observe.metrics import StepRecord
+from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
@@ -92,10 +93,10 @@ def run(
         "commit_s": saver.commit_s,
         "parameters": trainee.num_parameters(),
     }
-    if status == "moved":
+    if status == MOVED:
         reason = notices[0] if notices else leaving.reason if leaving else ""
         summary |= {"notice": bool(notices), "reason": reason}
-    if status == "done":
+    if status == DONE:
         summary |= trainee.finish(engine, storage, clock.lap)
     return summary | {"seconds": clock.seconds}
 
@@ -135,8 +136,8 @@ def train(
 def status_of(engine: loop.Engine, complete: bool) -> str:
     """Say how training ended: done, moved (to start again elsewhere) or stopped."""
     if complete:
-        return "done"
-    return "moved" if engine.left == MOVE else "stopped"
+        return DONE
+    return MOVED if engine.left == MOVE else STOPPED
 
 
 def arm(

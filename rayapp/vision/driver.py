@@ -16,12 +16,12 @@ from rayapp.config import ConfigError, VisionConfig
 from rayapp.data.images import Images, Recipe, prepare
 from rayapp.data.sources import SourceError
 from rayapp.driver import command
-from rayapp.driver.checks import PREPARED
 from rayapp.driver.command import Phases
 from rayapp.driver.ray_session import gpus_have_bf16
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
 from rayapp.observe.result import RunFailed
+from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.order import Order
 from rayapp.planner import misfit
 from rayapp.storage import open_storage
@@ -84,12 +84,12 @@ class Vision(command.Kind):
         shape, _ = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
         classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
         parameters = num_parameters(classifier)
-        run.write("config.yaml", config.to_yaml().encode())
+        run.write(CONFIG, config.to_yaml().encode())
         counted = {"steps": order.num_steps, "images": images.counts["train"]}
         planned = forecast(config, shape, len(images.classes), on_cpu=not gpus, **counted)
         values = planned.as_dict() if planned else {}
         plan = values | plan_of(config, images, order, parameters)
-        run.write("plan.json", json.dumps(plan, indent=1).encode())
+        run.write(PLAN, json.dumps(plan, indent=1).encode())
         display.plan(console, config, images, order, parameters)
         phases.end("plan")
         return Job(config, images, order, run.url)

@@ -31,6 +31,7 @@ from rayapp.model.classifier import (
     write_processor,
 )
 from rayapp.observe.metrics import ImageRecord, StepRecord
+from rayapp.observe.run_folder import MODEL
 from rayapp.storage import Storage
 from rayapp.train import loop, rank
 from rayapp.train.loss_spikes import Spikes
@@ -138,10 +139,10 @@ class Classifying(Trainee):
         found["model_path"] = None
         if self.job.config.checkpoint.export:
             with self.average.in_place() if self.average else nullcontext():
-                model.export(self.classifier, storage / "model")
+                model.export(self.classifier, storage / MODEL)
             if dist.get_rank() == 0:
                 data = self.job.config.data
-                write_processor(storage / "model", data.size, data.eval_crop, data.mean, data.std)
+                write_processor(storage / MODEL, data.size, data.eval_crop, data.mean, data.std)
             found["model_path"] = f"{storage.url}/model"
         dist.barrier(group=engine.control)
         lap("export")

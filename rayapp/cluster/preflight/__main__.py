@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from rayapp.config import ConfigError, RunConfig, arguments
 from rayapp.hardware import UnknownInstance
 from rayapp.jobs import secrets
+from rayapp.observe.run_folder import Exit
 from rayapp.storage import StorageError, open_storage
 
 MODULE = "rayapp.cluster.preflight"
-PASSED, FOUND, BAD_CONFIG = 0, 1, 2
 OPTIONS = {"json": "false", "min_gbit_per_s": "none", "timeout_s": "180"}
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Run the command line; return the exit code."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
-        return PASSED
+        return Exit.DONE
     try:
         config, asked = arguments.read(arguments.flags(argv, {"json"}), OPTIONS)
         numbers = read_options(asked)
@@ -40,10 +40,10 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
-        return BAD_CONFIG
+        return Exit.REFUSED
     except secrets.SecretError as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FOUND
+        return Exit.FAILED
 
 
 def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
@@ -100,7 +100,7 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
         print(json.dumps(page.as_dict(facts, findings, marks), indent=1))
     else:
         page.show(Console(), facts, findings, marks)
-    return FOUND if findings else PASSED
+    return Exit.FAILED if findings else Exit.DONE
 
 
 @contextmanager

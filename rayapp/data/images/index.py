@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from rayapp.data import FOLDER
 from rayapp.data.images import sources
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, StorageError, open_storage
@@ -188,7 +189,7 @@ class Rows:
         return self._names[start : start + int(record["name_size"])].decode()
 
 
-RESTORE = "Restore it, or start a new run after removing .prepared beside the runs"
+RESTORE = f"Restore it, or start a new run after removing {FOLDER} beside the runs"
 
 
 @lru_cache(maxsize=4)

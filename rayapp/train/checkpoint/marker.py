@@ -11,15 +11,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID
 from rayapp.storage import Storage
 from rayapp.storage.base import READ_BLOCK, Reader
 
-FOLDER = "checkpoints"
 MARKER = "COMMITTED"
 REFUSED = "REFUSED"  # in place of the marker once a file was found damaged: the reason
 STATE = "state.json"
 METADATA = ".metadata"
-RUN_ID = "RUN_ID"  # in the run's folder: a random id, which the markers of its checkpoints repeat
 BLOCK_BYTES = 8 * 2**20  # of a file that have a checksum of their own
 KEPT_BLOCKS = 2  # of a file that is read
 
@@ -138,12 +137,12 @@ def latest(storage: Storage) -> tuple[Found | None, list[str]]:
         StorageError: the storage does not answer, which is no reason to go back in time.
     """
     skipped: list[str] = []
-    folder, run = storage / FOLDER, run_id(storage)
+    folder, run = storage / CHECKPOINTS, run_id(storage)
     for name in newest_first(folder):
         try:
             return looked_at(folder / name, name, run), skipped
         except CheckpointError as problem:
-            skipped.append(f"{FOLDER}/{name} is skipped: {problem}")
+            skipped.append(f"{CHECKPOINTS}/{name} is skipped: {problem}")
     return None, skipped
 
 
@@ -156,9 +155,9 @@ def resume_point(storage: Storage) -> tuple[Found | None, list[str]]:
     """
     found, skipped = latest(storage)
     if found is None:
-        folder = storage / FOLDER
+        folder = storage / CHECKPOINTS
         lost = [
-            line.removeprefix(f"{FOLDER}/").replace(" is skipped: ", ": ", 1)
+            line.removeprefix(f"{CHECKPOINTS}/").replace(" is skipped: ", ": ", 1)
             for name, line in zip(newest_first(folder), skipped, strict=True)
             if folder.exists(f"{name}/{MARKER}") or folder.exists(f"{name}/{REFUSED}")
         ]
@@ -192,7 +191,7 @@ def claim_run_id(storage: Storage) -> str:
 
 def refuse(storage: Storage, name: str, why: str) -> None:
     """Let no one choose a damaged checkpoint again."""
-    folder = storage / FOLDER / name
+    folder = storage / CHECKPOINTS / name
     folder.write(REFUSED, why.encode())
     folder.delete(MARKER)
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
+from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
 from rayapp.train.checkpoint.marker import (
-    FOLDER,
     MARKER,
     METADATA,
     STATE,
@@ -60,7 +60,7 @@ class Checkpointer:
         before_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.before_commit = before_commit
-        self.run, self.storage = storage, storage / FOLDER
+        self.run, self.storage = storage, storage / CHECKPOINTS
         self.keep, self.asynchronous = keep, asynchronous
         self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
         self.rank = dist.get_rank()
