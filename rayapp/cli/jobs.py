@@ -18,7 +18,8 @@ from rayapp.jobs.notebook import Job, job
 from rayapp.jobs.remote import runs_of
 from rayapp.jobs.submission import Again
 from rayapp.observe.run_folder import EXIT_CODES, Exit
-from rayapp.observe.status import NoRun, Progress, duration, read
+from rayapp.observe.status import NoRun, Progress, read
+from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import Storage, StorageError, open_storage
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
@@ -134,7 +135,7 @@ def runs(argv: list[str]) -> int:
         table.add_column(name, no_wrap=name == "run")
     for one in found:
         seen = one["updated_s"]
-        ago = "n/a" if seen is None else f"{duration(time.time() - seen)} ago"
+        ago = UNKNOWN if seen is None else f"{clock(time.time() - seen)} ago"
         shown = one["figures"]
         table.add_row(
             one["run"],
@@ -196,7 +197,9 @@ def stop(argv: list[str]) -> int:
     handle, asked = _handle(argv, {"wait_s": "600", "hard": "true"})
     if asked["hard"] not in ("true", "false"):
         raise ConfigError([f"--hard={asked['hard']} is not valid: set true or false"])
-    state = handle.stop(_number("wait_s", asked["wait_s"]), asked["hard"] == "true")
+    state = handle.stop(
+        arguments.number("wait_s", asked["wait_s"], zero=True), asked["hard"] == "true"
+    )
     print(f"{handle.name} {state}")
     return EXIT_CODES.get(state, Exit.DONE)
 
@@ -207,8 +210,10 @@ def _shipment(asked: dict[str, str]) -> Shipment:
         pip=tuple(filter(None, (_or_none(asked["pip"]) or "").split(","))),
         env=_mapping("env", asked["env"]),
         secrets=_mapping("secrets", asked["secrets"]),
-        driver_cpus=_number("driver_cpus", asked["driver_cpus"]),
-        driver_memory_gib=_number("driver_memory_gib", asked["driver_memory_gib"]),
+        driver_cpus=arguments.number("driver_cpus", asked["driver_cpus"], zero=True),
+        driver_memory_gib=arguments.number(
+            "driver_memory_gib", asked["driver_memory_gib"], zero=True
+        ),
         tags=_mapping("tags", asked["tags"]),
     )
 
@@ -316,13 +321,3 @@ def _mapping(name: str, text: str) -> dict[str, str]:
         why = "a mapping of names to texts is expected"
         raise ConfigError([f"--{name}={text} is not valid: {why}. Set '{{A: b}}'"])
     return values
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value < 0:
-        raise ConfigError([f"--{name}={text} is not valid: a number from 0 is expected. Set one"])
-    return value

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
+from rayapp.hardware import GIB
 from rayapp.observe import run_folder
 from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import read_object
@@ -53,16 +54,21 @@ def plan(argv: list[str]) -> int:
     }
     config, options = arguments.read(argv, known)
     assert isinstance(config, Config | VisionConfig)
-    images = _number("images", options["images"])
+
+    def number_of(name: str) -> float | None:
+        given = options[name].lower() != "none"
+        return arguments.number(name, options[name]) if given else None
+
+    images = number_of("images")
     if images is not None:
         prepared["images"] = int(images)
     if isinstance(config, Config) and prepared.pop("images", None) is not None:
         raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
-    limits = {name: _number(name, options[name]) for name in ("deadline_hours", "budget_usd")}
+    limits = {name: number_of(name) for name in ("deadline_hours", "budget_usd")}
     found = planner.plan(
         config,
         region=options["region"],
-        usd_per_hour=_number("usd_per_hour", options["usd_per_hour"]),
+        usd_per_hour=number_of("usd_per_hour"),
         **prepared,
     )
     if isinstance(config, Config) and (warning := planner.random_weights(config)):
@@ -96,16 +102,4 @@ def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:
 
     found = trace.trace_config(config, layout)
     planned = peak_memory(replace(layout, on_cpu=True)).total
-    return {"peak_gib": found.peak_bytes / 2**30, "planned_gib": planned / 2**30}
-
-
-def _number(name: str, text: str) -> float | None:
-    if text.lower() == "none":
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value <= 0:
-        raise ConfigError([f"--{name}={text} is not valid: it must be a number above 0. Set one"])
-    return value
+    return {"peak_gib": found.peak_bytes / GIB, "planned_gib": planned / GIB}

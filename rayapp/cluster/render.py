@@ -31,6 +31,7 @@ from rayapp.cluster.sizes import (
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.shipped import shipped
 from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
+from rayapp.planner.machines import named_instance
 
 ROOT = shipped("cluster")
 PLATFORMS = ("ecs", "kuberay")
@@ -183,16 +184,18 @@ def _machines(
     platform: str, config: RunConfig, options: Options, problems: list[str]
 ) -> tuple[Node, Fleet] | None:
     """Return the head and the workers; add to `problems` what cannot be placed."""
+    one = named_instance(config, problems)
     if config.cluster.instance is None:
         problems.append(
             "cluster.instance=none is missing: a cluster is made of machines. "
             "Set an EC2 instance type, e.g. g5.12xlarge"
         )
-        return None
     try:
-        one, head = instance(config.cluster.instance), instance(options.head, "head")
+        head = instance(options.head, "head")
     except UnknownInstance as error:
         problems.append(str(error))
+        return None
+    if one is None:
         return None
     if options.efa == "true" and one.efa_interfaces == 0:
         problems.append(
@@ -211,7 +214,7 @@ def _machines(
             f"run.storage={storage} is out of reach: a run's role may write to "
             f"s3://{bucket(options)}/runs alone. Set it to that"
         )
-    for what, found in ((config.cluster.instance, one), (options.head, head)):
+    for what, found in ((one.name, one), (options.head, head)):
         if "x86_64" not in found.architectures:
             problems.append(f"{what} is impossible: the image is for x86_64. Set another instance")
     efa = options.efa != "false"

@@ -19,11 +19,11 @@ from typing import Any
 
 from rayapp.observe import goodput, metrics, trackers
 from rayapp.observe.gauges import Driver, Pace
-from rayapp.observe.run_folder import CHECKPOINTS, FAILED, PLAN
+from rayapp.observe.run_folder import FAILED, PLAN
 from rayapp.observe.status import cost_at_end_usd, left_s
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import MARKER, newest_first, order_of
+from rayapp.train.checkpoint.marker import newest_committed
 from rayapp.train.spec import Job
 
 POLL_S, POLL_S3_S = 1.0, 5.0
@@ -169,7 +169,7 @@ class Observer:
         self._driver.set(
             sums,
             lines[-1]["time"] if lines else None,
-            _newest_checkpoint(self._run),
+            (newest.step, newest.at_s) if (newest := newest_committed(self._run)) else None,
             checkpoint_every_s=self._pace.checkpoint_every_s(),
             planned_step_s=self._planned_step_s,
             calibrated_step_s=found.step_s if (found := calibrate(lines)) else None,
@@ -185,13 +185,3 @@ def _planned_step_s(run: Storage) -> float | None:
     except FileNotFoundError:  # a run that no command has planned
         return None
     return None if band is None else float(band["value"])
-
-
-def _newest_checkpoint(run: Storage) -> tuple[int, float] | None:
-    """Return the step of the newest committed checkpoint, and when it was committed (Unix s)."""
-    folder = run / CHECKPOINTS
-    for name in newest_first(folder):
-        marker, order = folder.stat(f"{name}/{MARKER}"), order_of(name)
-        if marker is not None and order is not None:
-            return order[0], marker.modified_s
-    return None

@@ -21,7 +21,7 @@ from rayapp.observe.ending import NO_ROOM, ending_of
 from rayapp.observe.events import Journal
 from rayapp.observe.result import failed
 from rayapp.observe.run_folder import CONFIG, FAILED, METRICS, MOVED, RAY, STOPPED
-from rayapp.observe.status import duration
+from rayapp.observe.words import clock
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.spec import Job, first_step
@@ -235,7 +235,7 @@ def _watch(
                 asked_at = now
             if now - noted >= NOTE_EVERY_S:
                 noted = now
-                bar.note(f"no step yet, {duration(now - began)} after the workers were asked for")
+                bar.note(f"no step yet, {clock(now - began)} after the workers were asked for")
         if validator is not None:
             validator.poll()
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from rayapp.driver import placement
 from rayapp.driver.display import held_out
-from rayapp.observe.run_folder import CHECKPOINTS, VALIDATIONS
+from rayapp.observe.run_folder import VALIDATIONS
+from rayapp.observe.words import last_line
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import MARKER, newest_first, order_of
+from rayapp.train.checkpoint.marker import newest_committed
 from rayapp.train.spec import Job
 
 POLL_S = 5.0
@@ -63,13 +64,10 @@ class Validator:
     def _start(self) -> None:
         import ray
 
-        folder = self._run / CHECKPOINTS
-        committed = (name for name in newest_first(folder) if folder.exists(f"{name}/{MARKER}"))
-        name = next(committed, "")
-        step, _ = order_of(name) or (-1, 0)
-        if step <= self._asked or not placement.room(self._job.config):
+        newest = newest_committed(self._run)
+        if newest is None or newest.step <= self._asked or not placement.room(self._job.config):
             return
-        self._asked = step
+        self._asked = newest.step
         resources = dict(placement.needs(self._job.config))
         task = ray.remote(
             num_cpus=resources.pop("CPU"),
@@ -77,7 +75,7 @@ class Validator:
             resources=resources,
             max_retries=0,
         )(_validate)
-        self._task = task.remote(self._job, name, step)
+        self._task = task.remote(self._job, newest.name, newest.step)
 
     def _take(self) -> None:
         import ray
@@ -89,7 +87,7 @@ class Validator:
             text = "".join(json.dumps(each) + "\n" for each in self._lines)
             self._run.write(VALIDATIONS, text.encode())
         except (ray.exceptions.RayError, OSError) as error:  # e.g. retention was quicker
-            logger.warning("a checkpoint was not validated: %s", str(error).splitlines()[-1])
+            logger.warning("a checkpoint was not validated: %s", last_line(error))
             return
         self._say(f"checkpoint of step {line['step']}: held-out {held_out(line)}")
 

@@ -6,7 +6,8 @@ import statistics
 from typing import Any
 
 from rayapp.config.units import unit_of
-from rayapp.observe.status import Progress, duration
+from rayapp.observe.status import Progress
+from rayapp.observe.words import UNKNOWN, clock, formed
 
 RECENT = 50  # steps
 
@@ -17,15 +18,15 @@ def figures(now: Progress) -> dict[str, str]:
     unit = unit_of(line)
     return {
         "step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else ""),
-        "loss": _number(line.get("loss"), ".4f"),
-        f"{unit.many}/s": _number(line.get(unit.per_s), ",.0f"),
-        "MFU": _number(line.get("mfu"), ".1%"),
-        "memory": _number(line.get("peak_gib"), ".2f", " GiB"),
-        "workers": _number(line.get("workers"), "d"),
-        "goodput": _number(account.goodput.get("step") if account.wall_s else None, ".0%"),
-        "time left": "n/a" if now.left_s is None else duration(now.left_s),
-        "time": duration(account.wall_s),
-        "cost": _number(account.cost_usd, ",.2f", " USD")
+        "loss": formed(line.get("loss"), ".4f"),
+        f"{unit.many}/s": formed(line.get(unit.per_s), ",.0f"),
+        "MFU": formed(line.get("mfu"), ".1%"),
+        "memory": formed(line.get("peak_gib"), ".2f", " GiB"),
+        "workers": formed(line.get("workers"), "d"),
+        "goodput": formed(account.goodput.get("step") if account.wall_s else None, ".0%"),
+        "time left": UNKNOWN if now.left_s is None else clock(now.left_s),
+        "time": clock(account.wall_s),
+        "cost": formed(account.cost_usd, ",.2f", " USD")
         + ("" if at_end_usd is None else f" of {at_end_usd:,.2f}"),
     }
 
@@ -41,7 +42,3 @@ def share_of_waiting(lines: list[dict[str, Any]]) -> str:
     words = ", ".join(f"{share:.2%} {what}" for what, share in shares.items())
     median_s = statistics.median(line["step_s"] for line in recent)
     return f"last {len(recent)} steps: {median_s:.3g} s each, {words}"
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "n/a" if value is None else f"{value:{form}}{unit}"

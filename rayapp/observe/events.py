@@ -17,6 +17,7 @@ from rayapp.observe import metrics
 from rayapp.observe.ending import Ending
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
+from rayapp.planner.machines import named_instance, nodes_of, price_of
 from rayapp.storage import Storage
 
 logger = logging.getLogger("rayapp.driver")
@@ -114,17 +115,15 @@ def machines(config: RunConfig, workers: int) -> dict[str, Any]:
 
     The price is config's, else the list price on demand in AWS_REGION.
     """
-    name, price = config.cluster.instance, config.cluster.usd_per_hour
-    if name is None:
+    one = named_instance(config)
+    if one is None:
         return {"nodes": None, "instance": None, "usd_per_hour": None}
-    one = hardware.instance(name)
-    if price is None:
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        price = hardware.usd_per_hour(one, region or hardware.DEFAULT_REGION)
-    nodes = -(-workers // (one.gpus or 1))
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    price = price_of(config, one, region or hardware.DEFAULT_REGION)
+    nodes = nodes_of(one, workers)
     return {
         "nodes": nodes,
-        "instance": name,
+        "instance": one.name,
         "usd_per_hour": None if price is None else nodes * price,
     }
 

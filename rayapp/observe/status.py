@@ -112,17 +112,6 @@ def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:
     return sums.cost_usd + sums.usd_per_hour * left_s / 3600.0
 
 
-def duration(seconds: float) -> str:
-    """Write a time as h:mm:ss, or m:ss below an hour.
-
-    >>> duration(3725.0), duration(59.6)
-    ('1:02:05', '1:00')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def _status(run: Storage, last: list[dict[str, Any]], live: bool) -> tuple[str, str | None]:
     """Return the status and, of a failure, the reason; `last` are the last command's events."""
     for event in last:

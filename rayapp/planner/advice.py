@@ -16,6 +16,7 @@ from rayapp.hardware import INSTANCES
 from rayapp.planner.answer import Answer, answer
 from rayapp.planner.formulas import mean_context
 from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.machines import per_worker
 from rayapp.planner.memory import Layout
 from rayapp.planner.question import Question
 from rayapp.planner.times import Job, machine_of
@@ -164,7 +165,7 @@ def _changed(
         return
     if layout.strategy == "full_shard":
         layout = replace(layout, shards=question.workers)
-    micro_batches = -(-question.rows_per_step // layout.micro_batch // question.workers)
+    micro_batches = per_worker(question.rows_per_step, layout.micro_batch, question.workers)
     layout = replace(layout, accumulates=micro_batches > 1)
     job = question.job
     if job is not None:
@@ -184,7 +185,9 @@ def largest_micro_batch(question: Question) -> int | None:
         for size in range(1, max(1, rows // workers) + 1)
         if rows % size == 0 and answer(with_micro_batch(question, size)).fits
     ]
-    return min(fitting, key=lambda size: (-(-rows // size // workers) * size, -size), default=None)
+    return min(
+        fitting, key=lambda size: (per_worker(rows, size, workers) * size, -size), default=None
+    )
 
 
 def with_micro_batch(question: Question, size: int) -> Question:

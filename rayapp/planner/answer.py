@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rayapp.hardware import GIB
 from rayapp.planner.formulas import mfu
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_step import image_step_time
@@ -19,7 +20,6 @@ from rayapp.planner.question import Question
 from rayapp.planner.step import step_time
 from rayapp.planner.times import PINNED, Job, StepTime
 
-GIB = 2**30
 # GPUs whose published training runs the model was compared with, and how far off speed may be:
 # the 90th percentile of docs/plan.md's rows; others have no such rows.
 COMPARED = ("A100-40GB", "A100-80GB", "H100", "H200")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.config.units import IMAGES
-from rayapp.report import words
+from rayapp.observe import words
 from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of
 from rayapp.report.folder import Run
 

@@ -19,8 +19,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from rayapp.observe import words
 from rayapp.observe.run_folder import METRICS
-from rayapp.report import charts, comparison, tables, timeline, words
+from rayapp.report import charts, comparison, tables, timeline
 from rayapp.report.curves import BUCKETS
 from rayapp.report.folder import Run
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from rayapp.config import KINDS, Config
 from rayapp.config.units import IMAGES
+from rayapp.observe import words
 from rayapp.observe.run_folder import DONE
-from rayapp.report import words
+from rayapp.observe.words import UNKNOWN
 from rayapp.report.folder import Run
-from rayapp.report.words import UNKNOWN
 
 CAUSES = {
     "step": "steps that count",

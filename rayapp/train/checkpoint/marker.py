@@ -130,6 +130,27 @@ class _Blocks:
         return self._kept[number]
 
 
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that has its marker."""
+
+    name: str
+    """Folder under `checkpoints/`."""
+    step: int
+    at_s: float
+    """Unix time of the commit."""
+
+
+def newest_committed(storage: Storage) -> Committed | None:
+    """Return the newest checkpoint that has a marker; whether it can be used `latest` says."""
+    folder = storage / CHECKPOINTS
+    for name in newest_first(folder):
+        marker, order = folder.stat(f"{name}/{MARKER}"), order_of(name)
+        if marker is not None and order is not None:
+            return Committed(name, order[0], marker.modified_s)
+    return None
+
+
 def latest(storage: Storage) -> tuple[Found | None, list[str]]:
     """Return the newest checkpoint of which all files are there, and why newer ones were skipped.
 
@@ -266,6 +287,11 @@ def looked_at(folder: Storage, name: str, run: str | None) -> Found:
     if not isinstance(state, dict):
         raise Damaged(f"{STATE} is damaged")
     return Found(name, marked.step, state, marked.run)
+
+
+def name_of(step: int, attempt: int) -> str:
+    """Return the name of a checkpoint's folder, which `order_of` reads."""
+    return f"step-{step:08d}" + (f".{attempt}" if attempt else "")
 
 
 def order_of(name: str) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ from rayapp.train.checkpoint.marker import (
     File,
     claim_run_id,
     looked_at,
+    name_of,
     newest_first,
     order_of,
 )
@@ -200,7 +201,7 @@ class Checkpointer:
         orders = filter(None, map(order_of, self.storage.dirs()))
         number = max((number + 1 for other, number in orders if other == step), default=0)
         while True:
-            name = f"step-{step:08d}" + (f".{number}" if number else "")
+            name = name_of(step, number)
             if self.storage.create(f"{name}/{STATE}", state):
                 return name
             number += 1
