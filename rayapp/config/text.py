@@ -92,9 +92,9 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """Return the leaves of a tree of mappings by their dotted names; an empty mapping is a leaf."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{name}.")

@@ -96,7 +96,7 @@ class Rows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": {}, "_pool": None}
 
     def read(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -9,7 +9,6 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from rayapp.driver.supervise import as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.observe.events import Journal, submission_id
+from rayapp.observe.records import RunResult, Summary
 from rayapp.observe.result import RunFailed, result_of
 from rayapp.observe.run_folder import DONE, RESULT
 from rayapp.storage import Storage
@@ -71,7 +71,7 @@ class Phases:
         self.seconds[phase] = time.time() - self.started - sum(self.seconds.values())
 
 
-def run(kind: Kind, console: Console | None, started: float | None) -> dict[str, Any]:
+def run(kind: Kind, console: Console | None, started: float | None) -> RunResult:
     """Run a config to its end, or to a stop, and return what result.json holds.
 
     `started` is when the command began, in Unix seconds, if that was before this call.
@@ -101,7 +101,7 @@ def run(kind: Kind, console: Console | None, started: float | None) -> dict[str,
             gpus = uses_gpus(kind.config)
             kind.settle(gpus)
             if same_run(kind.run, kind.config) == DONE:
-                result = json.loads(kind.run.read(RESULT))
+                result: RunResult = json.loads(kind.run.read(RESULT))
                 console.print(f"run {kind.config.run.name} is already done", highlight=False)
                 display.result(console, result)
                 return result
@@ -132,7 +132,7 @@ def _train(
     gpus: bool,
     console: Console,
     phases: Phases,
-) -> dict[str, Any]:
+) -> Summary:
     """Prepare and train; return rank 0's summary, or that of a run stopped before it had one."""
 
     def check() -> None:

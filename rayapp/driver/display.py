@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rayapp.config.units import unit_of
+from rayapp.observe.records import HeldOut, Line, RunResult, figure
 from rayapp.observe.words import clock, formed
 
 LINE_EVERY_S = 5.0
@@ -39,7 +40,7 @@ class Bar:
             self._task = self._progress.add_task(label, total=num_steps, figures="")
             self._progress.start()
 
-    def update(self, line: dict[str, Any]) -> None:
+    def update(self, line: Line) -> None:
         """Show a line of metrics.jsonl."""
         step = line["step"]
         if self._started is None:
@@ -74,10 +75,10 @@ class Bar:
             self._progress.stop()
 
 
-def figures_of(line: dict[str, Any]) -> str:
+def figures_of(line: Line) -> str:
     """Write the figures of a line of metrics.jsonl that one wants to see go by."""
     unit = unit_of(line)
-    rate = f"{line[unit.per_s]:,.0f} {RATES[unit.one]}"
+    rate = formed(figure(line, unit.per_s), ",.0f", f" {RATES[unit.one]}")
     figures = f"loss {formed(line['loss'], '.4f')}  "
     if "loss_per_byte" in line:
         figures += f"{formed(line['loss_per_byte'], '.4f')} nats/byte  "
@@ -89,7 +90,7 @@ def figures_of(line: dict[str, Any]) -> str:
     return figures
 
 
-def held_out(found: dict[str, Any]) -> str:
+def held_out(found: HeldOut) -> str:
     """Write the held-out figures of a line, or of a result.
 
     >>> held_out({"eval_loss": 1.5, "eval_loss_per_byte": 0.5})
@@ -106,7 +107,7 @@ def held_out(found: dict[str, Any]) -> str:
     return f"{found['eval_loss']:.4f} nats/token = {per_byte} nats/byte"
 
 
-def result(console: Console, result: dict[str, Any]) -> None:
+def result(console: Console, result: RunResult) -> None:
     """Print what came out and where it lies."""
     if result.get("eval_loss") is not None:
         console.print(f"held-out loss {held_out(result)}", highlight=False)
@@ -120,7 +121,7 @@ def result(console: Console, result: dict[str, Any]) -> None:
         if share >= 0.005
     )
     unit = unit_of(result)
-    rate = result.get(unit.per_s)
+    rate = figure(result, unit.per_s)
     speed = f", {rate:,.0f} {unit.many}/s" if rate else ""
     console.print(
         f"{result['status']} after {result['steps']:,} steps in {clock(result['wall_s'])}"
@@ -128,11 +129,13 @@ def result(console: Console, result: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    checkpoint = result.get("checkpoint", {})
-    if checkpoint.get("stall_s") is not None:
+    checkpoint = result.get("checkpoint")
+    stall_s = checkpoint["stall_s"] if checkpoint else None
+    best_s = checkpoint["best_every_s"] if checkpoint else None
+    if stall_s is not None and best_s is not None:
         console.print(
-            f"a checkpoint stalled {1000 * checkpoint['stall_s']:.0f} ms; at the assumed failure "
-            f"rate one every {clock(checkpoint['best_every_s'])} costs the least",
+            f"a checkpoint stalled {1000 * stall_s:.0f} ms; at the assumed failure rate one every "
+            f"{clock(best_s)} costs the least",
             highlight=False,
             soft_wrap=True,
         )

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rayapp.config import ConfigError
+from rayapp.observe.records import Holder
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import LEASE, LEASE_RENEWED_S, LEASE_TAKEN_S, STOP
 from rayapp.storage import Storage
@@ -34,7 +34,7 @@ logger = logging.getLogger("rayapp.driver")
 class Lease:
     """The right to write to a run's folder, for as long as it is renewed."""
 
-    def __init__(self, run: Storage, holder: dict[str, Any], etag: str) -> None:
+    def __init__(self, run: Storage, holder: Holder, etag: str) -> None:
         self._run, self._holder, self._etag = run, holder, etag
         self._lost, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -86,9 +86,13 @@ def held(run: Storage, say: Callable[[str], None] = lambda text: None) -> Iterat
         lease.release()
 
 
-def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())}
-    mine["machine"] = _machine()
+def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[Holder, str]:
+    mine = Holder(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process=_process(os.getpid()),
+        machine=_machine(),
+    )
     seen, since = None, time.monotonic()
     while True:
         entry = run.stat(LEASE)
@@ -98,7 +102,7 @@ def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], 
                 return mine, etag
             continue
         try:
-            other = json.loads(run.read(LEASE))
+            other: Holder = json.loads(run.read(LEASE))
         except FileNotFoundError:
             continue
         if seen is None:
@@ -123,7 +127,7 @@ def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], 
         time.sleep(POLL_S)
 
 
-def _ended(holder: dict[str, Any]) -> bool:
+def _ended(holder: Holder) -> bool:
     """Say whether the holder was a process of this machine that is no more."""
     return holder["machine"] == _machine() and holder["process"] != _process(holder["pid"])
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
 
 from rayapp.config import ConfigError, RunConfig, arguments, fields
 from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
+from rayapp.observe.records import RunResult
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.storage import StorageError
 
@@ -23,7 +23,7 @@ def main(
     argv: list[str],
     usage: str,
     kind: type[RunConfig],
-    load_run: Callable[[], Callable[..., dict[str, Any]]],
+    load_run: Callable[[], Callable[..., RunResult]],
     started: float | None,
 ) -> int:
     """Run the command line; return the exit code. What `load_run` imports takes seconds."""

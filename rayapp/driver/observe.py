@@ -11,16 +11,15 @@ what a tracker refuses is told again later, and if it never takes it, the log sa
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from typing import Any
 
 from rayapp.observe import goodput, metrics, trackers
 from rayapp.observe.gauges import Driver, Pace
-from rayapp.observe.run_folder import FAILED, PLAN
-from rayapp.observe.status import cost_at_end_usd, left_s
+from rayapp.observe.records import Line, Sample, Summary
+from rayapp.observe.run_folder import FAILED
+from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import newest_committed
@@ -42,21 +41,21 @@ class Told:
     def __init__(self, name: str, run: Storage, job: Job) -> None:
         self.name, self._run, self._job = name, run, job
         self._changed = threading.Condition()
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[Line] = []
         self._done = self._valid = 0  # lines told; of them, those that still hold
-        self._ending: tuple[str, list[tuple[str, str]]] | None = None
+        self._ending: tuple[str, list[Sample]] | None = None
         self._tracker: trackers.Tracker | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def update(self, lines: list[dict[str, Any]], kept: int) -> None:
+    def update(self, lines: list[Line], kept: int) -> None:
         """Take the lines as they stand; the first `kept` are as they were."""
         with self._changed:
             self._valid = min(self._valid, kept)
             self._lines = lines[:]
             self._changed.notify()
 
-    def close(self, status: str, samples: list[tuple[str, str]], until: float) -> None:
+    def close(self, status: str, samples: list[Sample], until: float) -> None:
         """Tell the rest, and wait for it no longer than until then (time.monotonic)."""
         with self._changed:
             self._ending = (status, samples)
@@ -114,7 +113,7 @@ class Observer:
     def __init__(self, job: Job, run: Storage) -> None:
         self._run, self._started = run, time.time()
         self._num_steps = job.order.num_steps
-        self._planned_step_s = _planned_step_s(run)
+        self._planned_step_s = planned_step_s(run)
         self._driver = Driver(job.config.run.name, self._num_steps, self._started)
         every = job.config.checkpoint
         self._pace = Pace(every.every_s, every.every_steps)
@@ -122,7 +121,7 @@ class Observer:
         self._told = [Told(name, run, job) for name in job.config.run.trackers]
         self._stop = threading.Event()
         self._status = FAILED
-        self._samples: list[tuple[str, str]] = []
+        self._samples: list[Sample] = []
         self._account_at = 0.0
         self._thread = threading.Thread(target=self._follow, name="observe", daemon=True)
 
@@ -130,7 +129,7 @@ class Observer:
         self._thread.start()
         return self
 
-    def ended(self, summary: dict[str, Any]) -> None:
+    def ended(self, summary: Summary) -> None:
         """Take how training ended; without this it has failed."""
         self._status = summary["status"]
         self._samples = summary.get("samples", [])
@@ -177,11 +176,3 @@ class Observer:
         )
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)
-
-
-def _planned_step_s(run: Storage) -> float | None:
-    try:
-        band = json.loads(run.read(PLAN)).get("step_s")
-    except FileNotFoundError:  # a run that no command has planned
-        return None
-    return None if band is None else float(band["value"])

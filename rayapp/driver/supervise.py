@@ -19,6 +19,7 @@ from rayapp.driver.validation import Validator
 from rayapp.observe import metrics
 from rayapp.observe.ending import NO_ROOM, ending_of
 from rayapp.observe.events import Journal
+from rayapp.observe.records import Line, Summary
 from rayapp.observe.result import failed
 from rayapp.observe.run_folder import CONFIG, FAILED, METRICS, MOVED, RAY, STOPPED
 from rayapp.observe.words import clock
@@ -44,7 +45,7 @@ logger = logging.getLogger("rayapp.driver")
 
 def fit(
     job: Job, run: Storage, lease: Lease, stop: Stop, journal: Journal, console: Console
-) -> dict[str, Any]:
+) -> Summary:
     """Train with Ray Train, again and again if need be; return rank 0's summary.
 
     Raises:
@@ -111,7 +112,7 @@ def _attempt(
     stop: Stop,
     journal: Journal,
     validator: Validator | None,
-) -> dict[str, Any] | Exception:
+) -> Summary | Exception:
     """Train once; return rank 0's summary, or what ended it."""
     trainer = _trainer(job, workers)
     # Not in the main thread: there Ray Train would replace our handling of signals by an abort.
@@ -123,8 +124,7 @@ def _attempt(
         pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
     error = fit.exception()
     if error is None:
-        summary = fit.result().return_value
-        assert isinstance(summary, dict), summary
+        summary: Summary = fit.result().return_value
         return summary
     from ray.exceptions import RayError
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -141,7 +141,7 @@ def _pause(seconds: float, check: Callable[[], None]) -> None:
         time.sleep(POLL_S)
 
 
-def as_it_stands(run: Storage) -> dict[str, Any]:
+def as_it_stands(run: Storage) -> Summary:
     """Return the summary of a run that is stopped while it has no workers."""
     found, _ = latest(run)
     step = found.step if found else 0
@@ -156,10 +156,10 @@ def as_it_stands(run: Storage) -> dict[str, Any]:
     }
 
 
-def entry(job: Job) -> Callable[[], dict[str, Any]]:
+def entry(job: Job) -> Callable[[], Summary]:
     """Return what each worker runs; Ray's controller unpickles it too, and loads nothing for it."""
 
-    def train() -> dict[str, Any]:
+    def train() -> Summary:
         from rayapp.driver.worker import work
 
         return work(job)
@@ -240,7 +240,7 @@ def _watch(
             validator.poll()
 
 
-def _last_line(run: Storage) -> dict[str, Any] | None:
+def _last_line(run: Storage) -> Line | None:
     try:
         return metrics.last(run)
     except OSError as error:

@@ -18,6 +18,7 @@ from rayapp.config import RunConfig
 from rayapp.driver import placement
 from rayapp.model import Unavailable
 from rayapp.observe.gauges import Steps
+from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import FAILED, MOVED
 from rayapp.train.checkpoint.marker import NoneUsable
 from rayapp.train.checkpoint.state import Resumed, StartAgain
@@ -27,7 +28,7 @@ from rayapp.train.spec import Job
 logger = logging.getLogger("rayapp.driver")
 
 
-def work(job: Job) -> dict[str, Any]:
+def work(job: Job) -> Summary:
     """Train as one of Ray Train's workers."""
     shard = ray.train.get_dataset_shard("train")
     rows = job.steps(shard, dist.get_world_size())

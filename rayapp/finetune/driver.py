@@ -6,7 +6,6 @@ result = finetune(load("configs/tiny_cpu.yaml"))
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from rayapp.finetune.inputs import (
 )
 from rayapp.finetune.job import Job
 from rayapp.finetune.parts import model_shape, technique_problems
+from rayapp.observe.records import RunResult
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import CONFIG, PLAN
 from rayapp.planner import misfit
@@ -34,7 +34,7 @@ __all__ = ["RunFailed", "finetune"]
 
 def finetune(
     config: Config, console: Console | None = None, started: float | None = None
-) -> dict[str, Any]:
+) -> RunResult:
     """Run a config to its end, or to a stop, and return what result.json holds.
 
     `started` is when the command began, in Unix seconds, if that was before this call.

@@ -19,6 +19,7 @@ from rayapp.jobs.remote import RemoteJob, runs_of
 from rayapp.jobs.results import Result, config_of, own_config_of, result_of
 from rayapp.jobs.submission import Again, changed, send, shipment_again
 from rayapp.observe import metrics
+from rayapp.observe.records import Line
 from rayapp.observe.run_folder import (
     DONE,
     EXIT_CODES,
@@ -155,7 +156,7 @@ class Job:
         """
         return self.snapshot()[0]
 
-    def snapshot(self) -> tuple[str, Progress | None, list[dict[str, Any]]]:
+    def snapshot(self) -> tuple[str, Progress | None, list[Line]]:
         """Return the status, the progress if there is any, and the lines of metrics.jsonl.
 
         Raises:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
 from rayapp.config import ConfigError, RunConfig, from_dict, parse_yaml
 from rayapp.observe.goodput import Damaged
+from rayapp.observe.records import RunResult
 from rayapp.observe.run_folder import CONFIG, RESULT
-from rayapp.observe.status import REWRITTEN, read_object
+from rayapp.observe.status import REWRITTEN, read_result
 from rayapp.storage import Storage, open_storage
 
 
@@ -25,7 +25,7 @@ class Result:
     tokens_per_s: float | None
     cost_usd: float | None
     model_path: str | None
-    values: dict[str, Any]
+    values: RunResult
 
 
 def result_of(run: Storage) -> Result | None:
@@ -34,7 +34,7 @@ def result_of(run: Storage) -> Result | None:
     Raises:
         Damaged: it is not as a run writes it.
     """
-    values = read_object(run, RESULT)
+    values = read_result(run)
     if not values:
         return None
     if not {"status", "steps"} <= set(values):

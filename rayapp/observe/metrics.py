@@ -16,9 +16,11 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import cast
 
+from rayapp.observe.records import Line
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
@@ -93,7 +95,7 @@ class ImageRecord(StepRecord):
     """The same among the five likeliest."""
 
 
-def read(storage: Storage) -> list[dict[str, Any]]:
+def read(storage: Storage) -> list[Line]:
     """Return the lines of a run's metrics.jsonl; none if there is no such file yet.
 
     What is not a whole line is left out: a process that was killed leaves a torn last line.
@@ -105,7 +107,7 @@ def read(storage: Storage) -> list[dict[str, Any]]:
     return _whole_lines(storage, data)
 
 
-def last(storage: Storage) -> dict[str, Any] | None:
+def last(storage: Storage) -> Line | None:
     """Return the last line of metrics.jsonl, if any, at the same cost however long it is."""
     size = storage.size(METRICS)
     if not size:
@@ -122,7 +124,7 @@ class Follower:
     """The lines of a metrics.jsonl that grows, read once each; also after a resume cut it."""
 
     def __init__(self, storage: Storage) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[Line] = []
         self._storage, self._end, self._last = storage, 0, b""
 
     def poll(self) -> int:
@@ -154,15 +156,15 @@ class Follower:
         self._end += len(whole)
 
 
-def _whole_lines(storage: Storage, data: bytes) -> list[dict[str, Any]]:
-    lines, texts = [], data.split(b"\n")
+def _whole_lines(storage: Storage, data: bytes) -> list[Line]:
+    lines, texts = list[Line](), data.split(b"\n")
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
         except ValueError:
             line = None
         if isinstance(line, dict):
-            lines.append(line)
+            lines.append(cast(Line, line))
         elif number < len(texts):  # in the midst: a disk that lost its power, an editor
             logger.warning("%s/%s: line %d is not readable", storage.url, METRICS, number)
     return lines
@@ -295,7 +297,7 @@ class MetricsLog:
         return StorageError("write", f"{self.storage.url}/{METRICS}", str(why), "Free some space")
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
     """JSON has no NaN: a value that is not finite becomes null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

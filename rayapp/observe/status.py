@@ -10,10 +10,11 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from rayapp.observe import metrics
 from rayapp.observe.goodput import ENDED, RESUMED, Account, Damaged, account, commands, read_events
+from rayapp.observe.records import Event, Line, Plan, RunResult
 from rayapp.observe.run_folder import (
     CONFIG,
     EVENTS,
@@ -24,6 +25,7 @@ from rayapp.observe.run_folder import (
     LOST,
     PLAN,
     PREPARING,
+    RESULT,
     RUNNING,
     STOP,
     STOPPING,
@@ -51,7 +53,7 @@ class Progress:
     num_steps: int | None
     left_s: float | None
     """Seconds until the last step at the pace of the last ones; None when it does not run."""
-    line: dict[str, Any] | None
+    line: Line | None
     """The last line of metrics.jsonl."""
     account: Account
     reason: str | None
@@ -72,7 +74,7 @@ class Progress:
         return self.status in LIVE
 
 
-def read(run: Storage, lines: list[dict[str, Any]] | None = None) -> Progress:
+def read(run: Storage, lines: list[Line] | None = None) -> Progress:
     """Look at a run's folder; `lines` are those of metrics.jsonl where the caller has them.
 
     Raises:
@@ -112,7 +114,7 @@ def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:
     return sums.cost_usd + sums.usd_per_hour * left_s / 3600.0
 
 
-def _status(run: Storage, last: list[dict[str, Any]], live: bool) -> tuple[str, str | None]:
+def _status(run: Storage, last: list[Event], live: bool) -> tuple[str, str | None]:
     """Return the status and, of a failure, the reason; `last` are the last command's events."""
     for event in last:
         if event["event"] == ENDED:
@@ -129,13 +131,29 @@ def _status(run: Storage, last: list[dict[str, Any]], live: bool) -> tuple[str, 
 
 def _num_steps(run: Storage) -> int | None:
     """Return the steps of a run's plan, None where it has none yet."""
-    steps = read_object(run, PLAN).get("steps")
+    steps = read_plan(run).get("steps")
     if isinstance(steps, bool) or not isinstance(steps, int | None):
         raise Damaged(f"{run.url}/{PLAN}", f"steps={steps!r:.40} is no number", REWRITTEN)
     return steps
 
 
-def read_object(run: Storage, name: str) -> dict[str, Any]:
+def read_plan(run: Storage) -> Plan:
+    """Return a run's plan, empty where it has none yet; raises Damaged."""
+    return cast(Plan, read_object(run, PLAN))
+
+
+def read_result(run: Storage) -> RunResult:
+    """Return what came out of a run, empty where nothing has; raises Damaged."""
+    return cast(RunResult, read_object(run, RESULT))
+
+
+def planned_step_s(run: Storage) -> float | None:
+    """Return the seconds of a step as the run's plan has them; raises Damaged."""
+    band = read_plan(run).get("step_s")
+    return None if band is None else float(band["value"])
+
+
+def read_object(run: Storage, name: str) -> dict[str, object]:
     """Return a JSON file of a run's folder, empty where it is not there.
 
     Raises:
@@ -152,7 +170,7 @@ def read_object(run: Storage, name: str) -> dict[str, Any]:
     return value
 
 
-def left_s(lines: list[dict[str, Any]], num_steps: int | None) -> float | None:
+def left_s(lines: list[Line], num_steps: int | None) -> float | None:
     """Return the seconds that are left at the pace of the last steps, None if that is not known."""
     recent = [line["step_s"] for line in lines[-RECENT_STEPS:]]
     if num_steps is None or not recent:

@@ -19,16 +19,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from rayapp.config import RunConfig
+from rayapp.config.text import flatten
 from rayapp.config.units import UNITS
+from rayapp.observe.records import Line, figure
 from rayapp.observe.run_folder import DONE, FAILED, STOPPED, TENSORBOARD
 from rayapp.storage import Storage
-
-Line: TypeAlias = dict[str, Any]
 
 RATES = [rate for unit in UNITS for rate in (unit.per_s, unit.per_s_per_gpu)]
 # Fields of metrics.jsonl, by the group they are shown in.
@@ -91,22 +91,14 @@ def problems(config: RunConfig) -> list[str]:
 def scalars(line: Line) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of what a step has."""
     for field, name in NAMES.items():
-        value = line.get(field)
+        value = figure(line, field)
         if value is not None:
             yield name, float(value)
 
 
-def settings(config: RunConfig) -> dict[str, Any]:
+def settings(config: RunConfig) -> dict[str, object]:
     """Return every field of a config by its dotted name, as plain values."""
-
-    def flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in tree.items():
-            if isinstance(value, dict) and value:
-                yield from flat(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(flat(config.model_dump(mode="json"), ""))
+    return flatten(config.model_dump(mode="json"))
 
 
 class TensorBoard:
@@ -315,7 +307,7 @@ def _wandb_may_start() -> bool:
         return False
 
 
-def _plain(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
+def _plain(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
     return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
 
 

@@ -75,7 +75,7 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
 
 def as_dict(
     found: Answer, others: list[Suggestion], table: list[Answer], best: Answer | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what `plan --json` prints: the plan, suggestions, scaling, and the cheapest."""
     return {
         **found.as_dict(),

@@ -33,7 +33,7 @@ class Suggestion:
     change: str
     answer: Answer
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values."""
         rate = self.answer.rate
         return {

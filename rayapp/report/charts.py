@@ -15,6 +15,7 @@ import numpy as np
 
 from rayapp.config.units import IMAGES
 from rayapp.observe import words
+from rayapp.observe.records import band_of
 from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of
 from rayapp.report.folder import Run
 
@@ -340,7 +341,7 @@ def _overlaid(
 
 def _planned(run: Run, name: str) -> list[Mark]:
     """Return a figure of plan.json, if it was planned."""
-    band = run.plan.get(name)
+    band = band_of(run.plan, name)
     return [Mark("plan", band["value"], band["low"], band["high"])] if band else []
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from rayapp.observe import metrics
 from rayapp.observe.metrics import StepRecord
+from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
@@ -39,7 +40,7 @@ def run(
     notice: Callable[[], str | None] = lambda: None,
     room: Callable[[], int] | None = None,
     tell: Callable[[StepRecord], None] = lambda record: None,
-) -> dict[str, Any]:
+) -> Summary:
     """Train, evaluate and export; return a summary of plain values (rank 0's is the run's).
 
     `notice` says which of our nodes are being taken away; all ranks call it together. `room` says

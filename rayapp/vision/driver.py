@@ -20,6 +20,7 @@ from rayapp.driver.command import Phases
 from rayapp.driver.ray_session import gpus_have_bf16
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
+from rayapp.observe.records import RunResult
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.order import Order
@@ -34,7 +35,7 @@ __all__ = ["RunFailed", "train_classifier"]
 
 def train_classifier(
     config: VisionConfig, console: Console | None = None, started: float | None = None
-) -> dict[str, Any]:
+) -> RunResult:
     """Run a config to its end, or to a stop, and return what result.json holds.
 
     `started` is when the command began, in Unix seconds, if that was before this call.

@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from rayapp.data import FOLDER
 from rayapp.data.images import sources
+from rayapp.data.report import DataReport
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -103,7 +104,7 @@ class Images:
         """Share of the files that cannot be trained on, 0-1."""
         return sum(self.bad.values()) / self.records if self.records else 0.0
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> DataReport:
         """Return the figures that a person checks before training."""
         return {
             "images": self.counts,
@@ -148,7 +149,7 @@ class Rows:
         local = all(root.local_path() is not None for root in self._opened)
         return READERS_OF_DISKS if local else READERS
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         kept = ("_storage", "_roots", "_split")
         return {name: self.__dict__[name] for name in kept}
 
