@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rayapp.config import ConfigError, parse_yaml
 from rayapp.observe import status
+from rayapp.observe.records import Sections
 from rayapp.observe.run_folder import CONFIG, MODEL
 from rayapp.storage import Storage, open_storage
 
@@ -126,7 +127,7 @@ class Loaded:
                 ]
             )
         # All three are given, as a model's own generation_config.json may set others.
-        drawn: dict[str, Any] = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
+        drawn: dict[str, object] = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
         if settings.temperature == 0:
             drawn = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         else:
@@ -295,7 +296,7 @@ def _local(folder: Storage, stack: ExitStack) -> str:
 
 
 def _stream(
-    model: Any, tokenizer: Any, ids: torch.Tensor, settings: dict[str, Any]
+    model: Any, tokenizer: Any, ids: torch.Tensor, settings: dict[str, object]
 ) -> Iterator[str]:
     """Generate in a thread and yield the text; leaving early ends it after the token under way."""
     import torch
@@ -339,7 +340,7 @@ def _kind(storage: Storage) -> str | None:
     return None if kind is None else str(kind)
 
 
-def _config(storage: Storage) -> dict[str, Any]:
+def _config(storage: Storage) -> Sections:
     """Return a run's config as plain values: that of an older rayapp too; {} without one."""
     if not storage.exists(CONFIG):
         return {}

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, cast
+from typing import NotRequired, TypedDict, cast
 
 import yaml
 
@@ -17,6 +17,7 @@ from rayapp.jobs.figures import figures
 from rayapp.jobs.notebook import Job, job
 from rayapp.jobs.remote import runs_of
 from rayapp.jobs.submission import Again
+from rayapp.observe.records import Line
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun, Progress, read
 from rayapp.observe.words import UNKNOWN, clock
@@ -140,7 +141,7 @@ def runs(argv: list[str]) -> int:
         table.add_row(
             one["run"],
             one["status"],
-            *(shown.get(name, "n/a") for name in ("step", "loss", "tokens/s", "cost")),
+            *(shown.get(name, UNKNOWN) for name in ("step", "loss", "tokens/s", "cost")),
             ago,
             one["job"] or "",
         )
@@ -236,7 +237,26 @@ def _follow(handle: Job) -> int:
     return EXIT_CODES[handle.wait()]
 
 
-def _of_storage(asked: dict[str, str]) -> list[dict[str, Any]]:
+class Listed(TypedDict):
+    """What --json prints of a run; the second half is there once it has begun."""
+
+    run: str
+    status: str
+    job: str | None
+    updated_s: float | None
+    reason: str | None
+    figures: dict[str, str]
+    step: NotRequired[int]
+    num_steps: NotRequired[int | None]
+    left_s: NotRequired[float | None]
+    goodput: NotRequired[dict[str, float]]
+    wall_s: NotRequired[float]
+    cost_usd: NotRequired[float | None]
+    cost_at_end_usd: NotRequired[float | None]
+    line: NotRequired[Line | None]
+
+
+def _of_storage(asked: dict[str, str]) -> list[Listed]:
     """Return the runs of a folder, whatever clusters they ran on."""
     root = open_storage(asked["storage"])
     found = [_row((root / name).url, partial(_in_folder, root / name)) for name in root.dirs()]
@@ -248,21 +268,21 @@ def _in_folder(run: Storage) -> tuple[str, Progress | None]:
     return now.status, now
 
 
-def _of_cluster(asked: dict[str, str]) -> list[dict[str, Any]]:
+def _of_cluster(asked: dict[str, str]) -> list[Listed]:
     """Return the runs whose jobs a cluster knows of, each with its newest job."""
     from rayapp.jobs import Cluster
 
     address = _or_none(asked["address"])
-    found = []
+    found = list[Listed]()
     for url, info in runs_of(Cluster.at(address, check_version=False).jobs()):
         if url is None:
-            values = _values(info.storage or "n/a", info.status.lower(), None)
+            values = _values(info.storage or UNKNOWN, info.status.lower(), None)
             values["reason"] = "its command line does not say which run of this folder it is"
-            found.append(values | {"job": info.submission_id})
+            found.append({**values, "job": info.submission_id})
             continue
         row = _row(url, partial(_on_cluster, url, address, info.submission_id))
         if row is not None:
-            found.append(row | {"job": info.submission_id})
+            found.append({**row, "job": info.submission_id})
     return found
 
 
@@ -271,7 +291,7 @@ def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progres
     return state, now
 
 
-def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> dict[str, Any] | None:
+def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> Listed | None:
     """Return what is listed of a run, None of a folder without one.
 
     A run that cannot be read is listed with the reason, whatever that is, and hides no other.
@@ -284,13 +304,19 @@ def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> dict[str,
         reason = " ".join(str(error).split()) or type(error).__name__
         if not isinstance(error, ConfigError | JobError | StorageError):
             reason = f"{type(error).__name__}: {reason}"
-        return _values(url, UNREADABLE, None) | {"reason": reason}
+        return {**_values(url, UNREADABLE, None), "reason": reason}
 
 
-def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
+def _values(url: str, state: str, now: Progress | None) -> Listed:
     """Return what --json prints of a run."""
-    values: dict[str, Any] = {"run": url, "status": state, "job": None, "updated_s": None}
-    values |= {"reason": None, "figures": figures(now) if now is not None else {}}
+    values: Listed = {
+        "run": url,
+        "status": state,
+        "job": None,
+        "updated_s": None,
+        "reason": None,
+        "figures": figures(now) if now is not None else {},
+    }
     if now is not None:
         values |= {
             "step": now.step,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -44,6 +44,9 @@ JOB_STOP_S = 600
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
 COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
+
+Values: TypeAlias = dict[str, Any]
+"""What `${name}` stands for in the files, numbers and texts."""
 
 
 @dataclass(frozen=True)
@@ -233,11 +236,11 @@ def _machines(
 
 def _values(
     platform: str, config: RunConfig, options: Options, head: Node, workers: Fleet
-) -> dict[str, Any]:
+) -> Values:
     """Return what `${name}` stands for in the files, the same names on both platforms."""
     worker, name = workers.worker, stack(platform, options)
     registry = f"{options.account}.dkr.ecr.{options.region}.amazonaws.com"
-    values = {
+    values: Values = {
         "account": options.account,
         "region": options.region,
         "stack": name,
@@ -270,11 +273,11 @@ def _values(
     return values
 
 
-def _fill(path: Path, values: dict[str, Any]) -> str:
+def _fill(path: Path, values: Values) -> str:
     return Template(path.read_text(encoding="utf-8")).substitute(values)
 
 
-def _ecs(values: dict[str, Any]) -> dict[str, str]:
+def _ecs(values: Values) -> dict[str, str]:
     """Return the task definitions, in the form that `aws ecs register-task-definition` reads."""
     gpus, efa = values["worker_gpus"], values["worker_efa"]
     values["worker_gpu_requirements"] = json.dumps(
@@ -296,9 +299,7 @@ def _ecs(values: dict[str, Any]) -> dict[str, str]:
     return files
 
 
-def _kuberay(
-    values: dict[str, Any], config: RunConfig, options: Options, workers: Fleet
-) -> dict[str, str]:
+def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet) -> dict[str, str]:
     """Return kustomize folders: `cluster` is a RayCluster that stays, `job` a run with its own."""
     chosen = [name for name in COMPONENTS if name in options.components]
     if options.market == "spot" and "spot" not in chosen:
@@ -344,7 +345,7 @@ def _kuberay(
     return files
 
 
-def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> dict[str, Any]:
+def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> dict[str, object]:
     """Return the sizes of a stack as Terraform's variables."""
     worker = workers.worker
     group = {
@@ -364,7 +365,7 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
     }
 
 
-def _machine(one: Node, disk_gib: int) -> dict[str, Any]:
+def _machine(one: Node, disk_gib: int) -> dict[str, object]:
     return {
         "instance_type": one.instance.name,
         "gpus": one.instance.gpus,

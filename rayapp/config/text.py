@@ -64,7 +64,7 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from error
 
 
-def read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+def read_yaml(path: str) -> tuple[dict[str, object], list[str]]:
     """Return (the mapping of a config file, what is wrong with it); one of them is empty."""
     give = "Give the path of a YAML file of sections and fields"
     try:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rayapp.driver import placement
 from rayapp.driver.display import held_out
+from rayapp.observe.records import Validation
 from rayapp.observe.run_folder import VALIDATIONS
 from rayapp.observe.words import last_line
 from rayapp.storage import Storage
@@ -92,11 +93,11 @@ class Validator:
         self._say(f"checkpoint of step {line['step']}: held-out {held_out(line)}")
 
 
-def _validate(job: Job, name: str, step: int) -> dict[str, Any]:
+def _validate(job: Job, name: str, step: int) -> Validation:
     return job.validate(name, step)
 
 
-def _read(run: Storage) -> list[dict[str, Any]]:
+def _read(run: Storage) -> list[Validation]:
     try:
         return [json.loads(line) for line in run.read(VALIDATIONS).splitlines()]
     except FileNotFoundError:

@@ -15,6 +15,7 @@ from rayapp.data import heads, prepare, tokens
 from rayapp.data.prepared import Prepared, mixed, reasons
 from rayapp.data.sources import SourceError
 from rayapp.finetune import checks
+from rayapp.observe.records import Plan
 from rayapp.observe.run_folder import PREPARED
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
@@ -130,7 +131,7 @@ def count_parameters(shape: Any) -> int:
     return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
 
 
-def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> dict[str, Any]:
+def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> Plan:
     """Return what plan.json holds."""
     return {
         "parameters": parameters,

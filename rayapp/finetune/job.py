@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared
+from rayapp.observe.records import Summary, Validation
 from rayapp.order import Order
 from rayapp.train import spec
 
@@ -66,19 +67,19 @@ class Job(spec.Job):
         notice: Callable[[], str | None],
         room: Callable[[], int] | None,
         tell: Callable[[StepRecord], None],
-    ) -> dict[str, Any]:
+    ) -> Summary:
         """Train on this rank."""
         from rayapp.finetune import training
 
         return training.run(self, device, open_steps, notice, room, tell)
 
-    def validate(self, name: str, step: int) -> dict[str, Any]:
+    def validate(self, name: str, step: int) -> Validation:
         """Evaluate a checkpoint in this process alone."""
         from rayapp.finetune.validation import validate
 
         return validate(self, name, step)
 
-    def after_failure(self, error: dict[str, Any] | Exception) -> Job | None:
+    def after_failure(self, error: Summary | Exception) -> Job | None:
         """Return the job with half the rows in a micro-batch, where memory ended it."""
         from rayapp.finetune.micro_batch import after_failure
 

@@ -20,6 +20,7 @@ from rayapp.driver import placement
 from rayapp.finetune.forecast import forecast
 from rayapp.finetune.job import Job
 from rayapp.observe.ending import causes
+from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import CONFIG
 from rayapp.storage import Storage
 
@@ -69,7 +70,7 @@ def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Consol
     return config.with_micro_batch(size)
 
 
-def after_failure(job: Job, error: dict[str, Any] | Exception) -> Job | None:
+def after_failure(job: Job, error: Summary | Exception) -> Job | None:
     """Return the job with half the rows in a micro-batch, where memory ended it and auto chose."""
     size = job.config.micro_batch
     if not job.auto_micro_batch or size == 1 or isinstance(error, dict):

@@ -8,7 +8,6 @@ Build the model on the meta device, shard it, fill the shards; the rest is rayap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,12 @@ from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.job import Job
 from rayapp.finetune.parts import Parts, compile_gain, make_parts
 from rayapp.observe.metrics import StepRecord, TokenRecord
+from rayapp.observe.records import HeldOut, Outcome, Summary
 from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.planner import formulas
 from rayapp.storage import Storage
 from rayapp.train import loop
+from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.loss import IGNORE
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at
@@ -40,7 +41,7 @@ def run(
     notice: Callable[[], str | None] = lambda: None,
     room: Callable[[], int] | None = None,
     tell: Callable[[StepRecord], None] = lambda record: None,
-) -> dict[str, Any]:
+) -> Summary:
     """Train, evaluate and export: see rayapp.train.rank.run."""
     return run_rank(job, partial(Tuning, job), device, open_steps, notice, room, tell)
 
@@ -57,11 +58,11 @@ class Tuning(Trainee):
         """Return the parameters of the whole model."""
         return model.num_parameters(self.parts.lm)
 
-    def amounts(self, step: int) -> dict[str, Any]:
+    def amounts(self, step: int) -> Amounts:
         """Return the tokens of so many steps."""
         return {"tokens": step * self.job.config.train.tokens_per_step}
 
-    def warm_up(self) -> dict[str, Any]:
+    def warm_up(self) -> Outcome:
         """Compile, and say what it gains.
 
         Raises: Unavailable if documents of a row would see one another.
@@ -73,7 +74,16 @@ class Tuning(Trainee):
                 "has it, the documents of a row see one another. Set data.pack=false"
             )
         gain = compile_gain(self.job, self.parts, self.device)
-        return {"compile": None if gain is None else asdict(gain) | {"speedup": gain.speedup}}
+        if gain is None:
+            return {"compile": None}
+        return {
+            "compile": {
+                "eager_s": gain.eager_s,
+                "compiled_s": gain.compiled_s,
+                "compile_s": gain.compile_s,
+                "speedup": gain.speedup,
+            }
+        }
 
     def engine(self, control: Any, losses: list[float]) -> loop.Engine:
         """Tell the loop what it needs of a language model."""
@@ -107,14 +117,12 @@ class Tuning(Trainee):
             )
         return engine
 
-    def finish(
-        self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def finish(self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]) -> Outcome:
         """Evaluate, sample and export what was trained."""
         config, parts = self.job.config, self.parts
-        found: dict[str, Any] = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
+        found: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
-            found |= engine.evaluate()
+            found = {**found, **engine.evaluate()}
         lap("evaluation")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
             found["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
@@ -122,7 +130,7 @@ class Tuning(Trainee):
         found["model_path"] = None
         if config.checkpoint.export:
             export(self.job, parts, storage)
-            found["model_path"] = f"{storage.url}/model"
+            found["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
         lap("export")
         return found
@@ -147,7 +155,7 @@ def token_record(
     )
 
 
-def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> dict[str, float | None]:
+def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> HeldOut:
     """Return the loss of held-out rows per token and per byte, over all ranks' batches."""
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:

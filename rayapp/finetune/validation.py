@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import replace
-from typing import Any
 
 from rayapp.finetune.job import Job
+from rayapp.observe.records import Validation
 
 
-def validate(job: Job, name: str, step: int) -> dict[str, Any]:
+def validate(job: Job, name: str, step: int) -> Validation:
     """Load a checkpoint's model in this process alone and evaluate it, as training does."""
     import torch
     import torch.distributed as dist

@@ -22,11 +22,13 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayapp.observe.run_folder import FAILED
 
 if TYPE_CHECKING:
+    from ray.util.metrics import Counter, Gauge
+
     from rayapp.observe.goodput import Account
     from rayapp.observe.metrics import StepRecord
 
@@ -88,7 +90,7 @@ class _Gauges:
 
     def __init__(self, tags: dict[str, str]) -> None:
         self._tags = tags
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, Gauge] = {}
         self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="gauges", daemon=True)
@@ -221,8 +223,10 @@ class Driver:
         )
         for cause, share in account.goodput.items():
             self._gauges.set({"goodput": share}, cause=cause)
+        from rayapp.observe.ending import FAILURE, PREEMPTION, RESIZE
+
         kinds = [each["kind"] for each in account.interruptions]
-        for kind in ("failure", "preemption", "resize"):
+        for kind in (FAILURE, PREEMPTION, RESIZE):
             self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
 
 
@@ -245,7 +249,7 @@ class Pace:
         return min(found, default=None)
 
 
-def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Any]:
+def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Counter]:
     from ray.util.metrics import Counter
 
     return {

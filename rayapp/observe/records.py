@@ -7,10 +7,15 @@ of older versions lack what they did not write.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NotRequired, Required, TypeAlias, TypedDict, cast
+from typing import Any, NotRequired, Required, TypeAlias, TypedDict, cast
 
 from rayapp.data.report import DataReport
 from rayapp.planner.answer import BandValues, Forecast
+
+# ---- config.yaml ------------------------------------------------------------------------------
+
+Sections: TypeAlias = dict[str, dict[str, Any]]
+"""Fields by section, maybe of an older version: rayapp.config reads those of this one."""
 
 # ---- plan.json --------------------------------------------------------------------------------
 

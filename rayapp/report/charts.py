@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -84,7 +83,7 @@ class Chart:
             for value in self.points[line.points][column]
         )
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """Return what page.js draws."""
         return {
             "id": self.id,

@@ -69,7 +69,7 @@ def _table(data: bytes, where: str) -> pa.Table:
         return pa.Table.from_pylist(list(_lines(data, where)), SCHEMA)
 
 
-def _lines(data: bytes, where: str) -> Iterator[dict[str, Any]]:
+def _lines(data: bytes, where: str) -> Iterator[dict[str, object]]:
     """Yield the lines that can be read, of a block with one that cannot."""
     for text in data.splitlines():
         try:

@@ -20,7 +20,15 @@ from rayapp.config import parse_yaml
 from rayapp.config.units import IMAGES, TOKENS, Unit
 from rayapp.observe import status as statuses
 from rayapp.observe.goodput import OF_A_STEP, Account, Damaged, commands, read_events
-from rayapp.observe.records import Evaluated, Event, Interruption, Plan, RunResult, Validation
+from rayapp.observe.records import (
+    Evaluated,
+    Event,
+    Interruption,
+    Plan,
+    RunResult,
+    Sections,
+    Validation,
+)
 from rayapp.observe.run_folder import CONFIG, VALIDATIONS
 from rayapp.report.curves import Array, columns_of, read_steps
 from rayapp.storage import Storage
@@ -59,7 +67,7 @@ class Run:
     task: str | None
     """What is trained; None: a language model."""
     config_yaml: str | None
-    config: dict[str, Any]
+    config: Sections
     plan: Plan
     result: RunResult
     """Empty while the run goes on: what an earlier command left is out of date."""
@@ -281,7 +289,7 @@ def _text(storage: Storage, name: str) -> str | None:
         return None
 
 
-def _mapping(text: str | None) -> tuple[str | None, dict[str, Any]]:
+def _mapping(text: str | None) -> tuple[str | None, Sections]:
     """Return task and sections of a config, also of an older one, which `load` would refuse."""
     try:
         tree = parse_yaml(text or "")

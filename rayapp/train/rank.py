@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,8 @@ def run(
             leaving.close()
     steps = last.step if last else first_step
     status = status_of(engine, steps >= job.order.num_steps)
-    summary = said | {
+    values = {
+        **said,
         "entered": entered,
         "status": status,
         "steps": steps,
@@ -94,12 +95,13 @@ def run(
         "commit_s": saver.commit_s,
         "parameters": trainee.num_parameters(),
     }
+    summary = cast(Summary, values)
     if status == MOVED:
         reason = notices[0] if notices else leaving.reason if leaving else ""
         summary |= {"notice": bool(notices), "reason": reason}
     if status == DONE:
-        summary |= trainee.finish(engine, storage, clock.lap)
-    return summary | {"seconds": clock.seconds}
+        summary = {**summary, **trainee.finish(engine, storage, clock.lap)}
+    return {**summary, "seconds": clock.seconds}
 
 
 def make_saver(job: Job, storage: Storage, log: metrics.MetricsLog | None) -> Checkpointer:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rayapp.config import RunConfig
+from rayapp.observe.records import Summary, Validation
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
@@ -58,14 +59,14 @@ class Job(ABC):
         notice: Callable[[], str | None],
         room: Callable[[], int] | None,
         tell: Callable[[StepRecord], None],
-    ) -> dict[str, Any]:
+    ) -> Summary:
         """Train on this rank: see rayapp.train.rank."""
 
     @abstractmethod
-    def validate(self, name: str, step: int) -> dict[str, Any]:
+    def validate(self, name: str, step: int) -> Validation:
         """Evaluate a checkpoint in this process alone; return a line of validation.jsonl."""
 
-    def after_failure(self, error: dict[str, Any] | Exception) -> Job | None:
+    def after_failure(self, error: Summary | Exception) -> Job | None:
         """Return the job in a form that what ended it may not end again; None: there is none."""
         return None
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rayapp.observe.records import Outcome
 from rayapp.storage import Storage
 from rayapp.train import loop
+from rayapp.train.checkpoint.marker import Amounts
+from rayapp.train.checkpoint.staging import Tensors
 
 
 class Trainee(ABC):
@@ -30,20 +33,18 @@ class Trainee(ABC):
     def num_parameters(self) -> int:
         """Return the parameters of the whole model."""
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> Tensors:
         """Return the tensors that a checkpoint holds, and is read into, beside the usual ones."""
         return {}
 
-    def amounts(self, step: int) -> dict[str, Any]:
+    def amounts(self, step: int) -> Amounts:
         """Return what so many steps amount to, for the checkpoint's state.json."""
         return {}
 
-    def warm_up(self) -> dict[str, Any]:
+    def warm_up(self) -> Outcome:
         """Do what comes before the first step; return what the run's summary says of it."""
         return {}
 
     @abstractmethod
-    def finish(
-        self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def finish(self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]) -> Outcome:
         """Evaluate and export what was trained; `lap(phase)` ends a phase on the clock."""

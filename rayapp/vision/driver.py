@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -20,7 +19,7 @@ from rayapp.driver.command import Phases
 from rayapp.driver.ray_session import gpus_have_bf16
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
-from rayapp.observe.records import RunResult
+from rayapp.observe.records import Plan, RunResult
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.order import Order
@@ -144,7 +143,7 @@ def order_of(config: VisionConfig, images: Images) -> Order:
     return Order.for_steps(count, *sizes, train.max_steps)
 
 
-def plan_of(config: VisionConfig, images: Images, order: Order, parameters: int) -> dict[str, Any]:
+def plan_of(config: VisionConfig, images: Images, order: Order, parameters: int) -> Plan:
     """Return what plan.json holds."""
     return {
         "parameters": parameters,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rayapp.config import VisionConfig
 from rayapp.data.images.augment import Look
 from rayapp.data.images.index import Images
+from rayapp.observe.records import Summary, Validation
 from rayapp.order import Order
 from rayapp.train import spec
 
@@ -69,13 +70,13 @@ class Job(spec.Job):
         notice: Callable[[], str | None],
         room: Callable[[], int] | None,
         tell: Callable[[StepRecord], None],
-    ) -> dict[str, Any]:
+    ) -> Summary:
         """Train on this rank."""
         from rayapp.vision import training
 
         return training.run(self, device, open_steps, notice, room, tell)
 
-    def validate(self, name: str, step: int) -> dict[str, Any]:
+    def validate(self, name: str, step: int) -> Validation:
         """Evaluate a checkpoint in this process alone."""
         from rayapp.vision.validation import validate
 

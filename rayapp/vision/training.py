@@ -31,9 +31,12 @@ from rayapp.model.classifier import (
     write_processor,
 )
 from rayapp.observe.metrics import ImageRecord, StepRecord
+from rayapp.observe.records import Outcome, Summary
 from rayapp.observe.run_folder import MODEL
 from rayapp.storage import Storage
 from rayapp.train import loop, rank
+from rayapp.train.checkpoint.marker import Amounts
+from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at, make_image_optimizer
 from rayapp.train.trainer import Trainee
@@ -48,7 +51,7 @@ def run(
     notice: Callable[[], str | None] = lambda: None,
     room: Callable[[], int] | None = None,
     tell: Callable[[StepRecord], None] = lambda record: None,
-) -> dict[str, Any]:
+) -> Summary:
     """Train, evaluate and export: see rayapp.train.rank.run."""
     return rank.run(job, partial(Classifying, job), device, open_steps, notice, room, tell)
 
@@ -80,11 +83,11 @@ class Classifying(Trainee):
         """Return the parameters of the whole model."""
         return model.num_parameters(self.classifier)
 
-    def amounts(self, step: int) -> dict[str, Any]:
+    def amounts(self, step: int) -> Amounts:
         """Return the images of so many steps."""
         return {"images": step * self.job.order.rows_per_step}
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> Tensors:
         """Return the moving average."""
         return {"average": self.average.tensors} if self.average else {}
 
@@ -127,14 +130,13 @@ class Classifying(Trainee):
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.job.images.classes))
 
-    def finish(
-        self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def finish(self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]) -> Outcome:
         """Evaluate and export what was trained."""
-        found: dict[str, Any] = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
+        found: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.job.held_out:
             scores = self.scores(engine)
-            found |= scores.figures() | {"classes": scores.table(self.job.images.classes)}
+            table = scores.table(self.job.images.classes)
+            found = {**found, **scores.figures(), "classes": table}
         lap("evaluation")
         found["model_path"] = None
         if self.job.config.checkpoint.export:

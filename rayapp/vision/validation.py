@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tempfile
 import time
-from typing import Any
 
+from rayapp.observe.records import Validation
 from rayapp.vision.job import Job
 
 
-def validate(job: Job, name: str, step: int) -> dict[str, Any]:
+def validate(job: Job, name: str, step: int) -> Validation:
     """Load a checkpoint's model in this process alone and evaluate it, as training does."""
     import torch
     import torch.distributed as dist

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -14,9 +12,10 @@ from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
 from rayapp.train.checkpoint.marker import CheckpointError, Damaged, read_marker
+from rayapp.train.checkpoint.staging import Tensors
 
 
-def load(storage: Storage, name: str, tensors: dict[str, Any]) -> None:
+def load(storage: Storage, name: str, tensors: Tensors) -> None:
     """Read a checkpoint into `tensors` in place; each rank reads what its shards need.
 
     Raises:

@@ -8,8 +8,9 @@ import json
 import re
 import uuid
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NotRequired, TypedDict, cast
 
 from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID
 from rayapp.storage import Storage
@@ -35,6 +36,36 @@ class NoneUsable(CheckpointError):
     """Checkpoints were committed, and none can be used; the message names each with its reason."""
 
 
+class Amounts(TypedDict, total=False):
+    """What so many steps amount to, in what the run is counted in."""
+
+    tokens: int
+    images: int
+
+
+class State(Amounts):
+    """What state.json holds: a position, and what must be as it was."""
+
+    step: int
+    cursor: dict[str, int | str]
+    """rayapp.order.Cursor."""
+    data: dict[str, object]
+    """What the rows were made from, by name."""
+    workers: int
+    losses: list[float]
+    """The last ones, which spikes are compared with."""
+    skips: NotRequired[int]
+    """Bad steps in a row that were skipped last; older versions have none."""
+    versions: dict[str, str]
+
+
+class FileValues(TypedDict):
+    """A File as the marker has it."""
+
+    size: int
+    sha256: list[str]
+
+
 @dataclass(frozen=True)
 class Found:
     """A committed checkpoint whose files are all there in full."""
@@ -42,8 +73,7 @@ class Found:
     name: str
     """Folder under `checkpoints/`."""
     step: int
-    state: dict[str, Any]
-    """What `state.json` holds."""
+    state: State
     run: str | None
     """Id of the run that saved it; None: saved by a version that gave runs no id."""
 
@@ -58,14 +88,14 @@ class File:
     """Of each block of BLOCK_BYTES; one of nothing for an empty file."""
 
     @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> File:
+    def from_dict(cls, facts: Mapping[str, Any]) -> File:
         """Read what `to_dict` has written; raises ValueError, KeyError or TypeError."""
         file = cls(_whole_number(facts["size"]), tuple(map(str, facts["sha256"])))
         if len(file.sha256) != max(1, -(-file.size // BLOCK_BYTES)):
             raise ValueError(f"{len(file.sha256)} checksums of {file.size} bytes")
         return file
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> FileValues:
         return {"size": self.size, "sha256": list(self.sha256)}
 
 
@@ -286,7 +316,7 @@ def looked_at(folder: Storage, name: str, run: str | None) -> Found:
             state = None
     if not isinstance(state, dict):
         raise Damaged(f"{STATE} is damaged")
-    return Found(name, marked.step, state, marked.run)
+    return Found(name, marked.step, cast(State, state), marked.run)
 
 
 def name_of(step: int, attempt: int) -> str:

@@ -27,13 +27,14 @@ from rayapp.train.checkpoint.marker import (
     CheckpointError,
     Digest,
     File,
+    State,
     claim_run_id,
     looked_at,
     name_of,
     newest_first,
     order_of,
 )
-from rayapp.train.checkpoint.staging import HostCopy
+from rayapp.train.checkpoint.staging import HostCopy, Tensors
 
 MAX_FAILURES = 3  # saves that fail in a row before the run stops
 
@@ -76,7 +77,7 @@ class Checkpointer:
         self.commit_s: float | None = None
         """Seconds that the last commit took from the call to the marker."""
 
-    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: Tensors, state: State) -> None:
         """Start to copy `tensors` to host memory and to upload the copy, and return.
 
         They must stay as they are until `settle` returns. A save that is still under way is waited
@@ -146,9 +147,7 @@ class Checkpointer:
         self._thread = None
         self.settle()
 
-    def _copy_and_write(
-        self, step: int, tensors: dict[str, Any], state: bytes, start: float
-    ) -> None:
+    def _copy_and_write(self, step: int, tensors: Tensors, state: bytes, start: float) -> None:
         """Run in the thread."""
         try:
             staged = self._copy.take(tensors)
@@ -158,7 +157,7 @@ class Checkpointer:
         self._copied.set_result(None)
         self._write(step, staged, state, start)
 
-    def _write(self, step: int, staged: dict[str, Any], state: bytes, start: float) -> None:
+    def _write(self, step: int, staged: Tensors, state: bytes, start: float) -> None:
         """Upload a copy; every way out is the same on all ranks."""
         try:
             name = self._on_rank_0(lambda: self._claim(step, state))
