@@ -18,10 +18,10 @@ import yaml
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.data.rows import local_steps
-from rayapp.finetune import training
-from rayapp.finetune.job import Job
 from rayapp.order import Order
 from rayapp.storage import open_storage
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import LanguageSpec
 
 WARM_UP_STEPS = 10
 
@@ -37,7 +37,7 @@ def steady_rate(run: Path) -> float:
     return tokens / sum(line["step_s"] for line in steady)
 
 
-def job_of(folder: Path, steps: int, name: str) -> Job:
+def spec_of(folder: Path, steps: int, name: str) -> LanguageSpec:
     """Return what trains that run's rows into a fresh folder beside it."""
     config = from_dict(yaml.safe_load((folder / "config.yaml").read_text()))
     off = config.checkpoint.model_copy(update={"export": False})
@@ -52,20 +52,30 @@ def job_of(folder: Path, steps: int, name: str) -> Job:
         config.run.seed,
         steps,
     )
-    return Job(config, prepared, str(folder / "model"), order, str(folder.with_name(name)))
+    return LanguageSpec(
+        "rayapp.finetune",
+        config,
+        prepared,
+        order,
+        str(folder.with_name(name)),
+        str(folder / "model"),
+    )
 
 
 def main(folder: Path, steps: int) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    job = job_of(folder, steps, f"{folder.name}-alone")
-    rows, order = job.prepared.rows("train"), job.order
-    training.run(
-        job, torch.device("cpu"), lambda first: local_steps(rows, order, rank, world, first)
+    spec = spec_of(folder, steps, f"{folder.name}-alone")
+    rows, order = spec.data.rows("train"), spec.order
+    train_rank(
+        spec,
+        RankContext(
+            torch.device("cpu"), lambda first: local_steps(rows, order, rank, world, first)
+        ),
     )
     if rank == 0:
-        print(json.dumps({"tokens_per_s": steady_rate(Path(job.run_url))}))
+        print(json.dumps({"tokens_per_s": steady_rate(Path(spec.run_url))}))
     gc.collect()  # a gloo thread that frees tensors while Python shuts down aborts the process
     dist.destroy_process_group()
 

@@ -29,6 +29,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,17 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from loop_alone import job_of
+from loop_alone import spec_of
 
 from rayapp.data.rows import local_steps
 from rayapp.driver.observe import Observer
 from rayapp.driver.supervise import CPU_ENVIRONMENT
-from rayapp.finetune import training
 from rayapp.observe import trackers
 from rayapp.observe.gauges import Steps
 from rayapp.observe.metrics import StepRecord
 from rayapp.storage import Storage, open_storage
-from rayapp.train.spec import Job
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import LanguageSpec
 
 ROOT = Path(__file__).parent.parent
 WARM_UP_BLOCKS = 1
@@ -80,19 +81,19 @@ def train(run: Path, steps: int, block: int) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    job = job_of(run, steps, NAME)
-    rows, order, gauges = job.prepared.rows("train"), job.order, Steps(NAME, rank)
+    spec = spec_of(run, steps, NAME)
+    rows, order, gauges = spec.data.rows("train"), spec.order, Steps(NAME, rank)
 
     def tell(record: StepRecord) -> None:
         if observed(record.step, block):
             gauges.step(record)
 
-    training.run(
-        job,
+    context = RankContext(
         torch.device("cpu"),
         lambda first: local_steps(rows, order, rank, world, first),
-        tell=tell,
+        on_record=tell,
     )
+    train_rank(spec, context)
     gc.collect()  # a gloo thread that frees tensors while Python shuts down aborts the process
     dist.destroy_process_group()
 
@@ -100,8 +101,8 @@ def train(run: Path, steps: int, block: int) -> None:
 class Paused(Observer):
     """Looks at the run only while it may."""
 
-    def __init__(self, job: Job, run: Storage, may: threading.Event) -> None:
-        super().__init__(job, run)
+    def __init__(self, spec: LanguageSpec, run: Storage, may: threading.Event) -> None:
+        super().__init__(spec, run)
         self._may = may
 
     def _look(self, last: bool) -> None:
@@ -126,9 +127,9 @@ def follow(run: Path, steps: int) -> None:
     import ray
 
     ray.init(address=os.environ["OBSERVED_RAY"], log_to_driver=False)
-    job = job_of(run, steps, TOLD)
-    told = job.config.run.model_copy(update={"name": TOLD, "trackers": tuple(trackers.OPEN)})
-    job = job.__class__(**vars(job) | {"config": job.config.model_copy(update={"run": told})})
+    spec = spec_of(run, steps, TOLD)
+    told = spec.config.run.model_copy(update={"name": TOLD, "trackers": tuple(trackers.OPEN)})
+    spec = replace(spec, config=spec.config.model_copy(update={"run": told}))
     may = threading.Event()
     may.set()
     pause, go_on = SIGNALS[FOLLOWER]
@@ -136,7 +137,7 @@ def follow(run: Path, steps: int) -> None:
     signal.signal(go_on, lambda *_: may.set())
     for name, opened in trackers.OPEN.items():
         trackers.OPEN[name] = lambda *args, opened=opened: PausedTracker(may, opened(*args))
-    with Paused(job, open_storage(job.run_url), may) as observer:
+    with Paused(spec, open_storage(spec.run_url), may) as observer:
         sys.stdin.readline()
         observer.ended({"status": "done"})
 

@@ -31,13 +31,13 @@ import yaml
 
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
-from rayapp.finetune import training
-from rayapp.finetune.inputs import order_of
-from rayapp.finetune.job import Job
+from rayapp.finetune.prepare import order_of
+from rayapp.finetune.trainer import LanguageTrainer
 from rayapp.order import Order
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint import state
 from rayapp.train.checkpoint.saver import Checkpointer
+from rayapp.train.spec import LanguageSpec
 
 ROOT = Path(__file__).parent.parent
 EPOCHS, WORKERS, SEQ_LEN = 3, 2, 256
@@ -95,7 +95,7 @@ def last_line(run: Path) -> dict:
     return json.loads(whole[-1]) if whole else {"step": 0}
 
 
-def job_of(storage: Path, name: str) -> Job:
+def spec_of(storage: Path, name: str) -> LanguageSpec:
     """Return what the workers of a run are told."""
     run = storage / name
     config = from_dict(yaml.safe_load((run / "config.yaml").read_text()))
@@ -104,7 +104,9 @@ def job_of(storage: Path, name: str) -> Job:
     prepared = prepared_data.load(root / fingerprint)
     assert prepared is not None
     (tokenizer,) = (storage / ".prepared").glob("tokenizer-*")
-    return Job(config, prepared, str(tokenizer), order_of(config, prepared), str(run))
+    return LanguageSpec(
+        "rayapp.finetune", config, prepared, order_of(config, prepared), str(run), str(tokenizer)
+    )
 
 
 def step_at(order: Order, epochs: float) -> int:
@@ -115,14 +117,15 @@ def make_runs(rank: int, init: str, storage: Path) -> None:
     """On each rank: load what the first run has saved, and save it as every place's own."""
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORKERS)
     torch.set_num_threads(1)
-    job = job_of(storage, "first")
-    tuning = training.Tuning(job, torch.device("cpu"))
-    state.restore(job, tuning, open_storage(job.run_url))
+    spec = spec_of(storage, "first")
+    trainer = LanguageTrainer(spec, torch.device("cpu"))
+    state.restore(spec, trainer, open_storage(spec.run_url))
     for name, epochs in PLACES.items():
-        step = step_at(job.order, epochs)
+        step = step_at(spec.order, epochs)
         run = storage / "places" / name
         saver = Checkpointer(open_storage(str(run)), keep=1, asynchronous=False)
-        saver.save(step, state.state_tensors(tuning), state.state_values(job, tuning, step, None))
+        values = state.state_values(spec, trainer, step, None)
+        saver.save(step, state.state_tensors(trainer), values)
         saver.close()
         if rank == 0:
             line = lines_of(storage / "first")[-1]
@@ -131,7 +134,7 @@ def make_runs(rank: int, init: str, storage: Path) -> None:
             config = yaml.safe_load((storage / "first" / "config.yaml").read_text())
             config["run"]["name"] = name
             (run / "config.yaml").write_text(yaml.safe_dump(config))
-    del tuning, saver
+    del trainer, saver
     gc.collect()  # a gloo thread that frees tensors while Python shuts down aborts the process
     dist.destroy_process_group()
 
@@ -148,7 +151,7 @@ def main() -> None:
         texts = corpus.documents(rng, corpus.text_pool(rng), 400, 20_000)
         corpus.write(storage / "corpus.jsonl", texts, options.mib * 2**20)
         seconds, phases = first_step(storage, "first")
-        order = job_of(storage, "first").order
+        order = spec_of(storage, "first").order
         print(
             f"{options.mib} MiB, {order.num_rows:,} rows of {SEQ_LEN} tokens, {order.num_steps:,} "
             f"steps in {EPOCHS} epochs; first start {seconds:.1f} s, of which data "

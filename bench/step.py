@@ -147,7 +147,7 @@ def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[st
 
     from rayapp.data.rows import StepRows
     from rayapp.data.tokens import byte_tokenizer
-    from rayapp.finetune.parts import make_parts
+    from rayapp.finetune.build import make_parts
     from rayapp.train import loop
 
     config = config_for(options, settings)

@@ -198,8 +198,8 @@ def loops(rank: int, folder: str, rounds: int, steps: int, model: str) -> None:
     from rayapp.data.images import Recipe, find, local_steps
     from rayapp.data.images import load as load_index
     from rayapp.storage import open_storage
-    from rayapp.vision.driver import order_of
-    from rayapp.vision.job import Job
+    from rayapp.train.spec import ImageSpec
+    from rayapp.vision.prepare import order_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{model}", rank=rank, world_size=2)
@@ -210,12 +210,12 @@ def loops(rank: int, folder: str, rounds: int, steps: int, model: str) -> None:
     images = load_index(open_storage(f"{folder}/index") / recipe.fingerprint)
     assert images is not None
     order = order_of(config, images)
-    look = Job(config, images, order, "").look
+    look = ImageSpec("rayapp.vision", config, images, order, "").look
     batches = list(local_steps(images.rows("train"), look, order, rank, 2, 0))
     for number in range(rounds + 1):  # the first of each is thrown away
-        job = Job(config, images, order, f"{folder}/{model}-{number}")
+        spec = ImageSpec("rayapp.vision", config, images, order, f"{folder}/{model}-{number}")
         arms = {
-            "rayapp": partial(our_loop, job, batches),
+            "rayapp": partial(our_loop, spec, batches),
             "bare": partial(bare_loop, config, batches),
         }
         found = {name: arms[name]() for name in (list(arms) if number % 2 else reversed(arms))}
@@ -242,17 +242,20 @@ def settings(folder: str, steps: int, model: str) -> dict[str, str]:
     )
 
 
-def our_loop(job: object, batches: list) -> float:
+def our_loop(spec: object, batches: list) -> float:
     """Train with rayapp's own code, in a fresh folder; return images/s."""
     import torch
 
-    from rayapp.vision import training
+    from rayapp.train.rank import RankContext, train_rank
 
     done: list[float] = []
     device = torch.device("cpu")
-    training.run(
-        job, device, lambda first: iter(batches), tell=lambda _: done.append(time.perf_counter())
+    context = RankContext(
+        device,
+        lambda first: iter(batches),
+        on_record=lambda _: done.append(time.perf_counter()),
     )
+    train_rank(spec, context)
     # The last step saves.
     return (len(done) - 1 - WARM_UP_STEPS) * IMAGES_PER_STEP / (done[-2] - done[WARM_UP_STEPS - 1])
 

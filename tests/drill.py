@@ -25,13 +25,13 @@ from processes import spawn
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.data.rows import local_steps
-from rayapp.finetune import training
-from rayapp.finetune.inputs import order_of
-from rayapp.finetune.job import Job
+from rayapp.finetune.prepare import order_of
 from rayapp.observe import metrics
 from rayapp.observe.run_folder import PREPARED
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import latest
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import LanguageSpec
 
 TEXT = "".join(
     f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(3500)
@@ -204,9 +204,11 @@ def train_again(rank: int, world: int, storage: str, run: str, folder: str, step
     assert prepared is not None
     (tokenizer,) = [name for name in prepared_root.dirs() if name.startswith("tokenizer-")]
     order, rows = order_of(config, prepared), prepared.rows("train")
-    job = Job(config, prepared, f"{prepared_root.url}/{tokenizer}", order, folder)
+    spec = LanguageSpec(
+        "rayapp.finetune", config, prepared, order, folder, f"{prepared_root.url}/{tokenizer}"
+    )
     ahead = local_steps(rows, order, rank, world, 0)
-    training.run(job, torch.device("cpu"), lambda first: islice(ahead, first, steps))
+    train_rank(spec, RankContext(torch.device("cpu"), lambda first: islice(ahead, first, steps)))
 
 
 def worker_counts(lines: Lines) -> list[int]:

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 # What takes a process ten seconds to import is imported once, by the server that it is forked from.
 PRELOADED = ["pytest", "hypothesis.strategies", "transformers.models.auto", "peft"]
-PRELOADED += ["torch.distributed.fsdp", "rayapp.finetune.training", "rayapp.vision.training"]
+PRELOADED += ["torch.distributed.fsdp", "rayapp.finetune.trainer", "rayapp.vision.trainer"]
 
 
 def spawn(function: Callable[..., None], world: int, rendezvous: str, *args: Any) -> None:

@@ -42,10 +42,10 @@ from rayapp.driver import validation
 from rayapp.driver.ray_session import connected, end_workers
 from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
-from rayapp.finetune.inputs import order_of
-from rayapp.finetune.job import Job
+from rayapp.finetune.prepare import order_of
 from rayapp.observe.run_folder import PREPARED
 from rayapp.storage import open_storage
+from rayapp.train.spec import LanguageSpec
 
 TEXT = "".join(
     f"Line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} says {i * i % 97}.\n" for i in range(900)
@@ -439,7 +439,9 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
     argv = command(files, tmp_path, "auto", "--train.micro_batch=auto", "--train.max_steps=3")
     argv += ["--checkpoint.export=false"]  # no failure is allowed: this is none
 
-    def train_in_memory_for_two_rows(job: Job) -> dict[str, Any]:  # inside, so that it is pickled
+    def train_in_memory_for_two_rows(
+        spec: LanguageSpec,
+    ) -> dict[str, Any]:  # inside, so that it is pickled
         from rayapp.driver.worker import work
         from rayapp.train import loop
 
@@ -451,7 +453,7 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
             return real(engine, batch, agreement)
 
         loop.train_step = step
-        return work(job)
+        return work(spec)
 
     monkeypatch.setattr(
         "rayapp.driver.supervise.entry", lambda job: partial(train_in_memory_for_two_rows, job)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, BertConfig
 from rayapp import model
 from rayapp.config import from_dict
 from rayapp.finetune import finetune
-from rayapp.finetune.forecast import forecast
+from rayapp.finetune.check import forecast
 from rayapp.planner import misfit
 
 

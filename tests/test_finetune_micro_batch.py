@@ -17,11 +17,11 @@ from transformers import BertConfig
 from rayapp import model
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.finetune import micro_batch
-from rayapp.finetune.job import Job
 from rayapp.order import Order
 from rayapp.planner import formulas
 from rayapp.planner.memory import Layout, peak_memory, with_slack
 from rayapp.storage import Storage, open_storage
+from rayapp.train.spec import LanguageSpec
 
 ROWS, SEQ_LEN = 24, 1024
 SIZES = (1, 2, 3, 4, 6, 12)  # what divides the rows among 2 workers evenly
@@ -115,9 +115,11 @@ def test_no_room_for_one_row_and_no_formula_are_refused(
 # ---- Out of memory ---------------------------------------------------------------------------
 
 
-def job(size: int, auto: bool = True) -> Job:
+def spec_of(size: int, auto: bool = True) -> LanguageSpec:
     order = Order.for_steps(100, ROWS, size, seed=0, num_steps=5)
-    return Job(config().with_micro_batch(size), None, "", order, "", auto)  # type: ignore[arg-type]
+    return LanguageSpec(
+        "rayapp.finetune", config().with_micro_batch(size), None, order, "", "", auto
+    )  # type: ignore[arg-type]
 
 
 def of_torch() -> Exception:
@@ -140,7 +142,7 @@ ELSEWHERE = RuntimeError("Connection closed by peer")
 )
 def test_half_is_tried_after_an_error_of_memory(error: Exception) -> None:
     failed = WorkerGroupError("2 workers failed", {0: ELSEWHERE, 1: error})
-    halved, before = micro_batch.after_failure(job(12), failed), job(12)
+    halved, before = micro_batch.after_failure(spec_of(12), failed), spec_of(12)
     assert halved is not None
     assert halved.config == before.config.with_micro_batch(6)
     assert halved == replace(
@@ -149,18 +151,18 @@ def test_half_is_tried_after_an_error_of_memory(error: Exception) -> None:
     for step in range(5):
         assert halved.order.rows(step).tolist() == before.order.rows(step).tolist()
     sizes = [12]
-    while smaller := micro_batch.after_failure(job(sizes[-1]), failed):
+    while smaller := micro_batch.after_failure(spec_of(sizes[-1]), failed):
         sizes.append(smaller.config.micro_batch)
     assert sizes == [12, 6, 3, 1]
-    assert halved.cut(2) == (
+    assert halved.accumulation(2) == (
         "train.micro_batch=6: 24 rows / 6 = 4 micro-batches / 2 workers = 2 each"
     )
 
 
 def test_nothing_is_halved_for_another_reason_or_against_the_users_number() -> None:
     memory = WorkerGroupError("1 worker failed", {1: of_torch()})
-    assert micro_batch.after_failure(job(12, auto=False), memory) is None
-    assert micro_batch.after_failure(job(12), WorkerGroupError("1", {0: ELSEWHERE})) is None
-    assert micro_batch.after_failure(job(12), ValueError("no")) is None
+    assert micro_batch.after_failure(spec_of(12, auto=False), memory) is None
+    assert micro_batch.after_failure(spec_of(12), WorkerGroupError("1", {0: ELSEWHERE})) is None
+    assert micro_batch.after_failure(spec_of(12), ValueError("no")) is None
     moved = {"status": "moved", "reason": "2 more workers fit", "notice": False}
-    assert micro_batch.after_failure(job(12), moved) is None
+    assert micro_batch.after_failure(spec_of(12), moved) is None

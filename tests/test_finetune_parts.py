@@ -28,9 +28,9 @@ from rayapp import model
 from rayapp.config import ConfigError, from_dict
 from rayapp.data import tokens
 from rayapp.data.rows import StepRows
-from rayapp.finetune.inputs import count_parameters
-from rayapp.finetune.parts import Head, make_parts, technique_problems
-from rayapp.finetune.training import held_out_losses
+from rayapp.finetune.build import Head, make_parts, technique_problems
+from rayapp.finetune.prepare import count_parameters
+from rayapp.finetune.trainer import held_out_losses
 from rayapp.storage import open_storage
 from rayapp.train import loop
 from rayapp.train.loss import liger_cross_entropy

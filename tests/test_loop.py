@@ -31,7 +31,7 @@ from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
-from rayapp.finetune.training import Job, mfu_of, run
+from rayapp.finetune.trainer import mfu_of
 from rayapp.observe import metrics
 from rayapp.order import Order
 from rayapp.storage import open_storage
@@ -42,8 +42,10 @@ from rayapp.train.checkpoint.loader import saved_shapes
 from rayapp.train.checkpoint.marker import NoneUsable, latest
 from rayapp.train.checkpoint.state import StartAgain
 from rayapp.train.loss_spikes import Spikes
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sync import MOVE, STAY, STOP, Agreement
-from rayapp.train.trainer import Trainee
+from rayapp.train.trainer import Trainer
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
 SLOW_S = 0.3  # what a state takes to gather in one test
@@ -116,36 +118,39 @@ def prepared_of(config: Config, folder: Path) -> Prepared:
     return prepare.prepare(recipe, root)
 
 
-def worker(rank: int, world: int, job: Job, summaries: str, copies_late: bool) -> None:
+def worker(rank: int, world: int, spec: LanguageSpec, summaries: str, copies_late: bool) -> None:
     """One training process, as under torchrun."""
     if copies_late:
         late.copy_late()
-    rows = job.prepared.rows("train")
-    summary = run(
-        job, torch.device("cpu"), lambda step: local_steps(rows, job.order, rank, world, step)
+    rows = spec.data.rows("train")
+    summary = train_rank(
+        spec,
+        RankContext(
+            torch.device("cpu"), lambda step: local_steps(rows, spec.order, rank, world, step)
+        ),
     )
     if rank == 0:
         Path(summaries).write_text(json.dumps(summary))
 
 
-def job_of(config: Config, folder: Path, num_steps: int = STEPS) -> Job:
+def spec_of(config: Config, folder: Path, num_steps: int = STEPS) -> LanguageSpec:
     """Return what the processes of a run are told."""
     prepared = prepared_of(config, folder)
     order = Order.for_steps(prepared.num_rows("train"), ROWS, MICRO_BATCH, 3, num_steps)
     url = str(folder / "runs" / config.run.name)
-    return Job(config, prepared, str(folder / "model"), order, url)
+    return LanguageSpec("rayapp.finetune", config, prepared, order, url, str(folder / "model"))
 
 
 def train(
     config: Config, folder: Path, world: int, num_steps: int = STEPS, copies_late: bool = False
 ) -> tuple[list[Any], Any]:
     """Run `world` processes; return the lines of metrics.jsonl and the summary."""
-    job = job_of(config, folder, num_steps)
+    spec = spec_of(config, folder, num_steps)
     summaries = str(folder / f"{config.run.name}.json")
     rendezvous = str(folder / f"{config.run.name}-{os.urandom(4).hex()}")
-    processes.spawn(worker, world, rendezvous, job, summaries, copies_late)
+    processes.spawn(worker, world, rendezvous, spec, summaries, copies_late)
     lines = [
-        json.loads(line) for line in Path(job.run_url, "metrics.jsonl").read_text().splitlines()
+        json.loads(line) for line in Path(spec.run_url, "metrics.jsonl").read_text().splitlines()
     ]
     return lines, json.loads(Path(summaries).read_text())
 
@@ -264,10 +269,10 @@ def test_a_run_resumes_bitwise_where_it_was(
     """Stop after 12 steps by the stop file's path (a shorter order), then go on to the end."""
     expected, _ = two_workers
     config = config_of(inputs, "resumed")
-    job = job_of(config, inputs)
-    processes.spawn(stopped_worker, 2, str(inputs / "resumed-a"), job, 12)
+    spec = spec_of(config, inputs)
+    processes.spawn(stopped_worker, 2, str(inputs / "resumed-a"), spec, 12)
     half = [
-        json.loads(line) for line in Path(job.run_url, "metrics.jsonl").read_text().splitlines()
+        json.loads(line) for line in Path(spec.run_url, "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in half] == list(range(1, 13))
     lines, summary = train(config, inputs, world=2)
@@ -343,7 +348,7 @@ def test_mfu_counts_flops_of_documents_over_the_gpus_peak(
     shape = LlamaConfig.from_pretrained(inputs / "model")
     lm = model.build(shape, loss=lambda *a, **k: None)  # type: ignore[arg-type]
     parts: Any = SimpleNamespace(lm=lm)
-    job: Any = SimpleNamespace(config=config_of(inputs, "mfu", precision="bf16"))
+    spec: Any = SimpleNamespace(config=config_of(inputs, "mfu", precision="bf16"))
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -352,50 +357,50 @@ def test_mfu_counts_flops_of_documents_over_the_gpus_peak(
     matrices = sum(p.numel() for n, p in lm.named_parameters() if p.ndim == 2 and "embed" not in n)
     # Scores and values: 2 products of 2 FLOPs, 2 layers, 32 wide, and twice that backward.
     expected = 6 * matrices * tokens + 3 * 2 * 2 * 2 * 32 * pairs
-    found = mfu_of(job, parts, gpu)(tokens, pairs, 0.5)
+    found = mfu_of(spec, parts, gpu)(tokens, pairs, 0.5)
     assert found == pytest.approx(expected / 0.5 / (2 * 989.4e12), rel=1e-3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    assert mfu_of(job, parts, gpu)(tokens, pairs, 0.5) is None
-    assert mfu_of(job, parts, torch.device("cpu"))(tokens, pairs, 0.5) is None
+    assert mfu_of(spec, parts, gpu)(tokens, pairs, 0.5) is None
+    assert mfu_of(spec, parts, torch.device("cpu"))(tokens, pairs, 0.5) is None
 
 
 @pytest.mark.parametrize("on_spike", ["skip", "stop"])
 def test_a_spike_is_skipped_or_stops_and_names_its_rows(inputs: Path, on_spike: str) -> None:
     config = config_of(inputs, f"spike-{on_spike}", on_spike=on_spike, lr=1e-4)
-    job = job_of(config, inputs, num_steps=22)
-    bad_row = int(job.order.rows(19)[3])
-    processes.spawn(spiked_worker, 2, str(inputs / f"spike-{on_spike}-a"), job, bad_row)
-    lines = metrics.read(open_storage(job.run_url))
+    spec = spec_of(config, inputs, num_steps=22)
+    bad_row = int(spec.order.rows(19)[3])
+    processes.spawn(spiked_worker, 2, str(inputs / f"spike-{on_spike}-a"), spec, bad_row)
+    lines = metrics.read(open_storage(spec.run_url))
     if on_spike == "stop":
         assert [line["step"] for line in lines] == list(range(1, 20))
         return
     assert [line["step"] for line in lines if line["skipped"]] == [20]
     assert lines[19]["loss"] > 1.02 * lines[18]["loss"] > lines[20]["loss"]
-    found, _ = latest(open_storage(job.run_url))
+    found, _ = latest(open_storage(spec.run_url))
     assert found is not None
     losses = [line["loss"] for line in lines if not line["skipped"]]
     assert found.state["skips"] == 0
     assert found.state["losses"] == pytest.approx(losses, rel=1e-12)
 
 
-def spiked_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
+def spiked_worker(rank: int, world: int, spec: LanguageSpec, bad_row: int) -> None:
     """Train on rows of which one, in step 20, makes the model very sure of what is wrong."""
-    rows = job.prepared.rows("train")
+    rows = spec.data.rows("train")
     marker = 258  # a token of the vocabulary that the text never holds
     before: dict[int, Any] = {}
 
     def steps(first: int) -> Any:
-        for batch in local_steps(rows, job.order, rank, world, first):
+        for batch in local_steps(rows, spec.order, rank, world, first):
             if batch.step == 19:
                 batch.input_ids[batch.rows == bad_row] = marker
             yield batch
 
-    from rayapp.finetune import training
+    from rayapp.finetune import trainer
 
-    make_parts = training.make_parts
+    make_parts = trainer.make_parts
 
-    def with_hooks(job: Job, device: torch.device) -> training.Parts:
-        parts = make_parts(job, device)
+    def with_hooks(spec: LanguageSpec, device: torch.device) -> trainer.Parts:
+        parts = make_parts(spec, device)
         marked: list[torch.Tensor] = []
         lm = parts.lm.hf
         lm.get_input_embeddings().register_forward_hook(
@@ -406,7 +411,7 @@ def spiked_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
         )
         return parts
 
-    training.make_parts = with_hooks
+    trainer.make_parts = with_hooks
     original = loop.report_bad
 
     def weights(engine: loop.Engine) -> list[torch.Tensor]:
@@ -421,12 +426,12 @@ def spiked_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
             assert all(map(torch.equal, before[batch.step], weights(engine)))
 
     loop.report_bad = report_bad
-    if job.config.train.on_spike == "skip":
-        run(job, torch.device("cpu"), steps)
+    if spec.config.train.on_spike == "skip":
+        train_rank(spec, RankContext(torch.device("cpu"), steps))
     else:
         said = rf"step 20: .* is a spike .* highest are rows {bad_row} \("
         with pytest.raises(loop.BadLoss, match=said):
-            run(job, torch.device("cpu"), steps)
+            train_rank(spec, RankContext(torch.device("cpu"), steps))
     assert list(before) == [19]
 
 
@@ -436,15 +441,15 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     """A bit of one rank's shard flips: all ranks refuse it; the next start goes further back."""
     expected, _ = two_workers
     config = config_of(inputs, "damaged")
-    job = job_of(config, inputs)
+    spec = spec_of(config, inputs)
     for step in (7, 12):
-        processes.spawn(stopped_worker, 2, str(inputs / f"damaged-{step}"), job, step)
-    shard = Path(job.run_url, "checkpoints", "step-00000012", "__1_0.distcp")
+        processes.spawn(stopped_worker, 2, str(inputs / f"damaged-{step}"), spec, step)
+    shard = Path(spec.run_url, "checkpoints", "step-00000012", "__1_0.distcp")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    processes.spawn(refusing_worker, 2, str(inputs / "damaged-refused"), job)
-    _, skipped = latest(open_storage(job.run_url))
+    processes.spawn(refusing_worker, 2, str(inputs / "damaged-refused"), spec)
+    _, skipped = latest(open_storage(spec.run_url))
     assert len(skipped) == 1 and "step-00000012/__1_0.distcp" not in skipped[0]
     assert "__1_0.distcp has another checksum than when it was saved" in skipped[0]
     lines, summary = train(config, inputs, world=2)
@@ -456,24 +461,24 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(inputs: Path) -> None:
     """All ranks end with the reason; what the run has done stays as it is."""
     config = config_of(inputs, "all-damaged")
-    job = job_of(config, inputs)
-    processes.spawn(stopped_worker, 2, str(inputs / "all-damaged-a"), job, 3)
-    metrics_file = Path(job.run_url, "metrics.jsonl")
+    spec = spec_of(config, inputs)
+    processes.spawn(stopped_worker, 2, str(inputs / "all-damaged-a"), spec, 3)
+    metrics_file = Path(spec.run_url, "metrics.jsonl")
     before = metrics_file.read_bytes()
     assert before.count(b"\n") == 3
-    os.truncate(Path(job.run_url, "checkpoints", "step-00000003", "__1_0.distcp"), 10)
-    processes.spawn(hopeless_worker, 2, str(inputs / "all-damaged-b"), job)
+    os.truncate(Path(spec.run_url, "checkpoints", "step-00000003", "__1_0.distcp"), 10)
+    processes.spawn(hopeless_worker, 2, str(inputs / "all-damaged-b"), spec)
     assert metrics_file.read_bytes() == before
 
 
-def hopeless_worker(rank: int, world: int, job: Job) -> None:
+def hopeless_worker(rank: int, world: int, spec: LanguageSpec) -> None:
     with pytest.raises(NoneUsable, match=r"step-00000003: __1_0.distcp has 10 bytes instead of"):
-        run(job, torch.device("cpu"), lambda first: iter(()))
+        train_rank(spec, RankContext(torch.device("cpu"), lambda first: iter(())))
 
 
-def refusing_worker(rank: int, world: int, job: Job) -> None:
+def refusing_worker(rank: int, world: int, spec: LanguageSpec) -> None:
     with pytest.raises(StartAgain, match=r"__1_0.distcp .* refused from now on"):
-        run(job, torch.device("cpu"), lambda first: iter(()))
+        train_rank(spec, RankContext(torch.device("cpu"), lambda first: iter(())))
 
 
 def test_a_notice_is_a_checkpoint_and_a_move(inputs: Path) -> None:
@@ -482,23 +487,23 @@ def test_a_notice_is_a_checkpoint_and_a_move(inputs: Path) -> None:
     Its stall counts all that the save held the step up by, the gathering of the state as well.
     """
     config = config_of(inputs, "noticed")
-    job = job_of(config, inputs)
-    processes.spawn(noticed_worker, 2, str(inputs / "noticed-a"), job, 5)
-    found, skipped = latest(open_storage(job.run_url))
+    spec = spec_of(config, inputs)
+    processes.spawn(noticed_worker, 2, str(inputs / "noticed-a"), spec, 5)
+    found, skipped = latest(open_storage(spec.run_url))
     assert found is not None and (found.step, skipped) == (5, [])
-    lines = Path(job.run_url, "metrics.jsonl").read_text().splitlines()
+    lines = Path(spec.run_url, "metrics.jsonl").read_text().splitlines()
     *before, saved = [json.loads(line)["checkpoint_stall_s"] for line in lines]
     assert before == [0.0] * 4 and saved > SLOW_S
 
 
-def noticed_worker(rank: int, world: int, job: Job, notice_at: int) -> None:
-    rows = job.prepared.rows("train")
+def noticed_worker(rank: int, world: int, spec: LanguageSpec, notice_at: int) -> None:
+    rows = spec.data.rows("train")
     asked: list[int] = []
     step = 0
 
     def steps(first: int) -> Any:
         nonlocal step
-        for batch in local_steps(rows, job.order, rank, world, first):
+        for batch in local_steps(rows, spec.order, rank, world, first):
             step = batch.step + 1
             yield batch
 
@@ -506,25 +511,25 @@ def noticed_worker(rank: int, world: int, job: Job, notice_at: int) -> None:
         asked.append(step)
         return "rank 1 is taken away" if step == notice_at else None
 
-    def slowly(trainee: Trainee) -> dict[str, Any]:
+    def slowly(trainer: Trainer) -> dict[str, Any]:
         time.sleep(SLOW_S)
-        return state.state_tensors(trainee)
+        return state.state_tensors(trainer)
 
     schedule.NOTICE_POLL_S = 0.0
     rank_module.state_tensors = slowly  # type: ignore[attr-defined]
-    summary = run(job, torch.device("cpu"), steps, notice=notice)
+    summary = train_rank(spec, RankContext(torch.device("cpu"), steps, preemption=notice))
     assert asked == list(range(1, notice_at + 1))  # on each rank
     assert (summary["status"], summary["steps"]) == ("moved", notice_at), summary
     if rank == 0:
         assert (summary["notice"], summary["reason"]) == (True, "rank 1 is taken away")
 
 
-def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
+def stopped_worker(rank: int, world: int, spec: LanguageSpec, stop_after: int) -> None:
     """Train until someone asks rank 0 to stop, at a step boundary that all ranks agree on."""
-    rows = job.prepared.rows("train")
+    rows = spec.data.rows("train")
 
     def steps(first: int) -> Any:
-        for batch in local_steps(rows, job.order, rank, world, first):
+        for batch in local_steps(rows, spec.order, rank, world, first):
             if batch.step + 1 == stop_after:
                 loop_engine_stop.append(True)
             yield batch
@@ -537,33 +542,33 @@ def stopped_worker(rank: int, world: int, job: Job, stop_after: int) -> None:
         return original(engine, batch)
 
     loop.agree = agree
-    summary = run(job, torch.device("cpu"), steps)
+    summary = train_rank(spec, RankContext(torch.device("cpu"), steps))
     assert summary["status"] == "stopped" and summary["steps"] == stop_after, summary
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_rows(inputs: Path) -> None:
     config = config_of(inputs, "not-finite")
-    job = job_of(config, inputs, num_steps=5)
-    bad_row = int(job.order.rows(2)[3])
-    processes.spawn(poisoned_worker, 2, str(inputs / "not-finite-a"), job, bad_row)
+    spec = spec_of(config, inputs, num_steps=5)
+    bad_row = int(spec.order.rows(2)[3])
+    processes.spawn(poisoned_worker, 2, str(inputs / "not-finite-a"), spec, bad_row)
 
 
-def poisoned_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
+def poisoned_worker(rank: int, world: int, spec: LanguageSpec, bad_row: int) -> None:
     """Train on rows of which one, in step 3, makes the model's output not a number."""
-    rows = job.prepared.rows("train")
+    rows = spec.data.rows("train")
     marker = 258  # a token of the vocabulary that the text never holds
 
     def steps(first: int) -> Any:
-        for batch in local_steps(rows, job.order, rank, world, first):
+        for batch in local_steps(rows, spec.order, rank, world, first):
             batch.input_ids[batch.rows == bad_row] = marker
             yield batch
 
-    from rayapp.finetune import training
+    from rayapp.finetune import trainer
 
-    original = training.make_parts
+    original = trainer.make_parts
 
-    def make_parts(job: Job, device: torch.device) -> training.Parts:
-        parts = original(job, device)
+    def make_parts(spec: LanguageSpec, device: torch.device) -> trainer.Parts:
+        parts = original(spec, device)
         embedding = parts.lm.hf.get_input_embeddings()
         embedding.register_forward_hook(
             lambda module, args, output: torch.where(
@@ -572,9 +577,9 @@ def poisoned_worker(rank: int, world: int, job: Job, bad_row: int) -> None:
         )
         return parts
 
-    training.make_parts = make_parts
+    trainer.make_parts = make_parts
     with pytest.raises(loop.BadLoss, match="step 3: ") as caught:
-        run(job, torch.device("cpu"), steps)
+        train_rank(spec, RankContext(torch.device("cpu"), steps))
     assert caught.value.step == 3 and caught.value.rows == [bad_row]
 
 

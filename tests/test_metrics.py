@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 from patience import PATIENCE_S
 
 from rayapp.observe import metrics
-from rayapp.observe.metrics import TAIL_BYTES, Follower, MetricsLog, TokenRecord, last, read
+from rayapp.observe.metrics import (
+    TAIL_BYTES,
+    Follower,
+    ImageRecord,
+    MetricsLog,
+    TokenRecord,
+    last,
+    read,
+)
+from rayapp.observe.records import Line
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -88,6 +97,12 @@ def test_each_step_is_there_once_after_resumes(storage: Storage) -> None:
 
     MetricsLog(storage, 0).close()
     assert steps(storage) == []
+
+
+def test_a_line_has_the_fields_of_the_records() -> None:
+    """Of both kinds: StepRecord is what is written, Line what is read."""
+    fields = TokenRecord.__dataclass_fields__ | ImageRecord.__dataclass_fields__
+    assert set(Line.__annotations__) == set(fields)
 
 
 def test_a_torn_last_line_is_dropped(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import transformers
 
 from rayapp.config import Lora, from_dict
 from rayapp.data.rows import StepRows
-from rayapp.finetune.training import Tuning
+from rayapp.finetune.trainer import LanguageTrainer
 from rayapp.model import (
     LanguageModel,
     Unavailable,
@@ -133,14 +133,14 @@ def test_asking_changes_nothing(lora: bool) -> None:
 
 
 def test_packed_rows_are_refused_where_documents_are_not_apart() -> None:
-    tuning = object.__new__(Tuning)
-    tuning.device, tuning.parts = CPU, SimpleNamespace(lm=model_of("Falcon", {}))  # type: ignore[assignment]
-    job: Any = SimpleNamespace(order=SimpleNamespace(num_steps=1), config=from_dict({}))
-    tuning.job = job
+    trainer = object.__new__(LanguageTrainer)
+    trainer.device, trainer.parts = CPU, SimpleNamespace(lm=model_of("Falcon", {}))  # type: ignore[assignment]
+    spec: Any = SimpleNamespace(order=SimpleNamespace(num_steps=1), config=from_dict({}))
+    trainer.spec = spec
     with pytest.raises(Unavailable, match=r"in falcon, .* Set data.pack=false"):
-        tuning.warm_up()
-    job.config = from_dict({"data": {"pack": False}})
-    assert tuning.warm_up() == {"compile": None}
+        trainer.warm_up()
+    spec.config = from_dict({"data": {"pack": False}})
+    assert trainer.warm_up() == {"compile": None}
 
 
 GRANITE = {

@@ -17,9 +17,11 @@ from rayapp import model, planner
 from rayapp.cli import planning
 from rayapp.config import Config, from_dict
 from rayapp.data import tokens
-from rayapp.finetune import checks, display, driver
-from rayapp.finetune.forecast import forecast
-from rayapp.finetune.parts import model_shape
+from rayapp.finetune import check as checks
+from rayapp.finetune import show
+from rayapp.finetune.build import model_shape
+from rayapp.finetune.check import forecast
+from rayapp.order import Order
 from rayapp.planner import trained
 from rayapp.storage import open_storage
 
@@ -91,9 +93,7 @@ def test_what_is_planned_is_checked_and_trained(
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe:4096", "bytes"])
-def test_the_check_before_a_run_is_of_the_vocabulary_that_is_trained(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_before_a_run_is_of_the_vocabulary_that_is_trained(tokenizer: str) -> None:
     config = from_dict(
         {
             "model": {"path": "llama3.2-1b", "tokenizer": tokenizer},
@@ -102,11 +102,7 @@ def test_the_check_before_a_run_is_of_the_vocabulary_that_is_trained(
             "cluster": {"workers": 4, "instance": "g5.12xlarge"},
         }
     )
-    ready = SimpleNamespace(
-        config=config, run=None, model=model.resolve("llama3.2-1b"), tokenizer=None
-    )
-    monkeypatch.setattr(checks, "check", lambda *args: ready)
-    driver.Finetune(config).check(None, 0)
+    assert checks.plan_problem(config, model.resolve("llama3.2-1b"), None) is None
     assert planner.plan(config).fits
 
 
@@ -152,9 +148,9 @@ def test_random_weights_are_said_by_plan_and_run(
     report = {"train": counts, "eval": counts, "fill": 1.0, "loss_share": 1.0}
     report |= {"duplicates": 0.0, "bad": {}}
     prepared: Any = SimpleNamespace(report=lambda: report)
-    order: Any = SimpleNamespace(rows_per_step=1, num_steps=1, num_rows=1)
+    order = Order.for_steps(1, 1, 1, seed=0, num_steps=1)
     out = io.StringIO()
-    display.plan(Console(file=out, width=10_000), config, prepared, order, 1000, 12)
+    show.plan(Console(file=out, width=10_000), config, prepared, order, 1000, 12)
     run = " ".join(out.getvalue().split())
     assert "1,000 parameters (12 trained, LoRA)" in run
     for text in (printed, run):

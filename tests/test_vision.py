@@ -37,9 +37,11 @@ from rayapp.observe import metrics
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.loop import BadLoss
-from rayapp.vision import checks, training
-from rayapp.vision.driver import order_of
-from rayapp.vision.job import Job
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import ImageSpec
+from rayapp.vision import check as checks
+from rayapp.vision.prepare import order_of
+from rayapp.vision.rows import look_of
 
 STEPS, CLASSES, BATCH = 12, 4, 12
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -123,39 +125,41 @@ def config_of(folder: Path, name: str, **more: Any) -> VisionConfig:
     return load(None, fields | overrides, VisionConfig)
 
 
-def job_of(config: VisionConfig, images: Images) -> Job:
+def spec_of(config: VisionConfig, images: Images) -> ImageSpec:
     run = f"{config.run.storage}/{config.run.name}"
-    return Job(config, images, order_of(config, images), run)
+    return ImageSpec("rayapp.vision", config, images, order_of(config, images), run)
 
 
-def worker(rank: int, world: int, job: Job) -> None:
-    rows = job.images.rows("train")
-    summary = training.run(
-        job,
-        torch.device("cpu"),
-        lambda first: local_steps(rows, job.look, job.order, rank, world, first),
+def worker(rank: int, world: int, spec: ImageSpec) -> None:
+    rows = spec.data.rows("train")
+    summary = train_rank(
+        spec,
+        RankContext(
+            torch.device("cpu"),
+            lambda first: local_steps(rows, look_of(spec.config), spec.order, rank, world, first),
+        ),
     )
     assert summary["status"] == "done", summary
     if rank == 0:
-        path = Path(job.run_url, "summary.json")
+        path = Path(spec.run_url, "summary.json")
         path.write_text(json.dumps(summary))
 
 
-def trained(folder: Path, job: Job, world: int) -> list[dict[str, Any]]:
+def trained(folder: Path, spec: ImageSpec, world: int) -> list[dict[str, Any]]:
     """Train with so many workers; return the lines of metrics.jsonl."""
-    rendezvous = folder / f"{job.config.run.name}-{world}-{len(list(folder.iterdir()))}"
-    processes.spawn(worker, world, str(rendezvous), job)
-    return metrics.read(open_storage(job.run_url))
+    rendezvous = folder / f"{spec.config.run.name}-{world}-{len(list(folder.iterdir()))}"
+    processes.spawn(worker, world, str(rendezvous), spec)
+    return metrics.read(open_storage(spec.run_url))
 
 
-def summary_of(job: Job) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(job.run_url, "summary.json").read_text())
+def summary_of(spec: ImageSpec) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(spec.run_url, "summary.json").read_text())
     return found
 
 
-def late_worker(rank: int, world: int, job: Job) -> None:
+def late_worker(rank: int, world: int, spec: ImageSpec) -> None:
     late.copy_late()
-    worker(rank, world, job)
+    worker(rank, world, spec)
 
 
 # ---- The oracle --------------------------------------------------------------------------------
@@ -187,11 +191,11 @@ class Lars:
 
 
 def oracle(
-    job: Job, split: int = 1, steps: int = STEPS, dtype: torch.dtype = torch.float32
+    spec: ImageSpec, split: int = 1, steps: int = STEPS, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
     """Train in plain PyTorch, each step in `split` parts that batch-norm takes for itself."""
-    train = job.config.train
-    model = AutoModelForImageClassification.from_pretrained(job.config.model.path)
+    train = spec.config.train
+    model = AutoModelForImageClassification.from_pretrained(spec.config.model.path)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and module.momentum == 0.99:
             module.momentum = 0.01  # as EfficientNet's authors mean it
@@ -207,9 +211,9 @@ def oracle(
     if train.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, betas=train.betas)
     average = {name: value.clone() for name, value in model.state_dict().items()}
-    losses, norms, rows = [], [], job.images.rows("train")
+    losses, norms, rows = [], [], spec.data.rows("train")
     for step in range(steps):
-        batch = step_images(rows, job.look, job.order, step, 0, 1)
+        batch = step_images(rows, look_of(spec.config), spec.order, step, 0, 1)
         count = int(batch.sums()[0])
         total = 0.0
         flat = [getattr(batch, n) for n in ("images", "labels", "others", "shares", "rows")]
@@ -254,8 +258,8 @@ def assert_close(lines: list[dict[str, Any]], expected: dict[str, Any], most: fl
     assert norms == pytest.approx(expected["norms"], rel=30 * most, abs=most)
 
 
-def exported(job: Job) -> dict[str, torch.Tensor]:
-    model = AutoModelForImageClassification.from_pretrained(f"{job.run_url}/model")
+def exported(spec: ImageSpec) -> dict[str, torch.Tensor]:
+    model = AutoModelForImageClassification.from_pretrained(f"{spec.run_url}/model")
     state: dict[str, torch.Tensor] = model.state_dict()
     return state
 
@@ -294,12 +298,12 @@ def test_every_step_is_that_of_a_plain_loop(cell: str, folder: Path, images: Ima
     config = config_of(
         folder, name, parallel__sync_batch_norm="true", model__path=path, train__ema=0.9, **more
     )
-    job = job_of(config, images)
-    lines = trained(folder, job, world)
-    expected = oracle(job)
+    spec = spec_of(config, images)
+    lines = trained(folder, spec, world)
+    expected = oracle(spec)
     assert_close(lines, expected, 1e-4)
     assert {line["workers"] for line in lines} == {world}
-    found = exported(job)  # the moving average, batch-norm's statistics included
+    found = exported(spec)  # the moving average, batch-norm's statistics included
     for name, value in expected["average"].items():
         if value.is_floating_point():
             torch.testing.assert_close(
@@ -309,9 +313,9 @@ def test_every_step_is_that_of_a_plain_loop(cell: str, folder: Path, images: Ima
 
 def test_statistics_are_those_of_torch_batch_norm(folder: Path, images: Images) -> None:
     config = config_of(folder, "statistics", parallel__sync_batch_norm="true")
-    job = job_of(config, images)
-    trained(folder, job, 2)
-    found, expected = exported(job), oracle(job)["model"].state_dict()
+    spec = spec_of(config, images)
+    trained(folder, spec, 2)
+    found, expected = exported(spec), oracle(spec)["model"].state_dict()
     names = [name for name in expected if "running" in name or "tracked" in name]
     assert names
     for name in names:
@@ -325,10 +329,10 @@ def test_without_synchronizing_the_number_of_workers_changes_nothing(
     found = {}
     for world in (1, 2, 3):
         config = config_of(folder, f"own-{world}", train__micro_batch=3, train__ema=0.9)
-        job = job_of(config, images)
-        found[world] = trained(folder, job, world), exported(job), summary_of(job)
+        spec = spec_of(config, images)
+        found[world] = trained(folder, spec, world), exported(spec), summary_of(spec)
     lines, state, summary = found[1]
-    assert_close(lines, oracle(job_of(config, images), split=4), 1e-4)
+    assert_close(lines, oracle(spec_of(config, images), split=4), 1e-4)
     for world in (2, 3):
         others, other_state, other_summary = found[world]
         assert [x["batch_digest"] for x in others] == [x["batch_digest"] for x in lines]
@@ -341,9 +345,9 @@ def test_without_synchronizing_the_number_of_workers_changes_nothing(
 
 def test_bf16_is_autocast(folder: Path, images: Images) -> None:
     config = config_of(folder, "bf16", parallel__sync_batch_norm="true", train__precision="bf16")
-    job = job_of(config, images)
-    lines = trained(folder, job, 2)
-    expected = oracle(job, dtype=torch.bfloat16)
+    spec = spec_of(config, images)
+    lines = trained(folder, spec, 2)
+    expected = oracle(spec, dtype=torch.bfloat16)
     apart = np.abs(np.subtract([x["loss"] for x in lines], expected["losses"]))
     assert apart.max() <= 3e-2
 
@@ -351,8 +355,8 @@ def test_bf16_is_autocast(folder: Path, images: Images) -> None:
 @pytest.mark.drill
 def test_a_compiled_model_trains_as_it_is(folder: Path, images: Images) -> None:
     config = config_of(folder, "compiled", train__compile="true", train__micro_batch=BATCH)
-    job = job_of(config, images)
-    assert_close(trained(folder, job, 1), oracle(job), 1e-4)
+    spec = spec_of(config, images)
+    assert_close(trained(folder, spec, 1), oracle(spec), 1e-4)
 
 
 # ---- Resume ------------------------------------------------------------------------------------
@@ -365,15 +369,15 @@ def test_a_resume_is_bitwise_and_at_any_number_of_workers(folder: Path, images: 
     """
     more = {"train__micro_batch": 3, "train__ema": 0.9, "checkpoint__every_steps": 7}
     make = partial(config_of, folder, **more)
-    whole = job_of(make("whole"), images)
+    whole = spec_of(make("whole"), images)
     expected = trained(folder, whole, 2)
-    cut = job_of(make("cut"), images)
+    cut = spec_of(make("cut"), images)
     processes.spawn(late_worker, 2, str(folder / "late"), cut)
     shutil.rmtree(Path(cut.run_url, "checkpoints", f"step-{STEPS:08d}"))
     found, _ = latest(open_storage(cut.run_url))
     assert found is not None and found.step == 7 and found.state["images"] == 7 * BATCH
     for world in (2, 3):
-        again = job_of(make(f"cut-{world}"), images)
+        again = spec_of(make(f"cut-{world}"), images)
         storage = open_storage(again.run_url)
         for entry in open_storage(cut.run_url).list():
             storage.write(entry.name, open_storage(cut.run_url).read(entry.name))
@@ -401,19 +405,19 @@ def test_what_is_exported_opens_in_transformers_and_classifies_alike(
 ) -> None:
     """By transformers' own processor, from the files: top-1, top-5 and the table of classes."""
     config = config_of(folder, "exported", train__max_steps=STEPS, data__eval_crop=0.8)
-    job = job_of(config, images)
-    trained(folder, job, 2)
-    summary = summary_of(job)
-    model = AutoModelForImageClassification.from_pretrained(f"{job.run_url}/model").eval()
+    spec = spec_of(config, images)
+    trained(folder, spec, 2)
+    summary = summary_of(spec)
+    model = AutoModelForImageClassification.from_pretrained(f"{spec.run_url}/model").eval()
     assert [model.config.id2label[n] for n in range(CLASSES)] == list(images.classes)
-    processor = AutoImageProcessor.from_pretrained(f"{job.run_url}/model")
+    processor = AutoImageProcessor.from_pretrained(f"{spec.run_url}/model")
     size, crop = processor.size["shortest_edge"], processor.crop_pct
     assert (size, crop) == (32, 0.8)
     assert tuple(processor.image_mean) == MEAN and tuple(processor.image_std) == STD
     rows = images.rows("eval")
     from rayapp.data.images.augment import centred
 
-    pixels = np.stack([centred(data, job.look) for data in rows.read(range(len(rows)))])
+    pixels = np.stack([centred(data, look_of(spec.config)) for data in rows.read(range(len(rows)))])
     with torch.no_grad():
         logits = model(normal(pixels)).logits
     labels = torch.from_numpy(rows.records["label"].astype(np.int64))
@@ -432,16 +436,20 @@ def test_what_is_exported_opens_in_transformers_and_classifies_alike(
 
 def test_a_loss_that_is_not_finite_names_its_images(folder: Path, images: Images) -> None:
     config = config_of(folder, "not-finite", train__lr="1e30", train__warmup_steps=0)
-    processes.spawn(diverging, 2, str(folder / "diverging"), job_of(config, images))
+    processes.spawn(diverging, 2, str(folder / "diverging"), spec_of(config, images))
 
 
-def diverging(rank: int, world: int, job: Job) -> None:
-    rows = job.images.rows("train")
+def diverging(rank: int, world: int, spec: ImageSpec) -> None:
+    rows = spec.data.rows("train")
     with pytest.raises(BadLoss, match=r"is not finite; rows \d+.* of the prepared data give it"):
-        training.run(
-            job,
-            torch.device("cpu"),
-            lambda first: local_steps(rows, job.look, job.order, rank, world, first),
+        train_rank(
+            spec,
+            RankContext(
+                torch.device("cpu"),
+                lambda first: local_steps(
+                    rows, look_of(spec.config), spec.order, rank, world, first
+                ),
+            ),
         )
 
 

@@ -29,9 +29,10 @@ from rayapp.config import VisionConfig, from_dict
 from rayapp.data.images import load, local_steps
 from rayapp.observe.run_folder import PREPARED, REPORT
 from rayapp.storage import open_storage
-from rayapp.vision import training
-from rayapp.vision.driver import order_of
-from rayapp.vision.job import Job
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import ImageSpec
+from rayapp.vision.prepare import order_of
+from rayapp.vision.rows import look_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,9 +78,9 @@ def train_again(rank: int, world: int, storage: str, run: str, folder: str, step
     fingerprint = json.loads(asked.read("plan.json"))["fingerprint"]
     images = load(open_storage(f"{storage}/{PREPARED}") / fingerprint)
     assert images is not None
-    job = Job(config, images, order_of(config, images), folder)
-    ahead = local_steps(images.rows("train"), job.look, job.order, rank, world, 0)
-    training.run(job, torch.device("cpu"), lambda first: islice(ahead, first, steps))
+    spec = ImageSpec("rayapp.vision", config, images, order_of(config, images), folder)
+    ahead = local_steps(images.rows("train"), look_of(spec.config), spec.order, rank, world, 0)
+    train_rank(spec, RankContext(torch.device("cpu"), lambda first: islice(ahead, first, steps)))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ from rich.console import Console
 
 from rayapp.config import VisionConfig, from_dict
 from rayapp.data.images import Images
-from rayapp.driver.command import Phases
 from rayapp.model.classifier import shape_of_classifier
+from rayapp.observe.result import Phases
 from rayapp.planner import misfit
 from rayapp.storage import open_storage
-from rayapp.vision import driver
-from rayapp.vision.forecast import forecast
-from rayapp.vision.job import Job
+from rayapp.train.spec import ImageSpec
+from rayapp.vision import check as checks
+from rayapp.vision import prepare, train_classifier
+from rayapp.vision.check import forecast
 
 
 def config(path: str = "resnet50", size: int = 224, **cluster: Any) -> VisionConfig:
@@ -77,18 +77,18 @@ def test_the_command_refuses_before_it_holds_anything(tmp_path: Path) -> None:
         "cluster": {"instance": "g5.xlarge", "workers": "1", "address": "local"},
     }
     with pytest.raises(ValueError, match=r"cluster\.instance=g5\.xlarge is too small: "):
-        driver.train_classifier(from_dict(tree))  # type: ignore[arg-type]
+        train_classifier(from_dict(tree))  # type: ignore[arg-type]
     assert not ray.is_initialized()
     assert not (tmp_path / "r").exists()
 
 
 def planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: bool = False, **cluster: str
-) -> tuple[dict[str, Any], Images, Job]:
+) -> tuple[dict[str, Any], Images, ImageSpec]:
     """Return the plan.json of a run up to its start, its images and its job."""
     root = as_folder(tmp_path / "images", drawn(3, 8))
     images = indexed(root, open_storage(str(tmp_path / "index")))
-    monkeypatch.setattr(driver, "index", lambda *_: images)
+    monkeypatch.setattr(prepare, "index", lambda *_: images)
     tree = {
         "task": "vision",
         "run": {"storage": str(tmp_path), "name": "r"},
@@ -99,17 +99,16 @@ def planned(
     }
     described = from_dict(tree)
     assert isinstance(described, VisionConfig)
-    run = driver.Vision(described)
-    run.check(local_cores=8, local_gpus=0)
-    job = run.prepare(gpus, Console(quiet=True), Phases(time.time()))
-    return json.loads(open_storage(str(tmp_path / "r")).read("plan.json")), images, job
+    ready = checks.check(described, 8, 0)
+    spec = prepare.prepare(ready, gpus, Console(quiet=True), Phases())
+    return json.loads(open_storage(str(tmp_path / "r")).read("plan.json")), images, spec
 
 
 def test_plan_json_holds_the_plan_with_what_was_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, images, job = planned(tmp_path, monkeypatch, instance="p3.8xlarge")
-    assert plan["fits"] is True and plan["steps"] == job.order.num_steps
+    plan, images, spec = planned(tmp_path, monkeypatch, instance="p3.8xlarge")
+    assert plan["fits"] is True and plan["steps"] == spec.order.num_steps
     assert plan["images_per_s"]["value"] > 0 and plan["hours"]["value"] > 0
     epoch = images.counts["train"] / plan["images_per_s"]["value"] / 3600
     assert plan["epoch_hours"]["value"] == pytest.approx(epoch, rel=1e-4)

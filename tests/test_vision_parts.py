@@ -28,10 +28,14 @@ from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.marker import latest
-from rayapp.vision import checks, display, evaluation, training
-from rayapp.vision.driver import index, order_of, plan_of
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import ImageSpec
+from rayapp.train.validation import validate
+from rayapp.vision import check as checks
+from rayapp.vision import evaluation, show
 from rayapp.vision.evaluation import Scores, evaluate
-from rayapp.vision.job import Job, look_of
+from rayapp.vision.prepare import index, order_of, plan_of
+from rayapp.vision.rows import look_of
 
 CLASSES, STEPS = 4, 6
 TINY = {"hidden_act": "gelu", "embedding_size": 4, "hidden_sizes": [8], "depths": [1]}
@@ -67,9 +71,9 @@ def config_of(folder: Path, name: str, **more: Any) -> VisionConfig:
     return load(None, fields | overrides, VisionConfig)
 
 
-def job_of(config: VisionConfig, images: Images) -> Job:
+def spec_of(config: VisionConfig, images: Images) -> ImageSpec:
     url = f"{config.run.storage}/{config.run.name}"
-    return Job(config, images, order_of(config, images), url)
+    return ImageSpec("rayapp.vision", config, images, order_of(config, images), url)
 
 
 # ---- Scores ------------------------------------------------------------------------------------
@@ -132,12 +136,12 @@ def _scored(rank: int, world: int) -> None:
 def test_the_table_names_classes_and_what_they_are_taken_for() -> None:
     confusion = torch.tensor([[5, 2, 0], [1, 7, 3], [0, 0, 4]])
     table = Scores(loss=11.0, top5=22, confusion=confusion).table(("cat", "dog", "owl"))
-    assert table["each"] == [["cat", 7, 5], ["dog", 11, 7], ["owl", 4, 4]]
-    assert table["confused"] == [["dog", "owl", 3], ["cat", "dog", 2], ["dog", "cat", 1]]
+    assert table["each"] == [("cat", 7, 5), ("dog", 11, 7), ("owl", 4, 4)]
+    assert table["confused"] == [("dog", "owl", 3), ("cat", "dog", 2), ("dog", "cat", 1)]
     many = torch.arange(36).reshape(6, 6)
     confused = Scores(0.0, 0, many).table("abcdef")["confused"]
     assert len(confused) == evaluation.CONFUSIONS
-    assert confused[0] == ["f", "e", 34] and confused[-1][-1] >= 10
+    assert confused[0] == ("f", "e", 34) and confused[-1][-1] >= 10
 
 
 # ---- Checks and the plan -----------------------------------------------------------------------
@@ -186,7 +190,7 @@ def test_too_many_bad_files_are_refused_by_name(folder: Path, images: Images) ->
 def test_the_plan_is_shown_as_equations(folder: Path, images: Images) -> None:
     config = config_of(folder, "plan", parallel__sync_batch_norm="true")
     order, out = order_of(config, images), io.StringIO()
-    display.plan(Console(file=out, width=200), config, images, order, 12_345)
+    show.plan(Console(file=out, width=200), config, images, order, 12_345)
     text = out.getvalue()
     trained = images.counts["train"]
     for part in (
@@ -216,14 +220,16 @@ def test_figures_of_a_line_are_in_images() -> None:
 def test_a_job_is_told_all_and_travels(folder: Path, images: Images) -> None:
     more = {"data__randaugment": "{layers: 2, magnitude: 7}", "data__mixup": 0.2}
     config = config_of(folder, "job", **more, data__cutmix=1, data__flip=0.25)
-    job = job_of(config, images)
-    assert pickle.loads(pickle.dumps(job)) == job
+    spec = spec_of(config, images)
+    assert pickle.loads(pickle.dumps(spec)) == spec
     look = look_of(config)
-    assert job.look == look and (look.layers, look.magnitude) == (2, 7)
+    assert look_of(spec.config) == look and (look.layers, look.magnitude) == (2, 7)
     assert (look.mixup, look.cutmix, look.flip, look.size) == (0.2, 1.0, 0.25, 32)
-    assert job.fingerprint == images.fingerprint and job.held_out == images.counts["eval"]
+    assert (
+        spec.data.fingerprint == images.fingerprint and spec.data.held_out == images.counts["eval"]
+    )
     assert look_of(config_of(folder, "none")).layers == 0
-    assert "8 rows / 4 = 2 micro-batches / 2 workers = 1 each" in job.cut(2)
+    assert "8 rows / 4 = 2 micro-batches / 2 workers = 1 each" in spec.accumulation(2)
 
 
 def test_the_set_that_rayapp_draws_is_drawn_once(tmp_path: Path) -> None:
@@ -250,16 +256,18 @@ def test_commands_refuse_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- Training ----------------------------------------------------------------------------------
 
 
-def _train(rank: int, world: int, job: Job, steps: int, poisoned: int = -1) -> None:
+def _train(rank: int, world: int, spec: ImageSpec, steps: int, poisoned: int = -1) -> None:
     def batches(first: int) -> Any:
-        rows = job.images.rows("train")
-        for batch in islice(local_steps(rows, job.look, job.order, rank, world, first), steps):
+        rows = spec.data.rows("train")
+        for batch in islice(
+            local_steps(rows, look_of(spec.config), spec.order, rank, world, first), steps
+        ):
             broken = batch.step == poisoned
             yield replace(batch, shares=batch.shares * np.float32("nan")) if broken else batch
 
-    summary = training.run(job, torch.device("cpu"), batches)
+    summary = train_rank(spec, RankContext(torch.device("cpu"), batches))
     if rank == 0:
-        Path(job.run_url, "summary.json").write_text(json.dumps(summary))
+        Path(spec.run_url, "summary.json").write_text(json.dumps(summary))
 
 
 def test_a_skipped_step_leaves_weights_statistics_and_average(
@@ -276,9 +284,9 @@ def test_a_skipped_step_leaves_weights_statistics_and_average(
             train__ema=0.9,
             data__path=f"{folder}/data",
         )
-        job = job_of(config, images)
-        processes.spawn(_train, 2, str(tmp_path / f"{name}-meet"), job, steps, poisoned)
-        model = AutoModelForImageClassification.from_pretrained(f"{job.run_url}/model")
+        spec = spec_of(config, images)
+        processes.spawn(_train, 2, str(tmp_path / f"{name}-meet"), spec, steps, poisoned)
+        model = AutoModelForImageClassification.from_pretrained(f"{spec.run_url}/model")
         states[name] = model.state_dict()
     for key, value in states["lacks"].items():
         assert torch.equal(states["skips"][key], value), key
@@ -290,12 +298,12 @@ def test_a_checkpoint_is_validated_as_training_evaluates(
     config = config_of(
         tmp_path, "valid", train__ema=0.5, train__lr=0.5, checkpoint__every_steps=STEPS
     )
-    job = job_of(config, images)
-    processes.spawn(_train, 2, str(tmp_path / "meet"), job, STEPS)
-    found, _ = latest(open_storage(job.run_url))
+    spec = spec_of(config, images)
+    processes.spawn(_train, 2, str(tmp_path / "meet"), spec, STEPS)
+    found, _ = latest(open_storage(spec.run_url))
     assert found is not None and found.step == STEPS
-    line = job.validate(found.name.removeprefix(f"{CHECKPOINTS}/"), STEPS)
-    summary = json.loads(Path(job.run_url, "summary.json").read_text())
+    line = validate(spec, found.name.removeprefix(f"{CHECKPOINTS}/"), STEPS)
+    summary = json.loads(Path(spec.run_url, "summary.json").read_text())
     assert line["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
     assert (line["step"], line["eval_top1"]) == (STEPS, summary["eval_top1"])
 
@@ -317,9 +325,9 @@ def test_published_weights_are_fine_tuned(images: Images, tmp_path: Path) -> Non
             train__max_steps=1,
             train__lr=1e-9,
         )
-        job = job_of(config, images)
-        processes.spawn(_train, 1, str(tmp_path / f"meet-{from_scratch}"), job, 1)
-        model = AutoModelForImageClassification.from_pretrained(f"{job.run_url}/model")
+        spec = spec_of(config, images)
+        processes.spawn(_train, 1, str(tmp_path / f"meet-{from_scratch}"), spec, 1)
+        model = AutoModelForImageClassification.from_pretrained(f"{spec.run_url}/model")
         name = "resnet.embedder.embedder.convolution.weight"
         same[from_scratch] = torch.allclose(model.state_dict()[name], given[name], atol=1e-6)
     assert same == {"false": True, "true": False}

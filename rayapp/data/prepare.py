@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from rayapp.data.prepared import (
     duplicate_share,
     load,
 )
-from rayapp.data.report import Counts, summed
+from rayapp.data.report import Counts, Manifest, UnitSummary, summed
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
@@ -239,33 +239,6 @@ def _pack(documents: list[Document], recipe: Recipe) -> tuple[Counts, bytes]:
         lengths=dict(lengths),
     )
     return counts, packed.rows.tobytes()
-
-
-class UnitSummary(TypedDict):
-    """What is written of a unit beside its shards."""
-
-    counts: dict[str, Counts]
-    """By split."""
-    shards: dict[str, str]
-    """File of the rows by split; none of a split without rows."""
-    bad: dict[str, int]
-    examples: list[tuple[str, str]]
-    records: int
-
-
-class Manifest(TypedDict):
-    """What makes a data set finished: see Prepared."""
-
-    url: str
-    fingerprint: str
-    parts: dict[str, object]
-    seq_len: int
-    shards: dict[str, list[tuple[str, int]]]
-    counts: dict[str, Counts]
-    bad: dict[str, int]
-    examples: list[tuple[str, str]]
-    records: int
-    duplicates: float
 
 
 def _run_units(

@@ -57,6 +57,11 @@ class Prepared:
         return int(self.counts[split]["rows"])
 
     @property
+    def held_out(self) -> int:
+        """Number of rows that are held out."""
+        return self.num_rows("eval")
+
+    @property
     def bad_share(self) -> float:
         """Share of records that are unusable, 0-1."""
         return sum(self.bad.values()) / self.records if self.records else 0.0

@@ -23,6 +23,33 @@ class Counts(TypedDict):
     """Documents by length: `2^k` counts those of [2^k, 2^(k+1)) tokens."""
 
 
+class UnitSummary(TypedDict):
+    """What is written of a unit beside its shards."""
+
+    counts: dict[str, Counts]
+    """By split."""
+    shards: dict[str, str]
+    """File of the rows by split; none of a split without rows."""
+    bad: dict[str, int]
+    examples: list[tuple[str, str]]
+    records: int
+
+
+class Manifest(TypedDict):
+    """What makes a data set finished: see Prepared."""
+
+    url: str
+    fingerprint: str
+    parts: dict[str, object]
+    seq_len: int
+    shards: dict[str, list[tuple[str, int]]]
+    counts: dict[str, Counts]
+    bad: dict[str, int]
+    examples: list[tuple[str, str]]
+    records: int
+    duplicates: float
+
+
 class DataReport(TypedDict, total=False):
     """The figures that a person checks before training."""
 

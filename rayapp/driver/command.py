@@ -1,6 +1,6 @@
 """Run a config from the driver's side: check, start Ray, prepare the data, train, report.
 
-result = run(config, kind, console, started)
+result = run(config, KIND, console, started)
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
@@ -20,58 +22,48 @@ from rayapp.driver.lease import Lease, held
 from rayapp.driver.observe import Observer
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
-from rayapp.driver.supervise import as_it_stands, fit
+from rayapp.driver.supervise import AfterFailure, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.observe.events import Journal, submission_id
 from rayapp.observe.records import RunResult, Summary
-from rayapp.observe.result import RunFailed, result_of
+from rayapp.observe.result import Phases, RunFailed, result_of
 from rayapp.observe.run_folder import DONE, RESULT
+from rayapp.observe.status import read_result
 from rayapp.storage import Storage
-from rayapp.train.spec import Job
+from rayapp.train.spec import AnySpec
 
 
-class Kind(ABC):
-    """What a kind of run does before it trains; one is made for each command."""
+@dataclass(frozen=True)
+class Ready:
+    """What the checks found on the way; each kind of run adds its own."""
 
-    config: RunConfig
-    """With absolute paths once it has been checked."""
+    config: Any
+    """With absolute paths and no `auto` left in data."""
     run: Storage
-    """The run's folder, once it has been checked."""
-
-    @abstractmethod
-    def check(self, local_cores: int | None, local_gpus: int) -> None:
-        """Look at all that is outside; None cores: on a cluster that runs.
-
-        Raises:
-            ConfigError: with every problem found.
-        """
-
-    @abstractmethod
-    def settle(self, gpus: bool) -> None:
-        """Replace what is `auto` by what the workers have to compute with.
-
-        Raises:
-            ConfigError: they cannot do what is asked.
-        """
-
-    @abstractmethod
-    def prepare(self, gpus: bool, console: Console, phases: Phases) -> Job:
-        """Prepare the rows, write down what is to be done, and show it."""
+    """The run's folder."""
 
 
-class Phases:
-    """Seconds by phase since a command began, one after another."""
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of run does before its workers train."""
 
-    def __init__(self, started: float) -> None:
-        self.started, self.seconds = started, dict[str, float]()
+    check: Callable[[Any, int | None, int], Any]
+    """From (config, cores, GPUs of this machine): look at all that is outside; return a Ready.
 
-    def end(self, phase: str) -> None:
-        """End a phase now."""
-        self.seconds[phase] = time.time() - self.started - sum(self.seconds.values())
+    None cores: the workers are on a cluster that runs. Raises ConfigError with every problem.
+    """
+    settle: Callable[[Any, bool], Any]
+    """From (Ready, whether workers have GPUs): replace what is `auto` by what they can compute.
+
+    Raises ConfigError: they cannot do what is asked.
+    """
+    prepare: Callable[[Any, bool, Console, Phases], AnySpec]
+    """Prepare the rows, write down what is to be done, and show it."""
+    after_failure: AfterFailure = lambda spec, ended: None
 
 
-def run(kind: Kind, console: Console | None, started: float | None) -> RunResult:
+def run(config: RunConfig, kind: Kind, console: Console | None, started: float | None) -> RunResult:
     """Run a config to its end, or to a stop, and return what result.json holds.
 
     `started` is when the command began, in Unix seconds, if that was before this call.
@@ -85,47 +77,50 @@ def run(kind: Kind, console: Console | None, started: float | None) -> RunResult
     secrets.load()
     console = console or Console()
     tell_ray()
-    address = address_of(kind.config)
+    address = address_of(config)
     local = address == "local"
     phases.end("import")
-    kind.check((os.cpu_count() or 1) if local else None, gpus_here() if local else 0)
+    ready = kind.check(
+        config, (os.cpu_count() or 1) if local else None, gpus_here() if local else 0
+    )
     phases.end("check")
-    stop = Stop(kind.run)
+    stop = Stop(ready.run)
     with (
-        held(kind.run, lambda text: console.print(text, highlight=False)) as lease,
+        held(ready.run, lambda text: console.print(text, highlight=False)) as lease,
         stop.on_signal(console),
     ):
         stop.forget_old()
-        with connected(kind.config, address):
+        with connected(ready.config, address):
             phases.end("ray")
-            gpus = uses_gpus(kind.config)
-            kind.settle(gpus)
-            if same_run(kind.run, kind.config) == DONE:
-                result: RunResult = json.loads(kind.run.read(RESULT))
-                console.print(f"run {kind.config.run.name} is already done", highlight=False)
+            gpus = uses_gpus(ready.config)
+            ready = kind.settle(ready, gpus)
+            if same_run(ready.run, ready.config) == DONE:
+                result = read_result(ready.run)
+                console.print(f"run {ready.config.run.name} is already done", highlight=False)
                 display.result(console, result)
                 return result
-            check_resumable(kind.run)
+            check_resumable(ready.run)
             if warning := short_wait(submission_id()):
                 console.print(f"[yellow]{display.plain(warning)}[/yellow]", soft_wrap=True)
-            journal = Journal(kind.run)
+            journal = Journal(ready.run)
             try:
-                with journal.command(kind.config, phases.started):
-                    summary = _train(kind, lease, stop, journal, gpus, console, phases)
+                with journal.command(ready.config, phases.started):
+                    summary = _train(kind, ready, lease, stop, journal, gpus, console, phases)
                     journal.ended(summary["status"], summary["seconds"])
             except RunFailed:
-                report.write_for(kind.run)
+                report.write_for(ready.run)
                 raise
             phases.seconds["workers"] = summary.pop("group_s")  # of the last group
-        result = result_of(kind.config, kind.run, summary, phases.seconds, journal.events)
-        kind.run.write(RESULT, json.dumps(result, indent=1).encode())
-        report.write_for(kind.run)
+        result = result_of(ready.config, ready.run, summary, phases.seconds, journal.events)
+        ready.run.write(RESULT, json.dumps(result, indent=1).encode())
+        report.write_for(ready.run)
         display.result(console, result)
     return result
 
 
 def _train(
     kind: Kind,
+    ready: Ready,
     lease: Lease,
     stop: Stop,
     journal: Journal,
@@ -140,10 +135,10 @@ def _train(
         stop.check()
 
     try:
-        job = watching(lambda: kind.prepare(gpus, console, phases), check)
+        spec = watching(lambda: kind.prepare(ready, gpus, console, phases), check)
     except StopAsked:
-        return as_it_stands(kind.run)
-    with Observer(job, kind.run) as observer:
-        summary = fit(job, kind.run, lease, stop, journal, console)
+        return as_it_stands(ready.run)
+    with Observer(spec, ready.run) as observer:
+        summary = fit(spec, ready.run, lease, stop, journal, console, kind.after_failure)
         observer.ended(summary)
     return summary

@@ -23,7 +23,7 @@ from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import newest_committed
-from rayapp.train.spec import Job
+from rayapp.train.spec import AnySpec
 
 POLL_S, POLL_S3_S = 1.0, 5.0
 ACCOUNT_S = 10.0  # between two looks at accounts and checkpoints
@@ -38,8 +38,8 @@ logger = logging.getLogger("rayapp.observe")
 class Told:
     """A tracker, and how far it has been told; its thread opens it, feeds it and closes it."""
 
-    def __init__(self, name: str, run: Storage, job: Job) -> None:
-        self.name, self._run, self._job = name, run, job
+    def __init__(self, name: str, run: Storage, spec: AnySpec) -> None:
+        self.name, self._run, self._spec = name, run, spec
         self._changed = threading.Condition()
         self._lines: list[Line] = []
         self._done = self._valid = 0  # lines told; of them, those that still hold
@@ -81,7 +81,7 @@ class Told:
     def _step(self) -> bool:
         """Tell some lines, or how it ended; return whether that was all."""
         if self._tracker is None:
-            self._tracker = trackers.OPEN[self.name](self._run, self._job.config)
+            self._tracker = trackers.OPEN[self.name](self._run, self._spec.config)
         with self._changed:
             self._changed.wait_for(
                 lambda: self._valid != self._done or len(self._lines) > self._done or self._ending
@@ -110,15 +110,15 @@ class Told:
 class Observer:
     """Follow a run, from the start of its first attempt to the end of the command."""
 
-    def __init__(self, job: Job, run: Storage) -> None:
+    def __init__(self, spec: AnySpec, run: Storage) -> None:
         self._run, self._started = run, time.time()
-        self._num_steps = job.order.num_steps
+        self._num_steps = spec.order.num_steps
         self._planned_step_s = planned_step_s(run)
-        self._driver = Driver(job.config.run.name, self._num_steps, self._started)
-        every = job.config.checkpoint
+        self._driver = Driver(spec.config.run.name, self._num_steps, self._started)
+        every = spec.config.checkpoint
         self._pace = Pace(every.every_s, every.every_steps)
         self._lines = metrics.Follower(run)
-        self._told = [Told(name, run, job) for name in job.config.run.trackers]
+        self._told = [Told(name, run, spec) for name in spec.config.run.trackers]
         self._stop = threading.Event()
         self._status = FAILED
         self._samples: list[Sample] = []

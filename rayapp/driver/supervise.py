@@ -24,8 +24,8 @@ from rayapp.observe.result import failed
 from rayapp.observe.run_folder import CONFIG, FAILED, METRICS, MOVED, RAY, STOPPED
 from rayapp.observe.words import clock
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import latest
-from rayapp.train.spec import Job, first_step
+from rayapp.train.checkpoint.marker import steps_done
+from rayapp.train.spec import AnySpec
 
 ANSWER_S = 10.0  # workers that have not done a step may ignore a STOP for this long
 NOTE_EVERY_S = 60.0
@@ -42,35 +42,44 @@ CPU_ENVIRONMENT = {
 
 logger = logging.getLogger("rayapp.driver")
 
+AfterFailure = Callable[[Any, Summary | Exception], AnySpec | None]
+"""Return the spec in a form that what ended an attempt may not end again; None: there is none."""
+
 
 def fit(
-    job: Job, run: Storage, lease: Lease, stop: Stop, journal: Journal, console: Console
+    spec: AnySpec,
+    run: Storage,
+    lease: Lease,
+    stop: Stop,
+    journal: Journal,
+    console: Console,
+    after_failure: AfterFailure,
 ) -> Summary:
     """Train with Ray Train, again and again if need be; return rank 0's summary.
 
     Raises:
         RunFailed: training failed for good, with the first worker's reason, or the lease is lost.
     """
-    cluster = job.config.cluster
-    recovery = Recovery(cluster.max_failures, cluster.max_preemptions, job.order)
-    bar = display.Bar(console, job.order.num_steps, job.config.run.name)
+    cluster = spec.config.cluster
+    recovery = Recovery(cluster.max_failures, cluster.max_preemptions, spec.order)
+    bar = display.Bar(console, spec.order.num_steps, spec.config.run.name)
 
     def check() -> None:
         lease.check()
         stop.check()
 
     validator = None
-    if job.config.eval.checkpoints and job.held_out:
-        validator = Validator(job, run, bar.say)
+    if spec.config.eval.checkpoints and spec.data.held_out:
+        validator = Validator(spec, run, bar.say)
     try:
-        with placement.asked_for(job.config):
+        with placement.asked_for(spec.config):
             while True:
-                workers = placement.wait_for_room(job.config, bar.note, check)
+                workers = placement.wait_for_room(spec.config, bar.note, check)
                 check()
                 bar.note(f"starting {workers} worker{'s' if workers > 1 else ''}")
                 began = time.time()
-                journal.attempt(job.config, workers)
-                ended = _attempt(job, workers, run, bar, lease, stop, journal, validator)
+                journal.attempt(spec.config, workers)
+                ended = _attempt(spec, workers, run, bar, lease, stop, journal, validator)
                 lines = journal.catch_up()
                 if isinstance(ended, Exception):
                     check()  # what was asked to stop is not started again
@@ -81,10 +90,10 @@ def fit(
                 ending = ending_of(ended, lines, began)
                 if ending.kind != NO_ROOM:
                     journal.interrupted(ending, workers)
-                if smaller := job.after_failure(ended):
-                    job = smaller
-                    run.write(CONFIG, job.config.to_yaml().encode())
-                    again = job.cut(workers)
+                if smaller := after_failure(spec, ended):
+                    spec = smaller
+                    run.write(CONFIG, spec.config.to_yaml().encode())
+                    again = spec.accumulation(workers)
                     bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
                     continue
                 pause_s = recovery.after(ending)
@@ -104,7 +113,7 @@ def fit(
 
 
 def _attempt(
-    job: Job,
+    spec: AnySpec,
     workers: int,
     run: Storage,
     bar: display.Bar,
@@ -114,7 +123,7 @@ def _attempt(
     validator: Validator | None,
 ) -> Summary | Exception:
     """Train once; return rank 0's summary, or what ended it."""
-    trainer = _trainer(job, workers)
+    trainer = _trainer(spec, workers)
     # Not in the main thread: there Ray Train would replace our handling of signals by an abort.
     pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
     try:
@@ -143,8 +152,7 @@ def _pause(seconds: float, check: Callable[[], None]) -> None:
 
 def as_it_stands(run: Storage) -> Summary:
     """Return the summary of a run that is stopped while it has no workers."""
-    found, _ = latest(run)
-    step = found.step if found else 0
+    step = steps_done(run)
     return {
         "status": STOPPED,
         "steps": step,
@@ -156,37 +164,37 @@ def as_it_stands(run: Storage) -> Summary:
     }
 
 
-def entry(job: Job) -> Callable[[], Summary]:
+def entry(spec: AnySpec) -> Callable[[], Summary]:
     """Return what each worker runs; Ray's controller unpickles it too, and loads nothing for it."""
 
     def train() -> Summary:
         from rayapp.driver.worker import work
 
-        return work(job)
+        return work(spec)
 
     return train
 
 
-def _trainer(job: Job, workers: int) -> Any:
+def _trainer(spec: AnySpec, workers: int) -> Any:
     import ray.train.torch
 
     from rayapp.data.stream import ExactOrder
 
     kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
-    cluster, gpus = job.config.cluster, uses_gpus(job.config)
+    cluster, gpus = spec.config.cluster, uses_gpus(spec.config)
     return kit.torch.TorchTrainer(
-        entry(job),
+        entry(spec),
         torch_config=kit.torch.TorchConfig(
             # Gloo too: parameters in host memory (parallel.cpu_offload) have a norm to sum there.
             backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
             timeout_s=cluster.collective_timeout_s,
         ),
         scaling_config=kit.ScalingConfig(
-            num_workers=workers, use_gpu=gpus, resources_per_worker=placement.needs(job.config)
+            num_workers=workers, use_gpu=gpus, resources_per_worker=placement.needs(spec.config)
         ),
         run_config=kit.RunConfig(
-            name=job.config.run.name,
-            storage_path=f"{job.config.run.storage}/{RAY}",
+            name=spec.config.run.name,
+            storage_path=f"{spec.config.run.storage}/{RAY}",
             # Every end comes back to fit(), which knows of all attempts, rows and free nodes.
             failure_config=kit.FailureConfig(
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
@@ -196,8 +204,8 @@ def _trainer(job: Job, workers: int) -> Any:
                 "env_vars": {"TOKENIZERS_PARALLELISM": "false", **({} if gpus else CPU_ENVIRONMENT)}
             },
         ),
-        datasets={"train": lambda: first_step(job)},
-        dataset_config=ExactOrder(job.stream),
+        datasets={"train": spec.first_step},
+        dataset_config=ExactOrder(spec.stream),
     )
 
 

@@ -1,6 +1,6 @@
 """Held-out loss of committed checkpoints, computed beside training where a worker's room is free.
 
-    validator = Validator(job, run, say)
+    validator = Validator(spec, run, say)
     validator.poll(); ...; validator.close()
 
 The driver looks now and then for a newer commit and gives it to a Ray task of one worker's
@@ -23,7 +23,7 @@ from rayapp.observe.run_folder import VALIDATIONS
 from rayapp.observe.words import last_line
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import newest_committed
-from rayapp.train.spec import Job
+from rayapp.train.spec import AnySpec
 
 POLL_S = 5.0
 
@@ -33,8 +33,8 @@ logger = logging.getLogger("rayapp.driver")
 class Validator:
     """Follow the commits of a run."""
 
-    def __init__(self, job: Job, run: Storage, say: Callable[[str], None]) -> None:
-        self._job, self._run, self._say = job, run, say
+    def __init__(self, spec: AnySpec, run: Storage, say: Callable[[str], None]) -> None:
+        self._spec, self._run, self._say = spec, run, say
         self._lines = _read(run)
         self._asked = max((line["step"] for line in self._lines), default=-1)
         self._looked_at = time.monotonic()
@@ -66,17 +66,17 @@ class Validator:
         import ray
 
         newest = newest_committed(self._run)
-        if newest is None or newest.step <= self._asked or not placement.room(self._job.config):
+        if newest is None or newest.step <= self._asked or not placement.room(self._spec.config):
             return
         self._asked = newest.step
-        resources = dict(placement.needs(self._job.config))
+        resources = dict(placement.needs(self._spec.config))
         task = ray.remote(
             num_cpus=resources.pop("CPU"),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
             max_retries=0,
         )(_validate)
-        self._task = task.remote(self._job, newest.name, newest.step)
+        self._task = task.remote(self._spec, newest.name, newest.step)
 
     def _take(self) -> None:
         import ray
@@ -93,8 +93,10 @@ class Validator:
         self._say(f"checkpoint of step {line['step']}: held-out {held_out(line)}")
 
 
-def _validate(job: Job, name: str, step: int) -> Validation:
-    return job.validate(name, step)
+def _validate(spec: AnySpec, name: str, step: int) -> Validation:
+    from rayapp.train.validation import validate
+
+    return validate(spec, name, step)
 
 
 def _read(run: Storage) -> list[Validation]:

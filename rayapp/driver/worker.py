@@ -23,23 +23,24 @@ from rayapp.observe.run_folder import FAILED, MOVED
 from rayapp.train.checkpoint.marker import NoneUsable
 from rayapp.train.checkpoint.state import Resumed, StartAgain
 from rayapp.train.loop import BadLoss
-from rayapp.train.spec import Job
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import AnySpec
 
 logger = logging.getLogger("rayapp.driver")
 
 
-def work(job: Job) -> Summary:
+def work(spec: AnySpec) -> Summary:
     """Train as one of Ray Train's workers."""
     shard = ray.train.get_dataset_shard("train")
-    rows = job.steps(shard, dist.get_world_size())
+    rows = spec.steps(shard, dist.get_world_size())
     # Ray Data takes seconds to deliver its first block; the model is built meanwhile.
     pool = ThreadPoolExecutor(1, thread_name_prefix="first-rows")
     first = pool.submit(next, rows, None)
     pool.shutdown(wait=False)  # rows that never come must not hold up an error
-    with Steps(job.config.run.name, dist.get_rank()) as gauges:
+    with Steps(spec.config.run.name, dist.get_rank()) as gauges:
 
         def open_steps(step: int) -> Iterator[Any]:
-            head = _first(first, job.config.cluster.collective_timeout_s)
+            head = _first(first, spec.config.cluster.collective_timeout_s)
             if head is None:
                 return iter(())
             if head.step != step:  # a checkpoint was committed, or refused, between two looks
@@ -47,13 +48,14 @@ def work(job: Job) -> Summary:
             return itertools.chain([head], rows)
 
         try:
-            return job.run(
+            context = RankContext(
                 ray.train.torch.get_device(),
                 open_steps,
-                notice=notice,
-                room=_more_workers(job.config),
-                tell=gauges.step,
+                preemption=preemption,
+                free_workers=_free_workers(spec.config),
+                on_record=gauges.step,
             )
+            return train_rank(spec, context)
         except StartAgain as error:
             return {"status": MOVED, "notice": False, "again": True, "reason": str(error)}
         except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
@@ -78,7 +80,7 @@ def _first(rows: Future[Any], timeout_s: float) -> Any:
         ) from error
 
 
-def notice() -> str | None:
+def preemption() -> str | None:
     """Say which of the ranks' nodes are being taken away; all ranks call it together."""
     kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
     info = kit.get_preemption_info()
@@ -89,7 +91,7 @@ def notice() -> str | None:
     return f"the node of rank {ranks} is taken away{left}"
 
 
-def _more_workers(config: RunConfig) -> Callable[[], int] | None:
+def _free_workers(config: RunConfig) -> Callable[[], int] | None:
     """Return what counts the workers that could be added to this group, if any may be."""
     missing = config.cluster.max_workers - dist.get_world_size()
     if not missing:

@@ -9,14 +9,14 @@ have been imported.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayapp.finetune.driver import RunFailed, finetune
+    from rayapp.finetune.run import RunFailed, finetune
 
 __all__ = ["RunFailed", "finetune"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from rayapp.finetune import driver
+        from rayapp.finetune import run
 
-        return getattr(driver, name)
+        return getattr(run, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

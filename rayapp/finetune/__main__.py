@@ -19,7 +19,7 @@ def main(argv: list[str], started: float | None = None) -> int:
 
 
 def _load() -> Callable[..., RunResult]:
-    from rayapp.finetune.driver import finetune
+    from rayapp.finetune.run import finetune
 
     return finetune
 

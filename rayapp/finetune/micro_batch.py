@@ -1,7 +1,7 @@
 """train.micro_batch=auto: the most rows that fit by the plan, fewer where a step says otherwise.
 
     config = chosen(config, shape, run, gpus, console)    # a number in place of auto
-    smaller = after_failure(job, error)                   # None: it was not the memory
+    smaller = after_failure(spec, error)                  # None: it was not the memory
 
 The rows of a step and their order do not depend on it, so that it may change while a run lasts. The
 first step of the workers is the test of the choice: out of memory, they start again with half.
@@ -17,14 +17,14 @@ from rich.console import Console
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict, parse_yaml
 from rayapp.driver import placement
-from rayapp.finetune.forecast import forecast
-from rayapp.finetune.job import Job
+from rayapp.finetune.check import forecast
+from rayapp.hardware import GIB
 from rayapp.observe.ending import causes
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import CONFIG
 from rayapp.storage import Storage
+from rayapp.train.spec import LanguageSpec
 
-GIB = 2**30
 # Of the memory that is free on a node without GPUs: Ray ends workers at 95 % of all of it.
 CPU_SHARE = 0.9
 # What allocators say: torch's on GPUs and CPUs, Python's, Ray's monitor of a node's memory.
@@ -70,17 +70,17 @@ def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Consol
     return config.with_micro_batch(size)
 
 
-def after_failure(job: Job, error: Summary | Exception) -> Job | None:
-    """Return the job with half the rows in a micro-batch, where memory ended it and auto chose."""
-    size = job.config.micro_batch
-    if not job.auto_micro_batch or size == 1 or isinstance(error, dict):
+def after_failure(spec: LanguageSpec, error: Summary | Exception) -> LanguageSpec | None:
+    """Return the spec with half the rows in a micro-batch, where memory ended it and auto chose."""
+    size = spec.config.micro_batch
+    if not spec.auto_micro_batch or size == 1 or isinstance(error, dict):
         return None
     if not any(out_of_memory(cause) for cause in causes(error)):
         return None
-    rows = job.order.rows_per_step
+    rows = spec.order.rows_per_step
     half = max(n for n in range(1, size // 2 + 1) if rows % n == 0)
-    config = job.config.with_micro_batch(half)
-    return replace(job, config=config, order=replace(job.order, micro_batch=half))
+    config = spec.config.with_micro_batch(half)
+    return replace(spec, config=config, order=replace(spec.order, micro_batch=half))
 
 
 def out_of_memory(error: BaseException) -> bool:

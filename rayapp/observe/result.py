@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import time
 from typing import cast
 
 from rayapp.config import RunConfig
@@ -27,6 +28,21 @@ from rayapp.storage import Storage
 
 TOLD_BELOW = ("seconds", "stall_s", "commit_s", "group_s")  # of a summary: start_s, checkpoint
 ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before
+
+
+class Phases:
+    """Seconds by phase since a start, one phase after another."""
+
+    def __init__(self, started: float | None = None) -> None:
+        """Begin at a Unix time, by default now."""
+        self.started, self.seconds = started or time.time(), dict[str, float]()
+        self._ended = self.started
+
+    def end(self, phase: str) -> None:
+        """End a phase now; one that has ended before grows."""
+        now = time.time()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._ended
+        self._ended = now
 
 
 class RunFailed(RuntimeError):

@@ -1,4 +1,4 @@
-"""When things happen on a rank: seconds by phase, the cadence of saves, reasons to leave."""
+"""When a rank saves and evaluates, and when rank 0 has a reason to leave."""
 
 from __future__ import annotations
 
@@ -17,19 +17,6 @@ NOTICE_POLL_S = 2.0
 ROOM_POLL_S = 10.0
 
 logger = logging.getLogger("rayapp.training")
-
-
-class Clock:
-    """Seconds by phase, one after another."""
-
-    def __init__(self) -> None:
-        self.last, self.seconds = time.perf_counter(), {}  # type: ignore[var-annotated]
-
-    def lap(self, phase: str) -> None:
-        """End a phase now."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        self.last = now
 
 
 class Cadence:

@@ -1,4 +1,4 @@
-"""What a rank trains, as the shell around the loop sees it (rayapp.train.rank)."""
+"""The model and optimizers of a rank, as rayapp.train.rank trains them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
 
 
-class Trainee(ABC):
-    """Model and optimizers on one rank, and what only their kind of training knows."""
+class Trainer(ABC):
+    """Model and optimizers of one rank, and what only their kind of training knows."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
 
     @abstractmethod
     def engine(self, control: Any, losses: list[float]) -> loop.Engine:
-        """Tell the loop what it needs of this kind; when to save and leave it is told elsewhere.
+        """Return the loop's engine without the times of saving and leaving, which the rank sets.
 
-        `losses` are those that a spike is compared with, of the steps before this attempt.
+        `losses` are those of the steps before this attempt, which a spike is compared with.
         """
 
     @abstractmethod
@@ -34,17 +34,19 @@ class Trainee(ABC):
         """Return the parameters of the whole model."""
 
     def tensors(self) -> Tensors:
-        """Return the tensors that a checkpoint holds, and is read into, beside the usual ones."""
+        """Return what a checkpoint holds beside model and optimizers; it is loaded into them."""
         return {}
 
     def amounts(self, step: int) -> Amounts:
-        """Return what so many steps amount to, for the checkpoint's state.json."""
+        """Return the tokens or images of so many steps, for a checkpoint's state.json."""
         return {}
 
     def warm_up(self) -> Outcome:
-        """Do what comes before the first step; return what the run's summary says of it."""
+        """Prepare the first step, e.g. compile; return what the summary says of it."""
         return {}
 
     @abstractmethod
-    def finish(self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]) -> Outcome:
-        """Evaluate and export what was trained; `lap(phase)` ends a phase on the clock."""
+    def finish(
+        self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
+    ) -> Outcome:
+        """Evaluate and export the model; `end_phase(name)` takes the seconds since the last one."""

@@ -9,14 +9,14 @@ have been imported.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayapp.vision.driver import RunFailed, train_classifier
+    from rayapp.vision.run import RunFailed, train_classifier
 
 __all__ = ["RunFailed", "train_classifier"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from rayapp.vision import driver
+        from rayapp.vision import run
 
-        return getattr(driver, name)
+        return getattr(run, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

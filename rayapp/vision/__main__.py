@@ -19,7 +19,7 @@ def main(argv: list[str], started: float | None = None) -> int:
 
 
 def _load() -> Callable[..., RunResult]:
-    from rayapp.vision.driver import train_classifier
+    from rayapp.vision.run import train_classifier
 
     return train_classifier
 

@@ -100,6 +100,11 @@ class Images:
         return _rows(self.url, self.roots, split)
 
     @property
+    def held_out(self) -> int:
+        """Number of images that are held out."""
+        return self.counts["eval"]
+
+    @property
     def bad_share(self) -> float:
         """Share of the files that cannot be trained on, 0-1."""
         return sum(self.bad.values()) / self.records if self.records else 0.0

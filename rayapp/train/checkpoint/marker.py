@@ -197,6 +197,12 @@ def latest(storage: Storage) -> tuple[Found | None, list[str]]:
     return None, skipped
 
 
+def steps_done(storage: Storage) -> int:
+    """Return the steps of the newest checkpoint that can be used, 0 where there is none."""
+    found, _ = latest(storage)
+    return found.step if found else 0
+
+
 def resume_point(storage: Storage) -> tuple[Found | None, list[str]]:
     """Return what `latest` does; None means that no checkpoint was ever committed.
 

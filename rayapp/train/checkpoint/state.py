@@ -14,8 +14,8 @@ from rayapp.storage import Storage
 from rayapp.train.checkpoint import loader, marker, quantized
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.loss_spikes import Spikes
-from rayapp.train.spec import Job
-from rayapp.train.trainer import Trainee
+from rayapp.train.spec import AnySpec
+from rayapp.train.trainer import Trainer
 
 logger = logging.getLogger("rayapp.training")
 
@@ -28,18 +28,18 @@ class StartAgain(RuntimeError):
     """This attempt cannot go on, but another one can; raised by all ranks. The message says why."""
 
 
-def state_tensors(trainee: Trainee) -> Tensors:
+def state_tensors(trainer: Trainer) -> Tensors:
     """Return what a checkpoint holds as tensors: model, optimizer, and what is a rank's own.
 
     Nothing of it changes before the optimizer's next step: what a forward pass changes, the model's
     buffers and the state of random numbers, is copied.
     """
     weights, optimizer = dcp_state.get_state_dict(
-        trainee.model,
-        trainee.optimizers,
+        trainer.model,
+        trainer.optimizers,
         options=dcp_state.StateDictOptions(ignore_frozen_params=True),
     )
-    changing = {buffer.data_ptr() for buffer in trainee.model.buffers()}
+    changing = {buffer.data_ptr() for buffer in trainer.model.buffers()}
     for name, value in weights.items():
         if isinstance(value, torch.Tensor) and quantized.local(value).data_ptr() in changing:
             weights[name] = value.clone()
@@ -50,11 +50,11 @@ def state_tensors(trainee: Trainee) -> Tensors:
     own = {"model": weights, "optimizer": optimizer, "rng": {rank: rng}}
     if scales := quantized.scales(optimizer):
         own["scales"] = {rank: scales}
-    return own | trainee.tensors()
+    return own | trainer.tensors()
 
 
 def state_values(
-    job: Job, trainee: Trainee, step: int, spikes: Spikes | None, skips: int = 0
+    spec: AnySpec, trainer: Trainer, step: int, spikes: Spikes | None, skips: int = 0
 ) -> marker.State:
     """Return what a checkpoint holds as plain values, in state.json.
 
@@ -65,9 +65,9 @@ def state_values(
 
     return {
         "step": step,
-        **trainee.amounts(step),
-        "cursor": job.order.cursor(step, job.fingerprint).to_dict(),
-        "data": job.parts,
+        **trainer.amounts(step),
+        "cursor": spec.order.cursor(step, spec.data.fingerprint).to_dict(),
+        "data": spec.data.parts,
         "workers": dist.get_world_size(),
         "losses": [] if spikes is None else list(spikes.losses),
         "skips": skips,
@@ -79,7 +79,7 @@ def state_values(
     }
 
 
-def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[float], int]:
+def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, list[float], int]:
     """Load the newest whole checkpoint, if there is one.
 
     Returns the number of steps it has done, the last losses, which spikes are compared with, and
@@ -93,8 +93,8 @@ def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[flo
     found = choose(storage)
     if found is None:
         return 0, [], 0
-    check_cursor(job, found.state)
-    wanted = state_tensors(trainee)
+    check_cursor(spec, found.state)
+    wanted = state_tensors(trainer)
     saved = loader.saved_shapes(storage, found.name)
     rank = str(dist.get_rank())
     if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
@@ -113,8 +113,8 @@ def restore(job: Job, trainee: Trainee, storage: Storage) -> tuple[int, list[flo
         raise StartAgain(f"{damage}; it is refused from now on") from damage
     known = wanted.get("scales", {rank: {}})[rank]
     dcp_state.set_state_dict(
-        trainee.model,
-        trainee.optimizers,
+        trainer.model,
+        trainer.optimizers,
         model_state_dict=wanted["model"],
         optim_state_dict=quantized.narrowed(own, wanted["optimizer"], known),
         options=dcp_state.StateDictOptions(strict=False),  # what is frozen is not saved
@@ -146,17 +146,17 @@ def choose(storage: Storage) -> marker.Found | None:
     return choice[0]
 
 
-def check_cursor(job: Job, state: marker.State) -> None:
+def check_cursor(spec: AnySpec, state: marker.State) -> None:
     """Refuse a checkpoint of other data.
 
     Raises:
         Resumed: naming the parts that differ.
     """
     cursor = Cursor.from_dict(state["cursor"])
-    if cursor.fingerprint != job.fingerprint:
-        changed = ", ".join(differences(state["data"], job.parts))
+    if cursor.fingerprint != spec.data.fingerprint:
+        changed = ", ".join(differences(state["data"], spec.data.parts))
         raise Resumed(
             f"the data are not those of the checkpoint at step {state['step']}: changed {changed}. "
             "Restore them, or give the run another run.name"
         )
-    assert job.order.step_of(cursor) == state["step"], (cursor, state["step"])
+    assert spec.order.step_of(cursor) == state["step"], (cursor, state["step"])

@@ -1,13 +1,8 @@
-"""What one process that trains a classifier does, with or without Ray.
-
-    summary = run(job, device, open_steps)
-
-Build the model on the meta device, shard or copy it, fill it; the rest is rayapp.train.rank.
-"""
+"""An image classifier on one rank: what the loop and rayapp.train.rank need of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -19,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rayapp import hardware, model
 from rayapp.config.units import IMAGES
-from rayapp.data.images.batches import StepImages, held_out_batches
+from rayapp.data.images.batches import held_out_batches
 from rayapp.model.average import Average
 from rayapp.model.batch_norm import Settling, batch_norms, discard, use_batch_norm
 from rayapp.model.classifier import (
@@ -30,41 +25,35 @@ from rayapp.model.classifier import (
     shape_of_classifier,
     write_processor,
 )
-from rayapp.observe.metrics import ImageRecord, StepRecord
-from rayapp.observe.records import Outcome, Summary
+from rayapp.observe.metrics import ImageRecord
+from rayapp.observe.records import Outcome
 from rayapp.observe.run_folder import MODEL
 from rayapp.storage import Storage
-from rayapp.train import loop, rank
+from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at, make_image_optimizer
-from rayapp.train.trainer import Trainee
+from rayapp.train.spec import ImageSpec
+from rayapp.train.trainer import Trainer
 from rayapp.vision.evaluation import Scores, evaluate
-from rayapp.vision.job import Job
+from rayapp.vision.rows import look_of
 
 
-def run(
-    job: Job,
-    device: torch.device,
-    open_steps: Callable[[int], Iterator[StepImages]],
-    notice: Callable[[], str | None] = lambda: None,
-    room: Callable[[], int] | None = None,
-    tell: Callable[[StepRecord], None] = lambda record: None,
-) -> Summary:
-    """Train, evaluate and export: see rayapp.train.rank.run."""
-    return rank.run(job, partial(Classifying, job), device, open_steps, notice, room, tell)
+def build(spec: ImageSpec, device: torch.device) -> ImageTrainer:
+    """Build the model on the meta device, shard or copy it, fill it, and make the optimizer."""
+    return ImageTrainer(spec, device)
 
 
-class Classifying(Trainee):
-    """An image classifier, as a rank trains it."""
+class ImageTrainer(Trainer):
+    """An image classifier and its optimizer on one rank."""
 
-    def __init__(self, job: Job, device: torch.device) -> None:
-        self.job, self.device = job, device
-        self.model = make_model(job, device)
+    def __init__(self, spec: ImageSpec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self.model = make_model(spec, device)
         self.ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
         self.classifier = cast(Classifier, self.ddp.module if self.ddp else self.model)
-        train = job.config.train
+        train = spec.config.train
         optimizer = make_image_optimizer(
             train.optimizer,
             self.classifier,
@@ -85,7 +74,7 @@ class Classifying(Trainee):
 
     def amounts(self, step: int) -> Amounts:
         """Return the images of so many steps."""
-        return {"images": step * self.job.order.rows_per_step}
+        return {"images": step * self.spec.order.rows_per_step}
 
     def tensors(self) -> Tensors:
         """Return the moving average."""
@@ -93,7 +82,7 @@ class Classifying(Trainee):
 
     def engine(self, control: Any, losses: list[float]) -> loop.Engine:
         """Tell the loop what it needs of a classifier."""
-        job, train = self.job, self.job.config.train
+        spec, train = self.spec, self.spec.config.train
         engine = loop.Engine(
             model=self.model,
             optimizers=self.optimizers,
@@ -101,7 +90,7 @@ class Classifying(Trainee):
                 lr_at,
                 peak=train.lr,
                 schedule=train.schedule,
-                num_steps=job.order.num_steps,
+                num_steps=spec.order.num_steps,
                 warmup_steps=train.warmup_steps,
                 floor=train.min_lr,
                 decay=train.decay,
@@ -109,45 +98,47 @@ class Classifying(Trainee):
             device=self.device,
             grad_clip=train.grad_clip,
             control=control,
-            rows_per_epoch=job.order.num_rows,
-            rows_per_step=job.order.rows_per_step,
+            rows_per_epoch=spec.order.num_rows,
+            rows_per_step=spec.order.rows_per_step,
             spikes=Spikes(train.spike_sigmas, losses) if train.on_spike != "none" else None,
             unit=IMAGES,
-            record=partial(image_record, mfu_of(job, self.device)),
+            record=partial(image_record, mfu_of(spec, self.device)),
             skip_bad=train.on_spike == "skip",
             last_of_step=self._last_of_step,
             updated=self._updated,
         )
-        if job.held_out:
+        if spec.data.held_out:
             engine.evaluate = lambda: self.scores(engine).figures()
         return engine
 
     def scores(self, engine: loop.Engine) -> Scores:
         """Classify the held-out images, by the moving average where there is one."""
-        rows = self.job.images.rows("eval")
-        micro_batch, look = self.job.config.train.micro_batch, self.job.look
+        rows = self.spec.data.rows("eval")
+        micro_batch, look = self.spec.config.train.micro_batch, look_of(self.spec.config)
         batches = held_out_batches(rows, look, micro_batch, dist.get_rank(), dist.get_world_size())
         with self.average.in_place() if self.average else nullcontext():
-            return evaluate(engine, batches, len(self.job.images.classes))
+            return evaluate(engine, batches, len(self.spec.data.classes))
 
-    def finish(self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]) -> Outcome:
+    def finish(
+        self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
+    ) -> Outcome:
         """Evaluate and export what was trained."""
         found: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
-        if self.job.held_out:
+        if self.spec.data.held_out:
             scores = self.scores(engine)
-            table = scores.table(self.job.images.classes)
+            table = scores.table(self.spec.data.classes)
             found = {**found, **scores.figures(), "classes": table}
-        lap("evaluation")
+        end_phase("evaluation")
         found["model_path"] = None
-        if self.job.config.checkpoint.export:
+        if self.spec.config.checkpoint.export:
             with self.average.in_place() if self.average else nullcontext():
                 model.export(self.classifier, storage / MODEL)
             if dist.get_rank() == 0:
-                data = self.job.config.data
+                data = self.spec.config.data
                 write_processor(storage / MODEL, data.size, data.eval_crop, data.mean, data.std)
             found["model_path"] = f"{storage.url}/model"
         dist.barrier(group=engine.control)
-        lap("export")
+        end_phase("export")
         return found
 
     def _last_of_step(self, last: bool) -> None:
@@ -172,11 +163,11 @@ class Classifying(Trainee):
             self.average.update()
 
 
-def make_model(job: Job, device: torch.device) -> nn.Module:
+def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
     """Build the model, and give it memory and values."""
-    config = job.config
+    config = spec.config
     shape, source = shape_of_classifier(
-        config.model.path, config.model.overrides, job.images.classes
+        config.model.path, config.model.overrides, spec.data.classes
     )
     classifier = build_classifier(
         shape,
@@ -216,7 +207,7 @@ def image_record(
     )
 
 
-def mfu_of(job: Job, device: torch.device) -> Callable[[int, float], float | None]:
+def mfu_of(spec: ImageSpec, device: torch.device) -> Callable[[int, float], float | None]:
     """Return what computes model FLOP/s over the peak of all devices; None where none is known.
 
     A backward pass takes twice the FLOPs of the forward pass.
@@ -224,10 +215,10 @@ def mfu_of(job: Job, device: torch.device) -> Callable[[int, float], float | Non
     if device.type != "cuda":
         return lambda images, seconds: None
     gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
-    peak = None if gpu is None else gpu.flops[job.config.train.precision]
+    peak = None if gpu is None else gpu.flops[spec.config.train.precision]
     if peak is None:
         return lambda images, seconds: None
-    shape, _ = shape_of_classifier(job.config.model.path, job.config.model.overrides, ())
-    of_image = 3 * forward_flops(shape, job.config.data.size)
+    shape, _ = shape_of_classifier(spec.config.model.path, spec.config.model.overrides, ())
+    of_image = 3 * forward_flops(shape, spec.config.data.size)
     all_of_them = peak * dist.get_world_size()
     return lambda images, seconds: images * of_image / seconds / all_of_them

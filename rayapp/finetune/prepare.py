@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from functools import partial
 from typing import Any
 
@@ -11,20 +12,48 @@ from rich.progress import Progress, TaskID
 
 from rayapp import model
 from rayapp.config import Config, ConfigError
-from rayapp.data import heads, prepare, tokens
+from rayapp.data import heads, tokens
+from rayapp.data import prepare as rows
 from rayapp.data.prepared import Prepared, mixed, reasons
 from rayapp.data.sources import SourceError
-from rayapp.finetune import checks
+from rayapp.finetune import micro_batch, show
+from rayapp.finetune.build import model_shape
+from rayapp.finetune.check import Ready, forecast
 from rayapp.observe.records import Plan
-from rayapp.observe.run_folder import PREPARED
+from rayapp.observe.result import Phases
+from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import open_storage
+from rayapp.train.spec import LanguageSpec, RunSpec
 
+KIND = "rayapp.finetune"
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 
-def shared_tokenizer(ready: checks.Ready, console: Console) -> tuple[str, Any]:
+def prepare(ready: Ready, gpus: bool, console: Console, phases: Phases) -> LanguageSpec:
+    """Prepare the rows, write down what is to be done, and show it."""
+    config = ready.config
+    tokenizer_url, tokenizer = shared_tokenizer(ready, console)
+    prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
+    phases.end("data")
+    shape = model_shape(ready.model, config, len(tokenizer))
+    auto = config.train.micro_batch is None
+    config = micro_batch.chosen(config, shape, ready.run, gpus, console)
+    order = order_of(config, prepared)
+    parameters = count_parameters(shape)
+    planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
+    trainable = None if planned is None else planned.question.layout.trainable
+    plan = plan_of(config, prepared, order, parameters)
+    ready.run.write(CONFIG, config.to_yaml().encode())
+    values = (planned.as_dict() if planned else {}) | plan
+    ready.run.write(PLAN, json.dumps(values, indent=1).encode())
+    show.plan(console, config, prepared, order, parameters, trainable)
+    phases.end("plan")
+    return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
+
+
+def shared_tokenizer(ready: Ready, console: Console) -> tuple[str, Any]:
     """Return (folder that every node can read, tokenizer), trained here if that is asked for."""
     config = ready.config
     root = open_storage(config.run.storage) / PREPARED
@@ -55,7 +84,7 @@ def shared_tokenizer(ready: checks.Ready, console: Console) -> tuple[str, Any]:
 
 
 def prepare_rows(
-    ready: checks.Ready, config: Config, tokenizer_url: str, tokenizer: Any, console: Console
+    ready: Ready, config: Config, tokenizer_url: str, tokenizer: Any, console: Console
 ) -> Prepared:
     """Make or find the rows of every source.
 
@@ -71,7 +100,7 @@ def prepare_rows(
     problems = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for one in ready.inputs:
-            recipe = prepare.Recipe(
+            recipe = rows.Recipe(
                 source=one.source,
                 eval_source=one.eval_source,
                 kind=one.kind,
@@ -86,7 +115,7 @@ def prepare_rows(
             task = progress.add_task(f"preparing {one.path}", total=one.source.num_bytes)
             show = partial(_show, progress, task)
             try:
-                made[one.path] = prepared = prepare.prepare(recipe, root, data.workers, show)
+                made[one.path] = prepared = rows.prepare(recipe, root, data.workers, show)
             except SourceError as error:
                 problems.append(str(error))
                 continue

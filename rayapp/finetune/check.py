@@ -1,6 +1,7 @@
 """Everything that can be known to be wrong before Ray starts, in one message.
 
-    ready = check(config)          # raises ConfigError with every problem; else what was found
+    ready = check(config, cores, gpus)      # raises ConfigError with every problem
+    ready = settle(ready, gpus=True)        # no `auto` is left in what the workers compute
 
 Nothing here starts an actor or holds a resource; files are looked at by their names, sizes,
 headers and first records only.
@@ -11,12 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayapp import model
+from rayapp import model, planner
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, sources, tokens
-from rayapp.driver import checks
+from rayapp.driver import checks, command
+from rayapp.driver.ray_session import fastest_precision
+from rayapp.finetune.build import model_shape, technique_problems
+from rayapp.planner.formulas import UnknownShape, shape_of
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
-from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.storage import StorageError, open_storage
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,10 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(command.Ready):
     """What the checks found on the way."""
 
     config: Config
-    """With absolute paths and no `auto` left in data."""
-    run: Storage
     inputs: tuple[Input, ...]
     model: model.Source
     tokenizer: Any
@@ -63,7 +65,9 @@ def absolute(config: Config) -> Config:
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
-    """Look at storage, data, model and cluster size; `local_cores` None means a running cluster.
+    """Look at storage, data, model and cluster size, and whether the plan fits.
+
+    `local_cores` None means a running cluster.
 
     Raises:
         ConfigError: with every problem found.
@@ -79,8 +83,51 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
     if len(inputs) == 1:
         found = {"kind": inputs[0].kind, "format": inputs[0].source.format}
         config = config.model_copy(update={"data": config.data.model_copy(update=found)})
+    if problem := plan_problem(config, base, tokenizer):
+        raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name
     return Ready(config, run, inputs, base, tokenizer)
+
+
+def settle(ready: Ready, gpus: bool) -> Ready:
+    """Choose the precision.
+
+    Raises:
+        ConfigError: the workers cannot do what is asked.
+    """
+    config = ready.config
+    if config.train.precision == "auto":
+        found = {"precision": fastest_precision(gpus)}
+        config = config.model_copy(update={"train": config.train.model_copy(update=found)})
+    if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
+        raise ConfigError(wrong)
+    return replace(ready, config=config)
+
+
+def plan_problem(config: Config, base: model.Source, tokenizer: Any) -> str | None:
+    """Say whether cluster.instance is too small for the model that is trained."""
+    shape = model_shape(base, config, None if tokenizer is None else len(tokenizer))
+    problem = planner.misfit(forecast(config, shape))
+    return None if config.cluster.ignore_plan else problem
+
+
+def forecast(
+    config: Config, shape: Any, steps: int | None = None, **machine: Any
+) -> planner.Answer | None:
+    """Plan a run whose model's shape is known (a transformers config).
+
+    `machine` is what is known of one that cluster.instance does not name: see `planner.ask`.
+    Returns None where there is no formula for the architecture.
+
+    Raises:
+        ConfigError: the instance is unknown, or cannot compute in this precision.
+    """
+    values = shape.to_dict()
+    try:
+        shape_of(values)
+    except UnknownShape:
+        return None
+    return planner.plan(config, steps=steps, model=values, **machine)
 
 
 def vocabulary_problem(config: Config, base: model.Source, tokenizer: Any) -> str | None:

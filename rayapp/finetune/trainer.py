@@ -7,7 +7,7 @@ Build the model on the meta device, shard it, fill the shards; the rest is rayap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from rayapp import hardware, model
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.finetune.job import Job
-from rayapp.finetune.parts import Parts, compile_gain, make_parts
-from rayapp.observe.metrics import StepRecord, TokenRecord
-from rayapp.observe.records import HeldOut, Outcome, Summary
+from rayapp.finetune.build import Parts, compile_gain, make_parts
+from rayapp.observe.metrics import TokenRecord
+from rayapp.observe.records import HeldOut, Outcome
 from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.planner import formulas
 from rayapp.storage import Storage
@@ -28,30 +27,23 @@ from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.loss import IGNORE
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at
-from rayapp.train.rank import run as run_rank
-from rayapp.train.trainer import Trainee
+from rayapp.train.spec import LanguageSpec
+from rayapp.train.trainer import Trainer
 
 SAMPLE_TOKENS = 64
 
 
-def run(
-    job: Job,
-    device: torch.device,
-    open_steps: Callable[[int], Iterator[StepRows]],
-    notice: Callable[[], str | None] = lambda: None,
-    room: Callable[[], int] | None = None,
-    tell: Callable[[StepRecord], None] = lambda record: None,
-) -> Summary:
-    """Train, evaluate and export: see rayapp.train.rank.run."""
-    return run_rank(job, partial(Tuning, job), device, open_steps, notice, room, tell)
+def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
+    """Build the model on the meta device, shard it, fill its shards, and make the optimizers."""
+    return LanguageTrainer(spec, device)
 
 
-class Tuning(Trainee):
-    """A language model, as a rank trains it."""
+class LanguageTrainer(Trainer):
+    """A language model and its optimizers on one rank."""
 
-    def __init__(self, job: Job, device: torch.device) -> None:
-        self.job, self.device = job, device
-        self.parts = make_parts(job, device)
+    def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self.parts = make_parts(spec, device)
         self.model, self.optimizers = self.parts.lm, self.parts.optimizers
 
     def num_parameters(self) -> int:
@@ -60,20 +52,20 @@ class Tuning(Trainee):
 
     def amounts(self, step: int) -> Amounts:
         """Return the tokens of so many steps."""
-        return {"tokens": step * self.job.config.train.tokens_per_step}
+        return {"tokens": step * self.spec.config.train.tokens_per_step}
 
     def warm_up(self) -> Outcome:
         """Compile, and say what it gains.
 
         Raises: Unavailable if documents of a row would see one another.
         """
-        lm, packed = self.parts.lm, self.job.config.data.pack and self.job.order.num_steps > 0
+        lm, packed = self.parts.lm, self.spec.config.data.pack and self.spec.order.num_steps > 0
         if packed and not model.keeps_documents_apart(lm, self.device):
             raise model.Unavailable(
                 f"data.pack=true is not available: in {lm.hf.config.model_type}, as transformers "
                 "has it, the documents of a row see one another. Set data.pack=false"
             )
-        gain = compile_gain(self.job, self.parts, self.device)
+        gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
             return {"compile": None}
         return {
@@ -87,7 +79,7 @@ class Tuning(Trainee):
 
     def engine(self, control: Any, losses: list[float]) -> loop.Engine:
         """Tell the loop what it needs of a language model."""
-        job, config = self.job, self.job.config
+        spec, config = self.spec, self.spec.config
         watched = config.train.on_spike != "none"
         engine = loop.Engine(
             model=self.parts.lm,
@@ -96,7 +88,7 @@ class Tuning(Trainee):
                 lr_at,
                 peak=config.train.lr,
                 schedule=config.train.schedule,
-                num_steps=job.order.num_steps,
+                num_steps=spec.order.num_steps,
                 warmup_steps=config.train.warmup_steps,
                 floor=config.train.min_lr,
                 decay=config.train.decay,
@@ -104,35 +96,37 @@ class Tuning(Trainee):
             device=self.device,
             grad_clip=config.train.grad_clip,
             control=control,
-            rows_per_epoch=job.order.num_rows,
-            rows_per_step=job.order.rows_per_step,
+            rows_per_epoch=spec.order.num_rows,
+            rows_per_step=spec.order.rows_per_step,
             spikes=Spikes(config.train.spike_sigmas, losses) if watched else None,
-            record=partial(token_record, mfu_of(job, self.parts, self.device)),
+            record=partial(token_record, mfu_of(spec, self.parts, self.device)),
             skip_bad=config.train.on_spike == "skip",
         )
-        if job.held_out:
-            rows, rank, world = job.prepared.rows("eval"), dist.get_rank(), dist.get_world_size()
+        if spec.data.held_out:
+            rows, rank, world = spec.data.rows("eval"), dist.get_rank(), dist.get_world_size()
             engine.evaluate = lambda: held_out_losses(
                 engine, sequential_batches(rows, config.micro_batch, rank, world)
             )
         return engine
 
-    def finish(self, engine: loop.Engine, storage: Storage, lap: Callable[[str], None]) -> Outcome:
+    def finish(
+        self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
+    ) -> Outcome:
         """Evaluate, sample and export what was trained."""
-        config, parts = self.job.config, self.parts
+        config, parts = self.spec.config, self.parts
         found: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
             found = {**found, **engine.evaluate()}
-        lap("evaluation")
+        end_phase("evaluation")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
             found["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
-        lap("sample")
+        end_phase("sample")
         found["model_path"] = None
         if config.checkpoint.export:
-            export(self.job, parts, storage)
+            export(self.spec, parts, storage)
             found["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
-        lap("export")
+        end_phase("export")
         return found
 
 
@@ -168,14 +162,14 @@ def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> HeldOut
 
 
 def mfu_of(
-    job: Job, parts: Parts, device: torch.device
+    spec: LanguageSpec, parts: Parts, device: torch.device
 ) -> Callable[[int, int, float], float | None]:
     """Return what computes model FLOP/s over the peak, None for what has no known peak or shape."""
     if device.type != "cuda":
         return lambda tokens, pairs, seconds: None
     gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
-    peak = None if gpu is None else gpu.flops[job.config.train.precision]
-    lora = job.config.model.lora
+    peak = None if gpu is None else gpu.flops[spec.config.train.precision]
+    lora = spec.config.model.lora
     options = (None, ()) if lora is None else (lora.rank, lora.targets)
     try:
         shape = formulas.shape_of(parts.lm.hf.config.to_dict())
@@ -191,13 +185,13 @@ def mfu_of(
     )
 
 
-def export(job: Job, parts: Parts, storage: Storage) -> None:
+def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
     """Write model/: a whole model, or the adapters alone; adapter/ too where they are merged."""
-    lora = job.config.model.lora
+    lora = spec.config.model.lora
     if lora is not None:
         folder = storage / (ADAPTER if lora.merge else MODEL)
         model.export_adapters(
-            parts.lm, folder, base=job.config.model.path, tokenizer=parts.tokenizer
+            parts.lm, folder, base=spec.config.model.path, tokenizer=parts.tokenizer
         )
     if lora is None or lora.merge:
         model.export(

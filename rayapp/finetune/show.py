@@ -26,7 +26,7 @@ def plan(
     workers = config.cluster.min_workers
     rows, seq_len = order.rows_per_step, data.seq_len
     micro_batches = rows // config.micro_batch
-    per_worker = -(-micro_batches // workers)
+    per_worker = order.num_micro_batches(workers)
     tokens = order.num_steps * train.tokens_per_step
     epochs = order.num_steps * rows / order.num_rows
     trained = ""

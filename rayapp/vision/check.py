@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rayapp import model
+from rayapp import model, planner
 from rayapp.config import ConfigError, VisionConfig
 from rayapp.data.images import shapes, sources
 from rayapp.data.sources import SourceError
-from rayapp.driver import checks
+from rayapp.driver import checks, command
+from rayapp.driver.ray_session import gpus_have_bf16
 from rayapp.model.classifier import classifier_problems, shape_of_classifier
 from rayapp.observe.run_folder import PREPARED
+from rayapp.planner.formulas import UnknownShape
+from rayapp.planner.image_shape import image_shape_of
 from rayapp.presets.images import IMAGE_PRESETS
-from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.storage import StorageError, open_storage
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(command.Ready):
     """What the checks found on the way."""
 
     config: VisionConfig
-    """With absolute paths and no `auto` left in data."""
-    run: Storage
     source: sources.Source
     eval_source: sources.Source | None
 
@@ -41,7 +43,9 @@ def absolute(config: VisionConfig) -> VisionConfig:
 
 
 def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Ready:
-    """Look at storage, data, model and cluster size; `local_cores` None means a running cluster.
+    """Look at storage, data, model and cluster size, and whether the plan fits.
+
+    `local_cores` None means a running cluster.
 
     Raises:
         ConfigError: with every problem found.
@@ -61,8 +65,43 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Rea
     assert source is not None
     found = {"format": source.format}
     config = config.model_copy(update={"data": config.data.model_copy(update=found)})
+    shape, _ = shape_of_classifier(config.model.path, config.model.overrides, ())
+    problem = planner.misfit(forecast(config, shape))
+    if problem and not config.cluster.ignore_plan:
+        raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name
     return Ready(config, run, source, eval_source)
+
+
+def settle(ready: Ready, gpus: bool) -> Ready:
+    """Choose the precision: convolutions in bf16 are no faster on CPUs."""
+    train = ready.config.train
+    if train.precision != "auto":
+        return ready
+    found = {"precision": "bf16" if gpus and gpus_have_bf16() else "fp32"}
+    train = train.model_copy(update=found)
+    return replace(ready, config=ready.config.model_copy(update={"train": train}))
+
+
+def forecast(
+    config: VisionConfig, shape: Any, classes: int | None = None, **known: Any
+) -> planner.Answer | None:
+    """Plan a run whose model's shape is known (a transformers config).
+
+    `classes` is how many the data have, `known` what else is known by now: see
+    `planner.ask_images`. Returns None where there is no formula for the architecture.
+
+    Raises:
+        ConfigError: the instance is unknown, or cannot compute in this precision.
+    """
+    values = shape.to_dict()
+    if classes is not None:
+        values["num_labels"] = classes
+    try:
+        image_shape_of(values, config.data.size)
+    except UnknownShape:
+        return None
+    return planner.plan(config, model=values, **known)
 
 
 def classes_problem(config: VisionConfig, classes: tuple[str, ...]) -> str | None:

@@ -15,7 +15,7 @@ def plan(
 ) -> None:
     """Print the run as equations, and what the images are like."""
     train, workers = config.train, config.cluster.min_workers
-    micro_batches = config.micro_batches_per_step
+    micro_batches, each = config.micro_batches_per_step, order.num_micro_batches(workers)
     counts, smallest = images.counts, min(images.class_counts)
     total = order.num_steps * order.rows_per_step
     norm = "all workers' micro-batches" if config.parallel.sync_batch_norm else "each micro-batch"
@@ -26,7 +26,7 @@ def plan(
         f"{max(images.class_counts):,} each), {images.num_bytes / 2**20:,.0f} MiB; held out "
         f"{counts['eval']:,}; {images.duplicates:.1%} repeat another",
         "accumulation": f"{order.rows_per_step} images / {train.micro_batch} per micro-batch = "
-        f"{micro_batches} micro-batches / {workers} workers = {-(-micro_batches // workers)} each",
+        f"{micro_batches} micro-batches / {workers} workers = {each} each",
         "steps": f"{order.num_steps:,} x {order.rows_per_step:,} = {total:,} images = "
         f"{total / order.num_rows:.2f} epochs",
     }

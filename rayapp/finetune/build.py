@@ -1,6 +1,6 @@
-"""What a run is made of, on one rank: model, optimizers, tokenizer; each technique in its order.
+"""Build a language model on one rank: model, optimizers, tokenizer; each technique in its order.
 
-parts = make_parts(job, torch.device("cuda"))
+parts = make_parts(spec, torch.device("cuda"))
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rayapp import model
 from rayapp.config import Config
 from rayapp.data.rows import step_rows
 from rayapp.data.tokens import load_tokenizer
-from rayapp.finetune.job import Job
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train import loop
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.train.optimizer import make_optimizers
+from rayapp.train.spec import LanguageSpec
 
 
 @dataclass
@@ -65,11 +65,11 @@ class Head:
         return self.loss(hidden, weight, labels, bias)
 
 
-def make_parts(job: Job, device: torch.device) -> Parts:
+def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     """Build the model on the meta device, shard it, fill its shards, and make the optimizers."""
-    config = job.config
+    config = spec.config
     source = model.resolve(config.model.path)
-    tokenizer = load_tokenizer(job.tokenizer_url)
+    tokenizer = load_tokenizer(spec.tokenizer_url)
     head = Head(config)
     shape = model_shape(source, config, len(tokenizer))
     lora, parallel = config.model.lora, config.parallel
@@ -125,12 +125,14 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.float32 if config.train.precision == "fp32" else torch.bfloat16
 
 
-def compile_gain(job: Job, parts: Parts, device: torch.device) -> model.CompileGain | None:
+def compile_gain(
+    spec: LanguageSpec, parts: Parts, device: torch.device
+) -> model.CompileGain | None:
     """Compile a block on this rank's first rows, and print on rank 0 what that gains."""
-    if not job.config.train.compile or not job.order.num_steps:
+    if not spec.config.train.compile or not spec.order.num_steps:
         return None
     rank = dist.get_rank()
-    rows = step_rows(job.prepared.rows("train"), job.order, 0, rank, dist.get_world_size())
+    rows = step_rows(spec.data.rows("train"), spec.order, 0, rank, dist.get_world_size())
     gain = model.measure_compile(parts.lm, loop.inputs(rows, 0, device))
     if rank == 0:
         print(gain, flush=True)

@@ -1,0 +1,27 @@
+"""The rows of a language model on their way to the ranks. It imports no torch: see train.spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rayapp.train.spec import LanguageSpec
+
+if TYPE_CHECKING:
+    import ray.data
+
+    from rayapp.data.rows import StepRows
+
+
+def stream(spec: LanguageSpec, first_step: int, world: int) -> ray.data.Dataset:
+    """Return the rest of the run for so many workers."""
+    from rayapp.data import stream
+
+    return stream.stream(spec.data, spec.order, first_step, world, spec.config.data.workers)
+
+
+def steps(spec: LanguageSpec, shard: Any, world: int) -> Iterator[StepRows]:
+    """Yield a rank's steps from its shard of the stream."""
+    from rayapp.data import stream
+
+    return stream.steps(shard, spec.order.micro_batch, spec.order.num_micro_batches(world))

@@ -1,0 +1,35 @@
+"""Fine-tune by a config, from the driver's side.
+
+result = finetune(load("configs/tiny_cpu.yaml"))
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from rayapp.config import Config
+from rayapp.driver import command
+from rayapp.finetune.check import check, settle
+from rayapp.finetune.micro_batch import after_failure
+from rayapp.finetune.prepare import prepare
+from rayapp.observe.records import RunResult
+from rayapp.observe.result import RunFailed
+
+__all__ = ["RunFailed", "finetune"]
+
+KIND = command.Kind(check, settle, prepare, after_failure)
+
+
+def finetune(
+    config: Config, console: Console | None = None, started: float | None = None
+) -> RunResult:
+    """Run a config to its end, or to a stop, and return what result.json holds.
+
+    `started` is when the command began, in Unix seconds, if that was before this call.
+
+    Raises:
+        ConfigError: it cannot run as described; nothing has been started.
+        RunFailed: it failed on the way; running the same again resumes.
+        SecretError: a secret that the job refers to cannot be read.
+    """
+    return command.run(config, KIND, console, started)

@@ -1,0 +1,37 @@
+"""Held-out figures of one checkpoint, in a process alone: what rayapp.driver.validation starts."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as dcp_state
+
+from rayapp.observe.records import Validation
+from rayapp.storage import open_storage
+from rayapp.train.checkpoint import loader
+from rayapp.train.spec import AnySpec
+
+
+def validate(spec: AnySpec, name: str, step: int) -> Validation:
+    """Load a checkpoint's model and evaluate it as training does; return a line of its file."""
+    began = time.time()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
+        try:
+            trainer = spec.alone().build(device)
+            trained = dcp_state.StateDictOptions(ignore_frozen_params=True)
+            weights = dcp_state.get_model_state_dict(trainer.model, options=trained)
+            wanted = {"model": weights, **trainer.tensors()}
+            loader.load(open_storage(spec.run_url), name, wanted)
+            some = dcp_state.StateDictOptions(strict=False)
+            dcp_state.set_model_state_dict(trainer.model, weights, options=some)
+            engine = trainer.engine(dist.group.WORLD, [])
+            assert engine.evaluate is not None, "no rows are held out"
+            found = engine.evaluate()
+        finally:
+            dist.destroy_process_group()
+    return {"step": step, **found, "seconds": time.time() - began, "time": time.time()}

@@ -1,0 +1,110 @@
+"""What training needs before it starts: the index of the images, their order, and the plan."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from rayapp.config import ConfigError, VisionConfig
+from rayapp.data import images as data_images
+from rayapp.data.images import Images, Recipe
+from rayapp.data.sources import SourceError
+from rayapp.model import num_parameters
+from rayapp.model.classifier import build_classifier, shape_of_classifier
+from rayapp.observe.records import Plan
+from rayapp.observe.result import Phases
+from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
+from rayapp.order import Order
+from rayapp.storage import open_storage
+from rayapp.train.spec import ImageSpec, RunSpec
+from rayapp.vision import show
+from rayapp.vision.check import Ready, classes_problem, forecast
+
+KIND = "rayapp.vision"
+
+
+def prepare(ready: Ready, gpus: bool, console: Console, phases: Phases) -> ImageSpec:
+    """Index the images, write down what is to be done, and show it."""
+    config, run = ready.config, ready.run
+    images = index(ready, config, console)
+    if problem := classes_problem(config, images.classes):
+        raise ConfigError([problem])
+    phases.end("data")
+    order = order_of(config, images)
+    shape, _ = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
+    classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
+    parameters = num_parameters(classifier)
+    run.write(CONFIG, config.to_yaml().encode())
+    counted = {"steps": order.num_steps, "images": images.counts["train"]}
+    planned = forecast(config, shape, len(images.classes), on_cpu=not gpus, **counted)
+    values = planned.as_dict() if planned else {}
+    plan = values | plan_of(config, images, order, parameters)
+    run.write(PLAN, json.dumps(plan, indent=1).encode())
+    show.plan(console, config, images, order, parameters)
+    phases.end("plan")
+    return RunSpec(KIND, config, images, order, run.url)
+
+
+def index(ready: Ready, config: VisionConfig, console: Console) -> Images:
+    """Make or find the index of the images.
+
+    Raises:
+        ConfigError: more files are unusable than data.bad_images allows, or nothing is left.
+    """
+    data = config.data
+    fraction = 0.0 if data.eval_path else data.eval_fraction
+    recipe = Recipe(ready.source, ready.eval_source, fraction)
+    root = open_storage(config.run.storage) / PREPARED
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"decoding {data.path} once", total=ready.source.num_bytes)
+        try:
+            images = data_images.prepare(recipe, root, data.workers, partial(_show, progress, task))
+        except SourceError as error:
+            raise ConfigError([str(error)]) from error
+    problems = []
+    if images.bad_share > data.bad_images:
+        shown = "; ".join(f"{place} is {why}" for place, why in images.examples)
+        problems.append(
+            f"data.path={data.path} is unusable in {images.bad_share:.1%} of its {images.records} "
+            f"files: {shown}. Mend them, or allow more with data.bad_images (now "
+            f"{data.bad_images:.1%})"
+        )
+    elif not images.counts["train"]:
+        problems.append(
+            f"data.path={data.path} is empty: none of its {images.records} files is an image that "
+            "is not held out. Give images"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return images
+
+
+def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)
+
+
+def order_of(config: VisionConfig, images: Images) -> Order:
+    """Return the order of the run's images."""
+    train = config.train
+    sizes = (train.images_per_step, train.micro_batch, config.run.seed)
+    count = images.counts["train"]
+    if train.max_steps is None:
+        return Order.for_epochs(count, *sizes, train.epochs or 1)
+    return Order.for_steps(count, *sizes, train.max_steps)
+
+
+def plan_of(config: VisionConfig, images: Images, order: Order, parameters: int) -> Plan:
+    """Return what plan.json holds."""
+    return {
+        "parameters": parameters,
+        "fingerprint": images.fingerprint,
+        "steps": order.num_steps,
+        "rows_per_step": order.rows_per_step,
+        "micro_batches_per_step": config.micro_batches_per_step,
+        "images": order.num_steps * order.rows_per_step,
+        "epochs": order.num_steps * order.rows_per_step / order.num_rows,
+        "data": images.report(),
+    }

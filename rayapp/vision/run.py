@@ -1,0 +1,34 @@
+"""Train a classifier by a config, from the driver's side.
+
+result = train_classifier(load("configs/vision_cpu.yaml"))
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from rayapp.config import VisionConfig
+from rayapp.driver import command
+from rayapp.observe.records import RunResult
+from rayapp.observe.result import RunFailed
+from rayapp.vision.check import check, settle
+from rayapp.vision.prepare import prepare
+
+__all__ = ["RunFailed", "train_classifier"]
+
+KIND = command.Kind(check, settle, prepare)
+
+
+def train_classifier(
+    config: VisionConfig, console: Console | None = None, started: float | None = None
+) -> RunResult:
+    """Run a config to its end, or to a stop, and return what result.json holds.
+
+    `started` is when the command began, in Unix seconds, if that was before this call.
+
+    Raises:
+        ConfigError: it cannot run as described; nothing has been started.
+        RunFailed: it failed on the way; running the same again resumes.
+        SecretError: a secret that the job refers to cannot be read.
+    """
+    return command.run(config, KIND, console, started)
