@@ -24,8 +24,8 @@ import importlib
 import sys
 from importlib.metadata import version
 
-from rayapp.cli.codes import BAD_CONFIG, DONE
 from rayapp.config import ConfigError
+from rayapp.observe.run_folder import Exit
 
 COMMANDS = {  # name: module and function of rayapp.cli
     "plan": "planning.plan",
@@ -53,14 +53,14 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(__doc__)
-        return DONE if argv else BAD_CONFIG
+        return Exit.DONE if argv else Exit.REFUSED
     if argv[0] not in COMMANDS:
         import difflib
 
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Set one of {', '.join(COMMANDS)}"
         print(f"command={argv[0]} is unknown: there is no such command. {hint}", file=sys.stderr)
-        return BAD_CONFIG
+        return Exit.REFUSED
     module, _, function = COMMANDS[argv[0]].partition(".")
     command = getattr(importlib.import_module(f"rayapp.cli.{module}"), function)
     try:
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
-        return BAD_CONFIG
+        return Exit.REFUSED
 
 
 if __name__ == "__main__":

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rayapp.config import ConfigError, parse_yaml
 from rayapp.observe import status
+from rayapp.observe.records import Sections
+from rayapp.observe.run_folder import CONFIG, MODEL
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
     import torch
 
-MODEL, WHOLE, ADAPTER = "model", "config.json", "adapter_config.json"
+WHOLE, ADAPTER = "config.json", "adapter_config.json"
 COPY_BYTES = 8 * 2**20
 
 Message: TypeAlias = dict[str, str]
@@ -125,7 +127,7 @@ class Loaded:
                 ]
             )
         # All three are given, as a model's own generation_config.json may set others.
-        drawn: dict[str, Any] = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
+        drawn: dict[str, object] = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
         if settings.temperature == 0:
             drawn = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         else:
@@ -232,7 +234,7 @@ def _why_none(run: str, storage: Storage) -> str:
         now = status.read(storage)
     except status.NoRun:
         return (
-            f"RUN={run} is no run: there is no config.yaml in it. Give the folder that "
+            f"RUN={run} is no run: there is no {CONFIG} in it. Give the folder that "
             "`python -m rayapp.finetune` has named, <run.storage>/<run.name>"
         )
     if now.live:
@@ -294,7 +296,7 @@ def _local(folder: Storage, stack: ExitStack) -> str:
 
 
 def _stream(
-    model: Any, tokenizer: Any, ids: torch.Tensor, settings: dict[str, Any]
+    model: Any, tokenizer: Any, ids: torch.Tensor, settings: dict[str, object]
 ) -> Iterator[str]:
     """Generate in a thread and yield the text; leaving early ends it after the token under way."""
     import torch
@@ -338,8 +340,8 @@ def _kind(storage: Storage) -> str | None:
     return None if kind is None else str(kind)
 
 
-def _config(storage: Storage) -> dict[str, Any]:
+def _config(storage: Storage) -> Sections:
     """Return a run's config as plain values: that of an older rayapp too; {} without one."""
-    if not storage.exists("config.yaml"):
+    if not storage.exists(CONFIG):
         return {}
-    return dict(parse_yaml(storage.read("config.yaml").decode()))
+    return dict(parse_yaml(storage.read(CONFIG).decode()))

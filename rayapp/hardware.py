@@ -19,6 +19,8 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+GIB = 2**30
+
 PRICE_DATE = "2026-11-21"
 PRICE_SOURCE = "AWS price list, on demand, Linux"
 DEFAULT_REGION = "us-west-2"
@@ -255,7 +257,7 @@ def _us(usd: float) -> dict[str, float]:
 
 def _gb(gigabytes: float) -> float:
     """Return GiB of a disk that is sold in GB."""
-    return gigabytes * 1e9 / 2**30
+    return gigabytes * 1e9 / GIB
 
 
 def _one_card(

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.observe.goodput import FILE, Event, account, goodput, read_events
+from rayapp.observe.goodput import Event, account, goodput, read_events
+from rayapp.observe.run_folder import EVENTS
 from rayapp.storage import open_storage
 
 IDLE = {"data_wait_s": 0.0, "checkpoint_stall_s": 0.0, "eval_s": 0.0}
@@ -127,7 +128,7 @@ def test_a_torn_last_event_is_left_out(tmp_path: Path) -> None:
     run = open_storage(str(tmp_path))
     assert read_events(run) == []
     text = "".join(json.dumps(each) + "\n" for each in ONE)
-    run.write(FILE, (text + '{"event": "sta').encode())
+    run.write(EVENTS, (text + '{"event": "sta').encode())
     assert read_events(run) == ONE
 
 

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from rayapp.observe.run_folder import RUN_ID
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint import files, marker, staging
 from rayapp.train.checkpoint import saver as saving
@@ -38,7 +39,6 @@ from rayapp.train.checkpoint.loader import load, saved_shapes
 from rayapp.train.checkpoint.marker import (
     MARKER,
     METADATA,
-    RUN_ID,
     STATE,
     CheckpointError,
     Damaged,
@@ -47,7 +47,10 @@ from rayapp.train.checkpoint.marker import (
     Found,
     NoneUsable,
     latest,
+    name_of,
+    newest_committed,
     open_checked,
+    order_of,
     refuse,
     resume_point,
 )
@@ -801,6 +804,11 @@ def test_a_storage_that_does_not_answer_is_no_reason_to_go_back(
         latest(storage)
 
 
+@pytest.mark.parametrize("order", [(0, 0), (7, 3), (123_456_789, 12)])
+def test_a_folder_is_read_as_it_is_named(order: tuple[int, int]) -> None:
+    assert order_of(name_of(*order)) == order
+
+
 def test_retention_keeps_the_newest_and_sweeps_after_a_commit(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -826,6 +834,8 @@ def test_retention_keeps_the_newest_and_sweeps_after_a_commit(
     assert folders(storage) == sorted(expected)
     found, skipped = latest(storage)
     assert found is not None and found.step == 5
+    newest = newest_committed(storage)  # not step 900, which has no marker
+    assert newest is not None and (newest.name, newest.step) == ("step-00000005", 5)
     assert [line.split()[0] for line in skipped] == ["checkpoints/step-00000900"]
     save(storage, 6, keep=1)
     assert folders(storage) == sorted(["step-00000006", "step-00000900", *mine])

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from rayapp.__main__ import main
-from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.data.images import sources, staging
 from rayapp.data.images.labels import LabelError, folders_of, read_labels, read_synsets
 from rayapp.data.sources import SourceError
+from rayapp.observe.run_folder import Exit
 from rayapp.storage import Storage, StorageError, open_storage
 
 NOT_IMAGE = b"<html>404</html>"
@@ -172,7 +172,7 @@ def test_a_flat_folder_gets_folders_of_classes(
     if synsets is not None:
         (tmp_path / "synsets.txt").write_text(synsets)
         arguments.append(f"--synsets={tmp_path / 'synsets.txt'}")
-    assert main(["stage", *arguments]) == DONE
+    assert main(["stage", *arguments]) == Exit.DONE
     report = json.loads(capsys.readouterr().out)
     assert (report["images"], report["classes"], report["foreign"]) == (6, 3, 0)
     wanted = {
@@ -180,7 +180,7 @@ def test_a_flat_folder_gets_folders_of_classes(
         for number, (name, label) in enumerate(zip(VAL, CLASSES, strict=True))
     }
     assert contents(open_storage(str(tmp_path / "val"))) == wanted
-    assert main(["stage", *arguments]) == DONE
+    assert main(["stage", *arguments]) == Exit.DONE
     assert json.loads(capsys.readouterr().out)["there"] == 6
 
 
@@ -227,7 +227,7 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     fill(here)
     here.write("n0000/page.png", NOT_IMAGE)
     arguments = ["stage", here.url, str(tmp_path / "b")]
-    assert main([*arguments, "--bad_images=0.1"]) == DONE
+    assert main([*arguments, "--bad_images=0.1"]) == Exit.DONE
     text = capsys.readouterr().out
     for words in (
         "12 images in",
@@ -236,22 +236,22 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
         "left out: 1 not an image",
     ):
         assert words in text
-    assert main(arguments) == FAILED
+    assert main(arguments) == Exit.FAILED
     assert "n0000/page.png is not an image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], BAD_CONFIG, ""),
-        (["only"], BAD_CONFIG, "a SOURCE and a TARGET are expected"),
-        (["SOURCE", "b", "--bad_images=2"], BAD_CONFIG, "--bad_images=2 is not a share"),
-        (["SOURCE", "b", "--parallel=0"], BAD_CONFIG, "--parallel=0 is not valid"),
-        (["SOURCE", "b", "--label=x"], BAD_CONFIG, "Did you mean --labels?"),
-        (["SOURCE", "SOURCE/b"], FAILED, "Give folders that lie apart"),
-        (["EMPTY", "b"], FAILED, "is empty"),
-        (["FLAT", "b"], FAILED, "Give --labels=FILE"),
-        (["SOURCE", "b", "--labels=nowhere.csv"], FAILED, "no such file"),
+        ([], Exit.REFUSED, ""),
+        (["only"], Exit.REFUSED, "a SOURCE and a TARGET are expected"),
+        (["SOURCE", "b", "--bad_images=2"], Exit.REFUSED, "--bad_images=2 is not a share"),
+        (["SOURCE", "b", "--parallel=0"], Exit.REFUSED, "--parallel=0 is not valid"),
+        (["SOURCE", "b", "--label=x"], Exit.REFUSED, "Did you mean --labels?"),
+        (["SOURCE", "SOURCE/b"], Exit.FAILED, "Give folders that lie apart"),
+        (["EMPTY", "b"], Exit.FAILED, "is empty"),
+        (["FLAT", "b"], Exit.FAILED, "Give --labels=FILE"),
+        (["SOURCE", "b", "--labels=nowhere.csv"], Exit.FAILED, "no such file"),
     ],
 )
 def test_what_is_refused(
@@ -274,7 +274,7 @@ def test_a_bucket_that_is_not_there_is_told(
     bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(open_storage(str(tmp_path / "a")))
-    assert main(["stage", str(tmp_path / "a"), f"{bucket}-no/x"]) == FAILED
+    assert main(["stage", str(tmp_path / "a"), f"{bucket}-no/x"]) == Exit.FAILED
     assert "does not exist" in capsys.readouterr().err
     with pytest.raises(SourceError, match="is empty"):
         staging.stage(f"{bucket}/nothing", str(tmp_path / "b"))

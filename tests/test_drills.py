@@ -21,7 +21,8 @@ from drill import Drill, Undisturbed, assert_alike, assert_same
 from faults import Storm
 from patience import PATIENCE_S
 
-from rayapp.train.checkpoint.marker import FOLDER, MARKER, latest
+from rayapp.observe.run_folder import CHECKPOINTS
+from rayapp.train.checkpoint.marker import MARKER, latest
 
 # Every ordered pair of two worker counts stands side by side in exactly one of these lines.
 CHANGES = [(1, 2, 4, 3), (2, 3, 1, 4), (3, 4, 2, 1), (4, 1, 3, 2)]
@@ -162,7 +163,7 @@ def test_a_worker_dies_while_a_checkpoint_is_uploaded(
 ) -> None:
     """SIGKILL during the upload of a shard, and between the shards and the marker."""
     file, victim, end, kept = HELD[killed]
-    name, checkpoint = f"held-{list(HELD).index(killed)}", f"{FOLDER}/step-00000020"
+    name, checkpoint = f"held-{list(HELD).index(killed)}", f"{CHECKPOINTS}/step-00000020"
     with storm_before(s3_server, {}) as storm:
         endpoint = {"AWS_ENDPOINT_URL_S3": storm.url}
         storm.hold(f"{checkpoint}/{file}")
@@ -277,7 +278,7 @@ def test_a_damaged_checkpoint_is_refused_and_named(
     drill = Drill(folder, name)
     drill.wait_for_step(25)
     drill.stop()
-    before, newest = sorted(Path(drill.run.url, FOLDER).iterdir())
+    before, newest = sorted(Path(drill.run.url, CHECKPOINTS).iterdir())
     victim = draw.choice([path for path in newest.iterdir() if path.name != MARKER])
     data = bytearray(victim.read_bytes())
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)

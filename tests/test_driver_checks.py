@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rayapp.config import load
-from rayapp.driver.checks import PREPARED, RAY_FOLDER, shared_problems
+from rayapp.driver.checks import shared_problems
+from rayapp.observe.run_folder import PREPARED, RAY
 from rayapp.storage import open_storage
 
 NOBODY = 65534
@@ -43,7 +44,7 @@ def another_user(folder: Path) -> Iterator[None]:
         folder.chmod(mode)
 
 
-@pytest.mark.parametrize("name", [PREPARED, RAY_FOLDER, "demo", f"{RAY_FOLDER}/demo"])
+@pytest.mark.parametrize("name", [PREPARED, RAY, "demo", f"{RAY}/demo"])
 def test_a_folder_of_another_user_is_named_at_start(shared: Path, name: str) -> None:
     config = load(None, {"run.storage": str(shared), "run.name": "demo"})
     theirs = shared / name

@@ -100,6 +100,8 @@ def test_what_machines_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = {"nodes": None, "instance": None, "usd_per_hour": None}
     assert machines(Config(), 8) == unknown
     one = load(None, {"cluster.instance": "p5.48xlarge", "cluster.usd_per_hour": "20.5"})
+    cores = load(None, {"cluster.instance": "m5.xlarge", "cluster.usd_per_hour": "0.2"})
+    assert machines(cores, 2) == {"nodes": 1, "instance": "m5.xlarge", "usd_per_hour": 0.2}
     assert machines(one, 9) == {"nodes": 2, "instance": "p5.48xlarge", "usd_per_hour": 41.0}
     listed = load(None, {"cluster.instance": "p5.48xlarge"})
     found = machines(listed, 8)["usd_per_hour"]

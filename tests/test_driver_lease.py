@@ -24,7 +24,7 @@ def run(place: str) -> Storage:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("RENEW_S", 0.1), ("TTL_S", 2.0), ("POLL_S", 0.05)):
+    for name, seconds in (("LEASE_RENEWED_S", 0.1), ("LEASE_TAKEN_S", 2.0), ("POLL_S", 0.05)):
         monkeypatch.setattr(lease, name, seconds)
 
 
@@ -36,10 +36,10 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lease_is_given_back(run: Storage) -> None:
     for _ in range(2):
         with lease.held(run) as mine:
-            assert run.exists(lease.FILE)
+            assert run.exists(lease.LEASE)
             time.sleep(0.3)  # renewed meanwhile
             mine.check()
-        assert not run.exists(lease.FILE)
+        assert not run.exists(lease.LEASE)
 
 
 def test_a_live_run_on_this_machine_is_refused_at_once(run: Storage) -> None:
@@ -50,7 +50,7 @@ def test_a_live_run_on_this_machine_is_refused_at_once(run: Storage) -> None:
         lease.held(run),
     ):
         pass
-    assert time.monotonic() - before < lease.TTL_S
+    assert time.monotonic() - before < lease.LEASE_TAKEN_S
 
 
 def test_a_live_run_elsewhere_is_refused_when_it_renews(
@@ -63,7 +63,7 @@ def test_a_live_run_elsewhere_is_refused_when_it_renews(
             pass
         theirs.check()
     assert len(said) == 1 and "still runs" in said[0]
-    assert not run.exists(lease.FILE)
+    assert not run.exists(lease.LEASE)
 
 
 def test_a_lease_that_is_not_renewed_is_taken_over_and_its_holder_told(
@@ -77,12 +77,12 @@ def test_a_lease_that_is_not_renewed_is_taken_over_and_its_holder_told(
         with lease.held(run) as mine:
             frozen_again = time.monotonic()
             frozen(theirs)  # awake again: one attempt to renew
-            assert time.monotonic() - frozen_again < lease.TTL_S
+            assert time.monotonic() - frozen_again < lease.LEASE_TAKEN_S
             with pytest.raises(RunFailed, match="another driver has taken over"):
                 theirs.check()
             mine.check()
             theirs.release()
-            assert run.exists(lease.FILE)  # it is mine
+            assert run.exists(lease.LEASE)  # it is mine
 
 
 def test_a_lease_that_is_taken_right_after_a_renewal_is_not_adopted(
@@ -101,7 +101,7 @@ def test_a_lease_that_is_taken_right_after_a_renewal_is_not_adopted(
         assert mine._lost.wait(PATIENCE_S)
         with pytest.raises(RunFailed, match="another driver has taken over"):
             mine.check()
-    assert run.read(lease.FILE) == b"another's"
+    assert run.read(lease.LEASE) == b"another's"
 
 
 def test_a_run_that_died_here_is_not_waited_for(
@@ -112,8 +112,8 @@ def test_a_run_that_died_here_is_not_waited_for(
         "lease._acquire(open_storage(sys.argv[1]), print); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", script, run.url])
-    assert done.returncode == 9 and run.exists(lease.FILE)
-    monkeypatch.setattr(lease, "TTL_S", 1000.0)
+    assert done.returncode == 9 and run.exists(lease.LEASE)
+    monkeypatch.setattr(lease, "LEASE_TAKEN_S", 1000.0)
     with lease.held(run) as mine:
         mine.check()
 

@@ -10,7 +10,7 @@ import pytest
 from patience import PATIENCE_S
 
 from rayapp.config import load
-from rayapp.observe.status import STOP_FILE
+from rayapp.observe import run_folder
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train import schedule
 from rayapp.train.schedule import Cadence, Leaving
@@ -53,7 +53,7 @@ def test_a_stop_is_seen(run: Storage, leaving: Callable[..., Leaving]) -> None:
     watch = leaving()
     time.sleep(0.1)
     assert watch.due() == STAY
-    run.write(STOP_FILE, b"")
+    run.write(run_folder.STOP, b"")
     until(lambda: watch.due() == STOP)
 
 
@@ -82,7 +82,7 @@ def test_room_must_be_there_twice_in_a_row(leaving: Callable[..., Leaving]) -> N
 
 
 def test_a_stop_goes_before_room(run: Storage, leaving: Callable[..., Leaving]) -> None:
-    run.write(STOP_FILE, b"")
+    run.write(run_folder.STOP, b"")
     watch = leaving(lambda: 5)
     until(lambda: watch.due() != STAY)
     assert watch.due() == STOP

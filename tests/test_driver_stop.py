@@ -13,7 +13,7 @@ from patience import PATIENCE_S
 from rich.console import Console
 
 from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
-from rayapp.observe.status import STOP_FILE
+from rayapp.observe.run_folder import STOP
 from rayapp.storage import Storage, open_storage
 
 
@@ -25,24 +25,24 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def test_what_was_there_before_is_removed(run: Storage) -> None:
-    run.write(STOP_FILE, b"asked\n")
+    run.write(STOP, b"asked\n")
     stop = Stop(run)
     stop.forget_old()
-    assert not run.exists(STOP_FILE) and not stop.asked()
+    assert not run.exists(STOP) and not stop.asked()
     stop.check()
 
 
 def test_what_came_before_the_lease_was_held_counts(run: Storage) -> None:
     stop = Stop(run)
-    run.write(STOP_FILE, b"asked\n")
+    run.write(STOP, b"asked\n")
     stop.forget_old()
     assert stop.asked()
 
 
 def test_what_was_asked_again_counts(run: Storage) -> None:
-    run.write(STOP_FILE, b"asked\n")
+    run.write(STOP, b"asked\n")
     stop = Stop(run)
-    run.write(STOP_FILE, b"signal\n")
+    run.write(STOP, b"signal\n")
     stop.forget_old()
     with pytest.raises(StopAsked):
         stop.check()
@@ -50,7 +50,7 @@ def test_what_was_asked_again_counts(run: Storage) -> None:
 
 def wait_until_exists(run: Storage) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not run.exists(STOP_FILE):
+    while not run.exists(STOP):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -76,7 +76,7 @@ def test_work_is_watched() -> None:
 
 def test_work_that_does_not_end_can_be_stopped(tmp_path: Path) -> None:
     stop, ended = Stop(open_storage(str(tmp_path))), threading.Event()
-    (tmp_path / STOP_FILE).touch()
+    (tmp_path / STOP).touch()
     with pytest.raises(StopAsked):
         watching(lambda: ended.wait(PATIENCE_S), stop.check)
     ended.set()

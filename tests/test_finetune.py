@@ -39,11 +39,11 @@ from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
 from rayapp.data.rows import step_rows
 from rayapp.driver import validation
-from rayapp.driver.checks import PREPARED
 from rayapp.driver.ray_session import connected, end_workers
 from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
 from rayapp.finetune.prepare import order_of
+from rayapp.observe.run_folder import PREPARED
 from rayapp.storage import open_storage
 from rayapp.train.spec import LanguageSpec
 

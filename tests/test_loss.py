@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayapp.planner.memory import LOSS_WORDS
-from rayapp.train.loss import IGNORE, WORDS, chunked_cross_entropy, liger_cross_entropy
+from rayapp.train.loss import IGNORE, chunked_cross_entropy, liger_cross_entropy
 
 
 def plain(
@@ -152,8 +151,7 @@ def test_a_label_out_of_range_is_refused() -> None:
 def test_bf16_rounds_each_value_once_and_sums_in_fp32(
     chunk: int, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert WORDS == LOSS_WORDS
-    monkeypatch.setattr("rayapp.train.loss.WORDS", 64)  # the last part of the vocabulary is short
+    monkeypatch.setattr("rayapp.train.loss.LOSS_WORDS", 64)  # a short last part of the vocabulary
     tokens, width, vocabulary = 2048, 32, 300
     inputs = cast(leaves((tokens,), width, vocabulary, bias=True, seed=4), torch.bfloat16)
     with torch.no_grad():

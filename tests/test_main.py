@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.__main__ import BAD_CONFIG, DONE, main
+from rayapp.__main__ import main
 from rayapp.cli import jobs
 from rayapp.config import ConfigError
+from rayapp.observe.run_folder import Exit
 
 ROOT = Path(__file__).parent.parent
 C4 = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
@@ -43,7 +44,7 @@ def test_a_plan_takes_no_torch_and_no_network(more: list[str]) -> None:
 
 
 def test_json_is_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", C4, "--json", "--budget_usd=2000"]) == DONE
+    assert main(["plan", C4, "--json", "--budget_usd=2000"]) == Exit.DONE
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True and found["workers"] == 32
     assert len(found["scaling"]) >= 3 and found["traced"] is None
@@ -51,7 +52,7 @@ def test_json_is_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", C4, "--deadline_hours=24"]) == DONE
+    assert main(["plan", C4, "--deadline_hours=24"]) == Exit.DONE
     text = capsys.readouterr().out
     for part in (
         "fits on 4 x p5.48xlarge",
@@ -66,7 +67,7 @@ def test_tables_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_overrides_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", C4, "--json", "--cluster.workers=8", "--usd_per_hour=20", "--region=us-east-1"]
-    assert main(argv) == DONE
+    assert main(argv) == Exit.DONE
     found = json.loads(capsys.readouterr().out)
     assert (found["nodes"], found["usd_per_hour"], found["region"]) == (1, 20.0, "us-east-1")
 
@@ -74,17 +75,17 @@ def test_overrides_and_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_folder_of_a_run_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(C4).read_text(encoding="utf-8").replace("max_steps: 5000", "epochs: 1")
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
-    assert main(["plan", str(tmp_path), "--json"]) == DONE
+    assert main(["plan", str(tmp_path), "--json"]) == Exit.DONE
     assert json.loads(capsys.readouterr().out)["hours"] is None
     (tmp_path / "plan.json").write_text('{"steps": 900}', encoding="utf-8")
-    assert main(["plan", str(tmp_path), "--json"]) == DONE
+    assert main(["plan", str(tmp_path), "--json"]) == Exit.DONE
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == 900 and found["hours"]["value"] > 0
 
 
 def test_the_real_step_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", str(ROOT / "configs" / "tiny_cpu.yaml"), "--json", "--trace"]
-    assert main(argv) == DONE
+    assert main(argv) == Exit.DONE
     found = json.loads(capsys.readouterr().out)["traced"]
     assert found["planned_gib"] == pytest.approx(found["peak_gib"], rel=0.10)
 
@@ -107,15 +108,15 @@ def test_the_real_step_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> No
 def test_bad_input_is_told(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(argv) == BAD_CONFIG
+    assert main(argv) == Exit.REFUSED
     assert message in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == DONE
-    assert main(["plan", "--help"]) == DONE
+    assert main(["--help"]) == Exit.DONE
+    assert main(["plan", "--help"]) == Exit.DONE
     assert "deadline_hours" in capsys.readouterr().out
-    assert main([]) == BAD_CONFIG
+    assert main([]) == Exit.REFUSED
 
 
 def test_the_console_command(
@@ -155,21 +156,21 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "metrics" / "metrics.jsonl").write_text('{"step": "x"}\n')
     (tmp_path / "no-run").mkdir()
     (tmp_path / "no-run" / "file").write_text("x")
-    assert main(["list", f"--storage={tmp_path}", "--json"]) == DONE
+    assert main(["list", f"--storage={tmp_path}", "--json"]) == Exit.DONE
     found = {Path(one["run"]).name: one for one in json.loads(capsys.readouterr().out)}
     assert {name: one["status"] for name, one in found.items()} == {
         "good": "done", "plan": "unreadable", "events": "unreadable", "metrics": "unreadable",
     }  # fmt: skip
     assert f"{tmp_path}/plan/plan.json is damaged" in found["plan"]["reason"]
     assert f"{tmp_path}/events/events.jsonl is damaged" in found["events"]["reason"]
-    assert main(["list", f"--storage={tmp_path}"]) == DONE
+    assert main(["list", f"--storage={tmp_path}"]) == Exit.DONE
     told = capsys.readouterr().out
     assert f"{tmp_path}/plan: {found['plan']['reason']}\n" in told
     for name in ("plan", "events"):
-        assert main(["status", str(tmp_path / name)]) == BAD_CONFIG
+        assert main(["status", str(tmp_path / name)]) == Exit.REFUSED
         error = capsys.readouterr().err
         assert "is damaged" in error and error.count("\n") == 1
-        assert main(["report", str(tmp_path / name)]) == BAD_CONFIG
+        assert main(["report", str(tmp_path / name)]) == Exit.REFUSED
         assert capsys.readouterr().err == error
 
 

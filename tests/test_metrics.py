@@ -22,7 +22,17 @@ from hypothesis import strategies as st
 from patience import PATIENCE_S
 
 from rayapp.observe import metrics
-from rayapp.observe.metrics import FILE, TAIL_BYTES, Follower, MetricsLog, TokenRecord, last, read
+from rayapp.observe.metrics import (
+    TAIL_BYTES,
+    Follower,
+    ImageRecord,
+    MetricsLog,
+    TokenRecord,
+    last,
+    read,
+)
+from rayapp.observe.records import Line
+from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError, open_storage
 
 
@@ -53,12 +63,12 @@ def test_the_last_line_is_read_from_the_end(storage: Storage) -> None:
     for step in range(1, 201):  # several times what is read at once
         log.write(record(step))
     log.close()
-    data = storage.read(FILE)
+    data = storage.read(METRICS)
     assert len(data) > 4 * TAIL_BYTES
     assert last(storage) == read(storage)[-1] and last(storage)["step"] == 200
-    storage.write(FILE, data + b'{"step": 201, "lo')  # torn
+    storage.write(METRICS, data + b'{"step": 201, "lo')  # torn
     assert last(storage)["step"] == 200
-    storage.write(FILE, data.split(b"\n")[0] + b"\n")
+    storage.write(METRICS, data.split(b"\n")[0] + b"\n")
     assert last(storage)["step"] == 1
 
 
@@ -89,29 +99,35 @@ def test_each_step_is_there_once_after_resumes(storage: Storage) -> None:
     assert steps(storage) == []
 
 
+def test_a_line_has_the_fields_of_the_records() -> None:
+    """Of both kinds: StepRecord is what is written, Line what is read."""
+    fields = TokenRecord.__dataclass_fields__ | ImageRecord.__dataclass_fields__
+    assert set(Line.__annotations__) == set(fields)
+
+
 def test_a_torn_last_line_is_dropped(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
     whole = b'{"step": 1, "step_s": 0.5, "attempt": 1}\n'
     line = b'{"step": 2, "step_s": 0.5, "attempt": 1}'
     for end in range(len(line) + 1):
-        storage.write(FILE, whole + line[:end])
+        storage.write(METRICS, whole + line[:end])
         # Only the newline is missing at the end: all of the step is there.
         assert steps(storage) == ([1, 2] if end == len(line) else [1])
-    storage.write(FILE, whole + line[:17])
+    storage.write(METRICS, whole + line[:17])
     log = MetricsLog(storage, 9)
     log.write(record(3))
     log.close()
     assert steps(storage) == [1, 3]
-    assert storage.read(FILE).count(b"\n") == 2
+    assert storage.read(METRICS).count(b"\n") == 2
     assert not caplog.records  # a torn end is no news: whoever follows a run sees it often
 
 
 def test_broken_lines_in_the_midst_are_named(
     storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage.write(FILE, b'{"step": 1}\n\0\0\0\xff\n[3]\n{"step": 4}\n')
+    storage.write(METRICS, b'{"step": 1}\n\0\0\0\xff\n[3]\n{"step": 4}\n')
     assert steps(storage) == [1, 4]
     assert [r.getMessage() for r in caplog.records] == [
-        f"{storage.url}/{FILE}: line {number} is not readable" for number in (2, 3)
+        f"{storage.url}/{METRICS}: line {number} is not readable" for number in (2, 3)
     ]
 
 
@@ -119,7 +135,7 @@ def test_what_is_not_finite_becomes_null(storage: Storage) -> None:
     log = MetricsLog(storage, 0)
     log.write(record(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf, mfu=None))
     log.close()
-    assert b"NaN" not in storage.read(FILE) and b"Infinity" not in storage.read(FILE)
+    assert b"NaN" not in storage.read(METRICS) and b"Infinity" not in storage.read(METRICS)
     (line,) = read(storage)
     assert [line[name] for name in ("loss", "grad_norm", "lr", "mfu")] == [None] * 4
 
@@ -284,7 +300,7 @@ def test_lines_are_json_objects_of_one_line(tmp_path: Path) -> None:
     log = MetricsLog(storage, 0)
     log.write(record(1, batch_digest="a\nb\u2028}"))
     log.close()
-    (text,) = storage.read(FILE).splitlines()
+    (text,) = storage.read(METRICS).splitlines()
     assert json.loads(text)["batch_digest"] == "a\nb\u2028}"
 
 
@@ -312,7 +328,7 @@ def test_lines_follow_every_cut_back(
     for attempt, (kept, added, looked) in enumerate(attempts, 1):
         held = held[:kept]
         held += [(attempt, len(held) + number + 1) for number in range(added)]
-        run.write(FILE, text_of(held) + b'{"attempt": 9, "step": 1234567890}'[:torn])
+        run.write(METRICS, text_of(held) + b'{"attempt": 9, "step": 1234567890}'[:torn])
         if looked:
             known = pairs(lines.lines)
             valid = lines.poll()

@@ -34,7 +34,8 @@ from rayapp.config import ConfigError
 from rayapp.jobs import JobError, page, terminal
 from rayapp.jobs.notebook import Job, submit
 from rayapp.observe.goodput import account
-from rayapp.observe.status import LEASE_FILE, STOP_FILE, Progress
+from rayapp.observe.run_folder import LEASE, STOP
+from rayapp.observe.status import Progress
 from rayapp.storage import Storage, open_storage
 
 ROOT = Path(__file__).parent.parent
@@ -309,14 +310,14 @@ def folder_of(
         known = {"address": "http://127.0.0.1:9", "submission_id": "demo", "time": 1.0}
         run.write("submission.json", json.dumps({**known, "shipment": {}, **note}).encode())
     if events and events[-1]["event"] != "ended":
-        run.write(LEASE_FILE, b"{}")
+        run.write(LEASE, b"{}")
     return run
 
 
 def quiet(run: Storage, seconds: float = 20.0) -> None:
     """Let the lease be that old."""
     past = time.time() - seconds
-    os.utime(str(run.local_path(LEASE_FILE)), (past, past))
+    os.utime(str(run.local_path(LEASE)), (past, past))
 
 
 def said(capsys: pytest.CaptureFixture[str], expect: int, *words: str) -> str:
@@ -439,7 +440,7 @@ def test_a_job_that_ended_before_its_run_did(
     quiet(run)
     assert handle.status() == "preparing"
     served.add("raysubmit_1", status, driver_exit_code=exit_code, end_time=4000)
-    run.write(LEASE_FILE, b"{}")
+    run.write(LEASE, b"{}")
     assert handle.status() == "preparing", "its lease has just been renewed"
     quiet(run)
     found, now, _ = handle.snapshot()
@@ -447,7 +448,7 @@ def test_a_job_that_ended_before_its_run_did(
     quiet(run, 60.0)
     assert handle.status() == expected
     run.write("events.jsonl", json.dumps(BEGAN | {"time": 5000.0}).encode() + b"\n")
-    run.write(LEASE_FILE, b"{}")
+    run.write(LEASE, b"{}")
     quiet(run)
     assert handle.status() == "preparing", "a later command, of no job, is at work"
 
@@ -461,7 +462,7 @@ def test_a_stop_is_stopped_in_rays_dashboard(
     metadata = {"rayapp.run": run.url}
     served.add("demo", "RUNNING", metadata=metadata, runtime_env=ROOMY if roomy else {})
     assert Job(run.url).stop(wait_s=0) == "stopping"
-    assert run.exists(STOP_FILE)
+    assert run.exists(STOP)
     assert served.stopped == (["demo"] if roomy else [])
 
 

@@ -26,6 +26,7 @@ from rayapp.order import (
     permutation,
     row_digest,
 )
+from rayapp.planner.machines import per_worker
 
 seeds = st.integers(0, 2**63)
 orders = st.builds(
@@ -245,6 +246,9 @@ def test_steps_walk_the_sequence(order: Order) -> None:
 def test_every_world_takes_the_same_batches(order: Order, world: int) -> None:
     for step in range(order.num_steps):
         assert reassemble(order, step, world) == order.rows(step).tolist()
+    # The planner deals them out as well, without numpy.
+    each = per_worker(order.rows_per_step, order.micro_batch, world)
+    assert each == order.num_micro_batches(world)
 
 
 @given(

@@ -370,10 +370,9 @@ def test_overrides_and_an_own_tokenizer_change_the_shape() -> None:
     assert own.layout.shape.vocabulary == 512
 
 
-def test_steps_come_from_the_folder_of_a_prepared_run(tmp_path: Path) -> None:
-    assert planner.counts_of_run(str(tmp_path)) == {}
-    (tmp_path / "plan.json").write_text('{"steps": 77}', encoding="utf-8")
-    assert planner.counts_of_run(str(tmp_path)) == {"steps": 77}
+def test_steps_come_from_the_plan_of_a_prepared_run() -> None:
+    assert planner.counts_of({}) == {}
+    assert planner.counts_of({"steps": 77}) == {"steps": 77}
     found = planner.plan(config(train={"max_steps": None}), steps=77)
     assert found.question.steps == 77 and found.hours is not None
 

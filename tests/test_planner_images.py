@@ -14,8 +14,9 @@ from published_images import DOC, RTX3090, RUNS, table
 
 import rayapp
 from rayapp import planner
-from rayapp.__main__ import DONE, main
+from rayapp.__main__ import main
 from rayapp.config import ConfigError, VisionConfig, from_dict, load
+from rayapp.observe.run_folder import Exit
 from rayapp.planner.answer import IMAGES_SPEED_BAND
 from rayapp.planner.image_memory import kept_image_bytes
 from rayapp.planner.image_step import image_step_time
@@ -258,19 +259,19 @@ def test_the_command_takes_a_count_and_the_folder_of_a_run(
     plain = config(data={"count": None})
     (tmp_path / "config.yaml").write_text(plain.to_yaml(), encoding="utf-8")
     given = str(tmp_path / "config.yaml")
-    assert main(["plan", given, "--images=1000000", "--json"]) == DONE
+    assert main(["plan", given, "--images=1000000", "--json"]) == Exit.DONE
     counted = json.loads(capsys.readouterr().out)
     assert counted["steps"] == -(-90_000_000 // 2048)
     plan = {"steps": 77, "data": {"images": {"train": 500, "eval": 3}}}
     (tmp_path / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    assert main(["plan", str(tmp_path), "--json"]) == DONE
+    assert main(["plan", str(tmp_path), "--json"]) == Exit.DONE
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == 77 and found["epoch_hours"]["value"] > 0
 
 
 def test_options_of_the_other_kind_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     text = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
-    assert main(["plan", text, "--images=5"]) != DONE
+    assert main(["plan", text, "--images=5"]) != Exit.DONE
     assert "is for image classifiers" in capsys.readouterr().err
-    assert main(["plan", RESNET, "--trace"]) != DONE
+    assert main(["plan", RESNET, "--trace"]) != Exit.DONE
     assert "is for language models" in capsys.readouterr().err

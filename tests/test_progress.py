@@ -13,7 +13,8 @@ import pytest
 from rayapp import report
 from rayapp.config import ConfigError
 from rayapp.observe import status
-from rayapp.observe.status import LEASE_FILE, STOP_FILE, NoRun, read
+from rayapp.observe.run_folder import LEASE, STOP
+from rayapp.observe.status import NoRun, read
 from rayapp.storage import open_storage
 
 
@@ -21,7 +22,7 @@ def test_a_life(tmp_path: Path) -> None:
     run, now = open_storage(str(tmp_path)), time.time()
     with pytest.raises(NoRun, match="holds no run"):
         read(run)
-    run.write(LEASE_FILE, b"{}")
+    run.write(LEASE, b"{}")
     assert read(run).status == "preparing"
 
     events: list[dict[str, Any]] = []
@@ -42,10 +43,10 @@ def test_a_life(tmp_path: Path) -> None:
     assert (found.status, found.step, found.left_s, found.live) == ("running", 3, 14.0, True)
     assert found.line == lines[-1] and found.updated_s == now + 6
 
-    run.write(STOP_FILE, b"")
+    run.write(STOP, b"")
     assert read(run).status == "stopping"
     past = now - status.LIVE_S - 1
-    os.utime(tmp_path / LEASE_FILE, (past, past))
+    os.utime(tmp_path / LEASE, (past, past))
     found = read(run)
     assert (found.status, found.live) == ("lost", False)
     assert found.reason is not None and "run the same command again" in found.reason
@@ -53,7 +54,7 @@ def test_a_life(tmp_path: Path) -> None:
     happens("ended", status="failed", reason="rank 1 died", seconds={})
     found = read(run)
     assert (found.status, found.reason, found.left_s) == ("failed", "rank 1 died", None)
-    run.delete(LEASE_FILE)
+    run.delete(LEASE)
     happens("started", usd_per_hour=None, seen_until=now + 6)
     assert read(run).status == "lost"
     happens("ended", status="done", reason=None, seconds={})

@@ -31,6 +31,7 @@ from rayapp.config import load
 from rayapp.observe import metrics
 from rayapp.observe.goodput import account, read_events
 from rayapp.observe.metrics import ImageRecord, MetricsLog
+from rayapp.observe.run_folder import METRICS, REPORT
 from rayapp.report import charts, comparison, curves, folder, render, tables, timeline
 from rayapp.report.curves import BUCKETS, smooth, thin
 from rayapp.storage import Storage, StorageError, open_storage
@@ -69,7 +70,7 @@ class Reader(html.parser.HTMLParser):
 
 def page_of(run: Storage) -> Reader:
     report.write(run)
-    return Reader(run.read(report.FILE).decode())
+    return Reader(run.read(REPORT).decode())
 
 
 def data_of(page: Reader) -> dict[str, dict[str, Any]]:
@@ -245,7 +246,7 @@ def test_an_older_run_without_events(storage: Storage) -> None:
     run.end(wall_s=100.0, goodput=goodput, interruptions=[], cost_usd=None)
     run.run.write("config.yaml", b"run: {name: older}\nnone_such: {field: 1}\n")
     lines = [{k: v for k, v in line.items() if "peak_f" not in k} for line in metrics.read(run.run)]
-    run.run.write(metrics.FILE, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    run.run.write(METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
     page = page_of(run.run)
     assert page.texts["h1"][0].split() == ["older", "done"]
     assert {bar.key: bar.share for bar in tables.goodput(folder.read(run.run))} == goodput
@@ -403,10 +404,10 @@ def test_steps_are_read_block_by_block(
     run.train(30)
     run.train(20, loss=math.nan)
     monkeypatch.setattr(curves, "BLOCK_BYTES", 5_000)  # some 7 lines
-    whole = run.run.read(metrics.FILE)
+    whole = run.run.read(METRICS)
     damaged = whole.replace(b'{"step": 20,', b'{"step" 20,')
     for data, missing in ((whole, []), (damaged, [20]), (whole + b'{"step": 51, "lo', [])):
-        run.run.write(metrics.FILE, data)
+        run.run.write(METRICS, data)
         columns = curves.columns_of(curves.read_steps(run.run))
         lines = metrics.read(run.run)
         assert [line["step"] for line in lines] == [s for s in range(1, 51) if s not in missing]

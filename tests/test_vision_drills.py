@@ -25,10 +25,9 @@ from patience import PATIENCE_S
 from pictures import as_folder, as_tars, drawn
 from transformers import AutoModelForImageClassification
 
-from rayapp import report
 from rayapp.config import VisionConfig, from_dict
 from rayapp.data.images import load, local_steps
-from rayapp.driver.checks import PREPARED
+from rayapp.observe.run_folder import PREPARED, REPORT
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
@@ -112,7 +111,7 @@ def test_a_killed_worker_changes_nothing(folder: Path, expected: Undisturbed) ->
     held = json.loads(drill.run.read("plan.json"))["data"]["images"]["eval"]
     assert sum(count for _, count, _ in each) == held
     assert sum(right for *_, right in each) == round(result["eval_top1"] * held)
-    page = drill.run.read(report.FILE).decode()
+    page = drill.run.read(REPORT).decode()
     assert "Most often confused" in page and "images/s" in page
     shown = drill.log.read_text()
     assert "images/s" in shown and "top-1" in shown and "micro-batches / 2 workers" in shown

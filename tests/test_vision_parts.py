@@ -24,9 +24,10 @@ from rayapp.__main__ import main
 from rayapp.config import ConfigError, VisionConfig, load
 from rayapp.data.images import Images, StepImages, local_steps, shapes
 from rayapp.driver import display as driver_display
+from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import open_storage
 from rayapp.train import loop
-from rayapp.train.checkpoint.marker import FOLDER, latest
+from rayapp.train.checkpoint.marker import latest
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
 from rayapp.train.validation import validate
@@ -135,12 +136,12 @@ def _scored(rank: int, world: int) -> None:
 def test_the_table_names_classes_and_what_they_are_taken_for() -> None:
     confusion = torch.tensor([[5, 2, 0], [1, 7, 3], [0, 0, 4]])
     table = Scores(loss=11.0, top5=22, confusion=confusion).table(("cat", "dog", "owl"))
-    assert table["each"] == [["cat", 7, 5], ["dog", 11, 7], ["owl", 4, 4]]
-    assert table["confused"] == [["dog", "owl", 3], ["cat", "dog", 2], ["dog", "cat", 1]]
+    assert table["each"] == [("cat", 7, 5), ("dog", 11, 7), ("owl", 4, 4)]
+    assert table["confused"] == [("dog", "owl", 3), ("cat", "dog", 2), ("dog", "cat", 1)]
     many = torch.arange(36).reshape(6, 6)
     confused = Scores(0.0, 0, many).table("abcdef")["confused"]
     assert len(confused) == evaluation.CONFUSIONS
-    assert confused[0] == ["f", "e", 34] and confused[-1][-1] >= 10
+    assert confused[0] == ("f", "e", 34) and confused[-1][-1] >= 10
 
 
 # ---- Checks and the plan -----------------------------------------------------------------------
@@ -301,7 +302,7 @@ def test_a_checkpoint_is_validated_as_training_evaluates(
     processes.spawn(_train, 2, str(tmp_path / "meet"), spec, STEPS)
     found, _ = latest(open_storage(spec.run_url))
     assert found is not None and found.step == STEPS
-    line = validate(spec, found.name.removeprefix(f"{FOLDER}/"), STEPS)
+    line = validate(spec, found.name.removeprefix(f"{CHECKPOINTS}/"), STEPS)
     summary = json.loads(Path(spec.run_url, "summary.json").read_text())
     assert line["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
     assert (line["step"], line["eval_top1"]) == (STEPS, summary["eval_top1"])

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.config import ConfigError
+from rayapp.observe.run_folder import Exit
 
 RENDER = """python -m rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
 
@@ -31,7 +31,7 @@ def render(argv: list[str]) -> int:
     """Render a cluster's files; see RENDER."""
     if "--help" in argv or "-h" in argv or not argv:
         print(RENDER)
-        return DONE if argv else BAD_CONFIG
+        return Exit.DONE if argv else Exit.REFUSED
     from rayapp.cluster import Options, cost, render, write
     from rayapp.config import arguments
 
@@ -51,7 +51,7 @@ def render(argv: list[str]) -> int:
     write(render(platform, config, options), Path(out))
     print(f"written to {out}")
     print(cost(platform, config, options))
-    return DONE
+    return Exit.DONE
 
 
 def _account(region: str) -> str | None:
@@ -76,7 +76,7 @@ def connect(argv: list[str]) -> int:
     """Forward a cluster's port; see CONNECT."""
     if "--help" in argv or "-h" in argv or not argv:
         print(CONNECT)
-        return DONE if argv else BAD_CONFIG
+        return Exit.DONE if argv else Exit.REFUSED
     import subprocess
 
     import boto3
@@ -99,15 +99,15 @@ def connect(argv: list[str]) -> int:
             way = to_eks(port)
     except NotReachable as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FAILED
+        return Exit.FAILED
     path = keep(way.token, f"{asked['name']}-{home}", Path.home() / ".rayapp")
     for name, value in variables(path, port).items():
         print(f"export {name}={value}")
     sys.stdout.flush()
     try:
-        return DONE if subprocess.run(way.command).returncode == 0 else FAILED
+        return Exit.DONE if subprocess.run(way.command).returncode == 0 else Exit.FAILED
     except FileNotFoundError:
         print(f"failed: {way.command[0]} is not installed. Install it", file=sys.stderr)
-        return FAILED
+        return Exit.FAILED
     except KeyboardInterrupt:
-        return DONE
+        return Exit.DONE

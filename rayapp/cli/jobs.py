@@ -7,18 +7,20 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, cast
+from typing import NotRequired, TypedDict, cast
 
 import yaml
 
-from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.config import ConfigError, arguments
 from rayapp.jobs import JobError, Shipment
 from rayapp.jobs.figures import figures
 from rayapp.jobs.notebook import Job, job
 from rayapp.jobs.remote import runs_of
 from rayapp.jobs.submission import Again
-from rayapp.observe.status import EXIT_CODES, NoRun, Progress, duration, read
+from rayapp.observe.records import Line
+from rayapp.observe.run_folder import EXIT_CODES, Exit
+from rayapp.observe.status import NoRun, Progress, read
+from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import Storage, StorageError, open_storage
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
@@ -62,15 +64,15 @@ def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list
         def command(argv: list[str]) -> int:
             if "--help" in argv or "-h" in argv:
                 print(text)
-                return DONE
+                return Exit.DONE
             try:
                 return function(argv)
             except (JobError, StorageError) as error:
                 print(f"failed: {error}", file=sys.stderr)
-                return FAILED
+                return Exit.FAILED
             except NoRun as error:
                 print(error, file=sys.stderr)
-                return BAD_CONFIG
+                return Exit.REFUSED
 
         return command
 
@@ -102,7 +104,7 @@ def preflight(argv: list[str]) -> int:
     info = cluster.wait(submission_id)
     if info.exit_code is None:
         print(f"failed: job {submission_id} {info.status}: {info.message}", file=sys.stderr)
-    return FAILED if info.exit_code is None else info.exit_code
+    return Exit.FAILED if info.exit_code is None else info.exit_code
 
 
 @_command(RESUME)
@@ -125,7 +127,7 @@ def runs(argv: list[str]) -> int:
     found = _of_storage(asked) if _or_none(asked["storage"]) else _of_cluster(asked)
     if asked["json"] == "true":
         print(json.dumps(found, indent=2))
-        return DONE
+        return Exit.DONE
     from rich.console import Console
     from rich.table import Table
 
@@ -134,12 +136,12 @@ def runs(argv: list[str]) -> int:
         table.add_column(name, no_wrap=name == "run")
     for one in found:
         seen = one["updated_s"]
-        ago = "n/a" if seen is None else f"{duration(time.time() - seen)} ago"
+        ago = UNKNOWN if seen is None else f"{clock(time.time() - seen)} ago"
         shown = one["figures"]
         table.add_row(
             one["run"],
             one["status"],
-            *(shown.get(name, "n/a") for name in ("step", "loss", "tokens/s", "cost")),
+            *(shown.get(name, UNKNOWN) for name in ("step", "loss", "tokens/s", "cost")),
             ago,
             one["job"] or "",
         )
@@ -147,7 +149,7 @@ def runs(argv: list[str]) -> int:
     for one in found:
         if one["updated_s"] is None and one["reason"]:  # its folder has told nothing
             print(f"{one['run']}: {one['reason']}")
-    return DONE
+    return Exit.DONE
 
 
 @_command("python -m rayapp status RUN [--storage=URL] [--address=URL] [--json]")
@@ -165,7 +167,7 @@ def status(argv: list[str]) -> int:
         Console().print(render(handle.name, state, now, lines))
         if now is None and (reason := handle.reason()):
             print(reason)
-    return EXIT_CODES.get(state, DONE)
+    return EXIT_CODES.get(state, Exit.DONE)
 
 
 @_command("python -m rayapp watch RUN [--storage=URL] [--address=URL]")
@@ -175,9 +177,9 @@ def watch(argv: list[str]) -> int:
 
     handle, _ = _handle(argv, {})
     try:
-        return EXIT_CODES.get(terminal.show(handle), DONE)
+        return EXIT_CODES.get(terminal.show(handle), Exit.DONE)
     except KeyboardInterrupt:  # it goes on
-        return DONE
+        return Exit.DONE
 
 
 @_command("python -m rayapp logs RUN [--storage=URL] [--address=URL] [--follow]")
@@ -187,7 +189,7 @@ def logs(argv: list[str]) -> int:
     if asked["follow"] == "true":
         return _follow(handle)
     print(handle.logs(), end="")
-    return DONE
+    return Exit.DONE
 
 
 @_command("python -m rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600] [--hard=true]")
@@ -196,9 +198,11 @@ def stop(argv: list[str]) -> int:
     handle, asked = _handle(argv, {"wait_s": "600", "hard": "true"})
     if asked["hard"] not in ("true", "false"):
         raise ConfigError([f"--hard={asked['hard']} is not valid: set true or false"])
-    state = handle.stop(_number("wait_s", asked["wait_s"]), asked["hard"] == "true")
+    state = handle.stop(
+        arguments.number("wait_s", asked["wait_s"], zero=True), asked["hard"] == "true"
+    )
     print(f"{handle.name} {state}")
-    return EXIT_CODES.get(state, DONE)
+    return EXIT_CODES.get(state, Exit.DONE)
 
 
 def _shipment(asked: dict[str, str]) -> Shipment:
@@ -207,8 +211,10 @@ def _shipment(asked: dict[str, str]) -> Shipment:
         pip=tuple(filter(None, (_or_none(asked["pip"]) or "").split(","))),
         env=_mapping("env", asked["env"]),
         secrets=_mapping("secrets", asked["secrets"]),
-        driver_cpus=_number("driver_cpus", asked["driver_cpus"]),
-        driver_memory_gib=_number("driver_memory_gib", asked["driver_memory_gib"]),
+        driver_cpus=arguments.number("driver_cpus", asked["driver_cpus"], zero=True),
+        driver_memory_gib=arguments.number(
+            "driver_memory_gib", asked["driver_memory_gib"], zero=True
+        ),
         tags=_mapping("tags", asked["tags"]),
     )
 
@@ -222,7 +228,7 @@ def _handle(argv: list[str], options: dict[str, str]) -> tuple[Job, dict[str, st
 def _after(handle: Job, asked: dict[str, str]) -> int:
     if asked["follow"] == "true":
         return _follow(handle)
-    return EXIT_CODES[handle.wait()] if asked["wait"] == "true" else DONE
+    return EXIT_CODES[handle.wait()] if asked["wait"] == "true" else Exit.DONE
 
 
 def _follow(handle: Job) -> int:
@@ -231,7 +237,26 @@ def _follow(handle: Job) -> int:
     return EXIT_CODES[handle.wait()]
 
 
-def _of_storage(asked: dict[str, str]) -> list[dict[str, Any]]:
+class Listed(TypedDict):
+    """What --json prints of a run; the second half is there once it has begun."""
+
+    run: str
+    status: str
+    job: str | None
+    updated_s: float | None
+    reason: str | None
+    figures: dict[str, str]
+    step: NotRequired[int]
+    num_steps: NotRequired[int | None]
+    left_s: NotRequired[float | None]
+    goodput: NotRequired[dict[str, float]]
+    wall_s: NotRequired[float]
+    cost_usd: NotRequired[float | None]
+    cost_at_end_usd: NotRequired[float | None]
+    line: NotRequired[Line | None]
+
+
+def _of_storage(asked: dict[str, str]) -> list[Listed]:
     """Return the runs of a folder, whatever clusters they ran on."""
     root = open_storage(asked["storage"])
     found = [_row((root / name).url, partial(_in_folder, root / name)) for name in root.dirs()]
@@ -243,21 +268,21 @@ def _in_folder(run: Storage) -> tuple[str, Progress | None]:
     return now.status, now
 
 
-def _of_cluster(asked: dict[str, str]) -> list[dict[str, Any]]:
+def _of_cluster(asked: dict[str, str]) -> list[Listed]:
     """Return the runs whose jobs a cluster knows of, each with its newest job."""
     from rayapp.jobs import Cluster
 
     address = _or_none(asked["address"])
-    found = []
+    found = list[Listed]()
     for url, info in runs_of(Cluster.at(address, check_version=False).jobs()):
         if url is None:
-            values = _values(info.storage or "n/a", info.status.lower(), None)
+            values = _values(info.storage or UNKNOWN, info.status.lower(), None)
             values["reason"] = "its command line does not say which run of this folder it is"
-            found.append(values | {"job": info.submission_id})
+            found.append({**values, "job": info.submission_id})
             continue
         row = _row(url, partial(_on_cluster, url, address, info.submission_id))
         if row is not None:
-            found.append(row | {"job": info.submission_id})
+            found.append({**row, "job": info.submission_id})
     return found
 
 
@@ -266,7 +291,7 @@ def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progres
     return state, now
 
 
-def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> dict[str, Any] | None:
+def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> Listed | None:
     """Return what is listed of a run, None of a folder without one.
 
     A run that cannot be read is listed with the reason, whatever that is, and hides no other.
@@ -279,13 +304,19 @@ def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> dict[str,
         reason = " ".join(str(error).split()) or type(error).__name__
         if not isinstance(error, ConfigError | JobError | StorageError):
             reason = f"{type(error).__name__}: {reason}"
-        return _values(url, UNREADABLE, None) | {"reason": reason}
+        return {**_values(url, UNREADABLE, None), "reason": reason}
 
 
-def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
+def _values(url: str, state: str, now: Progress | None) -> Listed:
     """Return what --json prints of a run."""
-    values: dict[str, Any] = {"run": url, "status": state, "job": None, "updated_s": None}
-    values |= {"reason": None, "figures": figures(now) if now is not None else {}}
+    values: Listed = {
+        "run": url,
+        "status": state,
+        "job": None,
+        "updated_s": None,
+        "reason": None,
+        "figures": figures(now) if now is not None else {},
+    }
     if now is not None:
         values |= {
             "step": now.step,
@@ -316,13 +347,3 @@ def _mapping(name: str, text: str) -> dict[str, str]:
         why = "a mapping of names to texts is expected"
         raise ConfigError([f"--{name}={text} is not valid: {why}. Set '{{A: b}}'"])
     return values
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value < 0:
-        raise ConfigError([f"--{name}={text} is not valid: a number from 0 is expected. Set one"])
-    return value

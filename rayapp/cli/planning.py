@@ -6,10 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rayapp.cli.codes import DONE
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
+from rayapp.hardware import GIB
+from rayapp.observe import run_folder
+from rayapp.observe.run_folder import Exit
+from rayapp.observe.status import read_object
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
+from rayapp.storage import open_storage
 
 PLAN = """python -m rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
 
@@ -26,7 +30,7 @@ def plan(argv: list[str]) -> int:
     """Plan a run; see PLAN."""
     if "--help" in argv or "-h" in argv:
         print(PLAN)
-        return DONE
+        return Exit.DONE
     from rich.console import Console
 
     from rayapp import planner
@@ -36,9 +40,9 @@ def plan(argv: list[str]) -> int:
     argv = arguments.flags(argv, {"json", "trace"})
     prepared: dict[str, int] = {}
     for number, word in enumerate(argv):
-        if not word.startswith("-") and (Path(word) / "config.yaml").is_file():
-            prepared = planner.counts_of_run(word)
-            argv[number] = str(Path(word) / "config.yaml")
+        if not word.startswith("-") and (Path(word) / run_folder.CONFIG).is_file():
+            prepared = planner.counts_of(read_object(open_storage(word), run_folder.PLAN))
+            argv[number] = str(Path(word) / run_folder.CONFIG)
     known = {
         "json": "false",
         "trace": "false",
@@ -50,16 +54,21 @@ def plan(argv: list[str]) -> int:
     }
     config, options = arguments.read(argv, known)
     assert isinstance(config, Config | VisionConfig)
-    images = _number("images", options["images"])
+
+    def number_of(name: str) -> float | None:
+        given = options[name].lower() != "none"
+        return arguments.number(name, options[name]) if given else None
+
+    images = number_of("images")
     if images is not None:
         prepared["images"] = int(images)
     if isinstance(config, Config) and prepared.pop("images", None) is not None:
         raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
-    limits = {name: _number(name, options[name]) for name in ("deadline_hours", "budget_usd")}
+    limits = {name: number_of(name) for name in ("deadline_hours", "budget_usd")}
     found = planner.plan(
         config,
         region=options["region"],
-        usd_per_hour=_number("usd_per_hour", options["usd_per_hour"]),
+        usd_per_hour=number_of("usd_per_hour"),
         **prepared,
     )
     if isinstance(config, Config) and (warning := planner.random_weights(config)):
@@ -74,14 +83,14 @@ def plan(argv: list[str]) -> int:
     if options["json"] == "true":
         values = planner.as_dict(found, others, table, best) | {"traced": traced}
         print(json.dumps(values, indent=2))
-        return DONE
+        return Exit.DONE
     show(Console(), found, others, table, best)
     if traced is not None:
         print(
             f"trace     {traced['peak_gib']:.2f} GiB by the real step on fake tensors, "
             f"{traced['planned_gib']:.2f} planned (both without slack)"
         )
-    return DONE
+    return Exit.DONE
 
 
 def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:
@@ -93,16 +102,4 @@ def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:
 
     found = trace.trace_config(config, layout)
     planned = peak_memory(replace(layout, on_cpu=True)).total
-    return {"peak_gib": found.peak_bytes / 2**30, "planned_gib": planned / 2**30}
-
-
-def _number(name: str, text: str) -> float | None:
-    if text.lower() == "none":
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value <= 0:
-        raise ConfigError([f"--{name}={text} is not valid: it must be a number above 0. Set one"])
-    return value
+    return {"peak_gib": found.peak_bytes / GIB, "planned_gib": planned / GIB}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.config import ConfigError, arguments
+from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import NoRun
 from rayapp.storage import StorageError, open_storage
 
@@ -21,7 +21,7 @@ def report(argv: list[str]) -> int:
     """Write the report of runs; see REPORT."""
     if "--help" in argv or "-h" in argv or not argv:
         print(REPORT)
-        return DONE if argv else BAD_CONFIG
+        return Exit.DONE if argv else Exit.REFUSED
     from rayapp import report as pages
 
     runs, asked = arguments.read_words(argv, {"out": "none"})
@@ -38,8 +38,8 @@ def report(argv: list[str]) -> int:
         raise ConfigError([f"RUN={error}. {GIVE_RUN}"]) from None
     except StorageError as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FAILED
-    return DONE
+        return Exit.FAILED
+    return Exit.DONE
 
 
 GENERATE = """python -m rayapp generate RUN [--prompt=TEXT] [--option=value ...]
@@ -57,7 +57,7 @@ def generate(argv: list[str]) -> int:
     """Let a run's model write; see GENERATE."""
     if "--help" in argv or "-h" in argv or not argv:
         print(GENERATE)
-        return DONE if argv else BAD_CONFIG
+        return Exit.DONE if argv else Exit.REFUSED
     from rayapp import generation
 
     known = {"prompt": "", "max_tokens": "256", "temperature": "0.7", "chat": "none"}
@@ -70,5 +70,5 @@ def generate(argv: list[str]) -> int:
         print()
     except StorageError as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FAILED
-    return DONE
+        return Exit.FAILED
+    return Exit.DONE

@@ -6,8 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from rayapp.cli.codes import BAD_CONFIG, DONE, FAILED
 from rayapp.config import ConfigError
+from rayapp.observe.run_folder import Exit
 
 if TYPE_CHECKING:
     from rayapp.data.images.staging import Report
@@ -27,7 +27,7 @@ def stage(argv: list[str]) -> int:
     """Copy a set of images; see STAGE."""
     if "--help" in argv or "-h" in argv or not argv:
         print(STAGE)
-        return DONE if argv else BAD_CONFIG
+        return Exit.DONE if argv else Exit.REFUSED
     from rich.console import Console
     from rich.progress import Progress
 
@@ -62,12 +62,12 @@ def stage(argv: list[str]) -> int:
         raise ConfigError([str(error)]) from error
     except (SourceError, StorageError, FileNotFoundError) as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FAILED
+        return Exit.FAILED
     if asked["json"] == "true":
         print(json.dumps(report.as_dict(), indent=2))
     else:
         print(_told(report))
-    return DONE
+    return Exit.DONE
 
 
 def _told(report: Report) -> str:

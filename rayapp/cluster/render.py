@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -31,6 +31,7 @@ from rayapp.cluster.sizes import (
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.shipped import shipped
 from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
+from rayapp.planner.machines import named_instance
 
 ROOT = shipped("cluster")
 PLATFORMS = ("ecs", "kuberay")
@@ -43,6 +44,9 @@ JOB_STOP_S = 600
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
 COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
+
+Values: TypeAlias = dict[str, Any]
+"""What `${name}` stands for in the files, numbers and texts."""
 
 
 @dataclass(frozen=True)
@@ -183,16 +187,18 @@ def _machines(
     platform: str, config: RunConfig, options: Options, problems: list[str]
 ) -> tuple[Node, Fleet] | None:
     """Return the head and the workers; add to `problems` what cannot be placed."""
+    one = named_instance(config, problems)
     if config.cluster.instance is None:
         problems.append(
             "cluster.instance=none is missing: a cluster is made of machines. "
             "Set an EC2 instance type, e.g. g5.12xlarge"
         )
-        return None
     try:
-        one, head = instance(config.cluster.instance), instance(options.head, "head")
+        head = instance(options.head, "head")
     except UnknownInstance as error:
         problems.append(str(error))
+        return None
+    if one is None:
         return None
     if options.efa == "true" and one.efa_interfaces == 0:
         problems.append(
@@ -211,7 +217,7 @@ def _machines(
             f"run.storage={storage} is out of reach: a run's role may write to "
             f"s3://{bucket(options)}/runs alone. Set it to that"
         )
-    for what, found in ((config.cluster.instance, one), (options.head, head)):
+    for what, found in ((one.name, one), (options.head, head)):
         if "x86_64" not in found.architectures:
             problems.append(f"{what} is impossible: the image is for x86_64. Set another instance")
     efa = options.efa != "false"
@@ -230,11 +236,11 @@ def _machines(
 
 def _values(
     platform: str, config: RunConfig, options: Options, head: Node, workers: Fleet
-) -> dict[str, Any]:
+) -> Values:
     """Return what `${name}` stands for in the files, the same names on both platforms."""
     worker, name = workers.worker, stack(platform, options)
     registry = f"{options.account}.dkr.ecr.{options.region}.amazonaws.com"
-    values = {
+    values: Values = {
         "account": options.account,
         "region": options.region,
         "stack": name,
@@ -267,11 +273,11 @@ def _values(
     return values
 
 
-def _fill(path: Path, values: dict[str, Any]) -> str:
+def _fill(path: Path, values: Values) -> str:
     return Template(path.read_text(encoding="utf-8")).substitute(values)
 
 
-def _ecs(values: dict[str, Any]) -> dict[str, str]:
+def _ecs(values: Values) -> dict[str, str]:
     """Return the task definitions, in the form that `aws ecs register-task-definition` reads."""
     gpus, efa = values["worker_gpus"], values["worker_efa"]
     values["worker_gpu_requirements"] = json.dumps(
@@ -293,9 +299,7 @@ def _ecs(values: dict[str, Any]) -> dict[str, str]:
     return files
 
 
-def _kuberay(
-    values: dict[str, Any], config: RunConfig, options: Options, workers: Fleet
-) -> dict[str, str]:
+def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet) -> dict[str, str]:
     """Return kustomize folders: `cluster` is a RayCluster that stays, `job` a run with its own."""
     chosen = [name for name in COMPONENTS if name in options.components]
     if options.market == "spot" and "spot" not in chosen:
@@ -341,7 +345,7 @@ def _kuberay(
     return files
 
 
-def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> dict[str, Any]:
+def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> dict[str, object]:
     """Return the sizes of a stack as Terraform's variables."""
     worker = workers.worker
     group = {
@@ -361,7 +365,7 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
     }
 
 
-def _machine(one: Node, disk_gib: int) -> dict[str, Any]:
+def _machine(one: Node, disk_gib: int) -> dict[str, object]:
     return {
         "instance_type": one.instance.name,
         "gpus": one.instance.gpus,

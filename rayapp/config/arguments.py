@@ -107,6 +107,22 @@ def flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
     return [f"{word}=true" if word.removeprefix("--") in names else word for word in argv]
 
 
+def number(name: str, text: str, *, zero: bool = False, endless: bool = True) -> float:
+    """Return an option's number: above 0, or with `zero` 0 too; infinity if it may be `endless`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if (value > 0 and (endless or value < float("inf"))) or (zero and value == 0):
+        return value
+    least = "from 0" if zero else "above 0"
+    raise ConfigError([f"--{name}={text} is not valid: it must be a number {least}. Set one"])
+
+
 def _of_config(name: str) -> bool:
     return "." in name or name == "task"
 

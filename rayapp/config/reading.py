@@ -112,7 +112,7 @@ def _overlap(a: Sequence[str], b: Sequence[str]) -> bool:
     return all(x == y for x, y in zip(a, b, strict=False))
 
 
-def put(tree: dict[str, Any], field: str, value: Any, problems: list[str]) -> None:
+def put(tree: dict[str, object], field: str, value: Any, problems: list[str]) -> None:
     """Put an override into the tree."""
     *sections, name = field.split(".")
     node = tree

@@ -64,7 +64,7 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from error
 
 
-def read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+def read_yaml(path: str) -> tuple[dict[str, object], list[str]]:
     """Return (the mapping of a config file, what is wrong with it); one of them is empty."""
     give = "Give the path of a YAML file of sections and fields"
     try:
@@ -92,9 +92,9 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """Return the leaves of a tree of mappings by their dotted names; an empty mapping is a leaf."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{name}.")

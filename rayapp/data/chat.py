@@ -48,6 +48,10 @@ Spans: TypeAlias = list[tuple[int, int]]  # [first, last) in characters
 Rendered: TypeAlias = tuple[str, Spans, str | None]  # text, what of it bears loss, problem
 
 
+Json: TypeAlias = dict[str, Any]
+"""An object of a user's records, or what a template is given."""
+
+
 class ChatTemplate:
     """Render chats, lists of messages with role and content."""
 
@@ -93,7 +97,7 @@ class ChatTemplate:
             return made if again[2] else again
         return made
 
-    def _attempt(self, messages: list[Any], given: dict[str, Any]) -> Rendered:
+    def _attempt(self, messages: list[Any], given: Json) -> Rendered:
         try:
             if self.marked:
                 text, spans = self._render(messages, given)
@@ -121,12 +125,12 @@ class ChatTemplate:
         lost = empty != meant if len(empty) == len(meant) else all(empty) and not all(meant)
         return ("", [], NO_ANSWER) if lost else (text, spans, None)
 
-    def _is_empty(self, message: dict[str, Any]) -> bool:
+    def _is_empty(self, message: Json) -> bool:
         """Say whether a message holds nothing at all."""
         fields = any(message.get(name) for name in SPEAKING)
         return not fields and self.no_words.fullmatch(message.get("content") or "") is not None
 
-    def _spans_by_prefix(self, messages: list[Any], given: dict[str, Any]) -> Rendered:
+    def _spans_by_prefix(self, messages: list[Any], given: Json) -> Rendered:
         """Find what each assistant turn adds to the text rendered so far."""
         full, _ = self._render(messages, given)
         spans = []
@@ -150,7 +154,7 @@ class ChatTemplate:
         return full, spans, None
 
     def _render(
-        self, messages: list[Any], given: dict[str, Any], prompted: bool = False
+        self, messages: list[Any], given: Json, prompted: bool = False
     ) -> tuple[str, Spans]:
         """Return the text of a chat and the spans that the template marks as generated."""
         if not messages and not prompted:
@@ -159,7 +163,7 @@ class ChatTemplate:
         return text, marks
 
     def _render_all(
-        self, chats: list[list[Any]], given: dict[str, Any], prompted: bool = False
+        self, chats: list[list[Any]], given: Json, prompted: bool = False
     ) -> tuple[list[str], list[Spans]]:
         """Return the text and the marked spans of each chat; several at once cost less."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -175,7 +179,7 @@ class ChatTemplate:
         texts, marks = rendered
         return texts, marks if self.marked else [[] for _ in texts]
 
-    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Json]:
         """Return messages as templates expect them: content as text, arguments as values."""
         made = []
         for message in messages:
@@ -188,7 +192,7 @@ class ChatTemplate:
         return made
 
 
-def tools_of(chat: Mapping[str, Any]) -> list[dict[str, Any]]:
+def tools_of(chat: Mapping[str, Any]) -> list[Json]:
     """Return the tools of a chat, which may be given as JSON text.
 
     Raises:
@@ -249,7 +253,7 @@ def _with_text_arguments(messages: list[Any]) -> list[Any]:
     ]
 
 
-def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+def _renamed(given: Json) -> Json:
     """Return what a template is given, with other names of tools."""
     tools = copy.deepcopy(given["tools"])
     for tool in tools:

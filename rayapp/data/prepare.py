@@ -17,7 +17,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,11 +29,11 @@ from rayapp.data.packing import Document, pack, row_dtype
 from rayapp.data.prepared import (
     MAX_EXAMPLES,
     SPLITS,
-    Counts,
     Prepared,
     duplicate_share,
     load,
 )
+from rayapp.data.report import Counts, Manifest, UnitSummary, summed
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
@@ -141,20 +141,16 @@ def prepare_unit(recipe: Recipe, url: str, origin: str, index: int, unit: source
         bad[problem] += 1
         if len(examples) < MAX_EXAMPLES:
             examples.append((sources.place_of(source, record.file, record.place), problem))
-    counts, shards = {}, {}
+    counts, shards = dict[str, Counts](), dict[str, str]()
     for split in SPLITS:
         counts[split], data = _pack(documents[split], recipe)
         if data:
             shards[split] = f"{split}-{index:05d}.bin"
             storage.write(shards[split], data)
     storage.write(_hashes_name(index), _hashes(documents["train"]).tobytes())
-    summary = {
-        "counts": counts,
-        "shards": shards,
-        "bad": dict(bad),
-        "examples": examples,
-        "records": records,
-    }
+    summary = UnitSummary(
+        counts=counts, shards=shards, bad=dict(bad), examples=examples, records=records
+    )
     storage.write(_unit_name(index), json.dumps(summary).encode())
 
 
@@ -221,7 +217,7 @@ def _renderer(tokenizer_url: str, kind: str) -> Renderer:
     return Renderer(tokens.load_tokenizer(tokenizer_url), kind)
 
 
-def _pack(documents: list[Document], recipe: Recipe) -> tuple[dict[str, Any], bytes]:
+def _pack(documents: list[Document], recipe: Recipe) -> tuple[Counts, bytes]:
     packed = pack(
         documents,
         recipe.seq_len,
@@ -242,7 +238,7 @@ def _pack(documents: list[Document], recipe: Recipe) -> tuple[dict[str, Any], by
         rows=len(packed.rows),
         lengths=dict(lengths),
     )
-    return asdict(counts), packed.rows.tobytes()
+    return counts, packed.rows.tobytes()
 
 
 def _run_units(
@@ -305,14 +301,12 @@ def _lost(recipe: Recipe, origin: str, unit: sources.Unit) -> str:
     )
 
 
-def _merge(recipe: Recipe, storage: Storage, units: list[dict[str, Any]]) -> dict[str, Any]:
-    counts = {split: Counts() for split in SPLITS}
+def _merge(recipe: Recipe, storage: Storage, units: list[UnitSummary]) -> Manifest:
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
     examples: list[tuple[str, str]] = []
     for unit in units:
         for split in SPLITS:
-            counts[split].add(unit["counts"][split])
             if split in unit["shards"]:
                 shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
         bad.update(unit["bad"])
@@ -325,7 +319,7 @@ def _merge(recipe: Recipe, storage: Storage, units: list[dict[str, Any]]) -> dic
         "parts": recipe.parts(),
         "seq_len": recipe.seq_len,
         "shards": shards,
-        "counts": {split: asdict(count) for split, count in counts.items()},
+        "counts": {s: summed(unit["counts"][s] for unit in units) for s in SPLITS},
         "bad": dict(bad),
         "examples": examples,
         "records": sum(unit["records"] for unit in units),
@@ -333,7 +327,7 @@ def _merge(recipe: Recipe, storage: Storage, units: list[dict[str, Any]]) -> dic
     }
 
 
-def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, dict[str, Any]]:
+def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSummary]:
     """Return the summaries of the units whose shards all have the size that follows from them."""
     sizes = {entry.name: entry.size for entry in storage.list()}
     present = [index for index in range(count) if _unit_name(index) in sizes]

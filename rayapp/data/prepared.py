@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rayapp.data.packing import row_dtype
+from rayapp.data.report import Counts, DataReport, summed
 from rayapp.data.rows import Rows
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
@@ -22,31 +23,6 @@ from rayapp.storage import Storage, open_storage
 SPLITS = ("train", "eval")
 MAX_EXAMPLES = 5
 MAX_HASHES = 2**20  # documents compared when duplicates are counted
-
-
-@dataclass
-class Counts:
-    """What was seen and made; counts of units add up."""
-
-    documents: int = 0
-    empty: int = 0
-    split: int = 0
-    truncated: int = 0
-    cut_tokens: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    target_bytes: int = 0
-    rows: int = 0
-    lengths: dict[str, int] = field(default_factory=dict)
-    """Documents by length: `2^k` counts those of [2^k, 2^(k+1)) tokens."""
-
-    def add(self, other: dict[str, Any]) -> None:
-        """Add the counts of another unit."""
-        for name, value in other.items():
-            if name == "lengths":
-                self.lengths = dict(Counter(self.lengths) + Counter(value))
-            else:
-                setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass(frozen=True)
@@ -58,7 +34,7 @@ class Prepared:
     parts: dict[str, object]
     seq_len: int
     shards: dict[str, list[tuple[str, int]]]
-    counts: dict[str, dict[str, Any]]
+    counts: dict[str, Counts]
     bad: dict[str, int]
     """Unusable records by reason."""
     examples: list[tuple[str, str]]
@@ -69,7 +45,7 @@ class Prepared:
     sizes: tuple[int, ...] = ()
     """Training rows of each source of a mixture."""
     weights: tuple[float, ...] = ()
-    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: dict[str, DataReport] = field(default_factory=dict)
     """The report of each source of a mixture, by its path."""
 
     def rows(self, split: str) -> Rows:
@@ -90,21 +66,23 @@ class Prepared:
         """Share of records that are unusable, 0-1."""
         return sum(self.bad.values()) / self.records if self.records else 0.0
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> DataReport:
         """Return the figures that a person checks before training."""
         train = self.counts["train"]
         capacity = train["rows"] * self.seq_len
-        return {
-            "train": train,
-            "eval": self.counts["eval"],
-            "fill": train["tokens"] / capacity if capacity else 0.0,
-            "loss_share": train["target_tokens"] / train["tokens"] if train["tokens"] else 0.0,
-            "duplicates": self.duplicates,
-            "records": self.records,
-            "bad": self.bad,
-            "examples": self.examples,
-            **({"sources": self.sources} if self.sources else {}),
-        }
+        report = DataReport(
+            train=train,
+            eval=self.counts["eval"],
+            fill=train["tokens"] / capacity if capacity else 0.0,
+            loss_share=train["target_tokens"] / train["tokens"] if train["tokens"] else 0.0,
+            duplicates=self.duplicates,
+            records=self.records,
+            bad=self.bad,
+            examples=self.examples,
+        )
+        if self.sources:
+            report["sources"] = self.sources
+        return report
 
 
 def reasons(bad: Mapping[str, int], examples: Sequence[tuple[str, str]]) -> str:
@@ -143,7 +121,6 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
 
     Nothing is written: each part stays as it is and may be part of other mixtures.
     """
-    counts = {split: Counts() for split in SPLITS}
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
     parts = dict(sorted(parts.items()))  # the order in which someone names them changes nothing
@@ -152,7 +129,6 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         bad.update(part.bad)
         names |= {f"{path} {name}": value for name, value in part.parts.items()}
         for split in SPLITS:
-            counts[split].add(part.counts[split])
             shards[split] += [(f"{part.fingerprint}/{n}", rows) for n, rows in part.shards[split]]
     documents = [part.counts["train"]["documents"] for part in parts.values()]
     repeated = sum(n * part.duplicates for n, part in zip(documents, parts.values(), strict=True))
@@ -162,7 +138,7 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         parts=names,
         seq_len=next(iter(parts.values())).seq_len,
         shards=shards,
-        counts={split: asdict(count) for split, count in counts.items()},
+        counts={s: summed(part.counts[s] for part in parts.values()) for s in SPLITS},
         bad=dict(bad),
         examples=[each for part in parts.values() for each in part.examples][:MAX_EXAMPLES],
         records=sum(part.records for part in parts.values()),

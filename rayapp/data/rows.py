@@ -66,14 +66,14 @@ class StepRows:
         """Return by what the loss of one row is divided."""
         return int((self.labels[i, j] != IGNORE).sum())
 
-    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:
+    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any] | int]:
         """Return what the model takes of a micro-batch, or of some of its rows.
 
         Positions and boundaries are left out if no row holds more than one document: plain causal
         attention keeps rows apart in every model, and no token sees the padding after its row's.
         """
         segments = self.segments[i][rows]
-        found: dict[str, Any] = {
+        found: dict[str, np.ndarray[Any, Any] | int] = {
             "input_ids": self.input_ids[i][rows].astype(np.int64),
             "labels": self.labels[i][rows].astype(np.int64),
         }
@@ -96,7 +96,7 @@ class Rows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": {}, "_pool": None}
 
     def read(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -122,7 +122,7 @@ def blocks(
 
     count = chunks * world
     # Alike in both, so that Ray Data makes one task of the two.
-    tasks: dict[str, Any] = {
+    tasks: dict[str, object] = {
         "num_cpus": 0,
         "compute": ray.data.TaskPoolStrategy(size=concurrency or spare_cpus(world)),
     }

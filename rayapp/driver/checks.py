@@ -9,10 +9,10 @@ from rayapp import config as configs
 from rayapp.config import ConfigError, Run, RunConfig, parse_yaml
 from rayapp.observe import trackers
 from rayapp.observe.result import RunFailed
+from rayapp.observe.run_folder import CONFIG, INTERRUPTED, PREPARED, RAY, RESULT
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint.marker import NoneUsable, resume_point
 
-PREPARED, RAY_FOLDER = ".prepared", ".ray"  # beside the runs, shared by all of them
 MAX_WORKERS_PER_CORE = 4  # of training on CPUs, where more only trade time
 
 
@@ -51,9 +51,9 @@ def _written(config: RunConfig) -> list[Storage]:
     root = open_storage(config.run.storage)
     if root.local_path() is None:
         return [root]
-    own = [root / config.run.name, root / RAY_FOLDER / config.run.name]
+    own = [root / config.run.name, root / RAY / config.run.name]
     mine = [folder for folder in own if os.path.isdir(folder.local_path() or "")]
-    return [root, root / PREPARED, root / RAY_FOLDER, *mine]
+    return [root, root / PREPARED, root / RAY, *mine]
 
 
 def same_run(run: Storage, config: RunConfig) -> str | None:
@@ -62,9 +62,9 @@ def same_run(run: Storage, config: RunConfig) -> str | None:
     Raises:
         ConfigError: the folder belongs to a run with another config.
     """
-    if not run.exists("config.yaml"):
+    if not run.exists(CONFIG):
         return None
-    before = configs.from_dict(parse_yaml(run.read("config.yaml").decode()))
+    before = configs.from_dict(parse_yaml(run.read(CONFIG).decode()))
     changed = configs.differences(before, config)
     if changed:
         raise ConfigError(
@@ -73,9 +73,9 @@ def same_run(run: Storage, config: RunConfig) -> str | None:
                 f"({'; '.join(changed)}). Set another run.name, or use the same config to resume"
             ]
         )
-    if not run.exists("result.json"):
-        return "interrupted"
-    return str(json.loads(run.read("result.json"))["status"])
+    if not run.exists(RESULT):
+        return INTERRUPTED
+    return str(json.loads(run.read(RESULT))["status"])
 
 
 def check_resumable(run: Storage) -> None:

@@ -26,7 +26,10 @@ from rayapp.driver.supervise import AfterFailure, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.observe.events import Journal, submission_id
+from rayapp.observe.records import RunResult, Summary
 from rayapp.observe.result import Phases, RunFailed, result_of
+from rayapp.observe.run_folder import DONE, RESULT
+from rayapp.observe.status import read_result
 from rayapp.storage import Storage
 from rayapp.train.spec import AnySpec
 
@@ -60,9 +63,7 @@ class Kind:
     after_failure: AfterFailure = lambda spec, ended: None
 
 
-def run(
-    config: RunConfig, kind: Kind, console: Console | None, started: float | None
-) -> dict[str, Any]:
+def run(config: RunConfig, kind: Kind, console: Console | None, started: float | None) -> RunResult:
     """Run a config to its end, or to a stop, and return what result.json holds.
 
     `started` is when the command began, in Unix seconds, if that was before this call.
@@ -93,8 +94,8 @@ def run(
             phases.end("ray")
             gpus = uses_gpus(ready.config)
             ready = kind.settle(ready, gpus)
-            if same_run(ready.run, ready.config) == "done":
-                result = json.loads(ready.run.read("result.json"))
+            if same_run(ready.run, ready.config) == DONE:
+                result = read_result(ready.run)
                 console.print(f"run {ready.config.run.name} is already done", highlight=False)
                 display.result(console, result)
                 return result
@@ -111,7 +112,7 @@ def run(
                 raise
             phases.seconds["workers"] = summary.pop("group_s")  # of the last group
         result = result_of(ready.config, ready.run, summary, phases.seconds, journal.events)
-        ready.run.write("result.json", json.dumps(result, indent=1).encode())
+        ready.run.write(RESULT, json.dumps(result, indent=1).encode())
         report.write_for(ready.run)
         display.result(console, result)
     return result
@@ -126,7 +127,7 @@ def _train(
     gpus: bool,
     console: Console,
     phases: Phases,
-) -> dict[str, Any]:
+) -> Summary:
     """Prepare and train; return rank 0's summary, or that of a run stopped before it had one."""
 
     def check() -> None:

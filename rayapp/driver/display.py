@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rayapp.config.units import unit_of
-from rayapp.observe.status import duration
+from rayapp.observe.records import HeldOut, Line, RunResult, figure
+from rayapp.observe.words import clock, formed
 
 LINE_EVERY_S = 5.0
 RATES = {"token": "tok/s", "image": "images/s"}
@@ -39,7 +40,7 @@ class Bar:
             self._task = self._progress.add_task(label, total=num_steps, figures="")
             self._progress.start()
 
-    def update(self, line: dict[str, Any]) -> None:
+    def update(self, line: Line) -> None:
         """Show a line of metrics.jsonl."""
         step = line["step"]
         if self._started is None:
@@ -52,9 +53,7 @@ class Bar:
         if now - self._last_line_s >= LINE_EVERY_S or step == self.num_steps:
             self._last_line_s = now
             elapsed, done = line["time"] - self._started[0], step - self._started[1]
-            left = (
-                "" if not done else f"  {duration((self.num_steps - step) * elapsed / done)} left"
-            )
+            left = "" if not done else f"  {clock((self.num_steps - step) * elapsed / done)} left"
             self.console.print(
                 f"step {step}/{self.num_steps}  {figures}{left}", highlight=False, soft_wrap=True
             )
@@ -76,22 +75,22 @@ class Bar:
             self._progress.stop()
 
 
-def figures_of(line: dict[str, Any]) -> str:
+def figures_of(line: Line) -> str:
     """Write the figures of a line of metrics.jsonl that one wants to see go by."""
     unit = unit_of(line)
-    rate = f"{line[unit.per_s]:,.0f} {RATES[unit.one]}"
-    figures = f"loss {_number(line['loss'])}  "
+    rate = formed(figure(line, unit.per_s), ",.0f", f" {RATES[unit.one]}")
+    figures = f"loss {formed(line['loss'], '.4f')}  "
     if "loss_per_byte" in line:
-        figures += f"{_number(line['loss_per_byte'])} nats/byte  "
+        figures += f"{formed(line['loss_per_byte'], '.4f')} nats/byte  "
     figures += rate
     if line.get("eval_loss") is not None:
-        figures += f"  held-out {_number(line['eval_loss'])}"
+        figures += f"  held-out {formed(line['eval_loss'], '.4f')}"
     if line.get("eval_top1") is not None:
         figures += f"  top-1 {line['eval_top1']:.1%}"
     return figures
 
 
-def held_out(found: dict[str, Any]) -> str:
+def held_out(found: HeldOut) -> str:
     """Write the held-out figures of a line, or of a result.
 
     >>> held_out({"eval_loss": 1.5, "eval_loss_per_byte": 0.5})
@@ -104,10 +103,11 @@ def held_out(found: dict[str, Any]) -> str:
             f"{found['eval_loss']:.4f} nats/image, top-1 {found['eval_top1']:.2%}, "
             f"top-5 {found['eval_top5']:.2%}"
         )
-    return f"{found['eval_loss']:.4f} nats/token = {_number(found['eval_loss_per_byte'])} nats/byte"
+    per_byte = formed(found["eval_loss_per_byte"], ".4f")
+    return f"{found['eval_loss']:.4f} nats/token = {per_byte} nats/byte"
 
 
-def result(console: Console, result: dict[str, Any]) -> None:
+def result(console: Console, result: RunResult) -> None:
     """Print what came out and where it lies."""
     if result.get("eval_loss") is not None:
         console.print(f"held-out loss {held_out(result)}", highlight=False)
@@ -121,19 +121,21 @@ def result(console: Console, result: dict[str, Any]) -> None:
         if share >= 0.005
     )
     unit = unit_of(result)
-    rate = result.get(unit.per_s)
+    rate = figure(result, unit.per_s)
     speed = f", {rate:,.0f} {unit.many}/s" if rate else ""
     console.print(
-        f"{result['status']} after {result['steps']:,} steps in {duration(result['wall_s'])}"
+        f"{result['status']} after {result['steps']:,} steps in {clock(result['wall_s'])}"
         f"{speed} ({goodput})",
         highlight=False,
         soft_wrap=True,
     )
-    checkpoint = result.get("checkpoint", {})
-    if checkpoint.get("stall_s") is not None:
+    checkpoint = result.get("checkpoint")
+    stall_s = checkpoint["stall_s"] if checkpoint else None
+    best_s = checkpoint["best_every_s"] if checkpoint else None
+    if stall_s is not None and best_s is not None:
         console.print(
-            f"a checkpoint stalled {1000 * checkpoint['stall_s']:.0f} ms; at the assumed failure "
-            f"rate one every {duration(checkpoint['best_every_s'])} costs the least",
+            f"a checkpoint stalled {1000 * stall_s:.0f} ms; at the assumed failure rate one every "
+            f"{clock(best_s)} costs the least",
             highlight=False,
             soft_wrap=True,
         )
@@ -145,7 +147,3 @@ def result(console: Console, result: dict[str, Any]) -> None:
 def plain(text: str) -> str:
     """Return text that rich shows as it is."""
     return text.replace("[", r"\[")
-
-
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.4f}"

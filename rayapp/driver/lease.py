@@ -3,8 +3,8 @@
     with held(run) as lease:
         ...                  # lease.check() raises once another driver has taken over
 
-The file changes every RENEW_S seconds while its driver lives. Who finds one waits until it has
-changed, and refuses, or has not for TTL_S seconds, and takes over by compare-and-swap. No clock is
+The file changes every LEASE_RENEWED_S while its driver lives. Who finds one waits until it has
+changed, and refuses, or has not for LEASE_TAKEN_S, and takes over by compare-and-swap. No clock is
 compared with another machine's. On one machine nothing is waited for: its processes can be asked.
 """
 
@@ -19,15 +19,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rayapp.config import ConfigError
+from rayapp.observe.records import Holder
 from rayapp.observe.result import RunFailed
-from rayapp.observe.status import LEASE_FILE as FILE
+from rayapp.observe.run_folder import LEASE, LEASE_RENEWED_S, LEASE_TAKEN_S, STOP
 from rayapp.storage import Storage
 
-RENEW_S = 10.0
-TTL_S = 35.0
 POLL_S = 1.0
 
 logger = logging.getLogger("rayapp.driver")
@@ -36,7 +34,7 @@ logger = logging.getLogger("rayapp.driver")
 class Lease:
     """The right to write to a run's folder, for as long as it is renewed."""
 
-    def __init__(self, run: Storage, holder: dict[str, Any], etag: str) -> None:
+    def __init__(self, run: Storage, holder: Holder, etag: str) -> None:
         self._run, self._holder, self._etag = run, holder, etag
         self._lost, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -47,24 +45,24 @@ class Lease:
         if self._lost.is_set():
             raise RunFailed(
                 f"another driver has taken over {self._run.url}: this one could not renew its "
-                f"lease for {TTL_S:.0f} s. Nothing that was committed is lost"
+                f"lease for {LEASE_TAKEN_S:.0f} s. Nothing that was committed is lost"
             )
 
     def release(self) -> None:
         """Stop renewing, and give the lease back unless it is another's by now."""
         self._closed.set()
         self._thread.join()
-        entry = self._run.stat(FILE)
+        entry = self._run.stat(LEASE)
         if entry is not None and entry.etag == self._etag:
-            self._run.delete(FILE)
+            self._run.delete(LEASE)
 
     def _renew(self) -> None:
         count = 0
-        while not self._closed.wait(RENEW_S):
+        while not self._closed.wait(LEASE_RENEWED_S):
             count += 1
             try:
                 renewed = json.dumps({**self._holder, "renewed": count}).encode()
-                etag = self._run.replace_if(FILE, renewed, self._etag)
+                etag = self._run.replace_if(LEASE, renewed, self._etag)
             except OSError as error:
                 logger.warning("cannot renew the lease, will try again: %s", error)
                 continue
@@ -88,19 +86,23 @@ def held(run: Storage, say: Callable[[str], None] = lambda text: None) -> Iterat
         lease.release()
 
 
-def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())}
-    mine["machine"] = _machine()
+def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[Holder, str]:
+    mine = Holder(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process=_process(os.getpid()),
+        machine=_machine(),
+    )
     seen, since = None, time.monotonic()
     while True:
-        entry = run.stat(FILE)
+        entry = run.stat(LEASE)
         if entry is None:
-            etag = run.create(FILE, json.dumps(mine).encode())
+            etag = run.create(LEASE, json.dumps(mine).encode())
             if etag is not None:
                 return mine, etag
             continue
         try:
-            other = json.loads(run.read(FILE))
+            other: Holder = json.loads(run.read(LEASE))
         except FileNotFoundError:
             continue
         if seen is None:
@@ -113,11 +115,11 @@ def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], 
                 [
                     f"run.name={run.url.rpartition('/')[2]} is running: {other['host']}, process "
                     f"{other['pid']}, is at work in {run.url}. Stop it (Ctrl-C there, or a file "
-                    "named STOP in that folder), or set another run.name"
+                    f"named {STOP} in that folder), or set another run.name"
                 ]
             )
-        if _ended(other) or time.monotonic() - since > TTL_S:
-            etag = run.replace_if(FILE, json.dumps(mine).encode(), entry.etag)
+        if _ended(other) or time.monotonic() - since > LEASE_TAKEN_S:
+            etag = run.replace_if(LEASE, json.dumps(mine).encode(), entry.etag)
             if etag is not None:
                 return mine, etag
             seen = ""  # another driver was faster, and is alive
@@ -125,7 +127,7 @@ def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[dict[str, Any], 
         time.sleep(POLL_S)
 
 
-def _ended(holder: dict[str, Any]) -> bool:
+def _ended(holder: Holder) -> bool:
     """Say whether the holder was a process of this machine that is no more."""
     return holder["machine"] == _machine() and holder["process"] != _process(holder["pid"])
 

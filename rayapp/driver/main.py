@@ -5,31 +5,31 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
 
 from rayapp.config import ConfigError, RunConfig, arguments, fields
 from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
+from rayapp.observe.records import RunResult
+from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.storage import StorageError
 
 # Where torchao is installed transformers imports it, which warns of kernels that need a GPU.
 NOISY = ("torchao", "torch.utils._pytree")
-DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 3
 
 
 def main(
     argv: list[str],
     usage: str,
     kind: type[RunConfig],
-    load_run: Callable[[], Callable[..., dict[str, Any]]],
+    load_run: Callable[[], Callable[..., RunResult]],
     started: float | None,
 ) -> int:
     """Run the command line; return the exit code. What `load_run` imports takes seconds."""
     if "--help" in argv or "-h" in argv:
         print(usage, *(f"  --{name}: {text}" for name, text in fields(kind).items()), sep="\n")
-        return DONE
+        return Exit.DONE
     try:
         config, _ = arguments.read(argv, {}, kind)
     except ConfigError as error:
@@ -46,11 +46,11 @@ def main(
         return _refuse(error)
     except (RunFailed, SecretError, StorageError) as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FAILED
-    return DONE if result["status"] == "done" else STOPPED
+        return Exit.FAILED
+    return EXIT_CODES[result["status"]]
 
 
 def _refuse(error: ConfigError) -> int:
     for problem in error.problems:
         print(problem, file=sys.stderr)
-    return BAD_CONFIG
+    return Exit.REFUSED

@@ -11,18 +11,18 @@ what a tracker refuses is told again later, and if it never takes it, the log sa
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from typing import Any
 
 from rayapp.observe import goodput, metrics, trackers
 from rayapp.observe.gauges import Driver, Pace
-from rayapp.observe.status import cost_at_end_usd, left_s
+from rayapp.observe.records import Line, Sample, Summary
+from rayapp.observe.run_folder import FAILED
+from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
+from rayapp.train.checkpoint.marker import newest_committed
 from rayapp.train.spec import AnySpec
 
 POLL_S, POLL_S3_S = 1.0, 5.0
@@ -41,21 +41,21 @@ class Told:
     def __init__(self, name: str, run: Storage, spec: AnySpec) -> None:
         self.name, self._run, self._spec = name, run, spec
         self._changed = threading.Condition()
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[Line] = []
         self._done = self._valid = 0  # lines told; of them, those that still hold
-        self._ending: tuple[str, list[tuple[str, str]]] | None = None
+        self._ending: tuple[str, list[Sample]] | None = None
         self._tracker: trackers.Tracker | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def update(self, lines: list[dict[str, Any]], kept: int) -> None:
+    def update(self, lines: list[Line], kept: int) -> None:
         """Take the lines as they stand; the first `kept` are as they were."""
         with self._changed:
             self._valid = min(self._valid, kept)
             self._lines = lines[:]
             self._changed.notify()
 
-    def close(self, status: str, samples: list[tuple[str, str]], until: float) -> None:
+    def close(self, status: str, samples: list[Sample], until: float) -> None:
         """Tell the rest, and wait for it no longer than until then (time.monotonic)."""
         with self._changed:
             self._ending = (status, samples)
@@ -113,15 +113,15 @@ class Observer:
     def __init__(self, spec: AnySpec, run: Storage) -> None:
         self._run, self._started = run, time.time()
         self._num_steps = spec.order.num_steps
-        self._planned_step_s = _planned_step_s(run)
+        self._planned_step_s = planned_step_s(run)
         self._driver = Driver(spec.config.run.name, self._num_steps, self._started)
         every = spec.config.checkpoint
         self._pace = Pace(every.every_s, every.every_steps)
         self._lines = metrics.Follower(run)
         self._told = [Told(name, run, spec) for name in spec.config.run.trackers]
         self._stop = threading.Event()
-        self._status = "failed"
-        self._samples: list[tuple[str, str]] = []
+        self._status = FAILED
+        self._samples: list[Sample] = []
         self._account_at = 0.0
         self._thread = threading.Thread(target=self._follow, name="observe", daemon=True)
 
@@ -129,7 +129,7 @@ class Observer:
         self._thread.start()
         return self
 
-    def ended(self, summary: dict[str, Any]) -> None:
+    def ended(self, summary: Summary) -> None:
         """Take how training ended; without this it has failed."""
         self._status = summary["status"]
         self._samples = summary.get("samples", [])
@@ -168,7 +168,7 @@ class Observer:
         self._driver.set(
             sums,
             lines[-1]["time"] if lines else None,
-            _newest_checkpoint(self._run),
+            (newest.step, newest.at_s) if (newest := newest_committed(self._run)) else None,
             checkpoint_every_s=self._pace.checkpoint_every_s(),
             planned_step_s=self._planned_step_s,
             calibrated_step_s=found.step_s if (found := calibrate(lines)) else None,
@@ -176,21 +176,3 @@ class Observer:
         )
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)
-
-
-def _planned_step_s(run: Storage) -> float | None:
-    try:
-        band = json.loads(run.read("plan.json")).get("step_s")
-    except FileNotFoundError:  # a run that no command has planned
-        return None
-    return None if band is None else float(band["value"])
-
-
-def _newest_checkpoint(run: Storage) -> tuple[int, float] | None:
-    """Return the step of the newest committed checkpoint, and when it was committed (Unix s)."""
-    folder = run / FOLDER
-    for name in newest_first(folder):
-        marker, order = folder.stat(f"{name}/{MARKER}"), order_of(name)
-        if marker is not None and order is not None:
-            return order[0], marker.modified_s
-    return None

@@ -59,7 +59,7 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
         options |= {"num_cpus": max(cores, config.cluster.max_workers + DATA_CPUS)}
         if not gpus_here():
             options["object_store_memory"] = OBJECT_STORE_BYTES
-    _init(address, options)
+    _init(address, **options)
     try:
         if address != "local":
             check_cluster(config)
@@ -69,7 +69,7 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _init(address: str, options: dict[str, Any]) -> None:
+def _init(address: str, **options: Any) -> None:
     """Call ray.init, again if the Ray of a busy machine was slow; keep our handling of SIGTERM.
 
     Raises:

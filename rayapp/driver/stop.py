@@ -21,7 +21,7 @@ from rich.console import Console
 
 from rayapp.jobs.client import RAY_STOP_WAIT_S
 from rayapp.jobs.package import STOP_WAIT, STOP_WAIT_S
-from rayapp.observe.status import STOP_FILE
+from rayapp.observe import run_folder
 from rayapp.storage import Storage
 
 POLL_S = 0.5
@@ -57,7 +57,7 @@ class Stop:
 
         Clocks of two machines are never compared: only that very file is an old one.
         """
-        self._run, entry = run, run.stat(STOP_FILE)
+        self._run, entry = run, run.stat(run_folder.STOP)
         self._old = entry.etag if entry else None
         self._signalled = threading.Event()
 
@@ -65,13 +65,13 @@ class Stop:
         """Remove the STOP that was there before."""
         if self._old is None:
             return
-        entry = self._run.stat(STOP_FILE)
+        entry = self._run.stat(run_folder.STOP)
         if entry is not None and entry.etag == self._old:
-            self._run.delete(STOP_FILE)
+            self._run.delete(run_folder.STOP)
 
     def asked(self) -> bool:
         """Say whether the run is to stop."""
-        return self._signalled.is_set() or self._run.exists(STOP_FILE)
+        return self._signalled.is_set() or self._run.exists(run_folder.STOP)
 
     def check(self) -> None:
         """Raise StopAsked if the run is to stop."""
@@ -106,7 +106,7 @@ class Stop:
 
     def _tell_workers(self) -> None:
         try:
-            self._run.write(STOP_FILE, b"signal\n")
+            self._run.write(run_folder.STOP, b"signal\n")
         except OSError as error:
             logger.error("workers are not told to stop: %s", error)
 

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from rayapp.driver import display, placement
-from rayapp.driver.checks import RAY_FOLDER
 from rayapp.driver.lease import Lease
 from rayapp.driver.ray_session import end_workers, uses_gpus
 from rayapp.driver.recovery import GiveUp, Recovery
@@ -20,10 +19,12 @@ from rayapp.driver.validation import Validator
 from rayapp.observe import metrics
 from rayapp.observe.ending import NO_ROOM, ending_of
 from rayapp.observe.events import Journal
+from rayapp.observe.records import Line, Summary
 from rayapp.observe.result import failed
-from rayapp.observe.status import duration
+from rayapp.observe.run_folder import CONFIG, FAILED, METRICS, MOVED, RAY, STOPPED
+from rayapp.observe.words import clock
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import latest
+from rayapp.train.checkpoint.marker import steps_done
 from rayapp.train.spec import AnySpec
 
 ANSWER_S = 10.0  # workers that have not done a step may ignore a STOP for this long
@@ -41,7 +42,7 @@ CPU_ENVIRONMENT = {
 
 logger = logging.getLogger("rayapp.driver")
 
-AfterFailure = Callable[[Any, dict[str, Any] | Exception], AnySpec | None]
+AfterFailure = Callable[[Any, Summary | Exception], AnySpec | None]
 """Return the spec in a form that what ended an attempt may not end again; None: there is none."""
 
 
@@ -53,7 +54,7 @@ def fit(
     journal: Journal,
     console: Console,
     after_failure: AfterFailure,
-) -> dict[str, Any]:
+) -> Summary:
     """Train with Ray Train, again and again if need be; return rank 0's summary.
 
     Raises:
@@ -82,7 +83,7 @@ def fit(
                 lines = journal.catch_up()
                 if isinstance(ended, Exception):
                     check()  # what was asked to stop is not started again
-                if isinstance(ended, dict) and ended["status"] != "moved":
+                if isinstance(ended, dict) and ended["status"] != MOVED:
                     if validator is not None:
                         validator.close()
                     break
@@ -91,7 +92,7 @@ def fit(
                     journal.interrupted(ending, workers)
                 if smaller := after_failure(spec, ended):
                     spec = smaller
-                    run.write("config.yaml", spec.config.to_yaml().encode())
+                    run.write(CONFIG, spec.config.to_yaml().encode())
                     again = spec.accumulation(workers)
                     bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
                     continue
@@ -105,7 +106,7 @@ def fit(
         raise failed(run, str(error)) from error
     finally:
         bar.close()
-    if ended["status"] == "failed":
+    if ended["status"] == FAILED:
         raise failed(run, ended["reason"])
     group_s = ended.pop("entered") - began
     return ended | {"group_s": group_s}
@@ -120,7 +121,7 @@ def _attempt(
     stop: Stop,
     journal: Journal,
     validator: Validator | None,
-) -> dict[str, Any] | Exception:
+) -> Summary | Exception:
     """Train once; return rank 0's summary, or what ended it."""
     trainer = _trainer(spec, workers)
     # Not in the main thread: there Ray Train would replace our handling of signals by an abort.
@@ -132,8 +133,7 @@ def _attempt(
         pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
     error = fit.exception()
     if error is None:
-        summary = fit.result().return_value
-        assert isinstance(summary, dict), summary
+        summary: Summary = fit.result().return_value
         return summary
     from ray.exceptions import RayError
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -150,12 +150,11 @@ def _pause(seconds: float, check: Callable[[], None]) -> None:
         time.sleep(POLL_S)
 
 
-def as_it_stands(run: Storage) -> dict[str, Any]:
+def as_it_stands(run: Storage) -> Summary:
     """Return the summary of a run that is stopped while it has no workers."""
-    found, _ = latest(run)
-    step = found.step if found else 0
+    step = steps_done(run)
     return {
-        "status": "stopped",
+        "status": STOPPED,
         "steps": step,
         "first_step": step,
         "group_s": 0.0,
@@ -165,10 +164,10 @@ def as_it_stands(run: Storage) -> dict[str, Any]:
     }
 
 
-def entry(spec: AnySpec) -> Callable[[], dict[str, Any]]:
+def entry(spec: AnySpec) -> Callable[[], Summary]:
     """Return what each worker runs; Ray's controller unpickles it too, and loads nothing for it."""
 
-    def train() -> dict[str, Any]:
+    def train() -> Summary:
         from rayapp.driver.worker import work
 
         return work(spec)
@@ -195,7 +194,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
         ),
         run_config=kit.RunConfig(
             name=spec.config.run.name,
-            storage_path=f"{spec.config.run.storage}/{RAY_FOLDER}",
+            storage_path=f"{spec.config.run.storage}/{RAY}",
             # Every end comes back to fit(), which knows of all attempts, rows and free nodes.
             failure_config=kit.FailureConfig(
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
@@ -244,14 +243,14 @@ def _watch(
                 asked_at = now
             if now - noted >= NOTE_EVERY_S:
                 noted = now
-                bar.note(f"no step yet, {duration(now - began)} after the workers were asked for")
+                bar.note(f"no step yet, {clock(now - began)} after the workers were asked for")
         if validator is not None:
             validator.poll()
 
 
-def _last_line(run: Storage) -> dict[str, Any] | None:
+def _last_line(run: Storage) -> Line | None:
     try:
         return metrics.last(run)
     except OSError as error:
-        logger.warning("cannot read %s: %s", metrics.FILE, error)
+        logger.warning("cannot read %s: %s", METRICS, error)
         return None

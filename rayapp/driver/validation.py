@@ -18,11 +18,13 @@ from typing import Any
 
 from rayapp.driver import placement
 from rayapp.driver.display import held_out
+from rayapp.observe.records import Validation
+from rayapp.observe.run_folder import VALIDATIONS
+from rayapp.observe.words import last_line
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import FOLDER, MARKER, newest_first, order_of
+from rayapp.train.checkpoint.marker import newest_committed
 from rayapp.train.spec import AnySpec
 
-FILE = "validation.jsonl"
 POLL_S = 5.0
 
 logger = logging.getLogger("rayapp.driver")
@@ -63,13 +65,10 @@ class Validator:
     def _start(self) -> None:
         import ray
 
-        folder = self._run / FOLDER
-        committed = (name for name in newest_first(folder) if folder.exists(f"{name}/{MARKER}"))
-        name = next(committed, "")
-        step, _ = order_of(name) or (-1, 0)
-        if step <= self._asked or not placement.room(self._spec.config):
+        newest = newest_committed(self._run)
+        if newest is None or newest.step <= self._asked or not placement.room(self._spec.config):
             return
-        self._asked = step
+        self._asked = newest.step
         resources = dict(placement.needs(self._spec.config))
         task = ray.remote(
             num_cpus=resources.pop("CPU"),
@@ -77,7 +76,7 @@ class Validator:
             resources=resources,
             max_retries=0,
         )(_validate)
-        self._task = task.remote(self._spec, name, step)
+        self._task = task.remote(self._spec, newest.name, newest.step)
 
     def _take(self) -> None:
         import ray
@@ -87,21 +86,21 @@ class Validator:
             line = ray.get(task)
             self._lines.append(line)
             text = "".join(json.dumps(each) + "\n" for each in self._lines)
-            self._run.write(FILE, text.encode())
+            self._run.write(VALIDATIONS, text.encode())
         except (ray.exceptions.RayError, OSError) as error:  # e.g. retention was quicker
-            logger.warning("a checkpoint was not validated: %s", str(error).splitlines()[-1])
+            logger.warning("a checkpoint was not validated: %s", last_line(error))
             return
         self._say(f"checkpoint of step {line['step']}: held-out {held_out(line)}")
 
 
-def _validate(spec: AnySpec, name: str, step: int) -> dict[str, Any]:
+def _validate(spec: AnySpec, name: str, step: int) -> Validation:
     from rayapp.train.validation import validate
 
     return validate(spec, name, step)
 
 
-def _read(run: Storage) -> list[dict[str, Any]]:
+def _read(run: Storage) -> list[Validation]:
     try:
-        return [json.loads(line) for line in run.read(FILE).splitlines()]
+        return [json.loads(line) for line in run.read(VALIDATIONS).splitlines()]
     except FileNotFoundError:
         return []

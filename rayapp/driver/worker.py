@@ -18,6 +18,8 @@ from rayapp.config import RunConfig
 from rayapp.driver import placement
 from rayapp.model import Unavailable
 from rayapp.observe.gauges import Steps
+from rayapp.observe.records import Summary
+from rayapp.observe.run_folder import FAILED, MOVED
 from rayapp.train.checkpoint.marker import NoneUsable
 from rayapp.train.checkpoint.state import Resumed, StartAgain
 from rayapp.train.loop import BadLoss
@@ -27,7 +29,7 @@ from rayapp.train.spec import AnySpec
 logger = logging.getLogger("rayapp.driver")
 
 
-def work(spec: AnySpec) -> dict[str, Any]:
+def work(spec: AnySpec) -> Summary:
     """Train as one of Ray Train's workers."""
     shard = ray.train.get_dataset_shard("train")
     rows = spec.steps(shard, dist.get_world_size())
@@ -55,12 +57,12 @@ def work(spec: AnySpec) -> dict[str, Any]:
             )
             return train_rank(spec, context)
         except StartAgain as error:
-            return {"status": "moved", "notice": False, "again": True, "reason": str(error)}
+            return {"status": MOVED, "notice": False, "again": True, "reason": str(error)}
         except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
             # All ranks raise these together, and a restart would only find the same again.
             if isinstance(error, BadLoss):
                 gauges.bad_step()
-            return {"status": "failed", "reason": str(error)}
+            return {"status": FAILED, "reason": str(error)}
 
 
 def _first(rows: Future[Any], timeout_s: float) -> Any:

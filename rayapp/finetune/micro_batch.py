@@ -18,11 +18,13 @@ from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict, parse_yaml
 from rayapp.driver import placement
 from rayapp.finetune.check import forecast
+from rayapp.hardware import GIB
 from rayapp.observe.ending import causes
+from rayapp.observe.records import Summary
+from rayapp.observe.run_folder import CONFIG
 from rayapp.storage import Storage
 from rayapp.train.spec import LanguageSpec
 
-GIB = 2**30
 # Of the memory that is free on a node without GPUs: Ray ends workers at 95 % of all of it.
 CPU_SHARE = 0.9
 # What allocators say: torch's on GPUs and CPUs, Python's, Ray's monitor of a node's memory.
@@ -68,7 +70,7 @@ def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Consol
     return config.with_micro_batch(size)
 
 
-def after_failure(spec: LanguageSpec, error: dict[str, Any] | Exception) -> LanguageSpec | None:
+def after_failure(spec: LanguageSpec, error: Summary | Exception) -> LanguageSpec | None:
     """Return the spec with half the rows in a micro-batch, where memory ended it and auto chose."""
     size = spec.config.micro_batch
     if not spec.auto_micro_batch or size == 1 or isinstance(error, dict):
@@ -121,9 +123,9 @@ def _figures(question: planner.Question, size: int) -> str:
 
 def _before(config: Config, run: Storage) -> int | None:
     """Return the number that the run has had so far."""
-    if not run.exists("config.yaml"):
+    if not run.exists(CONFIG):
         return None
-    before = from_dict(parse_yaml(run.read("config.yaml").decode()))
+    before = from_dict(parse_yaml(run.read(CONFIG).decode()))
     assert isinstance(before, Config), "another kind of run has this folder"
     return before.train.micro_batch
 

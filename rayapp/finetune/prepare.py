@@ -16,11 +16,12 @@ from rayapp.data import heads, tokens
 from rayapp.data import prepare as rows
 from rayapp.data.prepared import Prepared, mixed, reasons
 from rayapp.data.sources import SourceError
-from rayapp.driver.checks import PREPARED
 from rayapp.finetune import micro_batch, show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import Ready, forecast
+from rayapp.observe.records import Plan
 from rayapp.observe.result import Phases
+from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import open_storage
@@ -44,9 +45,9 @@ def prepare(ready: Ready, gpus: bool, console: Console, phases: Phases) -> Langu
     planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
     trainable = None if planned is None else planned.question.layout.trainable
     plan = plan_of(config, prepared, order, parameters)
-    ready.run.write("config.yaml", config.to_yaml().encode())
+    ready.run.write(CONFIG, config.to_yaml().encode())
     values = (planned.as_dict() if planned else {}) | plan
-    ready.run.write("plan.json", json.dumps(values, indent=1).encode())
+    ready.run.write(PLAN, json.dumps(values, indent=1).encode())
     show.plan(console, config, prepared, order, parameters, trainable)
     phases.end("plan")
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
@@ -159,7 +160,7 @@ def count_parameters(shape: Any) -> int:
     return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
 
 
-def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> dict[str, Any]:
+def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> Plan:
     """Return what plan.json holds."""
     return {
         "parameters": parameters,

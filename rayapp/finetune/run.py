@@ -5,8 +5,6 @@ result = finetune(load("configs/tiny_cpu.yaml"))
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 
 from rayapp.config import Config
@@ -14,6 +12,7 @@ from rayapp.driver import command
 from rayapp.finetune.check import check, settle
 from rayapp.finetune.micro_batch import after_failure
 from rayapp.finetune.prepare import prepare
+from rayapp.observe.records import RunResult
 from rayapp.observe.result import RunFailed
 
 __all__ = ["RunFailed", "finetune"]
@@ -23,7 +22,7 @@ KIND = command.Kind(check, settle, prepare, after_failure)
 
 def finetune(
     config: Config, console: Console | None = None, started: float | None = None
-) -> dict[str, Any]:
+) -> RunResult:
     """Run a config to its end, or to a stop, and return what result.json holds.
 
     `started` is when the command began, in Unix seconds, if that was before this call.

@@ -8,7 +8,6 @@ Build the model on the meta device, shard it, fill the shards; the rest is rayap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,12 @@ from rayapp import hardware, model
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.build import Parts, compile_gain, make_parts
 from rayapp.observe.metrics import TokenRecord
+from rayapp.observe.records import HeldOut, Outcome
+from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.planner import formulas
 from rayapp.storage import Storage
 from rayapp.train import loop
+from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.loss import IGNORE
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at
@@ -48,11 +50,11 @@ class LanguageTrainer(Trainer):
         """Return the parameters of the whole model."""
         return model.num_parameters(self.parts.lm)
 
-    def amounts(self, step: int) -> dict[str, Any]:
+    def amounts(self, step: int) -> Amounts:
         """Return the tokens of so many steps."""
         return {"tokens": step * self.spec.config.train.tokens_per_step}
 
-    def warm_up(self) -> dict[str, Any]:
+    def warm_up(self) -> Outcome:
         """Compile, and say what it gains.
 
         Raises: Unavailable if documents of a row would see one another.
@@ -64,7 +66,16 @@ class LanguageTrainer(Trainer):
                 "has it, the documents of a row see one another. Set data.pack=false"
             )
         gain = compile_gain(self.spec, self.parts, self.device)
-        return {"compile": None if gain is None else asdict(gain) | {"speedup": gain.speedup}}
+        if gain is None:
+            return {"compile": None}
+        return {
+            "compile": {
+                "eager_s": gain.eager_s,
+                "compiled_s": gain.compiled_s,
+                "compile_s": gain.compile_s,
+                "speedup": gain.speedup,
+            }
+        }
 
     def engine(self, control: Any, losses: list[float]) -> loop.Engine:
         """Tell the loop what it needs of a language model."""
@@ -100,12 +111,12 @@ class LanguageTrainer(Trainer):
 
     def finish(
         self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
-    ) -> dict[str, Any]:
+    ) -> Outcome:
         """Evaluate, sample and export what was trained."""
         config, parts = self.spec.config, self.parts
-        found: dict[str, Any] = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
+        found: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
-            found |= engine.evaluate()
+            found = {**found, **engine.evaluate()}
         end_phase("evaluation")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
             found["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
@@ -113,7 +124,7 @@ class LanguageTrainer(Trainer):
         found["model_path"] = None
         if config.checkpoint.export:
             export(self.spec, parts, storage)
-            found["model_path"] = f"{storage.url}/model"
+            found["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
         end_phase("export")
         return found
@@ -138,7 +149,7 @@ def token_record(
     )
 
 
-def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> dict[str, float | None]:
+def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> HeldOut:
     """Return the loss of held-out rows per token and per byte, over all ranks' batches."""
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
@@ -178,14 +189,14 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
     """Write model/: a whole model, or the adapters alone; adapter/ too where they are merged."""
     lora = spec.config.model.lora
     if lora is not None:
-        folder = storage / ("adapter" if lora.merge else "model")
+        folder = storage / (ADAPTER if lora.merge else MODEL)
         model.export_adapters(
             parts.lm, folder, base=spec.config.model.path, tokenizer=parts.tokenizer
         )
     if lora is None or lora.merge:
         model.export(
             parts.lm,
-            storage / "model",
+            storage / MODEL,
             tokenizer=parts.tokenizer,
             generation_config=parts.source.generation_config,
         )

@@ -20,7 +20,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rayapp.config import KINDS, ConfigError
+from rayapp.hardware import GIB
 from rayapp.jobs.package import RUN_KEY, STOP_WAIT, TAG_PREFIX, Order
+from rayapp.observe.words import last_line
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -150,7 +152,7 @@ class Cluster:
                     runtime_env=order.runtime_env(folder),
                     metadata=order.metadata(),
                     entrypoint_num_cpus=shipment.driver_cpus or None,
-                    entrypoint_memory=int(shipment.driver_memory_gib * 2**30) or None,
+                    entrypoint_memory=int(shipment.driver_memory_gib * GIB) or None,
                 )
             )
 
@@ -318,13 +320,8 @@ def _said(address: str, origin: str = "") -> Iterator[None]:
         ) from error
     except (ConnectionError, requests.exceptions.ConnectionError, requests.Timeout) as error:
         raise Unreachable(
-            f"no Ray cluster answers at {where} ({_last_line(error)}). Start one, forward its port "
+            f"no Ray cluster answers at {where} ({last_line(error)}). Start one, forward its port "
             "with `python -m rayapp connect`, or set RAY_API_SERVER_ADDRESS"
         ) from error
     except (RuntimeError, requests.RequestException) as error:
-        raise JobError(f"the cluster at {where} refuses: {_last_line(error)}") from error
-
-
-def _last_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[-1] if text else type(error).__name__
+        raise JobError(f"the cluster at {where} refuses: {last_line(error)}") from error

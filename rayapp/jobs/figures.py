@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from collections.abc import Mapping
 
 from rayapp.config.units import unit_of
-from rayapp.observe.status import Progress, duration
+from rayapp.observe.records import Line, figure
+from rayapp.observe.status import Progress
+from rayapp.observe.words import UNKNOWN, clock, formed
 
 RECENT = 50  # steps
 
 
 def figures(now: Progress) -> dict[str, str]:
     """Return what is shown of a moment, `n/a` for what is not known."""
-    line, account, at_end_usd = now.line or {}, now.account, now.cost_at_end_usd
-    unit = unit_of(line)
+    line: Mapping[str, object] = now.line or {}
+    account, at_end_usd, unit = now.account, now.cost_at_end_usd, unit_of(line)
     return {
         "step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else ""),
-        "loss": _number(line.get("loss"), ".4f"),
-        f"{unit.many}/s": _number(line.get(unit.per_s), ",.0f"),
-        "MFU": _number(line.get("mfu"), ".1%"),
-        "memory": _number(line.get("peak_gib"), ".2f", " GiB"),
-        "workers": _number(line.get("workers"), "d"),
-        "goodput": _number(account.goodput.get("step") if account.wall_s else None, ".0%"),
-        "time left": "n/a" if now.left_s is None else duration(now.left_s),
-        "time": duration(account.wall_s),
-        "cost": _number(account.cost_usd, ",.2f", " USD")
+        "loss": formed(figure(line, "loss"), ".4f"),
+        f"{unit.many}/s": formed(figure(line, unit.per_s), ",.0f"),
+        "MFU": formed(figure(line, "mfu"), ".1%"),
+        "memory": formed(figure(line, "peak_gib"), ".2f", " GiB"),
+        "workers": formed(figure(line, "workers"), "d"),
+        "goodput": formed(account.goodput.get("step") if account.wall_s else None, ".0%"),
+        "time left": UNKNOWN if now.left_s is None else clock(now.left_s),
+        "time": clock(account.wall_s),
+        "cost": formed(account.cost_usd, ",.2f", " USD")
         + ("" if at_end_usd is None else f" of {at_end_usd:,.2f}"),
     }
 
 
-def share_of_waiting(lines: list[dict[str, Any]]) -> str:
+def share_of_waiting(lines: list[Line]) -> str:
     """Say what the last steps spent on waiting for data and on checkpoints."""
     recent = lines[-RECENT:]
     step_s = sum(line["step_s"] for line in recent) or 1.0
@@ -41,7 +43,3 @@ def share_of_waiting(lines: list[dict[str, Any]]) -> str:
     words = ", ".join(f"{share:.2%} {what}" for what, share in shares.items())
     median_s = statistics.median(line["step_s"] for line in recent)
     return f"last {len(recent)} steps: {median_s:.3g} s each, {words}"
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "n/a" if value is None else f"{value:{form}}{unit}"

@@ -19,21 +19,20 @@ from rayapp.jobs.remote import RemoteJob, runs_of
 from rayapp.jobs.results import Result, config_of, own_config_of, result_of
 from rayapp.jobs.submission import Again, changed, send, shipment_again
 from rayapp.observe import metrics
-from rayapp.observe.status import (
+from rayapp.observe.records import Line
+from rayapp.observe.run_folder import (
     DONE,
     EXIT_CODES,
     FAILED,
+    LEASE_RENEWED_S,
     LOST,
     PENDING,
     REFUSED,
     STARTING,
-    STOP_FILE,
+    STOP,
     STOPPED,
-    VANISHED,
-    NoRun,
-    Progress,
-    read,
 )
+from rayapp.observe.status import VANISHED, NoRun, Progress, read
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 POLL_S = 2.0
 SILENCE_S = 60.0  # a cluster that is not heard of for so long is believed to be gone
-QUIET_S = 15.0  # a lease is renewed every 10 s; of one that was not, the cluster is asked
+QUIET_S = LEASE_RENEWED_S + 5.0  # of a lease that was not renewed: the cluster is asked
 STOPPED_EARLY = "its job was stopped before it had saved: resume it, and it goes on where it was"
 
 logger = logging.getLogger("rayapp.jobs")
@@ -157,7 +156,7 @@ class Job:
         """
         return self.snapshot()[0]
 
-    def snapshot(self) -> tuple[str, Progress | None, list[dict[str, Any]]]:
+    def snapshot(self) -> tuple[str, Progress | None, list[Line]]:
         """Return the status, the progress if there is any, and the lines of metrics.jsonl.
 
         Raises:
@@ -246,7 +245,7 @@ class Job:
         if before == PENDING:
             self._remote.end()
             return self.wait()
-        self.run.write(STOP_FILE, b"asked\n")
+        self.run.write(STOP, b"asked\n")
         asked = hard and self._remote.ask_to_stop()
         if wait_s == 0:
             return self.status()

@@ -15,7 +15,6 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.private import link_problems, secret_problems
@@ -76,13 +75,13 @@ class Order:
     is_run: bool = True
     """The job trains the run; another looks at its cluster, and may do so beside it."""
 
-    def runtime_env(self, folder: str) -> dict[str, Any]:
+    def runtime_env(self, folder: str) -> dict[str, object]:
         """Return Ray's runtime_env; the package is written into `folder` for the upload."""
         shipment = self.shipment
         variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **shipment.env}
         if shipment.secrets:
             variables[VARIABLE] = encode(shipment.secrets)
-        env: dict[str, Any] = {"env_vars": variables}
+        env: dict[str, object] = {"env_vars": variables}
         if shipment.secrets:  # in every worker process; the driver calls it itself
             env["worker_process_setup_hook"] = "rayapp.jobs.secrets.load"
         if shipment.pip:
@@ -137,7 +136,7 @@ def prepare(
     )
 
 
-def as_dict(shipment: Shipment) -> dict[str, Any]:
+def as_dict(shipment: Shipment) -> dict[str, object]:
     """Return a shipment as plain values, to be kept with the run; secrets are references."""
     return asdict(shipment)
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config.units import unit_of
 from rayapp.jobs.figures import figures, share_of_waiting
-from rayapp.observe.status import EXIT_CODES, Progress
+from rayapp.observe.records import Line, figure
+from rayapp.observe.run_folder import EXIT_CODES
+from rayapp.observe.status import Progress
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job
@@ -104,7 +106,7 @@ def render(
     name: str,
     status: str,
     now: Progress | None,
-    lines: list[dict[str, Any]],
+    lines: list[Line],
     reason: str | None = None,
 ) -> str:
     """Return the view of one moment."""
@@ -149,10 +151,10 @@ def _goodput(now: Progress) -> str:
     return f"<div class='bar'>{blocks}</div><small>time: {html.escape(words)}</small>"
 
 
-def _curve(label: str, lines: list[dict[str, Any]], series: list[tuple[str, str]]) -> str:
+def _curve(label: str, lines: list[Line], series: list[tuple[str, str]]) -> str:
     """Draw fields of metrics.jsonl over steps, with their least and greatest value."""
     known = {
-        name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        name: [(line["step"], y) for line in lines if (y := figure(line, name)) is not None]
         for name, _ in series
     }
     values = [value for points in known.values() for _, value in points]

@@ -185,11 +185,8 @@ def _started_in(storage: str) -> dict[str, str]:
             except ConfigError as error:  # damaged; the list says so of what it names
                 logger.debug("%s", error)
                 continue
-            found |= {
-                event["submission_id"]: (root / name).url
-                for event in events
-                if event["event"] == STARTED and isinstance(event.get("submission_id"), str)
-            }
+            ids = (event.get("submission_id") for event in events if event["event"] == STARTED)
+            found |= {known: (root / name).url for known in ids if isinstance(known, str)}
     except StorageError as error:
         logger.warning("%s", error)
     return found

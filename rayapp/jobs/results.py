@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
 from rayapp.config import ConfigError, RunConfig, from_dict, parse_yaml
 from rayapp.observe.goodput import Damaged
-from rayapp.observe.status import REWRITTEN, read_object
+from rayapp.observe.records import RunResult
+from rayapp.observe.run_folder import CONFIG, RESULT
+from rayapp.observe.status import REWRITTEN, read_result
 from rayapp.storage import Storage, open_storage
 
 
@@ -24,7 +25,7 @@ class Result:
     tokens_per_s: float | None
     cost_usd: float | None
     model_path: str | None
-    values: dict[str, Any]
+    values: RunResult
 
 
 def result_of(run: Storage) -> Result | None:
@@ -33,11 +34,11 @@ def result_of(run: Storage) -> Result | None:
     Raises:
         Damaged: it is not as a run writes it.
     """
-    values = read_object(run, "result.json")
+    values = read_result(run)
     if not values:
         return None
     if not {"status", "steps"} <= set(values):
-        raise Damaged(f"{run.url}/result.json", "it has no status or steps", REWRITTEN)
+        raise Damaged(f"{run.url}/{RESULT}", "it has no status or steps", REWRITTEN)
     return Result(
         status=values["status"],
         steps=values["steps"],
@@ -56,9 +57,9 @@ def config_of(run: Storage) -> RunConfig:
     Raises:
         ConfigError: the run has not begun, or its config.yaml is not valid.
     """
-    url = f"{run.url}/config.yaml"
+    url = f"{run.url}/{CONFIG}"
     try:
-        tree = parse_yaml(run.read("config.yaml").decode())
+        tree = parse_yaml(run.read(CONFIG).decode())
     except FileNotFoundError:
         line = f"{url} is missing: the run has not begun. Submit it again"
         raise ConfigError([line]) from None
@@ -82,7 +83,7 @@ def own_config_of(run: Storage) -> RunConfig:
     if names != run.url:
         raise ConfigError(
             [
-                f"{run.url}/config.yaml is of another folder: it names {names}. Resume that run, "
+                f"{run.url}/{CONFIG} is of another folder: it names {names}. Resume that run, "
                 "or submit the config with this run.storage and run.name"
             ]
         )

@@ -20,10 +20,10 @@ from rayapp.config import ConfigError, RunConfig, load
 from rayapp.jobs import Cluster, Shipment, prepare
 from rayapp.jobs.package import as_dict
 from rayapp.observe.goodput import Damaged
+from rayapp.observe.run_folder import EVENTS, SUBMISSION
 from rayapp.observe.status import NoRun, read
 from rayapp.storage import Storage, StorageError, open_storage
 
-FILE = "submission.json"
 ID = re.compile(r"\w[\w.:@+=~-]*")  # of a submission; it becomes a part of a URL
 
 
@@ -73,7 +73,7 @@ def send(
     submission_id = cluster.submit(order)
     note = {"address": cluster.address, "submission_id": submission_id, "time": time.time()}
     note["shipment"] = as_dict(shipment)
-    run.write(FILE, json.dumps(note, indent=1).encode())
+    run.write(SUBMISSION, json.dumps(note, indent=1).encode())
     say(f"job {submission_id} at {cluster.address}: results in {order.run_url}")
     return order.run_url, cluster.address
 
@@ -92,7 +92,7 @@ def sent(run: Storage) -> Note | None:
         Damaged: the note is not as `send` writes it.
     """
     try:
-        data = run.read(FILE)
+        data = run.read(SUBMISSION)
     except (FileNotFoundError, StorageError):
         return None
     try:
@@ -101,10 +101,10 @@ def sent(run: Storage) -> Note | None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         why = f"{where}: {first['msg']}" if where else first["msg"]
-        fix = "Delete the file: status and logs then go by events.jsonl"
-        raise Damaged(f"{run.url}/{FILE}", why, fix) from None
+        fix = f"Delete the file: status and logs then go by {EVENTS}"
+        raise Damaged(f"{run.url}/{SUBMISSION}", why, fix) from None
     if not ID.fullmatch(note.submission_id):
-        raise Damaged(f"{run.url}/{FILE}", "submission_id is no id", "Delete the file")
+        raise Damaged(f"{run.url}/{SUBMISSION}", "submission_id is no id", "Delete the file")
     return note
 
 

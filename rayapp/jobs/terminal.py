@@ -12,7 +12,9 @@ from rich.text import Text
 
 from rayapp.jobs.figures import figures, share_of_waiting
 from rayapp.jobs.page import thin
-from rayapp.observe.status import EXIT_CODES, Progress
+from rayapp.observe.records import Line
+from rayapp.observe.run_folder import EXIT_CODES
+from rayapp.observe.status import Progress
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job
@@ -40,7 +42,7 @@ def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
         raise
 
 
-def render(name: str, status: str, now: Progress | None, lines: list[dict[str, Any]]) -> Group:
+def render(name: str, status: str, now: Progress | None, lines: list[Line]) -> Group:
     """Return the view of one moment."""
     parts: list[Any] = [Text.assemble((name, "bold"), f"  {status}")]
     if now is not None:

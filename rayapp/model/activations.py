@@ -49,7 +49,7 @@ def checkpoint_activations(model: LanguageModel, mode: str) -> None:
     if mode == "none":
         return
     assert mode in ("full", "selective"), mode
-    kwargs: dict[str, Any] = {"use_reentrant": False}
+    kwargs: dict[str, object] = {"use_reentrant": False}
     if mode == "selective":
         hidden_size = model.hf.config.get_text_config().hidden_size
         policy = partial(_policy, hidden_size)

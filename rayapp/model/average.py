@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model, self._decay = model, decay
         self._live = _values(model)
-        self.tensors: dict[str, Any] = {
+        self.tensors: dict[str, torch.Tensor] = {
             name: tensor.detach().clone() for name, tensor in self._live.items()
         }
         self.tensors["updates"] = torch.zeros((), dtype=torch.int64)

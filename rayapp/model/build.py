@@ -13,7 +13,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -147,14 +147,18 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> dict[str, Any]:
+State: TypeAlias = dict[str, Tensor | Linear4bit]
+"""A state dict; a weight that is held in 4 bits is given as its layer."""
+
+
+def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> State:
     """Return the state dict without adapters, under the names it has without them.
 
     peft moves a layer that it adapts into one named base_layer. A weight that is held in 4 bits is
     given as its layer, whose shape is the weight's.
     """
     held = {name: m for name, m in hf.named_modules() if isinstance(m, Linear4bit)}
-    state: dict[str, Any] = {f"{name}.weight": module for name, module in held.items()}
+    state: State = {f"{name}.weight": module for name, module in held.items()}
     for name, tensor in hf.state_dict(keep_vars=keep_vars).items():
         owner, _, key = name.rpartition(".")
         if ".lora_" not in name and not (owner in held and key in ("packed", "scales")):

@@ -13,7 +13,7 @@ import copy
 import difflib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def resolve_classifier(path: str) -> Source:
         raise ValueError(f"{text} Set an existing folder, org/name, or one of: {names}") from None
 
 
-def shape_of_classifier(path: str, overrides: dict[str, Any], classes: Sequence[str]) -> Any:
+def shape_of_classifier(path: str, overrides: Mapping[str, object], classes: Sequence[str]) -> Any:
     """Return (config of the model with these classes, its source: None for a preset).
 
     Raises:
@@ -147,7 +147,7 @@ def shape_of_classifier(path: str, overrides: dict[str, Any], classes: Sequence[
     return shape, source
 
 
-def _shape_with(kind: Any, given: dict[str, Any], overrides: dict[str, Any]) -> Any:
+def _shape_with(kind: Any, given: Mapping[str, object], overrides: Mapping[str, object]) -> Any:
     known = kind()
     unknown = [name for name in overrides if not hasattr(known, name)]
     if unknown:
@@ -158,7 +158,7 @@ def _shape_with(kind: Any, given: dict[str, Any], overrides: dict[str, Any]) -> 
             f"{kind.model_type} has no such field. {hint}"
         )
     try:
-        return kind.from_dict(given | overrides)
+        return kind.from_dict({**given, **overrides})
     except (StrictDataclassError, TypeError, ValueError) as error:
         why = str(error).splitlines()[-1].strip()
         raise ValueError(

@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 
-from rayapp.model.build import Wrapper, base_state
+from rayapp.model.build import State, Wrapper, base_state
 from rayapp.model.files import INDEX, SINGLE, layout
 from rayapp.model.lora import Update, updates
 from rayapp.model.quantize import Linear4bit
@@ -182,7 +182,7 @@ def _file_names(count: int) -> list[str]:
 
 def _gather_in_turns(
     wave: list[list[Group]],
-    state: dict[str, Any],
+    state: State,
     changes: dict[str, Update],
     dtype: torch.dtype,
 ) -> Iterator[tuple[int, Group, dict[str, Tensor]]]:
@@ -224,10 +224,10 @@ def _stored_as(tensor: Tensor | Linear4bit, dtype: torch.dtype) -> torch.dtype:
     return dtype if isinstance(tensor, Linear4bit) or tensor.is_floating_point() else tensor.dtype
 
 
-def _untied(hf: PreTrainedModel) -> dict[str, Any]:
+def _untied(hf: PreTrainedModel) -> State:
     """Return the state dict with shared tensors once, under their first name."""
     seen: set[int] = set()
-    state: dict[str, Any] = {}
+    state: State = {}
     for name, tensor in base_state(hf, keep_vars=True).items():
         if id(tensor) not in seen and name not in (hf._keys_to_ignore_on_save or ()):
             seen.add(id(tensor))

@@ -15,7 +15,6 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -129,7 +128,7 @@ def read_header(storage: Storage, file: str) -> dict[str, Stored]:
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:
     """Return the start of a file up to its data, which follows in this order without gaps."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + shape.numel() * dtype.itemsize

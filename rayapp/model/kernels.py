@@ -67,7 +67,7 @@ def measure_compile(model: LanguageModel, batch: dict[str, Any]) -> CompileGain:
     leaves what it compiled to the training; weights, gradients and random numbers stay.
     """
     block = find_blocks(model.hf)[-1]
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, object]]] = []
     hook = block.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
@@ -92,7 +92,7 @@ def measure_compile(model: LanguageModel, batch: dict[str, Any]) -> CompileGain:
 
 
 def _forward_and_backward(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
 ) -> Callable[[], None]:
     """Return what runs a block once past FSDP's hooks, with gradients that go nowhere."""
     hidden, *others = args

@@ -127,7 +127,7 @@ def _download(name: str) -> str:
         ) from error
 
 
-def _read_json(folder: Storage, name: str) -> dict[str, Any] | None:
+def _read_json(folder: Storage, name: str) -> dict[str, object] | None:
     try:
         values = json.loads(folder.read(name))
     except FileNotFoundError:

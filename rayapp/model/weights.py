@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from rayapp.model.build import Wrapper, base_state, build, no_loss
+from rayapp.model.build import State, Wrapper, base_state, build, no_loss
 from rayapp.model.files import Stored, read_header, read_headers, weight_files
 from rayapp.model.init import allocate, fill, local_part, local_slice
 from rayapp.model.quantize import Linear4bit
@@ -115,7 +115,8 @@ def load_weights(model: Wrapper, source: Source, device: torch.device | str) -> 
     plan, twice = _split_ties(model.hf, plan)
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
         largest = max(pool.map(load, plan), default=0)
-    _check_ties(twice, tensors, reader, source.name)
+    plain = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
+    _check_ties(twice, plain, reader, source.name)
     seconds = time.monotonic() - start_s
     return LoadStats(reader.bytes_read, seconds, largest, tuple(extra))
 
@@ -270,9 +271,7 @@ class _Reader:
 
 
 @torch.no_grad()  # per thread, so here and not around the pool
-def _load_one(
-    hf: PreTrainedModel, conversion: Conversion, tensors: dict[str, Any], reader: _Reader
-) -> int:
+def _load_one(hf: PreTrainedModel, conversion: Conversion, tensors: State, reader: _Reader) -> int:
     """Fill the local part of one conversion's parameters; return the bytes read for it."""
     if conversion.converter is not None and not conversion.is_stack():
         whole = {p: [reader.rows(k) for k in keys] for p, keys in conversion.sources.items()}
@@ -289,7 +288,8 @@ def _load_one(
     offsets, sizes = local_slice(target.packed if isinstance(target, Linear4bit) else target)
     if math.prod(sizes) == 0:
         return 0
-    if len(sizes) == 3 and conversion.converter is not None and sizes[1] < target.shape[1]:
+    stacked = len(sizes) == 3 and conversion.converter is not None
+    if stacked and isinstance(target, Tensor) and sizes[1] < target.shape[1]:
         value = _rows_of_experts(conversion, reader, offsets[1], sizes[1])
         local_part(target).copy_(value)
         return value.nbytes

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from ray.exceptions import RayActorError
 
+from rayapp.observe.records import Line, Summary
+from rayapp.observe.words import last_line
 from rayapp.storage.local import LOCAL_REASONS
 
 FAILURE, PREEMPTION, RESIZE, NO_ROOM = "failure", "preemption", "resize", "no room"
@@ -36,9 +37,7 @@ class Ending:
     """Another attempt would only find the same, as on a full disk."""
 
 
-def ending_of(
-    ended: dict[str, Any] | Exception, lines: list[dict[str, Any]], began: float
-) -> Ending:
+def ending_of(ended: Summary | Exception, lines: list[Line], began: float) -> Ending:
     """Tell a node that is taken away from a failure, and both from workers that had no room.
 
     `ended` is rank 0's summary of workers that move, or the error of an attempt; `lines` are those
@@ -65,8 +64,8 @@ def ending_of(
 
 def _final_reason(error: Exception) -> str | None:
     """Return why another attempt is no use, if a worker or the controller says so."""
-    said = [f"rank {rank}: {_last_line(cause)}" for rank, cause in sorted(_deaths(error).items())]
-    for line in said or [_last_line(error)]:
+    said = [f"rank {rank}: {_reason(cause)}" for rank, cause in sorted(_deaths(error).items())]
+    for line in said or [_reason(error)]:
         if any(words in line for words in FINAL):
             return line
     return None
@@ -76,10 +75,10 @@ def reason_of(error: Exception) -> str:
     """Say which worker failed, and why; a death explains the errors of the ranks around it."""
     deaths = _deaths(error)
     if not deaths:
-        return _last_line(error)
+        return _reason(error)
     ranks = [rank for rank in sorted(deaths) if isinstance(deaths[rank], RayActorError)]
     rank = min(ranks or deaths)
-    return f"rank {rank}: {_last_line(deaths[rank])}"
+    return f"rank {rank}: {_reason(deaths[rank])}"
 
 
 def causes(error: Exception) -> list[BaseException]:
@@ -93,6 +92,6 @@ def _deaths(error: Exception) -> dict[int, BaseException]:
     return {rank: getattr(failures[rank], "cause", None) or failures[rank] for rank in failures}
 
 
-def _last_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()[-1].split(" Some common causes include")[0]
+def _reason(error: BaseException) -> str:
+    text = last_line(error).split(" Some common causes include")[0]
     return text.rpartition("Worker exit detail: ")[2].rstrip(".")

@@ -9,13 +9,15 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rayapp import hardware
 from rayapp.config import RunConfig
 from rayapp.observe import metrics
 from rayapp.observe.ending import Ending
-from rayapp.observe.goodput import ENDED, FILE, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
+from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
+from rayapp.observe.records import Facts, Line
+from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
+from rayapp.planner.machines import named_instance, nodes_of, price_of
 from rayapp.storage import Storage
 
 logger = logging.getLogger("rayapp.driver")
@@ -36,31 +38,34 @@ class Journal:
         seen_until = self._lines[-1]["time"] if self._lines else None
         self.add(
             STARTED,
+            {
+                "host": socket.gethostname(),
+                "submission_id": submission_id(),
+                "seen_until": seen_until,
+                **machines(config, config.cluster.min_workers),
+            },
             began,
-            host=socket.gethostname(),
-            submission_id=submission_id(),
-            seen_until=seen_until,
-            **machines(config, config.cluster.min_workers),
         )
         try:
             yield
         except BaseException as error:
-            self.add(ENDED, status="failed", reason=str(error) or type(error).__name__, seconds={})
+            reason = str(error) or type(error).__name__
+            self.add(ENDED, {"status": FAILED, "reason": reason, "seconds": {}})
             raise
 
     def attempt(self, config: RunConfig, workers: int) -> None:
         """Record that an attempt begins."""
-        self.add(WORKERS, workers=workers, **machines(config, workers))
+        self.add(WORKERS, {"workers": workers, **machines(config, workers)})
 
-    def saw(self, line: dict[str, Any]) -> None:
+    def saw(self, line: Line) -> None:
         """Look at a new last line of metrics.jsonl; the first one of an attempt is an event."""
         if line["attempt"] > self._followed:
             try:
                 self.catch_up()
             except OSError as error:  # the next line is another chance
-                logger.warning("cannot read %s: %s", metrics.FILE, error)
+                logger.warning("cannot read %s: %s", METRICS, error)
 
-    def catch_up(self) -> list[dict[str, Any]]:
+    def catch_up(self) -> list[Line]:
         """Read metrics.jsonl, and record the attempt if it has begun; return its lines."""
         lines = metrics.read(self.run)
         kept = {(line["attempt"], line["step"]) for line in lines}
@@ -71,12 +76,14 @@ class Journal:
             self._followed = lines[-1]["attempt"]
             self.add(
                 RESUMED,
+                {
+                    "attempt": first["attempt"],
+                    "step": first["step"] - 1,
+                    "first_step_s": first["step_s"],
+                    "lost_steps": len(lost),
+                    "lost_s": sum(line["step_s"] for line in lost),
+                },
                 first["time"],
-                attempt=first["attempt"],
-                step=first["step"] - 1,
-                first_step_s=first["step_s"],
-                lost_steps=len(lost),
-                lost_s=sum(line["step_s"] for line in lost),
             )
         self._lines = lines
         return lines
@@ -86,44 +93,44 @@ class Journal:
         lines = self.catch_up()
         self.add(
             INTERRUPTED,
-            kind=ending.kind,
-            reason=ending.reason,
-            step=ending.step,
-            workers=workers,
-            trained_until=lines[-1]["time"] if lines else None,
+            {
+                "kind": ending.kind,
+                "reason": ending.reason,
+                "step": ending.step,
+                "workers": workers,
+                "trained_until": lines[-1]["time"] if lines else None,
+            },
         )
 
     def ended(self, status: str, seconds: dict[str, float], reason: str | None = None) -> None:
         """Record that the command ends."""
         self.catch_up()
-        self.add(ENDED, status=status, reason=reason, seconds=seconds)
+        self.add(ENDED, {"status": status, "reason": reason, "seconds": seconds})
 
-    def add(self, event: str, at: float | None = None, **facts: Any) -> None:
+    def add(self, event: str, facts: Facts, at: float | None = None) -> None:
         """Append an event; one that cannot be stored is stored with the next."""
         self.events.append({"event": event, "time": at or time.time(), **facts})
         text = "".join(json.dumps(each) + "\n" for each in self.events)
         try:
-            self.run.write(FILE, text.encode())
+            self.run.write(EVENTS, text.encode())
         except OSError as error:
             logger.warning("events are not stored yet: %s", error)
 
 
-def machines(config: RunConfig, workers: int) -> dict[str, Any]:
+def machines(config: RunConfig, workers: int) -> Facts:
     """Return how many machines the workers take, and what they cost, as far as that is known.
 
     The price is config's, else the list price on demand in AWS_REGION.
     """
-    name, price = config.cluster.instance, config.cluster.usd_per_hour
-    if name is None:
+    one = named_instance(config)
+    if one is None:
         return {"nodes": None, "instance": None, "usd_per_hour": None}
-    one = hardware.instance(name)
-    if price is None:
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        price = hardware.usd_per_hour(one, region or hardware.DEFAULT_REGION)
-    nodes = -(-workers // (one.gpus or 1))
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    price = price_of(config, one, region or hardware.DEFAULT_REGION)
+    nodes = nodes_of(one, workers)
     return {
         "nodes": nodes,
-        "instance": name,
+        "instance": one.name,
         "usd_per_hour": None if price is None else nodes * price,
     }
 

@@ -3,7 +3,7 @@
     with Steps("demo", rank=0) as told:                    # in a training worker
         told.step(record)
     told = Driver("demo", num_steps=500, started=...)      # in the driver
-    told.set(account, ...); told.close("done")
+    told.set(account, ...); told.close(DONE)
 
 Ray prefixes every name with `ray_`, and counters end in `_total`. There are few series: of a step's
 record rank 0 tells what is the run's, each rank only its own memory and how long it waited. What is
@@ -22,9 +22,13 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rayapp.observe.run_folder import FAILED
 
 if TYPE_CHECKING:
+    from ray.util.metrics import Counter, Gauge
+
     from rayapp.observe.goodput import Account
     from rayapp.observe.metrics import StepRecord
 
@@ -86,7 +90,7 @@ class _Gauges:
 
     def __init__(self, tags: dict[str, str]) -> None:
         self._tags = tags
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, Gauge] = {}
         self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="gauges", daemon=True)
@@ -188,7 +192,7 @@ class Driver:
         The end is shown for 20 s, also where the process ends at once: longer than it takes until
         the next scrape. A driver that dies tells none.
         """
-        self._gauges.set({"failed": float(status == "failed")})
+        self._gauges.set({"failed": float(status == FAILED)})
         self._gauges.close()
 
     def set(
@@ -219,8 +223,10 @@ class Driver:
         )
         for cause, share in account.goodput.items():
             self._gauges.set({"goodput": share}, cause=cause)
+        from rayapp.observe.ending import FAILURE, PREEMPTION, RESIZE
+
         kinds = [each["kind"] for each in account.interruptions]
-        for kind in ("failure", "preemption", "resize"):
+        for kind in (FAILURE, PREEMPTION, RESIZE):
             self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
 
 
@@ -243,7 +249,7 @@ class Pace:
         return min(found, default=None)
 
 
-def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Any]:
+def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Counter]:
     from ray.util.metrics import Counter
 
     return {

@@ -22,15 +22,14 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rayapp.config import ConfigError
+from rayapp.observe.records import Event, Interruption, Line, figure
+from rayapp.observe.run_folder import EVENTS
 
 if TYPE_CHECKING:
     from rayapp.storage import Storage
 
-FILE = "events.jsonl"
 STARTED, WORKERS, RESUMED = "started", "workers", "resumed"
 INTERRUPTED, ENDED = "interrupted", "ended"
-
-Event: TypeAlias = dict[str, Any]
 
 _Fields: TypeAlias = Mapping[str, type | UnionType]
 NUMBER = int | float
@@ -72,7 +71,7 @@ class Account:
     """Of the machines of the last command."""
     lost_steps: int
     """Steps done in vain."""
-    interruptions: list[dict[str, Any]]
+    interruptions: list[Interruption]
 
 
 def read_events(run: Storage) -> list[Event]:
@@ -82,7 +81,7 @@ def read_events(run: Storage) -> list[Event]:
         Damaged: a line is no event.
     """
     try:
-        data = run.read(FILE)
+        data = run.read(EVENTS)
     except FileNotFoundError:
         return []
     events: list[Event] = []
@@ -97,7 +96,7 @@ def read_events(run: Storage) -> list[Event]:
             wrong = f"the first event must be {STARTED}"
         if wrong is not None:
             fix = "Delete the file: the run goes on from its checkpoint, without its history"
-            raise Damaged(f"{run.url}/{FILE}", f"line {number}: {wrong}", fix)
+            raise Damaged(f"{run.url}/{EVENTS}", f"line {number}: {wrong}", fix)
         events.append(event)
     return events
 
@@ -125,9 +124,7 @@ def _is(value: Any, kind: type | UnionType) -> bool:
     return isinstance(value, kind)
 
 
-def account(
-    events: Sequence[Event], lines: Iterable[dict[str, Any]], now: float | None = None
-) -> Account:
+def account(events: Sequence[Event], lines: Iterable[Line], now: float | None = None) -> Account:
     """Add up a run. `now`, in Unix seconds, is for one whose last command is still at work."""
     lines = list(lines)
     seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0, "evaluation": 0.0, "export": 0.0}
@@ -162,9 +159,7 @@ def commands(events: Sequence[Event]) -> list[list[Event]]:
     return found
 
 
-def goodput(
-    lines: Iterable[dict[str, Any]], wall_s: float, known_s: dict[str, float]
-) -> dict[str, float]:
+def goodput(lines: Iterable[Line], wall_s: float, known_s: dict[str, float]) -> dict[str, float]:
     """Return fractions of wall time by cause; they sum to 1 and none is negative.
 
     `known_s` are seconds measured elsewhere (start, export, lost_work, recovery ...); what nothing
@@ -172,7 +167,8 @@ def goodput(
     """
     lines = list(lines)
     seconds = {
-        cause: math.fsum(line[name] or 0.0 for line in lines) for cause, name in OF_A_STEP.items()
+        cause: math.fsum(figure(line, name) or 0.0 for line in lines)
+        for cause, name in OF_A_STEP.items()
     }
     step_s = math.fsum(line["step_s"] or 0.0 for line in lines)
     seconds["step"] = step_s - math.fsum(seconds.values())
@@ -185,25 +181,30 @@ def goodput(
     return {cause: value / wall_s for cause, value in seconds.items()}
 
 
-def interruptions(events: Sequence[Event]) -> list[dict[str, Any]]:
+def interruptions(events: Sequence[Event]) -> list[Interruption]:
     """Return each interruption, with the steps that it lost and the seconds to a new one."""
     found = []
     for command in commands(events):
         for index, event in enumerate(command):
             if event["event"] != INTERRUPTED:
                 continue
-            facts = {k: event[k] for k in ("time", "kind", "reason", "step", "workers")}
             later = [other for other in command[index:] if other["event"] == RESUMED]
-            facts |= {"lost_steps": None, "to_first_step_s": None}
-            if later:
-                facts["lost_steps"] = event["step"] - later[0]["step"]
-                facts["to_first_step_s"] = later[0]["time"] - event["time"]
-            found.append(facts)
+            found.append(
+                Interruption(
+                    time=event["time"],
+                    kind=event["kind"],
+                    reason=event["reason"],
+                    step=event["step"],
+                    workers=event["workers"],
+                    lost_steps=event["step"] - later[0]["step"] if later else None,
+                    to_first_step_s=later[0]["time"] - event["time"] if later else None,
+                )
+            )
     return found
 
 
 def _end_of(
-    command: list[Event], follows: Event | None, lines: list[dict[str, Any]], now: float | None
+    command: list[Event], follows: Event | None, lines: list[Line], now: float | None
 ) -> float:
     """Return when a command ended; of one that was killed, when it last gave a sign of life."""
     for event in command:
@@ -213,8 +214,9 @@ def _end_of(
         return max(now, command[-1]["time"])
     limit = math.inf if follows is None else follows["time"]
     signs = [line["time"] for line in lines if command[0]["time"] <= line["time"] < limit]
-    if follows is not None and (follows["seen_until"] or 0.0) >= command[0]["time"]:
-        signs.append(follows["seen_until"])
+    seen_until = None if follows is None else follows["seen_until"]
+    if seen_until is not None and seen_until >= command[0]["time"]:
+        signs.append(seen_until)
     return float(max([*signs, command[-1]["time"]]))
 
 
@@ -230,7 +232,7 @@ def _idle_s(command: list[Event], until: float) -> dict[str, float]:
             cause = None
             seconds["lost_work"] += event["lost_s"]
         elif event["event"] == INTERRUPTED and cause is None:
-            cause, since = "recovery", event["trained_until"]
+            cause, since = "recovery", event["trained_until"] or event["time"]
         elif event["event"] == ENDED:
             known = event["seconds"]
             if cause is not None:

@@ -16,12 +16,14 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import cast
 
+from rayapp.observe.records import Line
+from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
-FILE = "metrics.jsonl"
 FLUSH_S = 5.0
 STORED_S = 150.0  # longer than the storage repeats a request
 TAIL_BYTES = 16 * 2**10  # hold several lines
@@ -93,25 +95,25 @@ class ImageRecord(StepRecord):
     """The same among the five likeliest."""
 
 
-def read(storage: Storage) -> list[dict[str, Any]]:
+def read(storage: Storage) -> list[Line]:
     """Return the lines of a run's metrics.jsonl; none if there is no such file yet.
 
     What is not a whole line is left out: a process that was killed leaves a torn last line.
     """
     try:
-        data = storage.read(FILE)
+        data = storage.read(METRICS)
     except FileNotFoundError:
         return []
     return _whole_lines(storage, data)
 
 
-def last(storage: Storage) -> dict[str, Any] | None:
+def last(storage: Storage) -> Line | None:
     """Return the last line of metrics.jsonl, if any, at the same cost however long it is."""
-    size = storage.size(FILE)
+    size = storage.size(METRICS)
     if not size:
         return None
     start = max(0, size - TAIL_BYTES)
-    data = storage.read(FILE, start)
+    data = storage.read(METRICS, start)
     if start:
         data = data[data.find(b"\n") + 1 :]
     lines = _whole_lines(storage, data)
@@ -122,15 +124,15 @@ class Follower:
     """The lines of a metrics.jsonl that grows, read once each; also after a resume cut it."""
 
     def __init__(self, storage: Storage) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[Line] = []
         self._storage, self._end, self._last = storage, 0, b""
 
     def poll(self) -> int:
         """Read what has come since; return how many of the lines that were known still hold."""
-        known, size = len(self.lines), self._storage.size(FILE) or 0
+        known, size = len(self.lines), self._storage.size(METRICS) or 0
         if size < self._end:
             return self._again()
-        data = self._storage.read(FILE, self._end - len(self._last)) if size else b""
+        data = self._storage.read(METRICS, self._end - len(self._last)) if size else b""
         if not data.startswith(self._last):  # it was cut back, and has grown since
             return self._again()
         self._take(data[len(self._last) :])
@@ -139,7 +141,7 @@ class Follower:
     def _again(self) -> int:
         before = self.lines
         self._end, self._last, self.lines = 0, b"", []
-        self._take(self._storage.read(FILE))
+        self._take(self._storage.read(METRICS))
         kept = 0
         for old, new in zip(before, self.lines, strict=False):
             if (old["attempt"], old["step"]) != (new["attempt"], new["step"]):
@@ -154,17 +156,17 @@ class Follower:
         self._end += len(whole)
 
 
-def _whole_lines(storage: Storage, data: bytes) -> list[dict[str, Any]]:
-    lines, texts = [], data.split(b"\n")
+def _whole_lines(storage: Storage, data: bytes) -> list[Line]:
+    lines, texts = list[Line](), data.split(b"\n")
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
         except ValueError:
             line = None
         if isinstance(line, dict):
-            lines.append(line)
+            lines.append(cast(Line, line))
         elif number < len(texts):  # in the midst: a disk that lost its power, an editor
-            logger.warning("%s/%s: line %d is not readable", storage.url, FILE, number)
+            logger.warning("%s/%s: line %d is not readable", storage.url, METRICS, number)
     return lines
 
 
@@ -177,8 +179,8 @@ class MetricsLog:
         kept = [line for line in before if line["step"] <= first_step]
         self.attempt = 1 + max((line["attempt"] for line in before), default=0)
         self._data = bytearray("".join(json.dumps(line) + "\n" for line in kept).encode())
-        storage.write(FILE, bytes(self._data))
-        path = storage.local_path(FILE)
+        storage.write(METRICS, bytes(self._data))
+        path = storage.local_path(METRICS)
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         if path:
             self._data.clear()  # from now on: what waits to be appended
@@ -280,7 +282,7 @@ class MetricsLog:
             newest = self._newest  # before the data, which may then hold more
             data = bytes(self._data)
             try:
-                self.storage.write(FILE, data)
+                self.storage.write(METRICS, data)
                 self._error = None
                 self._have_stored(newest)
             except Exception as error:  # storage has retried: close() raises the last one
@@ -292,10 +294,10 @@ class MetricsLog:
                 self._hurry.clear()
 
     def _storage_error(self, why: str | None) -> StorageError:
-        return StorageError("write", f"{self.storage.url}/{FILE}", str(why), "Free some space")
+        return StorageError("write", f"{self.storage.url}/{METRICS}", str(why), "Free some space")
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
     """JSON has no NaN: a value that is not finite becomes null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

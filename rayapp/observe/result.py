@@ -6,15 +6,27 @@ import json
 import math
 import operator
 import time
-from typing import Any
+from typing import cast
 
 from rayapp.config import RunConfig
 from rayapp.config.units import unit_of
 from rayapp.observe import metrics
-from rayapp.observe.goodput import Event, account, commands
+from rayapp.observe.goodput import account, commands
+from rayapp.observe.records import (
+    CheckpointCost,
+    Event,
+    Line,
+    RunResult,
+    StepSeconds,
+    Summary,
+    figure,
+)
+from rayapp.observe.run_folder import FAILED, RESULT
+from rayapp.observe.status import planned_step_s
 from rayapp.planner.calibration import calibrate, rest_s
 from rayapp.storage import Storage
 
+TOLD_BELOW = ("seconds", "stall_s", "commit_s", "group_s")  # of a summary: start_s, checkpoint
 ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before
 
 
@@ -40,21 +52,21 @@ class RunFailed(RuntimeError):
 def failed(run: Storage, reason: str) -> RunFailed:
     """Record in result.json why the run failed, and return the error to raise."""
     lines = metrics.read(run)
-    failure = {"status": "failed", "steps": lines[-1]["step"] if lines else 0, "reason": reason}
-    run.write("result.json", json.dumps(failure, indent=1).encode())
+    failure = {"status": FAILED, "steps": lines[-1]["step"] if lines else 0, "reason": reason}
+    run.write(RESULT, json.dumps(failure, indent=1).encode())
     return RunFailed(reason)
 
 
 def result_of(
     config: RunConfig,
     run: Storage,
-    summary: dict[str, Any],
+    summary: Summary,
     phases: dict[str, float],
     events: list[Event],
-) -> dict[str, Any]:
+) -> RunResult:
     """Return what result.json holds: sums over all commands of the run, `start_s` of this one."""
     lines = metrics.read(run)
-    seconds, stall_s, commit_s = (summary.pop(each) for each in ("seconds", "stall_s", "commit_s"))
+    seconds, stall_s, commit_s = summary["seconds"], summary["stall_s"], summary["commit_s"]
     sums = account(events, lines)
     began = commands(events)[-1][0]["time"]
     steady = [line for line in lines if line["time"] >= began]
@@ -62,14 +74,14 @@ def result_of(
     busy = [line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"] for line in steady]
     restart_s = phases | {k: v for k, v in seconds.items() if k in ON_THE_WAY}
     unit = unit_of(lines[-1] if lines else summary)
-    return {
+    values = {
         "run": run.url,
-        **summary,
-        unit.many: sum(line[unit.many] for line in lines),
+        **{name: value for name, value in summary.items() if name not in TOLD_BELOW},
+        unit.many: sum(figure(line, unit.many) or 0 for line in lines),
         "lost_steps": sums.lost_steps,
         "interruptions": sums.interruptions,
         "loss": lines[-1]["loss"] if lines else None,
-        unit.per_s: _mean([line[unit.per_s] for line in steady], busy),
+        unit.per_s: _mean([figure(line, unit.per_s) for line in steady], busy),
         "mfu": _mean([line["mfu"] for line in steady], busy),
         "goodput": sums.goodput,
         "checkpoint": _checkpoints(config, stall_s, commit_s, sum(restart_s.values())),
@@ -79,15 +91,14 @@ def result_of(
         "cost_usd": sums.cost_usd,
         "versions": _versions(),
     }
+    return cast(RunResult, values)  # some names are made of the unit's
 
 
-def step_s(run: Storage, lines: list[dict[str, Any]]) -> dict[str, float | None]:
+def step_s(run: Storage, lines: list[Line]) -> StepSeconds:
     """Return the seconds of a step: as planned, as the first ten foretold, and of the rest."""
-    # A run that is stopped while its data are prepared has no plan yet.
-    plan = json.loads(run.read("plan.json")) if run.exists("plan.json") else {}
     found = calibrate(lines)
     return {
-        "planned": (plan.get("step_s") or {}).get("value"),
+        "planned": planned_step_s(run),
         "calibrated": found.step_s if found else None,
         "measured": rest_s(lines, found) if found else None,
     }
@@ -114,7 +125,7 @@ def best_interval_s(stall_s: float, restart_s: float, mtbf_s: float) -> float:
 
 def _checkpoints(
     config: RunConfig, stall_s: float | None, commit_s: float | None, restart_s: float
-) -> dict[str, float | None]:
+) -> CheckpointCost:
     """Return what a checkpoint has cost, and how often one is best made; in seconds."""
     best_s = None
     if stall_s is not None:

@@ -10,25 +10,32 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from rayapp.observe import metrics
 from rayapp.observe.goodput import ENDED, RESUMED, Account, Damaged, account, commands, read_events
-from rayapp.observe.goodput import FILE as EVENTS_FILE
+from rayapp.observe.records import Event, Line, Plan, RunResult
+from rayapp.observe.run_folder import (
+    CONFIG,
+    EVENTS,
+    EXIT_CODES,
+    LEASE,
+    LEASE_TAKEN_S,
+    LIVE,
+    LOST,
+    PLAN,
+    PREPARING,
+    RESULT,
+    RUNNING,
+    STOP,
+    STOPPING,
+)
 from rayapp.storage import Storage
 
-LEASE_FILE = "LEASE"  # in the run's folder: renewed by the driver at work on it
-STOP_FILE = "STOP"  # there too: asks the run to save and leave
-LIVE_S = 45.0  # a lease is renewed every 10 s, and taken over after 35 s; clocks differ a little
+LIVE_S = LEASE_TAKEN_S + 10.0  # of a lease: clocks differ a little
 RECENT_STEPS = 50
 VANISHED = "its driver has vanished: run the same command again to go on"
 REWRITTEN = "Delete the file: the run's next command writes it again"
-
-PREPARING, RUNNING, STOPPING = "preparing", "running", "stopping"
-DONE, STOPPED, FAILED, LOST = "done", "stopped", "failed", "lost"
-LIVE = (PREPARING, RUNNING, STOPPING)
-PENDING, STARTING, REFUSED = "pending", "starting", "refused"  # of a job, before its run is there
-EXIT_CODES = {DONE: 0, FAILED: 1, LOST: 1, REFUSED: 2, STOPPED: 3}  # of what has ended
 
 
 class NoRun(LookupError):
@@ -46,7 +53,7 @@ class Progress:
     num_steps: int | None
     left_s: float | None
     """Seconds until the last step at the pace of the last ones; None when it does not run."""
-    line: dict[str, Any] | None
+    line: Line | None
     """The last line of metrics.jsonl."""
     account: Account
     reason: str | None
@@ -67,7 +74,7 @@ class Progress:
         return self.status in LIVE
 
 
-def read(run: Storage, lines: list[dict[str, Any]] | None = None) -> Progress:
+def read(run: Storage, lines: list[Line] | None = None) -> Progress:
     """Look at a run's folder; `lines` are those of metrics.jsonl where the caller has them.
 
     Raises:
@@ -75,9 +82,9 @@ def read(run: Storage, lines: list[dict[str, Any]] | None = None) -> Progress:
         Damaged: a file of it is not as a run writes it.
     """
     events = read_events(run)
-    lease = run.stat(LEASE_FILE)
-    if not events and lease is None and not run.exists("config.yaml"):
-        raise NoRun(f"{run.url} holds no run: there is no config.yaml in it")
+    lease = run.stat(LEASE)
+    if not events and lease is None and not run.exists(CONFIG):
+        raise NoRun(f"{run.url} holds no run: there is no {CONFIG} in it")
     lines = metrics.read(run) if lines is None else lines
     now = time.time()
     live = lease is not None and now - lease.modified_s < LIVE_S
@@ -107,41 +114,46 @@ def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:
     return sums.cost_usd + sums.usd_per_hour * left_s / 3600.0
 
 
-def duration(seconds: float) -> str:
-    """Write a time as h:mm:ss, or m:ss below an hour.
-
-    >>> duration(3725.0), duration(59.6)
-    ('1:02:05', '1:00')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _status(run: Storage, last: list[dict[str, Any]], live: bool) -> tuple[str, str | None]:
+def _status(run: Storage, last: list[Event], live: bool) -> tuple[str, str | None]:
     """Return the status and, of a failure, the reason; `last` are the last command's events."""
     for event in last:
         if event["event"] == ENDED:
             if event["status"] not in EXIT_CODES:
                 why = f"the run ended with the unknown status {event['status']!r:.40}"
-                raise Damaged(f"{run.url}/{EVENTS_FILE}", why, "Delete the file, or upgrade rayapp")
+                raise Damaged(f"{run.url}/{EVENTS}", why, "Delete the file, or upgrade rayapp")
             return event["status"], event["reason"]
     if not live:
         return LOST, VANISHED
-    if run.exists(STOP_FILE):
+    if run.exists(STOP):
         return STOPPING, None
     return (RUNNING if any(e["event"] == RESUMED for e in last) else PREPARING), None
 
 
 def _num_steps(run: Storage) -> int | None:
     """Return the steps of a run's plan, None where it has none yet."""
-    steps = read_object(run, "plan.json").get("steps")
+    steps = read_plan(run).get("steps")
     if isinstance(steps, bool) or not isinstance(steps, int | None):
-        raise Damaged(f"{run.url}/plan.json", f"steps={steps!r:.40} is no number", REWRITTEN)
+        raise Damaged(f"{run.url}/{PLAN}", f"steps={steps!r:.40} is no number", REWRITTEN)
     return steps
 
 
-def read_object(run: Storage, name: str) -> dict[str, Any]:
+def read_plan(run: Storage) -> Plan:
+    """Return a run's plan, empty where it has none yet; raises Damaged."""
+    return cast(Plan, read_object(run, PLAN))
+
+
+def read_result(run: Storage) -> RunResult:
+    """Return what came out of a run, empty where nothing has; raises Damaged."""
+    return cast(RunResult, read_object(run, RESULT))
+
+
+def planned_step_s(run: Storage) -> float | None:
+    """Return the seconds of a step as the run's plan has them; raises Damaged."""
+    band = read_plan(run).get("step_s")
+    return None if band is None else float(band["value"])
+
+
+def read_object(run: Storage, name: str) -> dict[str, object]:
     """Return a JSON file of a run's folder, empty where it is not there.
 
     Raises:
@@ -158,7 +170,7 @@ def read_object(run: Storage, name: str) -> dict[str, Any]:
     return value
 
 
-def left_s(lines: list[dict[str, Any]], num_steps: int | None) -> float | None:
+def left_s(lines: list[Line], num_steps: int | None) -> float | None:
     """Return the seconds that are left at the pace of the last steps, None if that is not known."""
     recent = [line["step_s"] for line in lines[-RECENT_STEPS:]]
     if num_steps is None or not recent:

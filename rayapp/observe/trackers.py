@@ -19,15 +19,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from rayapp.config import RunConfig
+from rayapp.config.text import flatten
 from rayapp.config.units import UNITS
+from rayapp.observe.records import Line, figure
+from rayapp.observe.run_folder import DONE, FAILED, STOPPED, TENSORBOARD
 from rayapp.storage import Storage
-
-Line: TypeAlias = dict[str, Any]
 
 RATES = [rate for unit in UNITS for rate in (unit.per_s, unit.per_s_per_gpu)]
 # Fields of metrics.jsonl, by the group they are shown in.
@@ -44,7 +45,6 @@ NAMES = {field: f"{group}/{field}" for group, fields in GROUPS.items() for field
 SHOWN_BY_HPARAMS = (NAMES["loss"], NAMES["eval_loss"])
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
 INSTALL = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny", "wandb": "wandb"}
-FOLDER = "tensorboard"
 STORE_S = 30.0  # between two copies of an event file to S3, at least
 STORE_BYTES_PER_S = 2 * 2**20  # of such copies, on average
 # In one request; characters. Source: MLflow's REST API, "Request Limits", 3.17 (2026-11).
@@ -91,22 +91,14 @@ def problems(config: RunConfig) -> list[str]:
 def scalars(line: Line) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of what a step has."""
     for field, name in NAMES.items():
-        value = line.get(field)
+        value = figure(line, field)
         if value is not None:
             yield name, float(value)
 
 
-def settings(config: RunConfig) -> dict[str, Any]:
+def settings(config: RunConfig) -> dict[str, object]:
     """Return every field of a config by its dotted name, as plain values."""
-
-    def flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in tree.items():
-            if isinstance(value, dict) and value:
-                yield from flat(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(flat(config.model_dump(mode="json"), ""))
+    return flatten(config.model_dump(mode="json"))
 
 
 class TensorBoard:
@@ -121,7 +113,7 @@ class TensorBoard:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.summary import hparams, text
 
-        self._storage = run / FOLDER
+        self._storage = run / TENSORBOARD
         self._old = [entry.name for entry in self._storage.list()]
         local = self._storage.local_path()
         self._remote = local is None
@@ -236,7 +228,7 @@ class MLflow:
         for number, (prompt, text) in enumerate(samples):
             value = f"{prompt}{text}"[:MLFLOW_TAG]
             self._client.set_tag(self._id, f"{PROJECT}.sample.{number}", value)
-        ended = {"done": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED")
+        ended = {DONE: "FINISHED", STOPPED: "KILLED"}.get(status, "FAILED")
         self._client.set_terminated(self._id, ended)
 
     def _newest_step(self) -> int:
@@ -293,7 +285,7 @@ class Wandb:
         self._run.summary.update({"status": status})
         for number, (prompt, text) in enumerate(samples):
             self._run.summary.update({f"sample/{number}": prompt + text})
-        self._run.finish(exit_code=int(status == "failed"))
+        self._run.finish(exit_code=int(status == FAILED))
 
 
 OPEN: dict[str, Callable[[Storage, RunConfig], Tracker]] = {
@@ -315,7 +307,7 @@ def _wandb_may_start() -> bool:
         return False
 
 
-def _plain(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
+def _plain(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
     return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
 
 

@@ -39,7 +39,7 @@ class Cursor:
     fingerprint: str
     """What the rows were made from, as `fingerprint()` gives it."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, int | str]:
         """Return plain values for JSON."""
         return asdict(self)
 

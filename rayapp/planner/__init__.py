@@ -30,7 +30,7 @@ from rayapp.planner.advice import (
 )
 from rayapp.planner.answer import Answer, Band, answer
 from rayapp.planner.image_question import ask_images
-from rayapp.planner.question import Question, ask, counts_of_run
+from rayapp.planner.question import Question, ask, counts_of
 from rayapp.planner.trained import random_weights
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "ask",
     "ask_images",
     "cheapest",
-    "counts_of_run",
+    "counts_of",
     "largest_micro_batch",
     "misfit",
     "plan",
@@ -75,7 +75,7 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
 
 def as_dict(
     found: Answer, others: list[Suggestion], table: list[Answer], best: Answer | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what `plan --json` prints: the plan, suggestions, scaling, and the cheapest."""
     return {
         **found.as_dict(),

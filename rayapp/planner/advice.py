@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from rayapp.config import ConfigError
 from rayapp.hardware import INSTANCES
 from rayapp.planner.answer import Answer, answer
 from rayapp.planner.formulas import mean_context
 from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.machines import per_worker
 from rayapp.planner.memory import Layout
 from rayapp.planner.question import Question
 from rayapp.planner.times import Job, machine_of
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
-Changes = Iterator[tuple[str, dict[str, Any]]]
+Fields: TypeAlias = dict[str, Any]
+"""Of a layout, to be replaced."""
+Changes: TypeAlias = Iterator[tuple[str, Fields]]
 GAIN = 1.03  # less is within the noise of the model
 
 
@@ -32,7 +35,7 @@ class Suggestion:
     change: str
     answer: Answer
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values."""
         rate = self.answer.rate
         return {
@@ -93,7 +96,7 @@ def _per_worker(one: Suggestion) -> float:
 def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
     """Yield (what to set, the question with it): a change alone, or with full checkpointing."""
     layout = question.layout
-    full: dict[str, Any] = {}
+    full: Fields = {}
     if isinstance(layout, ImageLayout):
         singles = _image_changes(layout)
     else:
@@ -155,16 +158,14 @@ def _image_changes(layout: ImageLayout) -> Changes:
         yield "parallel.strategy=full_shard", {"strategy": "full_shard"}
 
 
-def _changed(
-    question: Question, change: str, fields: dict[str, Any]
-) -> Iterator[tuple[str, Question]]:
+def _changed(question: Question, change: str, fields: Fields) -> Iterator[tuple[str, Question]]:
     """Yield the question on the same machines with fields of the layout changed."""
     layout = replace(question.layout, **fields)
     if question.rows_per_step % layout.micro_batch:
         return
     if layout.strategy == "full_shard":
         layout = replace(layout, shards=question.workers)
-    micro_batches = -(-question.rows_per_step // layout.micro_batch // question.workers)
+    micro_batches = per_worker(question.rows_per_step, layout.micro_batch, question.workers)
     layout = replace(layout, accumulates=micro_batches > 1)
     job = question.job
     if job is not None:
@@ -184,7 +185,9 @@ def largest_micro_batch(question: Question) -> int | None:
         for size in range(1, max(1, rows // workers) + 1)
         if rows % size == 0 and answer(with_micro_batch(question, size)).fits
     ]
-    return min(fitting, key=lambda size: (-(-rows // size // workers) * size, -size), default=None)
+    return min(
+        fitting, key=lambda size: (per_worker(rows, size, workers) * size, -size), default=None
+    )
 
 
 def with_micro_batch(question: Question, size: int) -> Question:
@@ -283,7 +286,7 @@ def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
                 yield best
 
 
-def _settings(layout: Layout | ImageLayout) -> Iterator[dict[str, Any]]:
+def _settings(layout: Layout | ImageLayout) -> Iterator[Fields]:
     """Yield what is tried on each machine."""
     if isinstance(layout, ImageLayout):  # batch-norm is over a micro-batch: another is another task
         yield {"micro_batch": layout.micro_batch}

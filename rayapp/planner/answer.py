@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict, cast
 
+from rayapp.hardware import GIB
 from rayapp.planner.formulas import mfu
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_step import image_step_time
@@ -19,7 +20,6 @@ from rayapp.planner.question import Question
 from rayapp.planner.step import step_time
 from rayapp.planner.times import PINNED, Job, StepTime
 
-GIB = 2**30
 # GPUs whose published training runs the model was compared with, and how far off speed may be:
 # the 90th percentile of docs/plan.md's rows; others have no such rows.
 COMPARED = ("A100-40GB", "A100-80GB", "H100", "H200")
@@ -40,6 +40,49 @@ DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
 START_S = 120.0
 
 
+class BandValues(TypedDict):
+    """A band as plain values."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Forecast(TypedDict, total=False):
+    """An answer as plain values; of bands those that are known, in the unit of the run."""
+
+    fits: bool | None
+    peak_gib: BandValues
+    step_s: BandValues | None
+    tokens_per_s: BandValues | None
+    tokens_per_s_per_gpu: BandValues | None
+    images_per_s: BandValues | None
+    images_per_s_per_gpu: BandValues | None
+    mfu: BandValues | None
+    hours: BandValues | None
+    epoch_hours: BandValues | None
+    cost_usd: BandValues | None
+    usd_per_1m_tokens: BandValues | None
+    usd_per_1m_images: BandValues | None
+    peak_terms_gib: dict[str, float]
+    peak_phase: str
+    capacity_gib: float | None
+    step_terms_s: dict[str, float] | None
+    parameters: int
+    trainable_parameters: int
+    workers: int
+    nodes: int
+    instance: str | None
+    usd_per_hour: float | None
+    region: str
+    steps: int | None
+    tokens_per_step: int
+    images_per_step: int
+    checkpoint: dict[str, float] | None
+    goodput: float | None
+    reasons: list[str]
+
+
 @dataclass(frozen=True)
 class Band:
     """A figure and what it may be instead."""
@@ -56,9 +99,10 @@ class Band:
         """Return factor over each: a fast run is a short one."""
         return Band(factor / self.value, factor / self.high, factor / self.low)
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> BandValues:
         """Return plain values, 6 digits of each."""
-        return {name: float(f"{value:.6g}") for name, value in vars(self).items()}
+        value, low, high = (float(f"{one:.6g}") for one in (self.value, self.low, self.high))
+        return {"value": value, "low": low, "high": high}
 
 
 @dataclass(frozen=True)
@@ -95,8 +139,8 @@ class Answer:
     reasons: list[str] = field(default_factory=list)
     """What is not known and why, what is tight."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values: the keys of plan.json."""
+    def as_dict(self) -> Forecast:
+        """Return plain values."""
         question = self.question
         unit = question.unit
         per_gpu = None if self.rate is None else self.rate.times(1 / self.workers)
@@ -112,7 +156,7 @@ class Answer:
             f"usd_per_1m_{unit.many}": self.usd_per_1m,
         }
         one = question.instance
-        return {
+        values = {
             "fits": self.fits,
             **{name: None if band is None else band.as_dict() for name, band in bands.items()},
             "peak_terms_gib": {
@@ -134,6 +178,7 @@ class Answer:
             "goodput": self.goodput,
             "reasons": self.reasons,
         }
+        return cast(Forecast, values)  # some names are made of the unit's
 
     @property
     def workers(self) -> int:

@@ -9,9 +9,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 STEPS = 10
+
+
+class Timed(TypedDict):
+    """What is asked of a line of metrics.jsonl."""
+
+    step: int
+    attempt: int
+    workers: int
+    step_s: float
+    checkpoint_stall_s: float
+    eval_s: float
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Calibration:
     """How many trained; others take another time."""
 
 
-def calibrate(lines: Sequence[dict[str, Any]]) -> Calibration | None:
+def calibrate(lines: Sequence[Timed]) -> Calibration | None:
     """Look at the first ten steps that as many workers made as train now.
 
     The first step of each attempt is left out: it compiles, and fills what later ones reuse.
@@ -39,7 +50,7 @@ def calibrate(lines: Sequence[dict[str, Any]]) -> Calibration | None:
     if not lines:
         return None
     workers = lines[-1]["workers"]
-    attempt, found = 0, list[dict[str, Any]]()
+    attempt, found = 0, list[Timed]()
     for line in lines:
         first, attempt = line["attempt"] != attempt, line["attempt"]
         if line["workers"] == workers and not first:
@@ -50,7 +61,7 @@ def calibrate(lines: Sequence[dict[str, Any]]) -> Calibration | None:
     return None
 
 
-def rest_s(lines: Sequence[dict[str, Any]], found: Calibration) -> float | None:
+def rest_s(lines: Sequence[Timed], found: Calibration) -> float | None:
     """Return the mean seconds of the steps after those, None before there is one.
 
     By as many workers; saves and evaluations are left out, and the first step of each attempt.
@@ -63,6 +74,6 @@ def rest_s(lines: Sequence[dict[str, Any]], found: Calibration) -> float | None:
     return statistics.fmean(took) if took else None
 
 
-def busy_s(line: dict[str, Any]) -> float:
+def busy_s(line: Timed) -> float:
     """Return the seconds of a step without its stalls by a save and an evaluation."""
     return float(line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"])

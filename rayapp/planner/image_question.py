@@ -9,11 +9,8 @@ lies on a GPU is the same for any number of them, unless weights are sharded.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rayapp import hardware
@@ -22,15 +19,10 @@ from rayapp.hardware import Instance
 from rayapp.planner.formulas import UnknownShape
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import ImageShape, image_shape_of
-from rayapp.planner.question import (
-    Question,
-    named_instance,
-    price_of,
-    replica_shards,
-    spare_cpus,
-    workers_of,
-)
+from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
+from rayapp.planner.question import Question, replica_shards, spare_cpus
 from rayapp.planner.times import Job, machine_of
+from rayapp.planner.trained import read_config_json
 from rayapp.presets.images import IMAGE_PRESETS
 
 
@@ -60,7 +52,7 @@ def ask_images(
     if problems or shape is None:
         raise ConfigError(problems)
     rows, size = config.train.images_per_step, config.train.micro_batch
-    micro_batches = -(-rows // size // workers)
+    micro_batches = per_worker(rows, size, workers)
     layout = _layout(config, shape, one, shards, micro_batches)
     layout = replace(layout, on_cpu=layout.on_cpu or (one is None and on_cpu))
     job = None
@@ -135,16 +127,4 @@ def _config_json(path: str, problems: list[str]) -> Mapping[str, Any] | None:
     preset = IMAGE_PRESETS.get(path)
     if preset is not None:
         return {"model_type": preset.model_type, **preset.fields}
-    file = Path(os.path.expanduser(path)) / "config.json"
-    if file.is_file():
-        try:
-            values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            return values
-        except ValueError as error:
-            problems.append(f"{file} is not valid JSON: {error}. Copy it anew")
-            return None
-    problems.append(
-        f"model.path={path} is not at hand: a plan needs the model's config.json and never uses "
-        f"the network. Give a local folder, or one of {', '.join(IMAGE_PRESETS)}"
-    )
-    return None
+    return read_config_json(path, IMAGE_PRESETS, problems)

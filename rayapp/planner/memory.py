@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rayapp.hardware import GIB
 from rayapp.planner.flops import model_flops
 from rayapp.planner.shape import Linear, Shape, lora_parameters
 
 FP32 = 4
-LOSS_WORDS = 16_384  # rayapp.train.loss.WORDS
+LOSS_WORDS = 16_384  # of the head's gradient that one product makes at once
 # CUDA context, NCCL's channels and cuBLAS' workspace: outside PyTorch's allocator.
-CONTEXT_BYTES = 1.3 * 2**30
+CONTEXT_BYTES = 1.3 * GIB
 # What a worker on CPUs holds beside its tensors: 0.5 GiB of Python, torch, transformers and Ray,
 # rows ahead, gloo's buffers, and what glibc keeps of what was freed. Measured, see docs/plan.md.
-PROCESS_BYTES = 0.85 * 2**30
+PROCESS_BYTES = 0.85 * GIB
 # What the caching allocator holds beyond what is alive, as a share of what comes and goes.
 FRAGMENTATION = 0.05
 # 8-bit moments have an fp32 scale for each 256 (torchao), nf4 one for each 64 (bitsandbytes).

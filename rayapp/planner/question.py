@@ -8,22 +8,20 @@ Only local files are read, never the network.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rayapp import hardware
-from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
+from rayapp.config import Config, ConfigError, VisionConfig
 from rayapp.config.units import IMAGES, TOKENS, Unit
-from rayapp.hardware import Instance, UnknownInstance
+from rayapp.hardware import Instance
 from rayapp.planner.formulas import Shape, UnknownShape, mean_context, shape_of
 from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
 from rayapp.planner.memory import Layout
 from rayapp.planner.times import Job, machine_of
-from rayapp.planner.trained import is_preset, vocabulary_of
+from rayapp.planner.trained import is_preset, read_config_json, vocabulary_of
 from rayapp.presets import PRESETS, config_of
 
 
@@ -72,7 +70,7 @@ class Question:
         layout = replace(self.layout, **changes)
         if self.rows_per_step % layout.micro_batch:
             return None
-        micro_batches = -(-self.rows_per_step // layout.micro_batch // workers)
+        micro_batches = per_worker(self.rows_per_step, layout.micro_batch, workers)
         shards = shards_of(layout.strategy, workers, one.gpus)
         layout = replace(layout, shards=shards, accumulates=micro_batches > 1)
         assert self.job is not None
@@ -128,9 +126,9 @@ def ask(
     shards = replica_shards(config, workers, nodes, problems)
     if problems or shape is None:
         raise ConfigError(problems)
-    rows = config.train.tokens_per_step // config.data.seq_len
+    rows = config.rows_per_step
     size = config.train.micro_batch or 1  # auto is tried out from one row on
-    micro_batches = -(-rows // size // workers)
+    micro_batches = per_worker(rows, size, workers)
     layout = _layout(config, tree, shape, one, shards, size, micro_batches)
     layout = replace(layout, on_cpu=layout.on_cpu or (one is None and on_cpu))
     job = None
@@ -153,12 +151,6 @@ def ask(
     )
 
 
-def workers_of(config: RunConfig, one: Instance | None, most: bool = False) -> tuple[int, int]:
-    """Return how many workers are planned for, and their nodes: the fewest, or the most."""
-    workers = config.cluster.max_workers if most else config.cluster.min_workers
-    return workers, 1 if one is None or not one.gpus else -(-workers // one.gpus)
-
-
 def replica_shards(
     config: Config | VisionConfig, workers: int, nodes: int, problems: list[str]
 ) -> int:
@@ -174,24 +166,10 @@ def replica_shards(
     return shards_of(strategy, workers, workers // replicas)
 
 
-def price_of(
-    config: RunConfig, one: Instance | None, region: str, usd_per_hour: float | None
-) -> float | None:
-    """Return what an instance costs: as given, as configured, else as listed."""
-    price = usd_per_hour or config.cluster.usd_per_hour
-    if price is None and one is not None:
-        price = hardware.usd_per_hour(one, region)
-    return price
-
-
-def counts_of_run(folder: str) -> dict[str, int]:
-    """Return the steps, and the training images, that a run's plan.json has counted, by name."""
-    path = Path(folder) / "plan.json"
-    if not path.is_file():
-        return {}
-    values = json.loads(path.read_text(encoding="utf-8"))
-    images = (values.get("data") or {}).get("images") or {}
-    found = {"steps": values.get("steps"), "images": images.get("train")}
+def counts_of(plan: Mapping[str, Any]) -> dict[str, int]:
+    """Return the steps, and the training images, that a run's plan has counted, by name."""
+    images = (plan.get("data") or {}).get("images") or {}
+    found = {"steps": plan.get("steps"), "images": images.get("train")}
     return {name: int(count) for name, count in found.items() if count is not None}
 
 
@@ -239,17 +217,6 @@ def _layout(
     )
 
 
-def named_instance(config: RunConfig, problems: list[str]) -> Instance | None:
-    """Return `cluster.instance`; None where none is named or known, the latter as a problem."""
-    if config.cluster.instance is None:
-        return None
-    try:
-        return hardware.instance(config.cluster.instance)
-    except UnknownInstance as error:
-        problems.append(str(error))
-        return None
-
-
 def _shape(config: Config, model: Mapping[str, Any] | None, problems: list[str]) -> Shape | None:
     path = config.model.path
     values = model
@@ -281,15 +248,4 @@ def _config_json(config: Config, problems: list[str]) -> Mapping[str, Any] | Non
     name = by_source.get(path, path)
     if is_preset(name):
         return config_of(name)
-    file = Path(os.path.expanduser(path)) / "config.json"
-    if file.is_file():
-        try:
-            return json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            problems.append(f"{file} is not valid JSON: {error}. Copy it anew")
-            return None
-    problems.append(
-        f"model.path={path} is not at hand: a plan needs the model's config.json and never uses "
-        f"the network. Give a local folder, or one of {', '.join(PRESETS)}"
-    )
-    return None
+    return read_config_json(path, PRESETS, problems)

@@ -168,7 +168,7 @@ def _shape(
     **more: Any,
 ) -> Shape:
     heads = config["num_attention_heads"]
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "model_type": config["model_type"],
         "hidden": config["hidden_size"],
         "layers": config["num_hidden_layers"],

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from rayapp.hardware import PRICE_DATE, PRICE_SOURCE
+from rayapp.hardware import GIB, PRICE_DATE, PRICE_SOURCE
 from rayapp.planner.advice import Suggestion
-from rayapp.planner.answer import GIB, Answer, Band
+from rayapp.planner.answer import Answer, Band
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import CONTEXT_BYTES, PROCESS_BYTES
 

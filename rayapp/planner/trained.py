@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from rayapp.config import Config
 from rayapp.presets import PRESETS
@@ -23,6 +24,24 @@ BYTES_TOKENS = 259
 def is_preset(path: str) -> bool:
     """Tell whether a model path means a preset: a folder of that name comes first."""
     return path in PRESETS and not os.path.isdir(os.path.expanduser(path))
+
+
+def read_config_json(
+    path: str, presets: Iterable[str], problems: list[str]
+) -> Mapping[str, Any] | None:
+    """Return the config.json of a model's local folder; None, and a problem, where it has none."""
+    file = Path(os.path.expanduser(path)) / "config.json"
+    if file.is_file():
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            problems.append(f"{file} is not valid JSON: {error}. Copy it anew")
+            return None
+    problems.append(
+        f"model.path={path} is not at hand: a plan needs the model's config.json and never uses "
+        f"the network. Give a local folder, or one of {', '.join(presets)}"
+    )
+    return None
 
 
 def tokenizer_of(config: Config, own: int, preset: bool) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).parent
 
@@ -110,7 +109,7 @@ PRESETS = {
 }
 
 
-def config_of(name: str) -> dict[str, Any]:
+def config_of(name: str) -> dict[str, object]:
     """Return a preset's config.json.
 
     Raises:

@@ -10,8 +10,8 @@ rounds otherwise where a side is odd. A test compares both with what transformer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ImagePreset:
     """Multiply-adds of one image in 10^9; a forward pass takes twice as many FLOPs."""
     size: int
     """Pixels of an image's sides at which that holds, and at which the paper trains."""
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
     """Of config.json, where they are not transformers' defaults."""
 
 

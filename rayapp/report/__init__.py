@@ -15,13 +15,12 @@ from dataclasses import replace
 
 from rayapp.config import ConfigError
 from rayapp.observe.goodput import Damaged
+from rayapp.observe.run_folder import REPORT
 from rayapp.report.folder import Run, read
 from rayapp.report.render import comparison_page, run_page
 from rayapp.storage import Storage, StorageError, open_storage
 
-__all__ = ["FILE", "compare", "write", "write_for"]
-
-FILE = "report.html"
+__all__ = ["compare", "write", "write_for"]
 
 logger = logging.getLogger("rayapp.report")
 
@@ -36,8 +35,8 @@ def write(run: Storage, out: str | None = None) -> str:
     page = run_page(read(run))
     if out is not None:
         return _save(page, out)
-    run.write(FILE, page)
-    return f"{run.url}/{FILE}"
+    run.write(REPORT, page)
+    return f"{run.url}/{REPORT}"
 
 
 def compare(runs: Sequence[Storage], out: str) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from rayapp.config.units import IMAGES
-from rayapp.report import words
+from rayapp.observe import words
+from rayapp.observe.records import band_of
 from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of
 from rayapp.report.folder import Run
 
@@ -83,7 +83,7 @@ class Chart:
             for value in self.points[line.points][column]
         )
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """Return what page.js draws."""
         return {
             "id": self.id,
@@ -340,7 +340,7 @@ def _overlaid(
 
 def _planned(run: Run, name: str) -> list[Mark]:
     """Return a figure of plan.json, if it was planned."""
-    band = run.plan.get(name)
+    band = band_of(run.plan, name)
     return [Mark("plan", band["value"], band["low"], band["high"])] if band else []
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayapp.config.units import IMAGES
-from rayapp.report import words
+from rayapp.observe import words
+from rayapp.observe.words import UNKNOWN
 from rayapp.report.folder import Run
 from rayapp.report.tables import flat, shown
-from rayapp.report.words import UNKNOWN
 
 OWN = ("run.name", "run.storage")  # differ between any two runs
 

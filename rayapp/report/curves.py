@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
-from rayapp.observe.metrics import FILE, ImageRecord, TokenRecord
+from rayapp.observe.metrics import ImageRecord, TokenRecord
+from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage
 
 BUCKETS = 600  # about one for each 2 pixels of a wide screen
@@ -48,12 +49,12 @@ def read_steps(run: Storage) -> pa.Table:
 
     What is not a whole line is left out.
     """
-    size, rest, tables = run.size(FILE) or 0, b"", [SCHEMA.empty_table()]
+    size, rest, tables = run.size(METRICS) or 0, b"", [SCHEMA.empty_table()]
     for start in range(0, size, BLOCK_BYTES):
-        data = rest + run.read(FILE, start, min(BLOCK_BYTES, size - start))
+        data = rest + run.read(METRICS, start, min(BLOCK_BYTES, size - start))
         whole, newline, rest = data.rpartition(b"\n")
         if whole:
-            tables.append(_table(whole + newline, f"{run.url}/{FILE}"))
+            tables.append(_table(whole + newline, f"{run.url}/{METRICS}"))
     return pa.concat_tables(tables)
 
 
@@ -68,7 +69,7 @@ def _table(data: bytes, where: str) -> pa.Table:
         return pa.Table.from_pylist(list(_lines(data, where)), SCHEMA)
 
 
-def _lines(data: bytes, where: str) -> Iterator[dict[str, Any]]:
+def _lines(data: bytes, where: str) -> Iterator[dict[str, object]]:
     """Yield the lines that can be read, of a block with one that cannot."""
     for text in data.splitlines():
         try:

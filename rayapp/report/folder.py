@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import yaml
@@ -19,13 +19,21 @@ import yaml
 from rayapp.config import parse_yaml
 from rayapp.config.units import IMAGES, TOKENS, Unit
 from rayapp.observe import status as statuses
-from rayapp.observe.goodput import OF_A_STEP, Account, Damaged, Event, commands, read_events
+from rayapp.observe.goodput import OF_A_STEP, Account, Damaged, commands, read_events
+from rayapp.observe.records import (
+    Evaluated,
+    Event,
+    Interruption,
+    Plan,
+    RunResult,
+    Sections,
+    Validation,
+)
+from rayapp.observe.run_folder import CONFIG, VALIDATIONS
 from rayapp.report.curves import Array, columns_of, read_steps
 from rayapp.storage import Storage
 
 ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
-VALIDATIONS = "validation.jsonl"
-HELD = ("eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
 WARM_UP_SHARE = 0.1  # of the steps, left out of mean rates
 
 
@@ -59,9 +67,9 @@ class Run:
     task: str | None
     """What is trained; None: a language model."""
     config_yaml: str | None
-    config: dict[str, Any]
-    plan: dict[str, Any]
-    result: dict[str, Any]
+    config: Sections
+    plan: Plan
+    result: RunResult
     """Empty while the run goes on: what an earlier command left is out of date."""
     versions: dict[str, str]
     events: list[Event]
@@ -175,7 +183,7 @@ class Run:
         return self.account.cost_usd if self.account else self.result.get("cost_usd")
 
     @property
-    def interruptions(self) -> list[dict[str, Any]]:
+    def interruptions(self) -> list[Interruption]:
         """Each with time, kind, reason, step, workers, lost_steps and to_first_step_s."""
         if self.account:
             return self.account.interruptions
@@ -199,13 +207,13 @@ def read(storage: Storage) -> Run:
     columns = columns_of(steps)
     now = statuses.read(storage, steps.select(ACCOUNTED).to_pylist())
     events = read_events(storage)
-    result = statuses.read_object(storage, "result.json")
-    text = _text(storage, "config.yaml")
+    result = statuses.read_result(storage)
+    text = _text(storage, CONFIG)
     task, config = _mapping(text)
     status, reason = now.status, now.reason
     if not events and not now.live and result:  # an older run, whose end result.json alone tells
         status, reason = str(result.get("status", status)), result.get("reason")
-    current = {} if now.live else result
+    current: RunResult = cast(RunResult, {}) if now.live else result
     return Run(
         name=str(config.get("run", {}).get("name") or storage.url.rstrip("/").rpartition("/")[2]),
         url=storage.url,
@@ -214,7 +222,7 @@ def read(storage: Storage) -> Run:
         task=task,
         config_yaml=text,
         config=config,
-        plan=statuses.read_object(storage, "plan.json"),
+        plan=statuses.read_plan(storage),
         result=current,
         versions=result.get("versions", {}),
         events=events,
@@ -225,32 +233,41 @@ def read(storage: Storage) -> Run:
 
 
 def held_out(
-    lines: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], result: dict[str, Any]
+    lines: Sequence[Evaluated], validations: Sequence[Validation], result: RunResult
 ) -> list[Held]:
     """Return the held-out losses by step: from training, from checkpoints, from the end."""
-    last = {"step": result.get("steps"), **result}
     found: dict[int, Held] = {}
-    for one in (*validations, *lines, last):
-        if one.get("step") is not None and one.get("eval_loss") is not None:
-            step = int(one["step"])
-            loss, per_byte, top1, top5 = (one.get(name) for name in HELD)
-            found[step] = Held(step, float(loss or 0.0), per_byte, top1, top5)
+    last = (result.get("steps"), result)
+    for step, one in (*((each.get("step"), each) for each in (*validations, *lines)), last):
+        loss = one.get("eval_loss")
+        if step is not None and loss is not None:
+            shares = one.get("eval_top1"), one.get("eval_top5")
+            found[step] = Held(step, loss, one.get("eval_loss_per_byte"), *shares)
     return [found[step] for step in sorted(found)]
 
 
-def _evaluated(columns: dict[str, Array]) -> list[dict[str, Any]]:
+def _evaluated(columns: dict[str, Array]) -> list[Evaluated]:
     """Return the steps after which training has evaluated."""
-    names = ("step", *HELD)
     known = ~np.isnan(columns["eval_loss"])
+    names = ("step", "eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
     rows = zip(*(columns[name][known].tolist() for name in names), strict=True)
-    return [dict(zip(names, map(_known, row), strict=True)) for row in rows]
+    return [
+        Evaluated(
+            step=int(step),
+            eval_loss=loss,
+            eval_loss_per_byte=_known(per_byte),
+            eval_top1=_known(top1),
+            eval_top5=_known(top5),
+        )
+        for step, loss, per_byte, top1, top5 in rows
+    ]
 
 
 def _known(value: float) -> float | None:
     return None if np.isnan(value) else value
 
 
-def _validations(storage: Storage) -> list[dict[str, Any]]:
+def _validations(storage: Storage) -> list[Validation]:
     found = []
     for number, line in enumerate((_text(storage, VALIDATIONS) or "").splitlines(), 1):
         try:
@@ -261,7 +278,7 @@ def _validations(storage: Storage) -> list[dict[str, Any]]:
             fix = "Delete the line"
             why = f"line {number} is no JSON object"
             raise Damaged(f"{storage.url}/{VALIDATIONS}", why, fix)
-        found.append(value)
+        found.append(cast(Validation, value))
     return found
 
 
@@ -272,7 +289,7 @@ def _text(storage: Storage, name: str) -> str | None:
         return None
 
 
-def _mapping(text: str | None) -> tuple[str | None, dict[str, Any]]:
+def _mapping(text: str | None) -> tuple[str | None, Sections]:
     """Return task and sections of a config, also of an older one, which `load` would refuse."""
     try:
         tree = parse_yaml(text or "")

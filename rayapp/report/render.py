@@ -19,7 +19,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rayapp.report import charts, comparison, tables, timeline, words
+from rayapp.observe import words
+from rayapp.observe.run_folder import METRICS
+from rayapp.report import charts, comparison, tables, timeline
 from rayapp.report.curves import BUCKETS
 from rayapp.report.folder import Run
 
@@ -107,7 +109,7 @@ def _thinned(runs: Sequence[Run]) -> str:
         return ""
     return (
         f"Of {most:,} steps the curves show the lowest and the highest of every "
-        f"{-(-most // BUCKETS):,}; all of them are in metrics.jsonl."
+        f"{-(-most // BUCKETS):,}; all of them are in {METRICS}."
     )
 
 

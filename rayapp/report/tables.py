@@ -6,14 +6,20 @@ settings(run)                   # the fields of its config that are not at their
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rayapp.config import KINDS, Config
+from rayapp.config.text import flatten
 from rayapp.config.units import IMAGES
-from rayapp.report import words
+from rayapp.data.report import DataReport
+from rayapp.observe import words
+from rayapp.observe.goodput import ENDED, WORKERS
+from rayapp.observe.records import Facts, band_of
+from rayapp.observe.run_folder import DONE
+from rayapp.observe.words import UNKNOWN
 from rayapp.report.folder import Run
-from rayapp.report.words import UNKNOWN
 
 CAUSES = {
     "step": "steps that count",
@@ -124,8 +130,8 @@ def planned(run: Run) -> list[list[str]]:
         run.unit.per_s: run.rate(run.unit.per_s),
         run.unit.per_s_per_gpu: run.rate(run.unit.per_s_per_gpu),
         "mfu": run.rate("mfu"),
-        "hours": None if run.wall_s is None or run.status != "done" else run.wall_s / 3600.0,
-        "cost_usd": run.cost_usd if run.status == "done" else None,
+        "hours": None if run.wall_s is None or run.status != DONE else run.wall_s / 3600.0,
+        "cost_usd": run.cost_usd if run.status == DONE else None,
     }
     names = {
         "peak_gib": "peak memory, GiB",
@@ -138,7 +144,7 @@ def planned(run: Run) -> list[list[str]]:
     }
     rows = []
     for name, label in names.items():
-        band, value = run.plan.get(name), measured[name]
+        band, value = band_of(run.plan, name), measured[name]
         if band is None:
             rows.append([label, UNKNOWN, words.number(value), "", "", ""])
             continue
@@ -155,8 +161,9 @@ def planned(run: Run) -> list[list[str]]:
 
 def _calibrated(run: Run) -> list[str]:
     """Return the row of a step as the run's own first ten foretold it, and as those after were."""
-    found = run.result.get("step_s") or {}
-    foretold_s, rest_s = found.get("calibrated"), found.get("measured")
+    found = run.result.get("step_s")
+    foretold_s = found["calibrated"] if found else None
+    rest_s = found["measured"] if found else None
     ratio = f"{rest_s / foretold_s:.2f}" if foretold_s and rest_s else ""
     label = "step, s, foretold by its first ten"
     return [label, words.number(foretold_s), words.number(rest_s), ratio, "", ""]
@@ -217,7 +224,7 @@ def lengths(counts: dict[str, int]) -> list[Bar]:
     ]
 
 
-def bad_rows(data: dict[str, Any]) -> list[Bar]:
+def bad_rows(data: DataReport) -> list[Bar]:
     """Return the unusable records by reason, the most frequent first."""
     bad: dict[str, int] = data.get("bad", {})
     total, most = max(data.get("records", 0), 1), max(bad.values(), default=1)
@@ -251,7 +258,7 @@ def data_facts(run: Run) -> list[Figure]:
     ]
 
 
-def _image_facts(run: Run, data: dict[str, Any]) -> list[Figure]:
+def _image_facts(run: Run, data: DataReport) -> list[Figure]:
     counts, every = data["images"], list(data["class_counts"].values())
     return [
         Figure("Images", words.amount(counts["train"]), f"{counts['eval']:,} held out"),
@@ -264,7 +271,8 @@ def _image_facts(run: Run, data: dict[str, Any]) -> list[Figure]:
 
 def classes(run: Run) -> list[Bar]:
     """Return how much of each class is classified right, the worst first."""
-    every = run.result.get("classes", {}).get("each", [])
+    found = run.result.get("classes")
+    every = found["each"] if found else []
     shares = [(right / count if count else 0.0, name, count, right) for name, count, right in every]
     return [
         Bar(name, share, share, [f"{right:,} of {count:,}", words.share(share if count else None)])
@@ -274,8 +282,8 @@ def classes(run: Run) -> list[Bar]:
 
 def confusions(run: Run) -> list[list[str]]:
     """Return the pairs of classes most often confused: class, taken for, images."""
-    pairs = run.result.get("classes", {}).get("confused", [])
-    return [[true, taken, f"{count:,}"] for true, taken, count in pairs]
+    found = run.result.get("classes")
+    return [[true, taken, f"{n:,}"] for true, taken, n in (found["confused"] if found else [])]
 
 
 def sources(run: Run) -> list[list[str]]:
@@ -298,22 +306,23 @@ def sources(run: Run) -> list[list[str]]:
 
 def environment(run: Run) -> list[tuple[str, str]]:
     """Return versions, machines and places."""
-    first = run.events[0] if run.events else {}
-    last = [event for event in run.events if event["event"] == "workers"][-1:] or [{}]
-    machines = run.config.get("cluster", {}).get("instance") or last[0].get("instance")
+    first = cast(Facts, run.events[0] if run.events else {})
+    began = run.events[0]["time"] if run.events else None
+    last: Facts = next((e for e in reversed(run.events) if e["event"] == WORKERS), cast(Facts, {}))
+    machines = run.config.get("cluster", {}).get("instance") or last.get("instance")
     attempts = int(run.last("attempt") or 0)
     rate = run.account.usd_per_hour if run.account else None
-    ended = [event["time"] for event in run.events if event["event"] == "ended"]
+    ended = [event["time"] for event in run.events if event["event"] == ENDED]
     rows = [
         ("folder", run.url),
         *((name, text) for name, text in run.versions.items()),
         ("instance", str(machines) if machines else UNKNOWN),
-        ("nodes", words.number(last[0].get("nodes"), 12)),
+        ("nodes", words.number(last.get("nodes"), 12)),
         ("workers", words.number(run.last("workers"), 12)),
         ("attempts", words.number(attempts or None, 12)),
         ("price", UNKNOWN if rate is None else f"{words.dollars(rate)} per hour"),
         ("first command on", str(first.get("host") or UNKNOWN)),
-        ("first command at", words.moment(first.get("time"))),
+        ("first command at", words.moment(began)),
         ("ended at", words.moment(ended[-1] if ended and run.result else None)),
         ("data fingerprint", str(run.plan.get("fingerprint", UNKNOWN))),
     ]
@@ -331,15 +340,9 @@ def settings(run: Run) -> list[list[str]]:
     ]
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a config as `section.field: value`."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and (value or not prefix):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
+def flat(tree: Mapping[str, Any]) -> dict[str, object]:
+    """Return a config as `section.field: value`; a section without fields is left out."""
+    return flatten({name: section for name, section in tree.items() if section != {}})
 
 
 def shown(value: Any) -> str:

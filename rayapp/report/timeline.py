@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayapp.observe import words
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS
-from rayapp.report import words
 from rayapp.report.folder import Run
 
 START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"

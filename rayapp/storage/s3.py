@@ -25,7 +25,7 @@ from rayapp.storage.base import (
     cut,
     hidden,
 )
-from rayapp.storage.s3_client import STALE, error_code, proven, send
+from rayapp.storage.s3_client import STALE, Answer, error_code, proven, send
 
 log = logging.getLogger("rayapp.storage")
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class S3Storage(Storage):
         data = self._call("read", name, get, {"InvalidRange": b""})  # begins at or past the end
         return cut(self._url(name), data, length)
 
-    def _check_whole(self, name: str, end: int, answer: dict[str, Any], client: Any) -> None:
+    def _check_whole(self, name: str, end: int, answer: Answer, client: Any) -> None:
         """Compare where a read to the end has ended with the object's size, unless it is digested.
 
         A truncated answer whose headers agree with it is a proxy's, and worth another try.
@@ -142,7 +142,7 @@ class S3Storage(Storage):
         nothing: dict[str, Entry | None] = {"NoSuchKey": None}
         return self._call("read", name, head, nothing)
 
-    def _head(self, key: dict[str, str], client: Any) -> dict[str, Any]:
+    def _head(self, key: dict[str, str], client: Any) -> Answer:
         """Ask for an object's head; a refusal says why only in answer to a GET."""
         from botocore.exceptions import ClientError
 
@@ -199,7 +199,7 @@ class S3Storage(Storage):
         ]
         return sorted(found, key=lambda entry: entry.name)
 
-    def _pages(self, prefix: str, **request: Any) -> Iterator[dict[str, Any]]:
+    def _pages(self, prefix: str, **request: Any) -> Iterator[Answer]:
         """Yield the pages of a folder's listing, each retried by itself."""
         folder = f"{self._folder_url(prefix)}/".split("/", 3)[3]
         request |= {"Bucket": self._bucket, "Prefix": folder}
@@ -225,7 +225,7 @@ class S3Storage(Storage):
         try:
             # Who may not list the bucket is told 403 of an absent name, not 404.
             absent = {**where, "Key": f"{probe}-absent"}
-            nothing: dict[str, dict[str, Any]] = {"NoSuchKey": {}}
+            nothing: dict[str, Answer] = {"NoSuchKey": {}}
             call("read", lambda client: self._head(absent, client), nothing)
             if put_if(IfNoneMatch="*"):
                 raise self._unconditional("If-None-Match", "wrote over an object that exists")
@@ -269,8 +269,8 @@ class _S3Writer(io.RawIOBase):
         self._pending = bytearray()
         self._written = 0
         self._upload: dict[str, str] = {}  # names the multipart upload once it is begun
-        self._sending: deque[Future[dict[str, Any]]] = deque()
-        self._sent: list[dict[str, Any]] = []
+        self._sending: deque[Future[Answer]] = deque()
+        self._sent: list[Answer] = []
         self._pool: ThreadPoolExecutor | None = None
 
     def writable(self) -> bool:
@@ -312,7 +312,7 @@ class _S3Writer(io.RawIOBase):
         part, self._pending = self._pending, bytearray()
         self._sending.append(self._pool.submit(self._put_part, number, part))
 
-    def _put_part(self, number: int, part: bytearray) -> dict[str, Any]:
+    def _put_part(self, number: int, part: bytearray) -> Answer:
         request = {**self._upload, "PartNumber": number, "Body": part}
         answer = self._call(lambda client: proven(client.upload_part(**request)))
         return {"PartNumber": number, "ETag": answer["ETag"]}
@@ -359,7 +359,7 @@ def part_bytes(written: int) -> int:
     return max(MIN_PART_BYTES, written // 1250)
 
 
-def _page(request: dict[str, Any], client: Any) -> dict[str, Any]:
+def _page(request: Answer, client: Any) -> Answer:
     return proven(client.list_objects_v2(**request), "IsTruncated")
 
 
@@ -368,6 +368,6 @@ def bare(etag: str) -> str:
     return etag.strip('"')
 
 
-def _object_entry(name: str, size: int, found: dict[str, Any]) -> Entry:
+def _object_entry(name: str, size: int, found: Answer) -> Entry:
     modified = found["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds alone
     return Entry(name, size, found["ETag"], modified.timestamp())

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rayapp.storage.base import StorageError
 
@@ -109,7 +109,11 @@ def _forget(client: Any) -> None:
             del _clients[key]
 
 
-def proven(answer: dict[str, Any], field: str = "ETag") -> dict[str, Any]:
+Answer: TypeAlias = dict[str, Any]
+"""Of botocore, which has no types: a request's fields, or what S3 has answered."""
+
+
+def proven(answer: Answer, field: str = "ETag") -> Answer:
     """Return an answer that has what S3 always sends; a proxy's log-in page is also a 200."""
     if not answer.get(field) and answer.get(field) is not False:
         raise ConnectionError(f"the answer has no {field}, so it is not S3's")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from rayapp.config.units import TOKENS, Unit
 from rayapp.observe.metrics import StepRecord
+from rayapp.observe.records import HeldOut
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.memory_peaks import Peaks
 from rayapp.train.optimizer import set_lr
@@ -68,7 +69,7 @@ class Batch(Protocol):
     def weight(self, i: int, j: int) -> int:
         """Return by what the loss of one row is divided."""
 
-    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:
+    def inputs(self, i: int, rows: slice = slice(None)) -> Mapping[str, object]:
         """Return what the model takes of a micro-batch, arrays and numbers by name."""
 
 
@@ -116,7 +117,7 @@ class Engine:
     """Told before each micro-batch whether it is the step's last on this rank."""
     updated: Callable[[bool], None] = field(default=lambda skipped: None)
     """Called on all ranks together when the weights are updated, or were left as they are."""
-    evaluate: Callable[[], dict[str, float | None]] | None = None
+    evaluate: Callable[[], HeldOut] | None = None
     """Return figures of the held-out data, named as in a record."""
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
     peaks: Peaks = field(init=False)
@@ -164,7 +165,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         peaks = engine.peaks.take()
         done = batch.step + 1
         evaluated = time.perf_counter()
-        held_out = {}
+        held_out: HeldOut = {}
         # Who leaves has no time for it: a node that is taken away stays for minutes at most.
         if engine.evaluate is not None and not leave and engine.eval_due(done):
             held_out = engine.evaluate()
@@ -271,7 +272,9 @@ def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:
     return engine.spikes is not None and engine.spikes.is_spike(loss)
 
 
-def inputs(batch: Batch, i: int, device: torch.device, rows: slice = slice(None)) -> dict[str, Any]:
+def inputs(
+    batch: Batch, i: int, device: torch.device, rows: slice = slice(None)
+) -> dict[str, object]:
     """Return what the model takes of a micro-batch (or of some of its rows), on the device."""
     return {
         name: torch.from_numpy(value).to(device, non_blocking=True)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from rayapp.planner.memory import LOSS_WORDS
+
 IGNORE = -100
-WORDS = 16_384  # of the head's gradient that one product makes at once
 
 
 def chunked_cross_entropy(
@@ -164,5 +165,5 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
         return
-    for part, rows in zip(total.split(WORDS), a.split(WORDS), strict=True):
+    for part, rows in zip(total.split(LOSS_WORDS), a.split(LOSS_WORDS), strict=True):
         part += rows @ b  # in parts: the product would be as large as the head

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
-GIB = 2**30
+from rayapp.hardware import GIB
+
 STATUS_BYTES = 8192  # of /proc/self/status, which has some 1,500
 PHASES = ("forward", "backward", "optimizer")
 

@@ -13,14 +13,16 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from rayapp.observe import metrics
 from rayapp.observe.metrics import StepRecord
+from rayapp.observe.records import Summary
 from rayapp.observe.result import Phases
+from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
@@ -46,7 +48,7 @@ class RankContext:
     """Take each step's record, on every rank."""
 
 
-def train_rank(spec: AnySpec, context: RankContext) -> dict[str, Any]:
+def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     """Train, evaluate and export; return a summary of plain values (rank 0's is the run's)."""
     phases = Phases()
     storage, rank = open_storage(spec.run_url), dist.get_rank()
@@ -84,7 +86,8 @@ def train_rank(spec: AnySpec, context: RankContext) -> dict[str, Any]:
             leaving.close()
     steps = last.step if last else first_step
     status = status_of(engine, steps >= spec.order.num_steps)
-    summary = warmed_up | {
+    values = {
+        **warmed_up,
         "entered": phases.started,
         "status": status,
         "steps": steps,
@@ -94,12 +97,13 @@ def train_rank(spec: AnySpec, context: RankContext) -> dict[str, Any]:
         "commit_s": saver.commit_s,
         "parameters": trainer.num_parameters(),
     }
-    if status == "moved":
+    summary = cast(Summary, values)
+    if status == MOVED:
         reason = notices[0] if notices else leaving.reason if leaving else ""
         summary |= {"notice": bool(notices), "reason": reason}
-    if status == "done":
-        summary |= trainer.finish(engine, storage, phases.end)
-    return summary | {"seconds": phases.seconds}
+    if status == DONE:
+        summary = {**summary, **trainer.finish(engine, storage, phases.end)}
+    return {**summary, "seconds": phases.seconds}
 
 
 def make_saver(spec: AnySpec, storage: Storage, log: metrics.MetricsLog | None) -> Checkpointer:
@@ -137,8 +141,8 @@ def train(
 def status_of(engine: loop.Engine, complete: bool) -> str:
     """Say how training ended: done, moved (to start again elsewhere) or stopped."""
     if complete:
-        return "done"
-    return "moved" if engine.left == MOVE else "stopped"
+        return DONE
+    return MOVED if engine.left == MOVE else STOPPED
 
 
 def schedule(

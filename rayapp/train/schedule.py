@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from rayapp.config import RunConfig
-from rayapp.observe.status import STOP_FILE
+from rayapp.observe import run_folder
 from rayapp.storage import Storage
 from rayapp.train.step_sync import MOVE, STAY, STOP
 
@@ -78,11 +78,11 @@ class Leaving:
         asked, fitted = time.monotonic(), 0
         while not self._closed.wait(STOP_POLL_S):
             try:
-                if self._storage.exists(STOP_FILE):
+                if self._storage.exists(run_folder.STOP):
                     self._leave = STOP
                     return
             except OSError as error:
-                logger.warning("cannot look for %s: %s", STOP_FILE, error)
+                logger.warning("cannot look for %s: %s", run_folder.STOP, error)
             now = time.monotonic()
             if self._room is not None and now - asked >= ROOM_POLL_S:
                 asked, before, fitted = now, fitted, self._room()

@@ -78,10 +78,9 @@ class RunSpec(Generic[ConfigType, DataType]):
 
     def first_step(self) -> int:
         """Return the step at which the data must start: that of the newest whole checkpoint."""
-        from rayapp.train.checkpoint.marker import latest
+        from rayapp.train.checkpoint.marker import steps_done
 
-        found, _ = latest(open_storage(self.run_url))
-        return found.step if found else 0
+        return steps_done(open_storage(self.run_url))
 
     def alone(self) -> RunSpec[ConfigType, DataType]:
         """Return the spec for one process, which has no replicas."""

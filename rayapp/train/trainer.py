@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rayapp.observe.records import Outcome
 from rayapp.storage import Storage
 from rayapp.train import loop
+from rayapp.train.checkpoint.marker import Amounts
+from rayapp.train.checkpoint.staging import Tensors
 
 
 class Trainer(ABC):
@@ -30,20 +33,20 @@ class Trainer(ABC):
     def num_parameters(self) -> int:
         """Return the parameters of the whole model."""
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> Tensors:
         """Return what a checkpoint holds beside model and optimizers; it is loaded into them."""
         return {}
 
-    def amounts(self, step: int) -> dict[str, Any]:
+    def amounts(self, step: int) -> Amounts:
         """Return the tokens or images of so many steps, for a checkpoint's state.json."""
         return {}
 
-    def warm_up(self) -> dict[str, Any]:
+    def warm_up(self) -> Outcome:
         """Prepare the first step, e.g. compile; return what the summary says of it."""
         return {}
 
     @abstractmethod
     def finish(
         self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
-    ) -> dict[str, Any]:
+    ) -> Outcome:
         """Evaluate and export the model; `end_phase(name)` takes the seconds since the last one."""

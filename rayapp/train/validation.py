@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import tempfile
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as dcp_state
 
+from rayapp.observe.records import Validation
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint import loader
 from rayapp.train.spec import AnySpec
 
 
-def validate(spec: AnySpec, name: str, step: int) -> dict[str, Any]:
+def validate(spec: AnySpec, name: str, step: int) -> Validation:
     """Load a checkpoint's model and evaluate it as training does; return a line of its file."""
     began = time.time()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rayapp.config import VisionConfig
 from rayapp.driver import main as command_line
+from rayapp.observe.records import RunResult
 
 STARTED = time.time()
 
@@ -18,7 +18,7 @@ def main(argv: list[str], started: float | None = None) -> int:
     return command_line.main(argv, str(__doc__), VisionConfig, _load, started)
 
 
-def _load() -> Callable[..., dict[str, Any]]:
+def _load() -> Callable[..., RunResult]:
     from rayapp.vision.run import train_classifier
 
     return train_classifier

@@ -12,6 +12,7 @@ from rayapp.data.sources import SourceError
 from rayapp.driver import checks, command
 from rayapp.driver.ray_session import gpus_have_bf16
 from rayapp.model.classifier import classifier_problems, shape_of_classifier
+from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.formulas import UnknownShape
 from rayapp.planner.image_shape import image_shape_of
 from rayapp.presets.images import IMAGE_PRESETS
@@ -53,7 +54,7 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Rea
     problems = checks.shared_problems(config, local_cores, local_gpus)
     path = config.data.path
     if path == shapes.NAME and not problems:
-        path = shapes.draw(open_storage(config.run.storage) / checks.PREPARED)
+        path = shapes.draw(open_storage(config.run.storage) / PREPARED)
     source = _source(path, config.data.format, "data.path", problems)
     eval_source = None
     if config.data.eval_path is not None:

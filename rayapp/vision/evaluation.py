@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rayapp.data.images.batches import StepImages
+from rayapp.observe.records import Classes, HeldOut
 from rayapp.train import loop
 
 CONFUSIONS = 20  # pairs that are named
@@ -30,7 +30,7 @@ class Scores:
         """How many there are."""
         return int(self.confusion.sum())
 
-    def figures(self) -> dict[str, float | None]:
+    def figures(self) -> HeldOut:
         """Return what a record says."""
         right = int(self.confusion.diagonal().sum())
         return {
@@ -39,20 +39,20 @@ class Scores:
             "eval_top5": self.top5 / self.images,
         }
 
-    def table(self, classes: Sequence[str]) -> dict[str, Any]:
+    def table(self, classes: Sequence[str]) -> Classes:
         """Return images and right ones of each class, and the pairs most often confused."""
         counts, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
         wrong = self.confusion.clone().fill_diagonal_(0)
         found, places = wrong.flatten().sort(descending=True, stable=True)
         pairs = [
-            [*(classes[i] for i in divmod(place, len(classes))), count]
+            (classes[place // len(classes)], classes[place % len(classes)], count)
             for count, place in zip(
                 found[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True
             )
             if count
         ]
         each = zip(classes, counts, right, strict=True)
-        return {"each": [list(row) for row in each], "confused": pairs}
+        return {"each": list(each), "confused": pairs}
 
 
 def evaluate(engine: loop.Engine, batches: Iterable[StepImages], classes: int) -> Scores:

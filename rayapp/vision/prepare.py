@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -13,10 +12,11 @@ from rayapp.config import ConfigError, VisionConfig
 from rayapp.data import images as data_images
 from rayapp.data.images import Images, Recipe
 from rayapp.data.sources import SourceError
-from rayapp.driver.checks import PREPARED
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
+from rayapp.observe.records import Plan
 from rayapp.observe.result import Phases
+from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.order import Order
 from rayapp.storage import open_storage
 from rayapp.train.spec import ImageSpec, RunSpec
@@ -37,12 +37,12 @@ def prepare(ready: Ready, gpus: bool, console: Console, phases: Phases) -> Image
     shape, _ = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
     classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
     parameters = num_parameters(classifier)
-    run.write("config.yaml", config.to_yaml().encode())
+    run.write(CONFIG, config.to_yaml().encode())
     counted = {"steps": order.num_steps, "images": images.counts["train"]}
     planned = forecast(config, shape, len(images.classes), on_cpu=not gpus, **counted)
     values = planned.as_dict() if planned else {}
     plan = values | plan_of(config, images, order, parameters)
-    run.write("plan.json", json.dumps(plan, indent=1).encode())
+    run.write(PLAN, json.dumps(plan, indent=1).encode())
     show.plan(console, config, images, order, parameters)
     phases.end("plan")
     return RunSpec(KIND, config, images, order, run.url)
@@ -96,7 +96,7 @@ def order_of(config: VisionConfig, images: Images) -> Order:
     return Order.for_steps(count, *sizes, train.max_steps)
 
 
-def plan_of(config: VisionConfig, images: Images, order: Order, parameters: int) -> dict[str, Any]:
+def plan_of(config: VisionConfig, images: Images, order: Order, parameters: int) -> Plan:
     """Return what plan.json holds."""
     return {
         "parameters": parameters,

@@ -5,12 +5,11 @@ result = train_classifier(load("configs/vision_cpu.yaml"))
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 
 from rayapp.config import VisionConfig
 from rayapp.driver import command
+from rayapp.observe.records import RunResult
 from rayapp.observe.result import RunFailed
 from rayapp.vision.check import check, settle
 from rayapp.vision.prepare import prepare
@@ -22,7 +21,7 @@ KIND = command.Kind(check, settle, prepare)
 
 def train_classifier(
     config: VisionConfig, console: Console | None = None, started: float | None = None
-) -> dict[str, Any]:
+) -> RunResult:
     """Run a config to its end, or to a stop, and return what result.json holds.
 
     `started` is when the command began, in Unix seconds, if that was before this call.

@@ -26,8 +26,12 @@ from rayapp.model.classifier import (
     write_processor,
 )
 from rayapp.observe.metrics import ImageRecord
+from rayapp.observe.records import Outcome
+from rayapp.observe.run_folder import MODEL
 from rayapp.storage import Storage
 from rayapp.train import loop
+from rayapp.train.checkpoint.marker import Amounts
+from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at, make_image_optimizer
 from rayapp.train.spec import ImageSpec
@@ -68,11 +72,11 @@ class ImageTrainer(Trainer):
         """Return the parameters of the whole model."""
         return model.num_parameters(self.classifier)
 
-    def amounts(self, step: int) -> dict[str, Any]:
+    def amounts(self, step: int) -> Amounts:
         """Return the images of so many steps."""
         return {"images": step * self.spec.order.rows_per_step}
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> Tensors:
         """Return the moving average."""
         return {"average": self.average.tensors} if self.average else {}
 
@@ -117,20 +121,21 @@ class ImageTrainer(Trainer):
 
     def finish(
         self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
-    ) -> dict[str, Any]:
+    ) -> Outcome:
         """Evaluate and export what was trained."""
-        found: dict[str, Any] = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
+        found: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.spec.data.held_out:
             scores = self.scores(engine)
-            found |= scores.figures() | {"classes": scores.table(self.spec.data.classes)}
+            table = scores.table(self.spec.data.classes)
+            found = {**found, **scores.figures(), "classes": table}
         end_phase("evaluation")
         found["model_path"] = None
         if self.spec.config.checkpoint.export:
             with self.average.in_place() if self.average else nullcontext():
-                model.export(self.classifier, storage / "model")
+                model.export(self.classifier, storage / MODEL)
             if dist.get_rank() == 0:
                 data = self.spec.config.data
-                write_processor(storage / "model", data.size, data.eval_crop, data.mean, data.std)
+                write_processor(storage / MODEL, data.size, data.eval_crop, data.mean, data.std)
             found["model_path"] = f"{storage.url}/model"
         dist.barrier(group=engine.control)
         end_phase("export")

@@ -25,9 +25,9 @@ from processes import spawn
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.data.rows import local_steps
-from rayapp.driver.checks import PREPARED
 from rayapp.finetune.prepare import order_of
 from rayapp.observe import metrics
+from rayapp.observe.run_folder import PREPARED
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.rank import RankContext, train_rank

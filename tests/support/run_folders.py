@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ import numpy as np
 
 from rayapp import planner
 from rayapp.config import load
-from rayapp.data.prepared import Counts, Prepared
+from rayapp.data.prepared import Prepared
+from rayapp.data.report import summed
 from rayapp.observe import metrics
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
-from rayapp.observe.goodput import FILE as EVENTS
 from rayapp.observe.metrics import MetricsLog, TokenRecord
 from rayapp.observe.result import step_s
+from rayapp.observe.run_folder import EVENTS
 from rayapp.storage import Storage
 
 ROOT = Path(__file__).parents[2]
@@ -183,16 +183,16 @@ class RunFolder:
 def data_report(bad: bool) -> dict[str, Any]:
     """Return the report of a drawn data set, in the words of the real one."""
     shape = {8: 210, 9: 1_460, 10: 5_033, 11: 9_117, 12: 6_020, 13: 1_209, 15: 12}
-    train = Counts(
-        documents=sum(shape.values()),
-        split=1_221,
-        tokens=61_204_113,
-        target_tokens=61_204_113,
-        target_bytes=263_789_727,
-        rows=7_502,
-        lengths={f"2^{power}": count for power, count in shape.items()},
-    )
-    held = Counts(documents=231, tokens=611_204, target_tokens=611_204, rows=75)
+    train = summed([]) | {
+        "documents": sum(shape.values()),
+        "split": 1_221,
+        "tokens": 61_204_113,
+        "target_tokens": 61_204_113,
+        "target_bytes": 263_789_727,
+        "rows": 7_502,
+        "lengths": {f"2^{power}": count for power, count in shape.items()},
+    }
+    held = summed([]) | {"documents": 231, "tokens": 611_204, "target_tokens": 611_204, "rows": 75}
     reasons = {"is not JSON (Expecting value)": 41, "has no text": 12, "is not UTF-8": 3}
     places = [
         (f"s3://corpus/c4/part-{n:05d}.jsonl:{n * 97}", reason) for n, reason in enumerate(reasons)
@@ -203,7 +203,7 @@ def data_report(bad: bool) -> dict[str, Any]:
         parts={},
         seq_len=8192,
         shards={},
-        counts={"train": asdict(train), "eval": asdict(held)},
+        counts={"train": train, "eval": held},
         bad=reasons if bad else {},
         examples=places if bad else [],
         records=23_348,

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rayapp.config import ConfigError, RunConfig, arguments
-from rayapp.hardware import UnknownInstance
 from rayapp.jobs import secrets
+from rayapp.observe.run_folder import Exit
 from rayapp.storage import StorageError, open_storage
 
 MODULE = "rayapp.cluster.preflight"
-PASSED, FOUND, BAD_CONFIG = 0, 1, 2
 OPTIONS = {"json": "false", "min_gbit_per_s": "none", "timeout_s": "180"}
 
 
@@ -31,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Run the command line; return the exit code."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
-        return PASSED
+        return Exit.DONE
     try:
         config, asked = arguments.read(arguments.flags(argv, {"json"}), OPTIONS)
         numbers = read_options(asked)
@@ -40,10 +39,10 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
-        return BAD_CONFIG
+        return Exit.REFUSED
     except secrets.SecretError as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FOUND
+        return Exit.FAILED
 
 
 def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
@@ -52,17 +51,14 @@ def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
     Raises:
         ConfigError: either is no number above 0.
     """
-    problems, values = [], {}
+    problems, values = list[str](), dict[str, float | None]()
     for name in ("min_gbit_per_s", "timeout_s"):
         text = asked[name]
+        given = not text == OPTIONS[name] == "none"
         try:
-            values[name] = None if text == OPTIONS[name] == "none" else float(text)
-        except ValueError:
-            values[name] = -1.0
-        value = values[name]
-        if value is not None and not 0 < value < float("inf"):
-            why = "it must be a number above 0"
-            problems.append(f"--{name}={text} is not valid: {why}. Set one")
+            values[name] = arguments.number(name, text, endless=False) if given else None
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     timeout_s = values["timeout_s"]
@@ -75,10 +71,7 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
     from rayapp.cluster.preflight.findings import marks_of
     from rayapp.cluster.preflight.judge import judge
 
-    try:
-        marks = marks_of(config, min_gbit_per_s)
-    except UnknownInstance as error:
-        raise ConfigError([str(error)]) from None
+    marks = marks_of(config, min_gbit_per_s)
     storage = config.run.storage
     if "://" not in storage:  # workers have another working folder
         storage = os.path.abspath(os.path.expanduser(storage))
@@ -100,7 +93,7 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
         print(json.dumps(page.as_dict(facts, findings, marks), indent=1))
     else:
         page.show(Console(), facts, findings, marks)
-    return FOUND if findings else PASSED
+    return Exit.FAILED if findings else Exit.DONE
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayapp.config import RunConfig
-from rayapp.hardware import Instance, instance
-
-GIB = 2**30
+from rayapp.hardware import GIB, Instance
+from rayapp.planner.machines import named_instance
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,10 @@ def marks_of(config: RunConfig, min_gbit_per_s: float | None = None) -> Marks:
     """Return what a config's cluster must reach.
 
     Raises:
-        UnknownInstance: cluster.instance is not in the table.
+        ConfigError: cluster.instance is not in the table.
     """
-    name = config.cluster.instance
-    known = instance(name) if name else None
-    return Marks(known, min_gbit_per_s, {"true": True, "false": False}.get(config.cluster.gpu))
+    gpus = {"true": True, "false": False}.get(config.cluster.gpu)
+    return Marks(named_instance(config), min_gbit_per_s, gpus)
 
 
 def size(count: float) -> str:

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 
 from rayapp.cluster.preflight import network
 from rayapp.cluster.preflight.facts import Device, Facts, Node, Rank
-from rayapp.cluster.preflight.findings import GIB, Finding, Marks, size
-from rayapp.hardware import Gpu, gpu_from_device_name
+from rayapp.cluster.preflight.findings import Finding, Marks, size
+from rayapp.hardware import GIB, Gpu, gpu_from_device_name
 
 # /dev/shm holds Ray's object store; NCCL puts the buffers between GPUs of a node there too, and
 # NVIDIA's containers ask for 1 GiB of it (--shm-size=1g, NCCL's guide, "Docker", 2026).
 NCCL_SHARED_MEMORY_BYTES = GIB
 DISK_FREE_SHARE = 0.05  # Ray refuses to write objects beyond 95 % (local_fs_capacity_threshold)
 OPEN_FILES = 4096  # Ray 2.60 warns below it
-CLOCK_S = 1.0  # of a run's timeline; leases take 35 s, S3 refuses requests from 15 min on
+CLOCK_S = 1.0  # of a run's timeline; leases take LEASE_TAKEN_S, S3 refuses requests from 15 min on
 # Of a GPU's sheet, for matrix products that were not measured: the lowest that was, H100's 0.73 and
 # L4's 0.76 of theirs, less what one size of matrix instead of the best of many may cost.
 FLOPS_SHARE_OF_SHEET, FLOPS_SHARE_OF_MEASURED = 0.55, 0.8

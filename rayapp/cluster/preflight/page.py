@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +14,7 @@ from rayapp.cluster.preflight.network import busbw_mark, link_mark
 GBIT = 1e9 / 8
 
 
-def as_dict(facts: Facts, findings: list[Finding], marks: Marks) -> dict[str, Any]:
+def as_dict(facts: Facts, findings: list[Finding], marks: Marks) -> dict[str, object]:
     """Return everything as plain values."""
     return {
         "passed": not findings,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.cluster.preflight.facts import Device, NodeFacts, Probe
+from rayapp.hardware import GIB
 from rayapp.jobs import secrets
 from rayapp.storage import StorageError, open_storage
 
@@ -129,7 +130,7 @@ def _device(nvml: Any, index: int, driver: str) -> Device:
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
         driver=driver,
-        memory_gib=nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30,
+        memory_gib=nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
         sm_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         sm_clock_max_mhz=float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
         ecc_errors=ecc,

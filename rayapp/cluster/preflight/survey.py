@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -30,6 +30,8 @@ CLOCK_ASKED = 5  # times; the shortest round trip tells the most
 COLLECTIVES_S = 30.0  # of all tables, unless there is less time
 MARGIN_S = 15.0  # the group's own time limit comes first, since its error says more
 WHERE_S = 5.0
+
+T = TypeVar("T")
 
 
 class Survey:
@@ -48,12 +50,16 @@ class Survey:
         self.seconds[name] = round(time.monotonic() - started, 2)
 
     def answers(
-        self, asked: dict[str, Any], nodes: dict[str, str | None], step: str, timeout_s: float
-    ) -> dict[str, Any]:
+        self,
+        asked: dict[str, ray.ObjectRef[T]],
+        nodes: dict[str, str | None],
+        step: str,
+        timeout_s: float,
+    ) -> dict[str, T]:
         """Return who answered what; of the others keep why not, by the node each is on."""
         refs = list(asked.values())
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]) if refs else set()
-        found = {}
+        found = dict[str, T]()
         for name, ref in asked.items():
             if ref not in ready:
                 why = f"no answer within {timeout_s:.0f} s"

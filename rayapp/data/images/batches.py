@@ -51,7 +51,7 @@ class StepImages:
         """Return by what the loss of one image is divided."""
         return 1
 
-    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:
+    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any]]:
         """Return what the model takes of a micro-batch, or of some of it: the images that exist."""
         there = np.flatnonzero(self.rows[i][rows] != EMPTY)
         return {

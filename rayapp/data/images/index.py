@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from rayapp.data import FOLDER
 from rayapp.data.images import sources
+from rayapp.data.report import DataReport
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -107,7 +109,7 @@ class Images:
         """Share of the files that cannot be trained on, 0-1."""
         return sum(self.bad.values()) / self.records if self.records else 0.0
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> DataReport:
         """Return the figures that a person checks before training."""
         return {
             "images": self.counts,
@@ -152,7 +154,7 @@ class Rows:
         local = all(root.local_path() is not None for root in self._opened)
         return READERS_OF_DISKS if local else READERS
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         kept = ("_storage", "_roots", "_split")
         return {name: self.__dict__[name] for name in kept}
 
@@ -193,7 +195,7 @@ class Rows:
         return self._names[start : start + int(record["name_size"])].decode()
 
 
-RESTORE = "Restore it, or start a new run after removing .prepared beside the runs"
+RESTORE = f"Restore it, or start a new run after removing {FOLDER} beside the runs"
 
 
 @lru_cache(maxsize=4)

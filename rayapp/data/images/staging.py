@@ -19,7 +19,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from typing import Any
 
 from rayapp.data.images import sources
 from rayapp.data.images.augment import problem_of
@@ -70,7 +69,7 @@ class Report:
     """Files in the target that the source has not."""
     foreign_examples: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values."""
         return asdict(self) | {"bad": dict(self.bad)}
 

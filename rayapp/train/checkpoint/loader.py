@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
-from rayapp.train.checkpoint.marker import FOLDER, CheckpointError, Damaged, read_marker
+from rayapp.train.checkpoint.marker import CheckpointError, Damaged, read_marker
+from rayapp.train.checkpoint.staging import Tensors
 
 
-def load(storage: Storage, name: str, tensors: dict[str, Any]) -> None:
+def load(storage: Storage, name: str, tensors: Tensors) -> None:
     """Read a checkpoint into `tensors` in place; each rank reads what its shards need.
 
     Raises:
@@ -23,7 +23,7 @@ def load(storage: Storage, name: str, tensors: dict[str, Any]) -> None:
         CheckpointError: a tensor is missing or has another shape, or the storage has failed.
     """
     try:
-        reader = _Reader(storage / FOLDER, name)
+        reader = _Reader(storage / CHECKPOINTS, name)
         dcp_load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except FAILURES as error:
         causes: list[BaseException] = [error]
@@ -31,13 +31,13 @@ def load(storage: Storage, name: str, tensors: dict[str, Any]) -> None:
             causes = [cause for cause, _ in error.failures.values()]
         damaged = any(isinstance(cause, Damaged) for cause in causes)
         raise (Damaged if damaged else CheckpointError)(
-            f"{storage.url}/{FOLDER}/{name} could not be loaded: {reason_of(error)}"
+            f"{storage.url}/{CHECKPOINTS}/{name} could not be loaded: {reason_of(error)}"
         ) from error
 
 
 def saved_shapes(storage: Storage, name: str) -> dict[str, tuple[int, ...] | None]:
     """Return the names of what a checkpoint holds, tensors with their shapes, objects with none."""
-    metadata = _Reader(storage / FOLDER, name).read_metadata().state_dict_metadata
+    metadata = _Reader(storage / CHECKPOINTS, name).read_metadata().state_dict_metadata
     return {
         key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for key, item in metadata.items()

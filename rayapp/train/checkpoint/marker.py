@@ -8,18 +8,18 @@ import json
 import re
 import uuid
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NotRequired, TypedDict, cast
 
+from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID
 from rayapp.storage import Storage
 from rayapp.storage.base import READ_BLOCK, Reader
 
-FOLDER = "checkpoints"
 MARKER = "COMMITTED"
 REFUSED = "REFUSED"  # in place of the marker once a file was found damaged: the reason
 STATE = "state.json"
 METADATA = ".metadata"
-RUN_ID = "RUN_ID"  # in the run's folder: a random id, which the markers of its checkpoints repeat
 BLOCK_BYTES = 8 * 2**20  # of a file that have a checksum of their own
 KEPT_BLOCKS = 2  # of a file that is read
 
@@ -36,6 +36,36 @@ class NoneUsable(CheckpointError):
     """Checkpoints were committed, and none can be used; the message names each with its reason."""
 
 
+class Amounts(TypedDict, total=False):
+    """What so many steps amount to, in what the run is counted in."""
+
+    tokens: int
+    images: int
+
+
+class State(Amounts):
+    """What state.json holds: a position, and what must be as it was."""
+
+    step: int
+    cursor: dict[str, int | str]
+    """rayapp.order.Cursor."""
+    data: dict[str, object]
+    """What the rows were made from, by name."""
+    workers: int
+    losses: list[float]
+    """The last ones, which spikes are compared with."""
+    skips: NotRequired[int]
+    """Bad steps in a row that were skipped last; older versions have none."""
+    versions: dict[str, str]
+
+
+class FileValues(TypedDict):
+    """A File as the marker has it."""
+
+    size: int
+    sha256: list[str]
+
+
 @dataclass(frozen=True)
 class Found:
     """A committed checkpoint whose files are all there in full."""
@@ -43,8 +73,7 @@ class Found:
     name: str
     """Folder under `checkpoints/`."""
     step: int
-    state: dict[str, Any]
-    """What `state.json` holds."""
+    state: State
     run: str | None
     """Id of the run that saved it; None: saved by a version that gave runs no id."""
 
@@ -59,14 +88,14 @@ class File:
     """Of each block of BLOCK_BYTES; one of nothing for an empty file."""
 
     @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> File:
+    def from_dict(cls, facts: Mapping[str, Any]) -> File:
         """Read what `to_dict` has written; raises ValueError, KeyError or TypeError."""
         file = cls(_whole_number(facts["size"]), tuple(map(str, facts["sha256"])))
         if len(file.sha256) != max(1, -(-file.size // BLOCK_BYTES)):
             raise ValueError(f"{len(file.sha256)} checksums of {file.size} bytes")
         return file
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> FileValues:
         return {"size": self.size, "sha256": list(self.sha256)}
 
 
@@ -131,6 +160,27 @@ class _Blocks:
         return self._kept[number]
 
 
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that has its marker."""
+
+    name: str
+    """Folder under `checkpoints/`."""
+    step: int
+    at_s: float
+    """Unix time of the commit."""
+
+
+def newest_committed(storage: Storage) -> Committed | None:
+    """Return the newest checkpoint that has a marker; whether it can be used `latest` says."""
+    folder = storage / CHECKPOINTS
+    for name in newest_first(folder):
+        marker, order = folder.stat(f"{name}/{MARKER}"), order_of(name)
+        if marker is not None and order is not None:
+            return Committed(name, order[0], marker.modified_s)
+    return None
+
+
 def latest(storage: Storage) -> tuple[Found | None, list[str]]:
     """Return the newest checkpoint of which all files are there, and why newer ones were skipped.
 
@@ -138,13 +188,19 @@ def latest(storage: Storage) -> tuple[Found | None, list[str]]:
         StorageError: the storage does not answer, which is no reason to go back in time.
     """
     skipped: list[str] = []
-    folder, run = storage / FOLDER, run_id(storage)
+    folder, run = storage / CHECKPOINTS, run_id(storage)
     for name in newest_first(folder):
         try:
             return looked_at(folder / name, name, run), skipped
         except CheckpointError as problem:
-            skipped.append(f"{FOLDER}/{name} is skipped: {problem}")
+            skipped.append(f"{CHECKPOINTS}/{name} is skipped: {problem}")
     return None, skipped
+
+
+def steps_done(storage: Storage) -> int:
+    """Return the steps of the newest checkpoint that can be used, 0 where there is none."""
+    found, _ = latest(storage)
+    return found.step if found else 0
 
 
 def resume_point(storage: Storage) -> tuple[Found | None, list[str]]:
@@ -156,9 +212,9 @@ def resume_point(storage: Storage) -> tuple[Found | None, list[str]]:
     """
     found, skipped = latest(storage)
     if found is None:
-        folder = storage / FOLDER
+        folder = storage / CHECKPOINTS
         lost = [
-            line.removeprefix(f"{FOLDER}/").replace(" is skipped: ", ": ", 1)
+            line.removeprefix(f"{CHECKPOINTS}/").replace(" is skipped: ", ": ", 1)
             for name, line in zip(newest_first(folder), skipped, strict=True)
             if folder.exists(f"{name}/{MARKER}") or folder.exists(f"{name}/{REFUSED}")
         ]
@@ -192,7 +248,7 @@ def claim_run_id(storage: Storage) -> str:
 
 def refuse(storage: Storage, name: str, why: str) -> None:
     """Let no one choose a damaged checkpoint again."""
-    folder = storage / FOLDER / name
+    folder = storage / CHECKPOINTS / name
     folder.write(REFUSED, why.encode())
     folder.delete(MARKER)
 
@@ -266,7 +322,12 @@ def looked_at(folder: Storage, name: str, run: str | None) -> Found:
             state = None
     if not isinstance(state, dict):
         raise Damaged(f"{STATE} is damaged")
-    return Found(name, marked.step, state, marked.run)
+    return Found(name, marked.step, cast(State, state), marked.run)
+
+
+def name_of(step: int, attempt: int) -> str:
+    """Return the name of a checkpoint's folder, which `order_of` reads."""
+    return f"step-{step:08d}" + (f".{attempt}" if attempt else "")
 
 
 def order_of(name: str) -> tuple[int, int] | None:

@@ -17,22 +17,24 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
+from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
 from rayapp.train.checkpoint.marker import (
-    FOLDER,
     MARKER,
     METADATA,
     STATE,
     CheckpointError,
     Digest,
     File,
+    State,
     claim_run_id,
     looked_at,
+    name_of,
     newest_first,
     order_of,
 )
-from rayapp.train.checkpoint.staging import HostCopy
+from rayapp.train.checkpoint.staging import HostCopy, Tensors
 
 MAX_FAILURES = 3  # saves that fail in a row before the run stops
 
@@ -60,7 +62,7 @@ class Checkpointer:
         before_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.before_commit = before_commit
-        self.run, self.storage = storage, storage / FOLDER
+        self.run, self.storage = storage, storage / CHECKPOINTS
         self.keep, self.asynchronous = keep, asynchronous
         self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
         self.rank = dist.get_rank()
@@ -75,7 +77,7 @@ class Checkpointer:
         self.commit_s: float | None = None
         """Seconds that the last commit took from the call to the marker."""
 
-    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: Tensors, state: State) -> None:
         """Start to copy `tensors` to host memory and to upload the copy, and return.
 
         They must stay as they are until `settle` returns. A save that is still under way is waited
@@ -145,9 +147,7 @@ class Checkpointer:
         self._thread = None
         self.settle()
 
-    def _copy_and_write(
-        self, step: int, tensors: dict[str, Any], state: bytes, start: float
-    ) -> None:
+    def _copy_and_write(self, step: int, tensors: Tensors, state: bytes, start: float) -> None:
         """Run in the thread."""
         try:
             staged = self._copy.take(tensors)
@@ -157,7 +157,7 @@ class Checkpointer:
         self._copied.set_result(None)
         self._write(step, staged, state, start)
 
-    def _write(self, step: int, staged: dict[str, Any], state: bytes, start: float) -> None:
+    def _write(self, step: int, staged: Tensors, state: bytes, start: float) -> None:
         """Upload a copy; every way out is the same on all ranks."""
         try:
             name = self._on_rank_0(lambda: self._claim(step, state))
@@ -200,7 +200,7 @@ class Checkpointer:
         orders = filter(None, map(order_of, self.storage.dirs()))
         number = max((number + 1 for other, number in orders if other == step), default=0)
         while True:
-            name = f"step-{step:08d}" + (f".{number}" if number else "")
+            name = name_of(step, number)
             if self.storage.create(f"{name}/{STATE}", state):
                 return name
             number += 1

@@ -12,7 +12,7 @@ tensors on a CPU (docs/decisions.md).
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rayapp.train.checkpoint import quantized
 
 LARGE = 2**20  # bytes
+
+
+Tensors: TypeAlias = dict[str, Any]
+"""A tree of dicts and lists, its leaves tensors and plain values."""
 
 
 class HostCopy:
@@ -47,7 +51,7 @@ class HostCopy:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     @torch.no_grad()
-    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+    def take(self, state: Tensors) -> Tensors:
         """Return `state` with its tensors as they are now, in memory that the next call reuses.
 
         A DTensor stays one, of the same mesh and placements, over a local tensor on the CPU; of
@@ -57,7 +61,7 @@ class HostCopy:
         with torch.cuda.stream(self._stream):  # also makes its device the thread's; None: no-op
             return self._take(state)
 
-    def _take(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _take(self, state: Tensors) -> Tensors:
         leaves, spec = tree_flatten(state)
         form = (spec, [_form(leaf) for leaf in leaves])
         if form != self._form:
@@ -75,7 +79,7 @@ class HostCopy:
                 self._leaves[index] = copy.deepcopy(here)
         if self._stream is not None:
             self._stream.synchronize()
-        result: dict[str, Any] = tree_unflatten(self._leaves, spec)
+        result: Tensors = tree_unflatten(self._leaves, spec)
         return result
 
     def close(self) -> None:

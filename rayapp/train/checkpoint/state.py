@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from rayapp.order import Cursor, differences
 from rayapp.storage import Storage
 from rayapp.train.checkpoint import loader, marker, quantized
+from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.spec import AnySpec
 from rayapp.train.trainer import Trainer
@@ -27,7 +28,7 @@ class StartAgain(RuntimeError):
     """This attempt cannot go on, but another one can; raised by all ranks. The message says why."""
 
 
-def state_tensors(trainer: Trainer) -> dict[str, Any]:
+def state_tensors(trainer: Trainer) -> Tensors:
     """Return what a checkpoint holds as tensors: model, optimizer, and what is a rank's own.
 
     Nothing of it changes before the optimizer's next step: what a forward pass changes, the model's
@@ -54,7 +55,7 @@ def state_tensors(trainer: Trainer) -> dict[str, Any]:
 
 def state_values(
     spec: AnySpec, trainer: Trainer, step: int, spikes: Spikes | None, skips: int = 0
-) -> dict[str, Any]:
+) -> marker.State:
     """Return what a checkpoint holds as plain values, in state.json.
 
     `skips` is how many bad steps in a row were skipped last.
@@ -145,7 +146,7 @@ def choose(storage: Storage) -> marker.Found | None:
     return choice[0]
 
 
-def check_cursor(spec: AnySpec, state: dict[str, Any]) -> None:
+def check_cursor(spec: AnySpec, state: marker.State) -> None:
     """Refuse a checkpoint of other data.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Figures as people read them; what is not known is "n/a".
+"""Figures and errors as people read them; what is not known is "n/a".
+
+A time is written in two ways: `clock` where it goes by or stands in a line that a program prints,
+`duration` on a page.
 
 >>> duration(3723.0), amount(123_456_789.0), share(0.9449)
 ('1 h 2 min', '123.5M', '94.5 %')
@@ -25,9 +28,18 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def formed(value: float | None, form: str, unit: str = "") -> str:
+    """Write a figure in a form of `format`, with a unit where it is known.
+
+    >>> formed(1.5, ".2f", " GiB"), formed(None, ".2f", " GiB")
+    ('1.50 GiB', 'n/a')
+    """
+    return UNKNOWN if value is None else f"{value:{form}}{unit}"
+
+
 def fixed(value: float | None, decimals: int) -> str:
     """Write a figure with that many decimals."""
-    return UNKNOWN if value is None else f"{value:,.{decimals}f}"
+    return formed(value, f",.{decimals}f")
 
 
 def amount(value: float | None) -> str:
@@ -55,6 +67,17 @@ def share(value: float | None) -> str:
     if 0 < value < 0.001:
         return "< 0.1 %"
     return f"{100 * value:.{2 if value < 0.1 else 3}g} %"
+
+
+def clock(seconds: float) -> str:
+    """Write a time as h:mm:ss, or m:ss below an hour.
+
+    >>> clock(3725.0), clock(59.6)
+    ('1:02:05', '1:00')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def duration(seconds: float | None) -> str:
@@ -100,3 +123,13 @@ def moment(unix_s: float | None) -> str:
     if not unix_s and unix_s != 0.0:
         return UNKNOWN
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of what an error says, else the name of its kind.
+
+    >>> last_line(OSError("first\\nlast")), last_line(TimeoutError())
+    ('last', 'TimeoutError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

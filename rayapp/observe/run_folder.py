@@ -1,0 +1,66 @@
+"""A run's folder by name: its files, how a run stands in one word, what its commands exit with.
+
+What is inside a checkpoint is named in rayapp.train.checkpoint.marker.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from rayapp import data
+
+# ---- Files of <run.storage>/<run.name> ------------------------------------------------------
+
+CONFIG = "config.yaml"
+PLAN = "plan.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+VALIDATIONS = "validation.jsonl"
+RESULT = "result.json"
+REPORT = "report.html"
+SUBMISSION = "submission.json"  # of a run that was submitted: how, to resume it alike
+LEASE = "LEASE"  # renewed by the driver at work on the run
+STOP = "STOP"  # asks the run to save and leave
+RUN_ID = "RUN_ID"  # a random id, which the markers of the run's checkpoints repeat
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+MODEL = "model"
+ADAPTER = "adapter"  # beside a model that an adapter was merged into
+
+# Beside the runs, shared by all of them.
+PREPARED = data.FOLDER
+RAY = ".ray"
+
+# ---- How a run stands -----------------------------------------------------------------------
+
+PREPARING, RUNNING, STOPPING = LIVE = ("preparing", "running", "stopping")
+DONE, STOPPED, FAILED = "done", "stopped", "failed"
+LOST = "lost"  # its driver is gone
+MOVED = "moved"  # of an attempt: its workers have left to start again elsewhere
+INTERRUPTED = "interrupted"  # of a folder without a result
+PENDING, STARTING, REFUSED = "pending", "starting", "refused"  # of a job, before its run is there
+
+
+class Exit(IntEnum):
+    """Exit codes of all commands."""
+
+    DONE = 0
+    FAILED = 1
+    REFUSED = 2
+    """The command line or the config is not valid; nothing has been started."""
+    STOPPED = 3
+
+
+EXIT_CODES = {
+    DONE: Exit.DONE,
+    FAILED: Exit.FAILED,
+    LOST: Exit.FAILED,
+    REFUSED: Exit.REFUSED,
+    STOPPED: Exit.STOPPED,
+}
+"""Of what has ended."""
+
+# ---- The lease ------------------------------------------------------------------------------
+
+LEASE_RENEWED_S = 10.0  # the driver renews it so often
+LEASE_TAKEN_S = 35.0  # another driver takes over a lease that was not renewed for so long
