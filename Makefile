@@ -36,20 +36,26 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu,trackers]'
 	touch $@
 
+# The evaluator of IAM policies, which the tests of infra/ ask. Without node they say that it is absent.
+.venv/.judges: tests/iam/package.json tests/iam/package-lock.json
+	@command -v npm >/dev/null || { echo "skipped: npm is not installed"; exit 0; }; \
+	mkdir -p .venv/judges && cp $^ .venv/judges && \
+	(cd .venv/judges && npm ci --loglevel=error --no-audit --no-fund --ignore-scripts) && touch $@
+
 finetune: setup
 	$(BIN)/python -m rayapp.finetune configs/tiny_cpu.yaml $(ARGS)
 
 vision: setup
 	$(BIN)/python -m rayapp.vision configs/vision_cpu.yaml $(ARGS)
 
-test: .venv/.optional
+test: .venv/.optional .venv/.judges
 	$(BIN)/python -m pytest -q -m "not drill and not image" $(TWO) $(ARGS)
 
 # Without Docker and registry; what pip installs here it installs there. build/image keeps the base.
 test-image: setup
 	$(BIN)/python -m pytest -q -m image tests/test_image.py $(ARGS)
 
-drills: .venv/.optional
+drills: .venv/.optional .venv/.judges
 	$(BIN)/python -m pytest -q -m drill $(TWO) $(ARGS)
 
 check: setup check-infra

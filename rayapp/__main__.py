@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
         print(f"rayapp {version('rayapp')}")
-        return DONE
+        return Exit.DONE
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(__doc__)
         return Exit.DONE if argv else Exit.REFUSED

@@ -206,8 +206,8 @@ def load_sharded(rank: int, world: int, folder: str, urls: list[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what is tested
-def test_bitwise_equal_at_other_world_sizes(tmp_path: Path, s3_bucket: str) -> None:
-    urls = [str(tmp_path / "run"), f"s3://{s3_bucket}/run"]
+def test_bitwise_equal_at_other_world_sizes(tmp_path: Path, either_bucket: str) -> None:
+    urls = [str(tmp_path / "run"), f"s3://{either_bucket}/run"]
     assert spawn(tmp_path, 2, save_while_training, str(tmp_path), urls) == [0, 0]
     expected = torch.load(tmp_path / "expected.pt")
     for url in urls:  # 2 -> 1, here, with neither shards nor a process group
@@ -218,7 +218,7 @@ def test_bitwise_equal_at_other_world_sizes(tmp_path: Path, s3_bucket: str) -> N
         trained.load(storage, found_name(storage))
         assert equal(trained.values(), expected)
 
-    urls = [str(tmp_path / "one"), f"s3://{s3_bucket}/one"]
+    urls = [str(tmp_path / "one"), f"s3://{either_bucket}/one"]
     with alone(tmp_path):
         trained = Trained(4)
         for url in urls:
@@ -352,11 +352,13 @@ def group(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["local", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path, group: None) -> Storage:
-    if request.param == "local":
-        return open_storage(str(tmp_path / "run"))
-    return open_storage(f"s3://{request.getfixturevalue('s3_bucket')}/run")
+@pytest.fixture
+def storage(place: str, group: None) -> Storage:
+    return open_storage(f"{place}/run")
+
+
+# Hundreds of requests, of kinds that other tests send to Ceph too.
+not_ceph = pytest.mark.parametrize("place", ["local", "moto"], indirect=True)
 
 
 def save(
@@ -585,6 +587,7 @@ def resumed(storage: Storage) -> tuple[int | None, list[str]]:
         return found.step, said
 
 
+@not_ceph
 def test_a_damaged_file_is_refused_and_named(storage: Storage) -> None:
     save(storage, 1)
     save(storage, 2)
@@ -714,6 +717,7 @@ def test_what_is_refused_is_swept_and_not_counted(storage: Storage) -> None:
     assert folders(storage) == ["step-00000001", "step-00000003"]
 
 
+@not_ceph
 def test_tensors_of_several_blocks(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(marker, "BLOCK_BYTES", 4096)
     saved = {f"x{n}": torch.randn(n) for n in (10, 1000, 1025, 50_000)}

@@ -10,18 +10,19 @@ import contextlib
 import os
 import random
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from drill import Drill, Undisturbed, assert_alike, assert_same
+from calls import Recorder, calls, golden, same_as_golden
+from ceph import Ceph
+from drill import TEXT, Drill, Undisturbed, assert_alike, assert_same
 from faults import Storm
 from patience import PATIENCE_S
 
 from rayapp.observe.run_folder import CHECKPOINTS
+from rayapp.storage import MIN_PART_BYTES, Storage, open_storage
 from rayapp.train.checkpoint.marker import MARKER, latest
 
 # Every ordered pair of two worker counts stands side by side in exactly one of these lines.
@@ -101,18 +102,6 @@ STORM = {"slow": 0.02, "reset": 0.01, "lose": 0.005, "cut": 0.005, "stall": 0.00
 GALE = {"slow": 0.2, "reset": 0.1, "lose": 0.05, "cut": 0.05, "stall": 0.002}
 
 
-@contextlib.contextmanager
-def storm_before(server: str, rates: dict[str, float]) -> Iterator[Storm]:
-    """Put a network that fails in front of an S3 server."""
-    storm = Storm(server, seed=1, rates=rates)
-    threading.Thread(target=storm.serve_forever, args=[0.01], daemon=True).start()
-    try:
-        yield storm
-    finally:
-        storm.shutdown()
-        storm.server_close()
-
-
 @pytest.mark.parametrize(
     ("at_first", "later"),
     [
@@ -129,7 +118,7 @@ def test_training_goes_on_while_s3_fails(
     s3_bucket: str,
 ) -> None:
     """Throttled, reset, cut and lost answers, stalls of 30 s, and an outage of 15 s."""
-    with storm_before(s3_server, at_first) as storm:
+    with Storm(s3_server, 1, at_first).serving() as storm:
         endpoint = {"AWS_ENDPOINT_URL_S3": storm.url}
         drill = Drill(folder, s3_bucket, None, f"s3://{s3_bucket}/runs", endpoint)
         drill.wait_for_step(5)
@@ -143,6 +132,45 @@ def test_training_goes_on_while_s3_fails(
     assert len(storm.spoilt) >= 4 and storm.spoilt.total() > 30, storm.spoilt
     found, skipped = latest(drill.run)
     assert found is not None and found.step == drill.lines()[-1]["step"] and not skipped
+
+
+def test_a_killed_driver_changes_nothing_on_ceph(
+    folder: Path,
+    expected: Undisturbed,
+    ceph: Ceph,
+    ceph_bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a real S3 server, its data there too; every call that is made of it is a known one."""
+    open_storage(f"s3://{ceph_bucket}").write("data/text.txt", TEXT.encode())
+    more = {"data.path": f"s3://{ceph_bucket}/data", "checkpoint.export": "true"}
+    with Recorder(ceph.url).serving() as recorder:
+        where = (f"s3://{ceph_bucket}/runs", {"AWS_ENDPOINT_URL_S3": recorder.url})
+        first = Drill(folder, "ceph", more, *where)
+        first.wait_for_checkpoint(13)
+        first.kill("driver")
+        last = Drill(folder, "ceph", more, *where)
+        last.end(0)
+        with monkeypatch.context() as through_it:
+            through_it.setenv("AWS_ENDPOINT_URL_S3", recorder.url)
+            send_in_parts(last.run)
+    assert_same(last.lines(), expected(last, 2))
+    assert last.result()["status"] == "done"
+    attempts = [line["attempt"] for line in last.lines()]
+    assert attempts == sorted(attempts) and set(attempts) == {1, 2}
+    assert attempts.index(2) % 10 == 0  # up to a checkpoint
+    by = golden()
+    same_as_golden({call: by.get(call) for call in calls(recorder.seen, ceph_bucket, "ceph")})
+
+
+def send_in_parts(run: Storage) -> None:
+    """Write as shards of a larger model are written, and give one such upload up."""
+    shard = f"{CHECKPOINTS}/step-00000001/__0_0.distcp"
+    data = b"x" * (MIN_PART_BYTES + 1)
+    run.write(shard, data)
+    with pytest.raises(InterruptedError), run.open_write(shard) as out:
+        out.write(data)
+        raise InterruptedError
 
 
 # The file of the second checkpoint whose upload is held up; whom SIGKILL hits meanwhile; what then
@@ -164,7 +192,7 @@ def test_a_worker_dies_while_a_checkpoint_is_uploaded(
     """SIGKILL during the upload of a shard, and between the shards and the marker."""
     file, victim, end, kept = HELD[killed]
     name, checkpoint = f"held-{list(HELD).index(killed)}", f"{CHECKPOINTS}/step-00000020"
-    with storm_before(s3_server, {}) as storm:
+    with Storm(s3_server, 1, {}).serving() as storm:
         endpoint = {"AWS_ENDPOINT_URL_S3": storm.url}
         storm.hold(f"{checkpoint}/{file}")
         drill = Drill(folder, name, storage=f"s3://{s3_bucket}/runs", environment=endpoint)

@@ -19,6 +19,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.exceptions import ClientError
+from calls import Call, golden, judge, same_as_golden
 from ceph import KEYS, Ceph
 from patience import PATIENCE_S
 from pyarrow.fs import FileSystem
@@ -538,6 +539,101 @@ def test_a_run_trains_with_no_more_than_its_role_has(
     assert not allowed(lambda: user.get_object(Bucket=BUCKET, Key="secrets/x"))
     assert not allowed(lambda: user.list_objects_v2(Bucket=BUCKET, Prefix="secrets/"))
     assert not allowed(lambda: user.put_object(Bucket=BUCKET, Key="data/y", Body=b""))
+
+
+METRICS = f"arn:aws:cloudwatch:{REGION}:{ACCOUNT}:dataset/default"
+# What the calls of a drill leave out: a model of the bucket's, and the metrics of the side-car.
+FURTHER = [
+    Call("boto3", "s3:GetObject", "BUCKET/models/<file>"),
+    Call("boto3", "s3:ListBucket", "BUCKET", (("s3:prefix", "models/"),)),
+]
+FORBIDDEN = [
+    Call("", "s3:GetObject", "BUCKET/secrets/x"),
+    Call("", "s3:ListBucket", "BUCKET", (("s3:prefix", "secrets/"),)),
+    Call("", "s3:PutObject", "BUCKET/data/x"),
+    Call("", "s3:DeleteObject", "BUCKET/data/x"),
+    Call("", "s3:PutObject", "BUCKET/models/x"),
+    Call("", "s3:AbortMultipartUpload", "BUCKET/models/x"),
+    Call("", "s3:DeleteObjectVersion", "BUCKET/runs/r/x"),
+    Call("", "s3:PutObjectAcl", "BUCKET/runs/r/x"),
+    Call("", "s3:GetObject", "another-bucket/runs/r/x"),
+    Call("", "s3:DeleteBucket", "BUCKET"),
+    Call("", "s3:PutBucketPolicy", "BUCKET"),
+    Call("", "kms:ScheduleKeyDeletion", "KEY"),
+    Call("", "kms:PutKeyPolicy", "KEY"),
+    Call("", "cloudwatch:PutMetricData", METRICS, (("cloudwatch:namespace", "another"),)),
+]
+# pyarrow asks for a bucket that cannot exist: by any refusal it knows what kind of server it has.
+NEEDS_NO_LEAVE = "$extremelyunlikelytoexist$"
+ROLES = ["rayapp-ecs-task", "rayapp-eks-run"]
+
+
+def verdicts_on(
+    cloud: Cloud, role: str, asked: list[Call], transport: str = "true"
+) -> dict[Call, dict[str, Any]]:
+    """Judge calls by the documents of a role, of the bucket and of its key, as applied."""
+    iam, kms, s3 = (cloud.client(service) for service in ("iam", "kms", "s3"))
+    assert not iam.list_attached_role_policies(RoleName=role)["AttachedPolicies"]
+    names = iam.list_role_policies(RoleName=role)["PolicyNames"]
+    policies = [iam.get_role_policy(RoleName=role, PolicyName=name) for name in names]
+    key = kms.describe_key(KeyId="alias/rayapp")["KeyMetadata"]["Arn"]
+    of_key = kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]
+    of_bucket = s3.get_bucket_policy(Bucket=BUCKET)["Policy"]
+
+    def simulation(call: Call) -> dict[str, Any]:
+        service, place = call.action.split(":")[0], call.resource.replace("BUCKET", BUCKET)
+        resource = {"s3": f"arn:aws:s3:::{place}", "kms": key}.get(service, place)
+        mine = {"s3": place.split("/")[0] == BUCKET, "kms": True}.get(service, False)
+        request = {
+            "principal": f"arn:aws:sts::{ACCOUNT}:assumed-role/{role}/run",
+            "action": call.action,
+            "resource": {"resource": resource, "accountId": ACCOUNT},
+            "contextVariables": {"aws:SecureTransport": transport, **dict(call.keys)},
+        }
+        found: dict[str, Any] = {
+            "request": request,
+            "identityPolicies": [
+                {"name": each["PolicyName"], "policy": each["PolicyDocument"]} for each in policies
+            ],
+            "serviceControlPolicies": [],
+            "resourceControlPolicies": [],
+        }
+        if mine:
+            found["resourcePolicy"] = json.loads(of_bucket if service == "s3" else of_key)
+        return found
+
+    return dict(zip(asked, judge([simulation(call) for call in asked]), strict=True))
+
+
+def not_allowed(verdicts: dict[Call, dict[str, Any]]) -> list[str]:
+    return [
+        f"{verdict['result']}: {call}"
+        for call, verdict in verdicts.items()
+        if verdict["result"] != "Allowed" and call.resource != NEEDS_NO_LEAVE
+    ]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_iam_allows_every_call_of_a_run(cloud: Cloud, role: str) -> None:
+    """By a real evaluator: the calls that the drill on Ceph has recorded, and what few others."""
+    namespace = (("cloudwatch:namespace", role.rpartition("-")[0]),)
+    more = [*FURTHER, Call("agent", "cloudwatch:PutMetricData", METRICS, namespace)]
+    verdicts = verdicts_on(cloud, role, [*golden(), *more])
+    denied = not_allowed(verdicts)
+    assert not denied, f"{role} may not make these calls of a run:\n" + "\n".join(denied)
+    by = {call: " ".join(verdicts[call]["by"]) or None for call in golden()}
+    same_as_golden(by)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_iam_allows_no_other_call(cloud: Cloud, role: str) -> None:
+    verdicts = verdicts_on(cloud, role, FORBIDDEN)
+    found = {str(call): verdict["result"] for call, verdict in verdicts.items()}
+    assert found == dict.fromkeys(map(str, FORBIDDEN), "ImplicitlyDenied")
+    in_clear = [call for call in golden() if call.action.startswith("s3:")]
+    in_clear = [call for call in in_clear if call.resource != NEEDS_NO_LEAVE]
+    results = verdicts_on(cloud, role, in_clear, transport="false").values()
+    assert {verdict["result"] for verdict in results} == {"ExplicitlyDenied"}
 
 
 def test_ecs_may_read_the_token_and_no_task_may(cloud: Cloud) -> None:

@@ -127,7 +127,7 @@ def test_the_console_command(
     command = getattr(importlib.import_module(module), function)
     for option, answer in (("--version", f"rayapp {project['version']}"), ("--help", "plan ")):
         monkeypatch.setattr(sys, "argv", ["/somewhere/bin/rayapp", option])
-        assert command() == main([option]) == DONE
+        assert command() == main([option]) == Exit.DONE
         assert capsys.readouterr().out.count(answer) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import http.server
 import random
@@ -10,8 +11,21 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from email.message import Message
+from typing import NamedTuple, Self
 
 STALL_S = 30.0
+
+
+class Asked(NamedTuple):
+    """A request, and the status of its answer."""
+
+    method: str
+    path: str
+    headers: Message
+    body: bytes
+    status: int
 
 
 class Faults(http.server.ThreadingHTTPServer):
@@ -47,6 +61,23 @@ class Faults(http.server.ThreadingHTTPServer):
                 return ""
             self.left -= 1
             return self.kind
+
+    def answered(self, asked: Asked) -> None:
+        """Be told of a request that the server has answered."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[Self]:
+        """Forward what comes in, for the length of a block."""
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
+        try:
+            yield self
+        finally:
+            self.shutdown()
+            self.server_close()
 
 
 class Storm(Faults):
@@ -89,10 +120,6 @@ class Storm(Faults):
         self.let_go.wait()
         return self.end_of_held
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
 
 class FaultsHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -122,6 +149,7 @@ class FaultsHandler(http.server.BaseHTTPRequestHandler):
         answer = upstream.getresponse()
         content = answer.read()
         upstream.close()
+        self.server.answered(Asked(self.command, self.path, self.headers, body, answer.status))
         if fault == "lose":
             return self.drop()
         headers = {k: v for k, v in answer.getheaders() if k.lower() not in HOP_HEADERS}
