@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rayapp.data import sources
-from rayapp.data.prepare import Recipe
+from rayapp.data.prepare import RowRecipe
 from rayapp.data.tokens import load_tokenizer, tokenizer_digest, train_bpe
 
 VOCABULARY = 20_000
@@ -72,10 +72,12 @@ def save_tokenizer(folder: Path, pool: str, vocabulary: int) -> None:
     train_bpe(iter([pool[: 2**21]]), vocabulary).save_pretrained(folder)
 
 
-def recipe(path: str, kind: str, tokenizer_url: str, seq_len: int, eval_fraction: float) -> Recipe:
+def recipe(
+    path: str, kind: str, tokenizer_url: str, seq_len: int, eval_fraction: float
+) -> RowRecipe:
     """Return how rayapp prepares a corpus by default."""
     tokenizer = load_tokenizer(tokenizer_url)
-    return Recipe(
+    return RowRecipe(
         source=sources.find(path),
         eval_source=None,
         kind=kind,

@@ -85,16 +85,18 @@ def through_ray(folder: str, steps: int) -> dict[str, float]:
     """Stream the steps as a run's workers get them, in processes that have done some before."""
     import ray
 
-    from rayapp.data.images import Look, Recipe, find, prepare, stream
+    from rayapp.data.images import ImageRecipe, Transform, find, prepare, stream
     from rayapp.order import Order
     from rayapp.storage import open_storage
 
     ray.init(address="local", num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False)
-    images = prepare(Recipe(find(f"{folder}/data"), None, 0.0), open_storage(f"{folder}/index"))
+    images = prepare(
+        ImageRecipe(find(f"{folder}/data"), None, 0.0), open_storage(f"{folder}/index")
+    )
 
     def batches(count: int) -> Iterator[np.ndarray]:
         order = Order.for_steps(images.counts["train"], IMAGES_PER_STEP, MICRO_BATCH, 0, count)
-        dataset = stream.stream(images, Look(224), order, 0, 1)
+        dataset = stream.stream(images, Transform(224), order, 0, 1)
         (shard,) = dataset.streaming_split(1, equal=True)
         for batch in stream.steps(shard, MICRO_BATCH, order.num_micro_batches(1)):
             yield batch.images
@@ -109,10 +111,10 @@ class Pictures:
     """A data set for torch: (image, label) by (number, seed)."""
 
     def __init__(self, folder: str, whole: bool) -> None:
-        from rayapp.data.images import Look
+        from rayapp.data.images import Transform
 
         self.files = sorted(Path(folder, "data").rglob("*.jpg"))
-        self.whole, self.look = whole, Look(224)
+        self.whole, self.look = whole, Transform(224)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray, int]:
         from rayapp.data.images.augment import augmented
@@ -195,7 +197,7 @@ def loops(rank: int, folder: str, rounds: int, steps: int, model: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from rayapp.data.images import Recipe, find, local_steps
+    from rayapp.data.images import ImageRecipe, find, local_steps
     from rayapp.data.images import load as load_index
     from rayapp.storage import open_storage
     from rayapp.train.spec import ImageSpec
@@ -206,7 +208,7 @@ def loops(rank: int, folder: str, rounds: int, steps: int, model: str) -> None:
     config = load(
         str(ROOT / "configs/vision_cpu.yaml"), settings(folder, steps, model), VisionConfig
     )
-    recipe = Recipe(find(f"{folder}/data"), None, 0.0)
+    recipe = ImageRecipe(find(f"{folder}/data"), None, 0.0)
     images = load_index(open_storage(f"{folder}/index") / recipe.fingerprint)
     assert images is not None
     order = order_of(config, images)

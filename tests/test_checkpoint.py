@@ -43,9 +43,9 @@ from rayapp.train.checkpoint.marker import (
     CheckpointError,
     Damaged,
     Digest,
-    File,
-    Found,
     NoneUsable,
+    SavedCheckpoint,
+    SavedFile,
     latest,
     name_of,
     newest_committed,
@@ -405,7 +405,7 @@ def test_what_is_written(storage: Storage) -> None:
         },
     }
     found, skipped = latest(storage)
-    assert found == Found("step-00000500", 500, whole, run) and skipped == []
+    assert found == SavedCheckpoint("step-00000500", 500, whole, run) and skipped == []
     assert saved_shapes(storage, found.name) == {"a.x": (6,), "a.text": None, "n": None}
     loaded = {"a": {"x": torch.zeros(6), "text": ""}, "n": 0}
     load(storage, found.name, loaded)
@@ -741,7 +741,7 @@ def test_a_file_of_several_blocks(
     digest = Digest()
     for start in range(0, size, 29):  # written in parts that know nothing of blocks
         digest.update(data[start : start + 29])
-    file = File.from_dict(json.loads(json.dumps(digest.file().to_dict())))
+    file = SavedFile.from_dict(json.loads(json.dumps(digest.file().to_dict())))
     assert file.size == size and len(file.sha256) == -(-size // 64)
     storage.write("f", data)
     reader = open_checked(storage, "f", file)

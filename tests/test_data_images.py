@@ -22,7 +22,7 @@ from PIL import Image
 from rayapp.data import stream as streams
 from rayapp.data.images import (
     Images,
-    Look,
+    Transform,
     augment,
     batches,
     find,
@@ -36,7 +36,7 @@ from rayapp.data.sources import SourceError
 from rayapp.order import EMPTY, Order, combine
 from rayapp.storage import StorageError, open_storage
 
-LOOK = Look(size=24, crop_scale=(0.3, 1.0), layers=1, mixup=0.4, cutmix=0.4)
+LOOK = Transform(size=24, crop_scale=(0.3, 1.0), layers=1, mixup=0.4, cutmix=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def picture(width: int, height: int, mode: str = "RGB", kind: str = "PNG") -> by
 def test_the_middle_is_what_cropping_and_scaling_by_hand_gives(
     kind: str, size: tuple[int, int]
 ) -> None:
-    data, look = picture(*size, kind=kind), Look(size=24, eval_crop=0.75)
+    data, look = picture(*size, kind=kind), Transform(size=24, eval_crop=0.75)
     side = 0.75 * min(size)
     left, top = (size[0] - side) / 2, (size[1] - side) / 2
     whole = Image.open(io.BytesIO(data)).convert("RGB")
@@ -219,13 +219,13 @@ def test_crops_are_distributed_as_torchvision_draws_them() -> None:
 
 
 def test_the_seed_alone_decides() -> None:
-    data, look = picture(60, 50), Look(size=16, layers=2, magnitude=15)
+    data, look = picture(60, 50), Transform(size=16, layers=2, magnitude=15)
     first = [augment.augmented(data, look, seed) for seed in range(20)]
     again = [augment.augmented(data, look, seed) for seed in reversed(range(20))]
     assert all(map(np.array_equal, first, reversed(again)))
     assert len({one.tobytes() for one in first}) == 20
-    plain = Look(size=16, crop_scale=(1, 1), flip=1.0)
-    expected = augment.centred(data, Look(size=16, eval_crop=1.0))[:, ::-1]
+    plain = Transform(size=16, crop_scale=(1, 1), flip=1.0)
+    expected = augment.centred(data, Transform(size=16, eval_crop=1.0))[:, ::-1]
     assert np.array_equal(augment.augmented(data, plain, 5), expected)
 
 
@@ -233,7 +233,11 @@ def test_the_seed_alone_decides() -> None:
 def test_every_mode_becomes_rgb(mode: str) -> None:
     kind = "TIFF" if mode in ("CMYK", "I;16") else "PNG"
     assert augment.problem_of(picture(40, 40, mode, kind)) is None
-    assert augment.augmented(picture(40, 40, mode, kind), Look(size=16), 1).shape == (16, 16, 3)
+    assert augment.augmented(picture(40, 40, mode, kind), Transform(size=16), 1).shape == (
+        16,
+        16,
+        3,
+    )
 
 
 @pytest.mark.parametrize("name", augment.OPERATIONS)
@@ -263,7 +267,7 @@ def test_mixing_keeps_every_pixel_and_every_share(count: int, seed: int, kind: s
     images = draw.integers(0, 256, (count, 8, 8, 3), np.uint8)
     labels, seeds = np.arange(count), draw.integers(0, 2**63, count).astype(np.uint64)
     present = draw.random(count) < 0.8
-    look = Look(8, mixup=0.5 * (kind != "cutmix"), cutmix=0.7 * (kind != "mixup"))
+    look = Transform(8, mixup=0.5 * (kind != "cutmix"), cutmix=0.7 * (kind != "mixup"))
     mixed = images.copy()
     others, shares = augment.mix(mixed, labels, seeds, present, look)
     for j in range(count):
@@ -328,7 +332,7 @@ def test_digests_tell_of_bytes_class_seed_and_place(images: Images) -> None:
 
 def test_an_image_looks_different_in_every_epoch(images: Images) -> None:
     seen = collections.defaultdict(set)
-    plain = Look(size=24)
+    plain = Transform(size=24)
     for batch in local_steps(images.rows("train"), plain, ORDER, 0, 1, 0):
         for place, row in np.ndenumerate(batch.rows):
             if row != EMPTY:
@@ -394,7 +398,7 @@ def ray_here() -> Any:
 def test_ray_data_indexes_as_one_process_does(
     ray_here: None, folder: Path, images: Images, tmp_path: Path
 ) -> None:
-    recipe = index.Recipe(find(str(folder / "tree")), None, 0.0)
+    recipe = index.ImageRecipe(find(str(folder / "tree")), None, 0.0)
     told: list[int] = []
     root = open_storage(str(tmp_path))
     found = prepare(recipe, root, 1, lambda done, total: told.append(done))

@@ -26,7 +26,7 @@ from rayapp import order
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
-from rayapp.data.prepare import Recipe
+from rayapp.data.prepare import RowRecipe
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting
@@ -64,20 +64,20 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "UNIT_BYTES", 500)
 
 
-def write_jsonl(path: Path, values: list[Any]) -> sources.Source:
+def write_jsonl(path: Path, values: list[Any]) -> sources.DataSource:
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
     return sources.find(str(path))
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, tokenizer_url: str) -> Recipe:
+def recipe(tmp_path: Path, tokenizer_url: str) -> RowRecipe:
     """Return a recipe of 90 texts in about 6 units, a tenth of them held out."""
     source = write_jsonl(tmp_path / "data.jsonl", [VALUES["text"](n) for n in range(90)])
     digest = tokens.tokenizer_digest(tokens.load_tokenizer(tokenizer_url))
-    return Recipe(source, None, "text", tokenizer_url, digest, 0, S, True, False, 0.1)
+    return RowRecipe(source, None, "text", tokenizer_url, digest, 0, S, True, False, 0.1)
 
 
-def jobs_of(recipe: Recipe) -> list[tuple[str, sources.Unit]]:
+def jobs_of(recipe: RowRecipe) -> list[tuple[str, sources.ReadUnit]]:
     fraction = 0.0 if recipe.eval_source else recipe.eval_fraction
     jobs = [("train", unit) for unit in sources.units(recipe.source, fraction)]
     if recipe.eval_source:
@@ -85,7 +85,7 @@ def jobs_of(recipe: Recipe) -> list[tuple[str, sources.Unit]]:
     return jobs
 
 
-def make(recipe: Recipe, root: Storage, only: slice = slice(None)) -> Storage:
+def make(recipe: RowRecipe, root: Storage, only: slice = slice(None)) -> Storage:
     """Prepare units here, one after the other, as the tasks do; return the folder."""
     storage = root / recipe.fingerprint
     for index, (origin, unit) in list(enumerate(jobs_of(recipe)))[only]:
@@ -93,7 +93,7 @@ def make(recipe: Recipe, root: Storage, only: slice = slice(None)) -> Storage:
     return storage
 
 
-def here(recipe: Recipe, path: Path) -> Prepared:
+def here(recipe: RowRecipe, path: Path) -> Prepared:
     """Prepare everything without Ray: `prepare` finds no unit missing."""
     root = open_storage(str(path))
     make(recipe, root)
@@ -109,7 +109,7 @@ def contents(storage: Storage) -> dict[str, bytes]:
 # ---- The ledger --------------------------------------------------------------------------------
 
 
-def expected_documents(recipe: Recipe) -> dict[str, list[Document]]:
+def expected_documents(recipe: RowRecipe) -> dict[str, list[Document]]:
     """Return the documents of each split, read and made one by one."""
     renderer = Renderer(tokens.load_tokenizer(recipe.tokenizer_url), recipe.kind)
     found: dict[str, list[Document]] = {"train": [], "eval": []}
@@ -153,7 +153,7 @@ def pieces_of(document: Document, truncate: bool) -> list[tuple[bytes, bytes]]:
 @pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
 @pytest.mark.parametrize(("pack", "truncate"), [(True, False), (False, False), (True, True)])
 def test_every_document_is_in_the_rows_once(
-    recipe: Recipe, tmp_path: Path, kind: str, pack: bool, truncate: bool
+    recipe: RowRecipe, tmp_path: Path, kind: str, pack: bool, truncate: bool
 ) -> None:
     source = write_jsonl(tmp_path / "kind.jsonl", [VALUES[kind](n) for n in range(90)])
     recipe = replace(recipe, source=source, kind=kind, pack=pack, truncate=truncate)
@@ -192,7 +192,7 @@ def test_every_document_is_in_the_rows_once(
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("pack", [True, False])
 def test_every_epoch_trains_on_every_pair_of_tokens_once(
-    recipe: Recipe, tmp_path: Path, world: int, pack: bool
+    recipe: RowRecipe, tmp_path: Path, world: int, pack: bool
 ) -> None:
     """No two documents share a word: each pair taken goes back to its place in its document."""
     lengths = [n * 7 % 45 for n in range(60)]  # words: 0 to 44, a row holds 16
@@ -236,7 +236,7 @@ def test_every_epoch_trains_on_every_pair_of_tokens_once(
     assert ledger == [expected] * 3
 
 
-def test_the_report_counts_what_a_person_checks(recipe: Recipe, tmp_path: Path) -> None:
+def test_the_report_counts_what_a_person_checks(recipe: RowRecipe, tmp_path: Path) -> None:
     report = here(recipe, tmp_path / "out").report()
     train, rows = report["train"], report["train"]["rows"]
     assert report["fill"] == train["tokens"] / (rows * S) and 0.8 < report["fill"] <= 1
@@ -245,7 +245,7 @@ def test_the_report_counts_what_a_person_checks(recipe: Recipe, tmp_path: Path) 
 
 
 def test_a_single_text_file_is_trained_on_and_held_out_whole(
-    recipe: Recipe, tmp_path: Path
+    recipe: RowRecipe, tmp_path: Path
 ) -> None:
     text = "".join(f"line {n} {words(n)}\n" for n in range(99))
     (tmp_path / "one.txt").write_text(text)
@@ -257,7 +257,7 @@ def test_a_single_text_file_is_trained_on_and_held_out_whole(
     assert abs(size["eval"] - 0.2 * len(text)) < 30
 
 
-def test_a_file_of_its_own_is_held_out(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_file_of_its_own_is_held_out(recipe: RowRecipe, tmp_path: Path) -> None:
     held_out = write_jsonl(tmp_path / "eval.jsonl", [VALUES["text"](n) for n in range(200, 240)])
     recipe = replace(recipe, eval_source=held_out, eval_fraction=0.5)  # which then has no effect
     prepared = here(recipe, tmp_path / "out")
@@ -270,7 +270,7 @@ def test_a_file_of_its_own_is_held_out(recipe: Recipe, tmp_path: Path) -> None:
         assert Counter(segments_of(rows.read(np.arange(len(rows))))) == expected
 
 
-def splits_of(recipe: Recipe, path: Path) -> dict[str, Counter[bytes]]:
+def splits_of(recipe: RowRecipe, path: Path) -> dict[str, Counter[bytes]]:
     """Prepare, and return the documents of each split by their labels."""
     prepared = here(replace(recipe, seq_len=128, pack=False), path)
     found = {}
@@ -283,7 +283,7 @@ def splits_of(recipe: Recipe, path: Path) -> dict[str, Counter[bytes]]:
 
 @pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
 def test_all_copies_of_a_document_are_held_out_or_none(
-    recipe: Recipe, tmp_path: Path, kind: str
+    recipe: RowRecipe, tmp_path: Path, kind: str
 ) -> None:
     """Also with another value in a column that is not trained on, and in another order of keys."""
     values = [VALUES[kind](n) for n in range(1, 91)]
@@ -295,7 +295,7 @@ def test_all_copies_of_a_document_are_held_out_or_none(
 
 
 def test_a_line_put_first_and_another_name_move_no_other_document(
-    recipe: Recipe, tmp_path: Path
+    recipe: RowRecipe, tmp_path: Path
 ) -> None:
     values = [VALUES["text"](n) for n in range(90)]
     before = splits_of(recipe, tmp_path / "before")
@@ -314,7 +314,7 @@ def test_a_line_put_first_and_another_name_move_no_other_document(
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_ray_makes_the_same_bytes_as_one_process(
-    recipe: Recipe,
+    recipe: RowRecipe,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -342,7 +342,7 @@ def test_ray_makes_the_same_bytes_as_one_process(
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_what_was_cut_off_is_finished(
-    recipe: Recipe,
+    recipe: RowRecipe,
     tmp_path: Path,
 ) -> None:
     """A preparation that ended after 2 units, and one that lost summaries and its manifest."""
@@ -361,7 +361,7 @@ def test_what_was_cut_off_is_finished(
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_shards_that_were_truncated_or_lost_are_made_again(
-    recipe: Recipe,
+    recipe: RowRecipe,
     tmp_path: Path,
 ) -> None:
     prepared = here(recipe, tmp_path / "out")
@@ -376,7 +376,7 @@ def test_shards_that_were_truncated_or_lost_are_made_again(
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_two_preparations_at_once(
-    recipe: Recipe,
+    recipe: RowRecipe,
     tmp_path: Path,
 ) -> None:
     here(recipe, tmp_path / "here")
@@ -396,7 +396,7 @@ def test_two_preparations_at_once(
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_s3_gives_the_same_rows(
-    recipe: Recipe,
+    recipe: RowRecipe,
     tmp_path: Path,
     s3_bucket: str,
 ) -> None:
@@ -418,7 +418,7 @@ def test_s3_gives_the_same_rows(
 
 
 def test_memory_is_that_of_one_unit(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cutting, "UNIT_BYTES", 100_000)
     source = write_jsonl(
@@ -440,7 +440,7 @@ def test_memory_is_that_of_one_unit(
 
 
 def test_large_records_are_tokenised_few_at_a_time(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "BATCH_SIZE", 1000)
     sizes = [400, 1, 400, 400, 5000, 400, *[2] * 40]
@@ -460,12 +460,12 @@ def test_large_records_are_tokenised_few_at_a_time(
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_part_that_ends_every_process_is_tried_a_few_times_and_named(
-    recipe: Recipe, tmp_path: Path
+    recipe: RowRecipe, tmp_path: Path
 ) -> None:
     """As a record does that takes more memory than there is."""
     log, driver = tmp_path / "attempts", os.getpid()
 
-    class Deadly(Recipe):
+    class Deadly(RowRecipe):
         def __getattribute__(self, name: str) -> Any:
             if name == "pad_id" and os.getpid() != driver:
                 with log.open("a") as file:
@@ -491,10 +491,10 @@ def test_a_part_that_ends_every_process_is_tried_a_few_times_and_named(
 # ---- Fingerprints ------------------------------------------------------------------------------
 
 
-def test_each_part_changes_the_fingerprint_and_is_named(recipe: Recipe, tmp_path: Path) -> None:
+def test_each_part_changes_the_fingerprint_and_is_named(recipe: RowRecipe, tmp_path: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", [VALUES["text"](1)])
     bpe = tokens.train_bpe(iter(["hello hello"]), 262)
-    changes: dict[str, Recipe] = {
+    changes: dict[str, RowRecipe] = {
         "files": replace(recipe, source=other),
         "eval_files": replace(recipe, eval_source=other),
         "tokenizer": replace(recipe, tokenizer_digest=tokens.tokenizer_digest(bpe)),
@@ -512,7 +512,7 @@ def test_each_part_changes_the_fingerprint_and_is_named(recipe: Recipe, tmp_path
     assert moved.fingerprint == recipe.fingerprint
 
 
-def test_a_line_added_to_a_file_is_another_data_set(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_line_added_to_a_file_is_another_data_set(recipe: RowRecipe, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
     changed = replace(recipe, source=sources.find(str(path)))
@@ -522,7 +522,7 @@ def test_a_line_added_to_a_file_is_another_data_set(recipe: Recipe, tmp_path: Pa
 # ---- Bad records -------------------------------------------------------------------------------
 
 
-def test_bad_records_are_counted_by_reason_with_places(recipe: Recipe, tmp_path: Path) -> None:
+def test_bad_records_are_counted_by_reason_with_places(recipe: RowRecipe, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     good = [json.dumps(VALUES["text"](n)) for n in range(60)]
     for number in (3, 17, 18, 40, 41, 42, 58):

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from test_data_prepare import VALUES, here, small_units, tokenizer_url, write_jsonl  # noqa: F401
 
 from rayapp.data import tokens
-from rayapp.data.prepare import Recipe
+from rayapp.data.prepare import RowRecipe
 from rayapp.data.prepared import duplicate_share, mixed
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
 
-def recipe_of(path: Path, tokenizer: str, first: int, last: int) -> Recipe:
+def recipe_of(path: Path, tokenizer: str, first: int, last: int) -> RowRecipe:
     """Texts first..last, each of which no other number has."""
     source = write_jsonl(path, [VALUES["text"](n) for n in range(first, last)])
     digest = tokens.tokenizer_digest(tokens.load_tokenizer(tokenizer))
-    return Recipe(source, None, "text", tokenizer, digest, 0, 16, True, False, 0.1)
+    return RowRecipe(source, None, "text", tokenizer, digest, 0, 16, True, False, 0.1)
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=40), max_size=6))
@@ -47,7 +47,7 @@ def test_duplicates_are_found_across_units(tmp_path: Path, tokenizer_url: str) -
     values = [VALUES["text"](n) for n in (*range(1, 10), *range(3, 8))]
     source = write_jsonl(tmp_path / "twice.jsonl", values * 5)
     digest = tokens.tokenizer_digest(tokens.load_tokenizer(tokenizer_url))
-    recipe = Recipe(source, None, "text", tokenizer_url, digest, 0, 16, True, False, 0.0)
+    recipe = RowRecipe(source, None, "text", tokenizer_url, digest, 0, 16, True, False, 0.0)
     made = here(recipe, tmp_path / "prepared")
     assert made.counts["train"]["documents"] == 70 and made.duplicates == 61 / 70
 

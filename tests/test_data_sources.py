@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayapp.data import sources
-from rayapp.data.sources import Record, Source, SourceError, cutting, hub, reading
+from rayapp.data.sources import DataSource, Record, SourceError, cutting, hub, reading
 from rayapp.storage import open_storage
 
 FILES = {  # of a folder with all that a folder may hold beside the data
@@ -49,7 +49,7 @@ def put(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[dict[str, b
     return write
 
 
-def read(source: Source, eval_fraction: float = 0.0) -> list[Record]:
+def read(source: DataSource, eval_fraction: float = 0.0) -> list[Record]:
     """Read all pieces of all units in order."""
     found = sources.units(source, eval_fraction)
     return [r for unit in found for piece in unit.pieces for r in sources.read_piece(source, piece)]
@@ -179,7 +179,7 @@ def test_the_format_set_by_the_user_decides(put: Callable[[dict[str, bytes]], st
 def test_hub_ids_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("teknium/OpenHermes-2.5", "org/name_200k"):
-        assert sources.find(name) == Source(name, "hub", ())
+        assert sources.find(name) == DataSource(name, "hub", ())
     (tmp_path / "data").mkdir()
     for name in ("data/train", "org/train.jsonl", "a/b/c", "missing"):
         assert "is missing" in refusal(name)

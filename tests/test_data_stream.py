@@ -16,7 +16,7 @@ from patience import PATIENCE_S
 from rayapp.data import stream
 from rayapp.data.packing import IGNORE, row_dtype
 from rayapp.data.prepared import Prepared
-from rayapp.data.rows import Rows, StepRows, local_steps, sequential_batches
+from rayapp.data.rows import StepRows, TokenRows, local_steps, sequential_batches
 from rayapp.order import EMPTY, Order
 from rayapp.storage import open_storage
 
@@ -245,5 +245,5 @@ def test_sequential_batches_take_every_row_once(
 
 
 def test_no_rows_give_no_batches(tmp_path: Path) -> None:
-    rows = Rows(open_storage(str(tmp_path)), [], SEQ_LEN)
+    rows = TokenRows(open_storage(str(tmp_path)), [], SEQ_LEN)
     assert len(rows) == 0 and list(sequential_batches(rows, 2, 0, 1)) == []

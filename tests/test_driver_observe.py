@@ -16,7 +16,7 @@ from patience import PATIENCE_S
 
 from rayapp.config import load
 from rayapp.driver import observe
-from rayapp.driver.observe import Told
+from rayapp.driver.observe import TrackerFeed
 from rayapp.observe import trackers
 from rayapp.storage import Storage, open_storage
 
@@ -60,9 +60,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return made
 
 
-def told_of(run: Storage) -> Told:
+def told_of(run: Storage) -> TrackerFeed:
     job: Any = SimpleNamespace(config=load())
-    return Told("recorder", run, job)
+    return TrackerFeed("recorder", run, job)
 
 
 def wait_for(recorder: Recorder, steps: list[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ from rayapp.config import load
 from rayapp.observe import run_folder
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train import schedule
-from rayapp.train.schedule import Cadence, Leaving
+from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.step_sync import MOVE, STAY, STOP
 
 
@@ -30,11 +30,11 @@ def run(tmp_path: Path) -> Storage:
 
 
 @pytest.fixture
-def leaving(run: Storage) -> Iterator[Callable[..., Leaving]]:
-    made: list[Leaving] = []
+def leaving(run: Storage) -> Iterator[Callable[..., LeaveWatcher]]:
+    made: list[LeaveWatcher] = []
 
-    def make(room: Callable[[], int] | None = None) -> Leaving:
-        made.append(Leaving(run, room))
+    def make(room: Callable[[], int] | None = None) -> LeaveWatcher:
+        made.append(LeaveWatcher(run, room))
         return made[-1]
 
     yield make
@@ -49,7 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_stop_is_seen(run: Storage, leaving: Callable[..., Leaving]) -> None:
+def test_a_stop_is_seen(run: Storage, leaving: Callable[..., LeaveWatcher]) -> None:
     watch = leaving()
     time.sleep(0.1)
     assert watch.due() == STAY
@@ -58,7 +58,7 @@ def test_a_stop_is_seen(run: Storage, leaving: Callable[..., Leaving]) -> None:
 
 
 def test_a_storage_that_fails_is_asked_again(
-    run: Storage, leaving: Callable[..., Leaving], monkeypatch: pytest.MonkeyPatch
+    run: Storage, leaving: Callable[..., LeaveWatcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -74,21 +74,21 @@ def test_a_storage_that_fails_is_asked_again(
     assert len(asked) == 3
 
 
-def test_room_must_be_there_twice_in_a_row(leaving: Callable[..., Leaving]) -> None:
+def test_room_must_be_there_twice_in_a_row(leaving: Callable[..., LeaveWatcher]) -> None:
     rooms = iter([2, 0, 1, 0, 3, 1])
     watch = leaving(lambda: next(rooms))
     until(lambda: watch.due() == MOVE)
     assert watch.reason == "1 more worker fits" and list(rooms) == []
 
 
-def test_a_stop_goes_before_room(run: Storage, leaving: Callable[..., Leaving]) -> None:
+def test_a_stop_goes_before_room(run: Storage, leaving: Callable[..., LeaveWatcher]) -> None:
     run.write(run_folder.STOP, b"")
     watch = leaving(lambda: 5)
     until(lambda: watch.due() != STAY)
     assert watch.due() == STOP
 
 
-def test_notices_are_asked_for_now_and_then(leaving: Callable[..., Leaving]) -> None:
+def test_notices_are_asked_for_now_and_then(leaving: Callable[..., LeaveWatcher]) -> None:
     watch = leaving()
     assert not watch.look_due()
     time.sleep(0.06)

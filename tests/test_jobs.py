@@ -19,7 +19,7 @@ from stub_dashboard import dashboard
 
 from rayapp.config import Config, ConfigError, load
 from rayapp.config.arguments import read
-from rayapp.jobs import Cluster, JobError, Shipment, package, prepare
+from rayapp.jobs import JobError, JobsClient, SubmitOptions, package, prepare
 from rayapp.jobs.client import address_of
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +35,7 @@ def config(**overrides: str) -> Config:
 def test_the_entrypoint_is_the_config(path: Path) -> None:
     """What a shell and the command make of it is the config again."""
     wanted = load(str(path), {"run.storage": "s3://bucket/runs"})
-    words = shlex.split(prepare(wanted, Shipment()).entrypoint)
+    words = shlex.split(prepare(wanted, SubmitOptions()).entrypoint)
     assert words[:3] == ["python", "-m", wanted.MODULE]
     found, _ = read(words[3:], {}, type(wanted))
     assert found == wanted
@@ -46,13 +46,13 @@ def test_nothing_in_a_config_reaches_the_shell() -> None:
     wanted = config(
         eval__prompts=json.dumps(hostile), data__mixture='{"s3://b/a b": 2.5}', train__max_steps="9"
     )
-    words = shlex.split(prepare(wanted, Shipment()).entrypoint)
+    words = shlex.split(prepare(wanted, SubmitOptions()).entrypoint)
     found, _ = read(words[3:], {})
     assert found == wanted and list(found.eval.prompts) == hostile
 
 
 def test_what_a_cluster_could_not_run_is_refused_before() -> None:
-    shipment = Shipment(
+    shipment = SubmitOptions(
         pip=("ring==1.0", "loose>=2", "also"),
         env={"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_abc", "OPENAI_API_KEY": "x"},
         secrets={"HF_TOKEN": ARN, "PLAIN": "hf_abc"},
@@ -76,18 +76,18 @@ def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     (folder / ".gitignore").write_text("data/secret.jsonl\nout/\n")
-    kept = prepare(config(data__path="data/train.jsonl"), Shipment(working_dir="project"))
+    kept = prepare(config(data__path="data/train.jsonl"), SubmitOptions(working_dir="project"))
     assert kept.package is not None
     env = kept.runtime_env(str(tmp_path))
     assert Path(env["working_dir"]).read_bytes() == kept.package
     with zipfile.ZipFile(io.BytesIO(kept.package)) as archive:
         files = {name for name in archive.namelist() if not name.endswith("/")}
     assert files == {"code.py", "data/train.jsonl", ".gitignore"}
-    prepare(config(data__path="data"), Shipment(working_dir="project"))
+    prepare(config(data__path="data"), SubmitOptions(working_dir="project"))
 
     def refused(path: str, working_dir: str | None = "project") -> str:
         with pytest.raises(ConfigError) as error:
-            prepare(config(data__path=path), Shipment(working_dir=working_dir))
+            prepare(config(data__path=path), SubmitOptions(working_dir=working_dir))
         (problem,) = error.value.problems
         return problem
 
@@ -100,14 +100,14 @@ def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "it is not in project" in refused("elsewhere.txt")
     assert "is on this machine alone" in refused("elsewhere.txt", None)
     with pytest.raises(ConfigError, match="working_dir=nowhere is not there"):
-        prepare(config(), Shipment(working_dir="nowhere"))
-    prepare(config(data__path="org/hub-id"), Shipment())  # a hub id is nowhere here
-    prepare(config(data__path="/fsx/data"), Shipment())  # all nodes may share it
+        prepare(config(), SubmitOptions(working_dir="nowhere"))
+    prepare(config(data__path="org/hub-id"), SubmitOptions())  # a hub id is nowhere here
+    prepare(config(data__path="/fsx/data"), SubmitOptions())  # all nodes may share it
 
     (folder / "weights.bin").write_bytes(random.Random(0).randbytes(3 * 2**20))
     monkeypatch.setattr(package, "LIMIT_MIB", 2)
     with pytest.raises(ConfigError) as error:
-        prepare(config(), Shipment(working_dir="project"))
+        prepare(config(), SubmitOptions(working_dir="project"))
     assert "is too large: 3 MiB packed, of 2 MiB" in str(error.value)
     assert "weights.bin (3 MiB)" in str(error.value)
 
@@ -140,7 +140,7 @@ def test_a_folder_with_secrets_is_not_packed(tmp_path: Path, path: str, text: st
     }.items():
         folder.mkdir(exist_ok=True)
         (folder / name).write_text(content)
-    shipment = Shipment(working_dir=str(folder))
+    shipment = SubmitOptions(working_dir=str(folder))
     assert prepare(config(), shipment).package is not None
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     (folder / path).write_text(text)
@@ -160,7 +160,7 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
     (folder / "same.py").symlink_to("code/a.py")
     outside.mkdir()
     (outside / "passwords.txt").write_text("p")
-    shipment = Shipment(working_dir=str(folder))
+    shipment = SubmitOptions(working_dir=str(folder))
     assert prepare(config(), shipment).package is not None, "links within are fine"
     (folder / "code" / "out").symlink_to(outside)
     (folder / "file").symlink_to(outside / "passwords.txt")
@@ -176,7 +176,7 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_what_is_no_text_is_refused_by_name() -> None:
-    shipment = Shipment(env={"N": 1}, tags={"on": True})  # type: ignore[dict-item]
+    shipment = SubmitOptions(env={"N": 1}, tags={"on": True})  # type: ignore[dict-item]
     with pytest.raises(ConfigError) as error:
         prepare(config(), shipment)
     assert [problem.split(":")[0] for problem in error.value.problems] == [
@@ -186,11 +186,11 @@ def test_what_is_no_text_is_refused_by_name() -> None:
 
 
 def test_secrets_go_by_reference_and_a_stop_has_time_to_save() -> None:
-    shipment = Shipment(secrets={"S": ARN})
+    shipment = SubmitOptions(secrets={"S": ARN})
     variables = prepare(config(), shipment).runtime_env("/nowhere")["env_vars"]
     assert json.loads(variables["RAYAPP_SECRETS"]) == {"S": ARN}
     assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) == 600
-    shipment = Shipment(env={"RAY_JOB_STOP_WAIT_TIME_S": "900"})
+    shipment = SubmitOptions(env={"RAY_JOB_STOP_WAIT_TIME_S": "900"})
     variables = prepare(config(), shipment).runtime_env("/nowhere")["env_vars"]
     assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == "900"
 
@@ -219,7 +219,7 @@ def test_a_job_of_ray_job_submit_is_known_by_its_command_line(
 ) -> None:
     with dashboard() as served:
         served.add("raysubmit_1", "RUNNING", entrypoint=entrypoint)
-        (info,) = Cluster.at(served.address).jobs()
+        (info,) = JobsClient.at(served.address).jobs()
     assert (info.trains, info.storage, info.run_url) == (trains, storage, run_url)
 
 
@@ -264,7 +264,7 @@ def test_another_ray_and_no_ray(old_cluster: str, monkeypatch: pytest.MonkeyPatc
     """An address that is asked for is taken, whatever the environment says."""
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     with pytest.raises(JobError, match=r"runs Ray 2.50.0, and this rayapp Ray 2.60"):
-        Cluster.at(old_cluster)
+        JobsClient.at(old_cluster)
     with pytest.raises(JobError, match=r"no Ray cluster answers at http://127.0.0.1:9 \(RAY_API"):
-        Cluster.at()
+        JobsClient.at()
     assert os.environ["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:9"

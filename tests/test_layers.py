@@ -207,6 +207,23 @@ def test_documents_name_files_that_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_class_name_is_defined_once() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: each for name, each in places.items() if len(each) > 1}
+
+
+def test_no_public_function_has_the_name_of_a_room(layers: dict[str, int]) -> None:
+    """Importing the room would replace the function."""
+    import rayapp
+
+    rooms = {name.rstrip("/").removesuffix(".py") for name in layers}
+    assert not rooms & set(rayapp.__all__)
+
+
 def test_nothing_is_called_utils() -> None:
     assert not [str(path) for path in sources() if path.name == "utils.py"]
 

@@ -100,7 +100,7 @@ def config_of(folder: Path, name: str, **train: Any) -> Config:
 def prepared_of(config: Config, folder: Path) -> Prepared:
     """Prepare in this process: Ray Data has its own tests."""
     source = sources.find(config.data.path)
-    recipe = prepare.Recipe(
+    recipe = prepare.RowRecipe(
         source=source,
         eval_source=None,
         kind="text",

@@ -31,7 +31,7 @@ from rayapp.observe.metrics import (
     last,
     read,
 )
-from rayapp.observe.records import Line
+from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -102,7 +102,7 @@ def test_each_step_is_there_once_after_resumes(storage: Storage) -> None:
 def test_a_line_has_the_fields_of_the_records() -> None:
     """Of both kinds: StepRecord is what is written, Line what is read."""
     fields = TokenRecord.__dataclass_fields__ | ImageRecord.__dataclass_fields__
-    assert set(Line.__annotations__) == set(fields)
+    assert set(MetricsLine.__annotations__) == set(fields)
 
 
 def test_a_torn_last_line_is_dropped(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from rayapp.hardware import GPUS, INSTANCES
 from rayapp.planner.formulas import mean_context, shape_of
 from rayapp.planner.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
 from rayapp.planner.step import step_time
-from rayapp.planner.times import Job, Machine, collective_s, machine_of
+from rayapp.planner.times import Machine, Workload, collective_s, machine_of
 from rayapp.presets import PRESETS, config_of
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +124,8 @@ def test_recomputing_more_takes_less_memory_and_more_time(layout: Layout) -> Non
     here = machine(GPUS["A100-80GB"], 8, 400)
     layout = replace(layout, shards=8)
     times = [
-        step_time(Job(replace(layout, checkpointing=mode), here, 512.0)).total_s for mode in modes
+        step_time(Workload(replace(layout, checkpointing=mode), here, 512.0)).total_s
+        for mode in modes
     ]
     assert times[0] <= times[1] <= times[2] * 1.0001
 
@@ -135,7 +136,7 @@ def test_a_faster_link_is_never_slower(name: str, nodes: int, power: int) -> Non
     slow = Machine(GPUS["A100-80GB"], 8, nodes, 100e9 * 2**power, efa=True)
     fast = replace(slow, network_bits_per_s=2 * slow.network_bits_per_s)
     context = mean_context([1024])
-    before, after = (step_time(Job(layout, one, context)).total_s for one in (slow, fast))
+    before, after = (step_time(Workload(layout, one, context)).total_s for one in (slow, fast))
     assert after <= before
 
 
@@ -156,7 +157,7 @@ def test_hybrid_sharding_wins_where_the_network_is_slow() -> None:
     slow = Machine(GPUS["A100-80GB"], 8, 4, 100e9, efa=True)
     whole = Layout(shape, shards=32, micro_batch=4, seq_len=2048, checkpointing="full")
     hybrid = replace(whole, shards=8, strategy="hybrid_shard")
-    times = [step_time(Job(layout, slow, context)).exposed_s for layout in (whole, hybrid)]
+    times = [step_time(Workload(layout, slow, context)).exposed_s for layout in (whole, hybrid)]
     assert times[1] < times[0]  # gradients still cross the network, in fp32
     assert peak_memory(hybrid).total > peak_memory(whole).total
 
@@ -167,7 +168,7 @@ def test_offloading_trades_time_for_memory(field: str) -> None:
     layout = Layout(shape_of(config_of("llama3.1-8b")), shards=8, micro_batch=2, seq_len=2048)
     moved = replace(layout, **{field: True})
     assert peak_memory(moved).total < 0.95 * peak_memory(layout).total
-    times = [step_time(Job(one, here, context)).total_s for one in (layout, moved)]
+    times = [step_time(Workload(one, here, context)).total_s for one in (layout, moved)]
     assert times[1] > 1.05 * times[0]
 
 
@@ -427,7 +428,7 @@ def test_llama2_scales_to_16_p5_at_least_as_well_as_the_seed() -> None:
     for nodes in (1, 16):
         layout = Layout(shape, 8 * nodes, 3, 4096, checkpointing="full")
         here = machine_of(INSTANCES["p5.48xlarge"], nodes)
-        rates.append(layout.tokens / step_time(Job(layout, here, context)).total_s)
+        rates.append(layout.tokens / step_time(Workload(layout, here, context)).total_s)
     assert 0.87 < rates[1] / rates[0] <= 1.0
 
 

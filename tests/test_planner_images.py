@@ -20,7 +20,7 @@ from rayapp.observe.run_folder import Exit
 from rayapp.planner.answer import IMAGES_SPEED_BAND
 from rayapp.planner.image_memory import kept_image_bytes
 from rayapp.planner.image_step import image_step_time
-from rayapp.planner.times import Job, Machine
+from rayapp.planner.times import Machine, Workload
 from rayapp.presets.images import IMAGE_PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -123,7 +123,7 @@ def test_a_faster_network_is_never_slower() -> None:
     times = []
     for gigabits in (10, 100, 400):
         here: Machine = replace(question.job.machine, network_bits_per_s=gigabits * 1e9)
-        job: Job[Any] = replace(question.job, machine=here)
+        job: Workload[Any] = replace(question.job, machine=here)
         times.append(image_step_time(job).total_s)
     assert times == sorted(times, reverse=True) and times[0] > times[2]
 

@@ -31,13 +31,13 @@ from rayapp import __main__ as entry
 from rayapp.cluster.preflight import __main__ as command
 from rayapp.cluster.preflight import collectives, facts, nccl, page, scout
 from rayapp.cluster.preflight.facts import (
-    Clock,
+    ClusterFacts,
     Device,
-    Facts,
+    FactRow,
+    GpuClock,
     Link,
     Probe,
     Rank,
-    Row,
     Silence,
     Speed,
 )
@@ -45,7 +45,7 @@ from rayapp.cluster.preflight.findings import Finding, Marks
 from rayapp.cluster.preflight.judge import judge
 from rayapp.config import Config
 from rayapp.hardware import INSTANCES, Instance, instance
-from rayapp.jobs import Shipment, prepare
+from rayapp.jobs import SubmitOptions, prepare
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -112,7 +112,7 @@ def test_the_network_is_read_from_nccls_log(name: str) -> None:
 # --- the judge ---------------------------------------------------------------------------------
 
 
-def healthy(nodes: int, kind: Instance | None) -> Facts:
+def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
     """Return the facts of a cluster that has what it should: 3 % around its sheet's figures."""
     gpu, lanes = (kind.gpu, kind.gpus) if kind else (None, 1)
     found, ranks = [], []
@@ -136,13 +136,13 @@ def healthy(nodes: int, kind: Instance | None) -> Facts:
         id = f"{number:08x}" + 48 * "0"
         resources = {"CPU": 8.0, "GPU": float(len(devices)), "object_store_memory": 30.0 * GIB}
         found.append(
-            facts.Node(
+            facts.NodeReport(
                 id,
                 f"10.0.{number // 256}.{number % 256}",
                 f"host-{number}",
                 resources,
                 seen,
-                Clock(0.001, 0.002),
+                GpuClock(0.001, 0.002),
                 Probe(2**25, 200e6, 400e6, shared=True),
             )
         )
@@ -165,7 +165,7 @@ def healthy(nodes: int, kind: Instance | None) -> Facts:
     rate = 0.9 * kind.network_bits_per_s / 8 if kind else 1e9
     bus = rate if nodes > 1 or gpu is None else 0.8 * (gpu.nvlink_bytes_per_s or 1e10)
     rows = [
-        Row(name, 2**size, 1.0, bus, bus * size / 30, 0)
+        FactRow(name, 2**size, 1.0, bus, bus * size / 30, 0)
         for name in collectives.OPERATIONS
         for size in (20, 30)
     ]
@@ -174,7 +174,7 @@ def healthy(nodes: int, kind: Instance | None) -> Facts:
         for pairs in collectives.rounds([[n] for n in range(nodes)])
         for a, b in pairs
     ]
-    return Facts(
+    return ClusterFacts(
         versions=VERSIONS,
         backend="nccl" if gpu else "gloo",
         storage="s3://bucket/runs",
@@ -185,7 +185,7 @@ def healthy(nodes: int, kind: Instance | None) -> Facts:
     )
 
 
-def with_node(known: Facts, number: int, **changes: Any) -> Facts:
+def with_node(known: ClusterFacts, number: int, **changes: Any) -> ClusterFacts:
     """Return the facts with something of one node's NodeFacts, or of the node, changed."""
     node = known.nodes[number]
     inner = {k: v for k, v in changes.items() if k in facts.NodeFacts.__dataclass_fields__}
@@ -195,7 +195,7 @@ def with_node(known: Facts, number: int, **changes: Any) -> Facts:
     return replace(known, nodes=(*known.nodes[:number], node, *known.nodes[number + 1 :]))
 
 
-def with_speed(known: Facts, rank: int, **changes: Any) -> Facts:
+def with_speed(known: ClusterFacts, rank: int, **changes: Any) -> ClusterFacts:
     one = known.ranks[rank]
     assert one.speed is not None
     one = replace(one, speed=replace(one.speed, **changes))
@@ -236,7 +236,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a disk": ({"disk_free_bytes": 10 * GIB}, ("/tmp/ray is full", "10 GiB", "500 GiB")),
     "open files": ({"open_files": 1024}, ("open files", "1,024", "4,096")),
     "locked memory": ({"memlock_bytes": 65536}, ("locked memory", "64 KiB")),
-    "a clock": ({"clock": Clock(-7.0, 0.01)}, ("clock", "-7.0 s")),
+    "a clock": ({"clock": GpuClock(-7.0, 0.01)}, ("clock", "-7.0 s")),
     "storage": ({"probe": Probe(2**25, error="AccessDenied")}, ("run.storage", "AccessDenied")),
     "a folder of its own": ({"probe": Probe(2**25, 1, 1, shared=False)}, ("folder of its own",)),
     "EFA devices": ({"efa_devices": 3}, ("EFA devices are missing", "3", "32")),
@@ -478,7 +478,7 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_job_is_no_run() -> None:
     config = Config.model_validate({"run": {"name": "demo", "storage": "s3://bucket/runs"}})
-    order = prepare(config, Shipment(tags={"team": "x"}), command.MODULE, ["--json=true"])
+    order = prepare(config, SubmitOptions(tags={"team": "x"}), command.MODULE, ["--json=true"])
     assert order.entrypoint == (
         "python -m rayapp.cluster.preflight --run.name=demo --run.storage=s3://bucket/runs"
         " --json=true"
@@ -486,7 +486,7 @@ def test_the_job_is_no_run() -> None:
     assert order.name == "preflight"
     # without the run among them it would be listed as the run itself
     assert order.metadata() == {"job_name": "preflight", "rayapp.tag.team": "x"}
-    assert prepare(config, Shipment()).metadata() == {
+    assert prepare(config, SubmitOptions()).metadata() == {
         "job_name": "demo",
         "rayapp.run": "s3://bucket/runs/demo",
     }
@@ -541,7 +541,7 @@ def wait_until_gone(head: Node) -> None:
 def newest(found: dict[str, Any]) -> str:
     """Return how findings name the node that is not the head."""
     (one,) = (
-        facts.Node(**{**one, "facts": None, "clock": None, "probe": None}).name
+        facts.NodeReport(**{**one, "facts": None, "clock": None, "probe": None}).name
         for one in found["facts"]["nodes"]
         if "node:__internal_head__" not in one["resources"]
     )

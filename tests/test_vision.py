@@ -41,7 +41,7 @@ from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
 from rayapp.vision import check as checks
 from rayapp.vision.prepare import order_of
-from rayapp.vision.rows import look_of
+from rayapp.vision.rows import transform_of
 
 STEPS, CLASSES, BATCH = 12, 4, 12
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -136,7 +136,9 @@ def worker(rank: int, world: int, spec: ImageSpec) -> None:
         spec,
         RankContext(
             torch.device("cpu"),
-            lambda first: local_steps(rows, look_of(spec.config), spec.order, rank, world, first),
+            lambda first: local_steps(
+                rows, transform_of(spec.config), spec.order, rank, world, first
+            ),
         ),
     )
     assert summary["status"] == "done", summary
@@ -213,7 +215,7 @@ def oracle(
     average = {name: value.clone() for name, value in model.state_dict().items()}
     losses, norms, rows = [], [], spec.data.rows("train")
     for step in range(steps):
-        batch = step_images(rows, look_of(spec.config), spec.order, step, 0, 1)
+        batch = step_images(rows, transform_of(spec.config), spec.order, step, 0, 1)
         count = int(batch.sums()[0])
         total = 0.0
         flat = [getattr(batch, n) for n in ("images", "labels", "others", "shares", "rows")]
@@ -417,7 +419,9 @@ def test_what_is_exported_opens_in_transformers_and_classifies_alike(
     rows = images.rows("eval")
     from rayapp.data.images.augment import centred
 
-    pixels = np.stack([centred(data, look_of(spec.config)) for data in rows.read(range(len(rows)))])
+    pixels = np.stack(
+        [centred(data, transform_of(spec.config)) for data in rows.read(range(len(rows)))]
+    )
     with torch.no_grad():
         logits = model(normal(pixels)).logits
     labels = torch.from_numpy(rows.records["label"].astype(np.int64))
@@ -447,7 +451,7 @@ def diverging(rank: int, world: int, spec: ImageSpec) -> None:
             RankContext(
                 torch.device("cpu"),
                 lambda first: local_steps(
-                    rows, look_of(spec.config), spec.order, rank, world, first
+                    rows, transform_of(spec.config), spec.order, rank, world, first
                 ),
             ),
         )

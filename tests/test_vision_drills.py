@@ -32,7 +32,7 @@ from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
 from rayapp.vision.prepare import order_of
-from rayapp.vision.rows import look_of
+from rayapp.vision.rows import transform_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,7 +79,7 @@ def train_again(rank: int, world: int, storage: str, run: str, folder: str, step
     images = load(open_storage(f"{storage}/{PREPARED}") / fingerprint)
     assert images is not None
     spec = ImageSpec("rayapp.vision", config, images, order_of(config, images), folder)
-    ahead = local_steps(images.rows("train"), look_of(spec.config), spec.order, rank, world, 0)
+    ahead = local_steps(images.rows("train"), transform_of(spec.config), spec.order, rank, world, 0)
     train_rank(spec, RankContext(torch.device("cpu"), lambda first: islice(ahead, first, steps)))
 
 

@@ -35,7 +35,7 @@ from rayapp.vision import check as checks
 from rayapp.vision import evaluation, show
 from rayapp.vision.evaluation import Scores, evaluate
 from rayapp.vision.prepare import index, order_of, plan_of
-from rayapp.vision.rows import look_of
+from rayapp.vision.rows import transform_of
 
 CLASSES, STEPS = 4, 6
 TINY = {"hidden_act": "gelu", "embedding_size": 4, "hidden_sizes": [8], "depths": [1]}
@@ -222,13 +222,13 @@ def test_a_job_is_told_all_and_travels(folder: Path, images: Images) -> None:
     config = config_of(folder, "job", **more, data__cutmix=1, data__flip=0.25)
     spec = spec_of(config, images)
     assert pickle.loads(pickle.dumps(spec)) == spec
-    look = look_of(config)
-    assert look_of(spec.config) == look and (look.layers, look.magnitude) == (2, 7)
+    look = transform_of(config)
+    assert transform_of(spec.config) == look and (look.layers, look.magnitude) == (2, 7)
     assert (look.mixup, look.cutmix, look.flip, look.size) == (0.2, 1.0, 0.25, 32)
     assert (
         spec.data.fingerprint == images.fingerprint and spec.data.held_out == images.counts["eval"]
     )
-    assert look_of(config_of(folder, "none")).layers == 0
+    assert transform_of(config_of(folder, "none")).layers == 0
     assert "8 rows / 4 = 2 micro-batches / 2 workers = 1 each" in spec.accumulation(2)
 
 
@@ -260,7 +260,7 @@ def _train(rank: int, world: int, spec: ImageSpec, steps: int, poisoned: int = -
     def batches(first: int) -> Any:
         rows = spec.data.rows("train")
         for batch in islice(
-            local_steps(rows, look_of(spec.config), spec.order, rank, world, first), steps
+            local_steps(rows, transform_of(spec.config), spec.order, rank, world, first), steps
         ):
             broken = batch.step == poisoned
             yield replace(batch, shares=batch.shares * np.float32("nan")) if broken else batch

@@ -12,12 +12,12 @@ from typing import NotRequired, TypedDict, cast
 import yaml
 
 from rayapp.config import ConfigError, arguments
-from rayapp.jobs import JobError, Shipment
+from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.figures import figures
 from rayapp.jobs.notebook import Job, job
 from rayapp.jobs.remote import runs_of
 from rayapp.jobs.submission import Again
-from rayapp.observe.records import Line
+from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun, Progress, read
 from rayapp.observe.words import UNKNOWN, clock
@@ -91,13 +91,13 @@ def submit(argv: list[str]) -> int:
 def preflight(argv: list[str]) -> int:
     """Check a cluster, in a job of its own; return what it finds: 0 nothing, 1 something."""
     from rayapp.cluster.preflight.__main__ import MODULE, OPTIONS, read_options
-    from rayapp.jobs import Cluster, prepare
+    from rayapp.jobs import JobsClient, prepare
 
     config, asked = arguments.read(arguments.flags(argv, {"json"}), {**SHIPPED, **OPTIONS})
     read_options(asked)
     options = [f"--{name}={asked[name]}" for name in OPTIONS if asked[name] != OPTIONS[name]]
     order = prepare(config, _shipment(asked), MODULE, options)
-    cluster = Cluster.at(_or_none(asked["address"]))
+    cluster = JobsClient.at(_or_none(asked["address"]))
     submission_id = cluster.submit(order)
     for text in cluster.follow(submission_id):
         print(text, end="", flush=True)
@@ -205,8 +205,8 @@ def stop(argv: list[str]) -> int:
     return EXIT_CODES.get(state, Exit.DONE)
 
 
-def _shipment(asked: dict[str, str]) -> Shipment:
-    return Shipment(
+def _shipment(asked: dict[str, str]) -> SubmitOptions:
+    return SubmitOptions(
         working_dir=_or_none(asked["working_dir"]),
         pip=tuple(filter(None, (_or_none(asked["pip"]) or "").split(","))),
         env=_mapping("env", asked["env"]),
@@ -253,7 +253,7 @@ class Listed(TypedDict):
     wall_s: NotRequired[float]
     cost_usd: NotRequired[float | None]
     cost_at_end_usd: NotRequired[float | None]
-    line: NotRequired[Line | None]
+    line: NotRequired[MetricsLine | None]
 
 
 def _of_storage(asked: dict[str, str]) -> list[Listed]:
@@ -270,11 +270,11 @@ def _in_folder(run: Storage) -> tuple[str, Progress | None]:
 
 def _of_cluster(asked: dict[str, str]) -> list[Listed]:
     """Return the runs whose jobs a cluster knows of, each with its newest job."""
-    from rayapp.jobs import Cluster
+    from rayapp.jobs import JobsClient
 
     address = _or_none(asked["address"])
     found = list[Listed]()
-    for url, info in runs_of(Cluster.at(address, check_version=False).jobs()):
+    for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()):
         if url is None:
             values = _values(info.storage or UNKNOWN, info.status.lower(), None)
             values["reason"] = "its command line does not say which run of this folder it is"

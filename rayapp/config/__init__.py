@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 from rayapp.config import reading
-from rayapp.config.language import Config, Data, Eval, Lora, Model, Parallel, Train
+from rayapp.config.language import Config, Data, LanguageEval, Lora, Model, Parallel, Train
 from rayapp.config.reading import ConfigError, Described, combined_problems, differences
 from rayapp.config.sections import Checkpoint, Cluster, Run, RunConfig
 from rayapp.config.text import parse_yaml, read_yaml, shown
 from rayapp.config.vision import (
+    ImageDataConfig,
     ImageModel,
     ImageParallel,
-    Images,
     ImageTrain,
     RandAugment,
     VisionConfig,
@@ -36,11 +36,11 @@ __all__ = [
     "ConfigError",
     "Data",
     "Described",
-    "Eval",
+    "ImageDataConfig",
     "ImageModel",
     "ImageParallel",
     "ImageTrain",
-    "Images",
+    "LanguageEval",
     "Lora",
     "Model",
     "Parallel",

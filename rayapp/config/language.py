@@ -21,7 +21,7 @@ from rayapp.config.fields import (
     comma_list,
     mapping,
 )
-from rayapp.config.sections import Eval as SharedEval
+from rayapp.config.sections import LanguageEval as SharedEval
 from rayapp.config.sections import RunConfig
 from rayapp.config.text import shown
 
@@ -157,7 +157,7 @@ class Parallel(Section):
     """Keep parameters and optimizer state in host memory."""
 
 
-class Eval(SharedEval):
+class LanguageEval(SharedEval):
     prompts: Texts = ()
     """Text, or list `[a, b]` of texts, to continue at the end: a sample of what the model does."""
 
@@ -183,7 +183,7 @@ class Config(RunConfig):
     data: Data = Data()
     train: Train = Train()
     parallel: Parallel = Parallel()
-    eval: Eval = Eval()
+    eval: LanguageEval = LanguageEval()
 
     @property
     def rows_per_step(self) -> int:

@@ -43,7 +43,7 @@ class RandAugment(Section):
     """Strength of the operations, 0-30."""
 
 
-class Images(Section):
+class ImageDataConfig(Section):
     path: Text = "shapes"
     """Folder, s3:// folder or mount that holds a folder for each class, tar shards, or Parquet;
     `shapes` is a set that rayapp draws itself."""
@@ -155,7 +155,7 @@ class VisionConfig(RunConfig):
     task: Literal["vision"] = "vision"
     """What is trained."""
     model: ImageModel = ImageModel()
-    data: Images = Images()
+    data: ImageDataConfig = ImageDataConfig()
     train: ImageTrain = ImageTrain()
     parallel: ImageParallel = ImageParallel()
 
@@ -178,7 +178,10 @@ class VisionConfig(RunConfig):
                 f"train.epochs={train.epochs} is in conflict: train.max_steps={train.max_steps} "
                 "also fixes the length of the run. Set one of them to none",
             )
-        if data.eval_path is not None and data.eval_fraction not in (0, Images().eval_fraction):
+        if data.eval_path is not None and data.eval_fraction not in (
+            0,
+            ImageDataConfig().eval_fraction,
+        ):
             yield (
                 ("data.eval_path", "data.eval_fraction"),
                 f"data.eval_fraction={data.eval_fraction} is in conflict: data.eval_path="

@@ -22,7 +22,9 @@ HEAD_LIMIT = 0.5  # share of unusable records above which a head speaks for the 
 SAMPLE_BYTES = 64 * 2**10  # least that is sampled from a unit
 
 
-def problems(path: str, source: sources.Source, kind: str, limit: float) -> tuple[str, list[str]]:
+def problems(
+    path: str, source: sources.DataSource, kind: str, limit: float
+) -> tuple[str, list[str]]:
     """Read the head of a few files; return the kind (resolved from `auto`) and what is wrong.
 
     A head is the first 64 records of the first piece of up to 16 files, so that a wrong column or a
@@ -54,7 +56,7 @@ def problems(path: str, source: sources.Source, kind: str, limit: float) -> tupl
     ]
 
 
-def _heads(source: sources.Source) -> tuple[list[sources.Record], bool]:
+def _heads(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
     """Return the first records of the first files, and whether these are all there are."""
     if source.format == "hub":
         shard = sources.Piece(source.root, 0, 1, "train")
@@ -70,7 +72,7 @@ def _heads(source: sources.Source) -> tuple[list[sources.Record], bool]:
     return heads, whole
 
 
-def sample_texts(source: sources.Source, kind: str, max_bytes: int) -> Iterator[str]:
+def sample_texts(source: sources.DataSource, kind: str, max_bytes: int) -> Iterator[str]:
     """Yield about `max_bytes` of the training data, from the heads of units evenly spread over it.
 
     Reads about as much as it yields, so that a large corpus is not read to train a tokenizer.

@@ -44,11 +44,11 @@ READERS = 16  # summaries of units read at once
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RowRecipe:
     """All that decides the rows of a data set."""
 
-    source: sources.Source
-    eval_source: sources.Source | None
+    source: sources.DataSource
+    eval_source: sources.DataSource | None
     kind: str
     tokenizer_url: str
     tokenizer_digest: str
@@ -81,7 +81,7 @@ class Recipe:
 
 
 def prepare(
-    recipe: Recipe,
+    recipe: RowRecipe,
     root: Storage,
     concurrency: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -117,7 +117,9 @@ def prepare(
     return loaded
 
 
-def prepare_unit(recipe: Recipe, url: str, origin: str, index: int, unit: sources.Unit) -> None:
+def prepare_unit(
+    recipe: RowRecipe, url: str, origin: str, index: int, unit: sources.ReadUnit
+) -> None:
     """Read, tokenise and pack one unit: write `<split>-<index>.bin`, then `unit-<index>.json`.
 
     Memory: the unit's bytes and tokens, and no other unit's.
@@ -155,7 +157,7 @@ def prepare_unit(recipe: Recipe, url: str, origin: str, index: int, unit: source
 
 
 def _documents(
-    recipe: Recipe, source: sources.Source, unit: sources.Unit
+    recipe: RowRecipe, source: sources.DataSource, unit: sources.ReadUnit
 ) -> Iterator[tuple[sources.Piece, sources.Record, Document | None, str | None]]:
     """Yield every record of a unit in order, with its document or its problem."""
     renderer = _renderer(recipe.tokenizer_url, recipe.kind)
@@ -194,7 +196,7 @@ def _size(value: Any) -> int:
     return sum(map(_size, value)) if isinstance(value, list) else 0
 
 
-def _fraction(recipe: Recipe) -> float:
+def _fraction(recipe: RowRecipe) -> float:
     return 0.0 if recipe.eval_source is not None else recipe.eval_fraction
 
 
@@ -217,7 +219,7 @@ def _renderer(tokenizer_url: str, kind: str) -> Renderer:
     return Renderer(tokens.load_tokenizer(tokenizer_url), kind)
 
 
-def _pack(documents: list[Document], recipe: Recipe) -> tuple[Counts, bytes]:
+def _pack(documents: list[Document], recipe: RowRecipe) -> tuple[Counts, bytes]:
     packed = pack(
         documents,
         recipe.seq_len,
@@ -242,9 +244,9 @@ def _pack(documents: list[Document], recipe: Recipe) -> tuple[Counts, bytes]:
 
 
 def _run_units(
-    recipe: Recipe,
+    recipe: RowRecipe,
     url: str,
-    jobs: list[tuple[str, sources.Unit]],
+    jobs: list[tuple[str, sources.ReadUnit]],
     missing: list[int],
     concurrency: int | None,
 ) -> Iterator[int]:
@@ -253,7 +255,7 @@ def _run_units(
         return
     import ray.data
 
-    def bare(source: sources.Source) -> sources.Source:
+    def bare(source: sources.DataSource) -> sources.DataSource:
         """Leave out the list of files, which may be long: a task knows its own."""
         return replace(source, files=())
 
@@ -283,7 +285,7 @@ def _attempts() -> int:
     return int(worker.core_worker.get_current_task_attempt_number())
 
 
-def _lost(recipe: Recipe, origin: str, unit: sources.Unit) -> str:
+def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
     """Say which part of the data no process could prepare."""
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None
@@ -301,7 +303,7 @@ def _lost(recipe: Recipe, origin: str, unit: sources.Unit) -> str:
     )
 
 
-def _merge(recipe: Recipe, storage: Storage, units: list[UnitSummary]) -> Manifest:
+def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Manifest:
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
     examples: list[tuple[str, str]] = []

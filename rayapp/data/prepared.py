@@ -16,7 +16,7 @@ import numpy as np
 
 from rayapp.data.packing import row_dtype
 from rayapp.data.report import Counts, DataReport, summed
-from rayapp.data.rows import Rows
+from rayapp.data.rows import TokenRows
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
@@ -48,9 +48,9 @@ class Prepared:
     sources: dict[str, DataReport] = field(default_factory=dict)
     """The report of each source of a mixture, by its path."""
 
-    def rows(self, split: str) -> Rows:
+    def rows(self, split: str) -> TokenRows:
         """Open the rows of `train` or `eval`."""
-        return Rows(open_storage(self.url), self.shards[split], self.seq_len)
+        return TokenRows(open_storage(self.url), self.shards[split], self.seq_len)
 
     def num_rows(self, split: str) -> int:
         """Number of rows of a split."""

@@ -84,7 +84,7 @@ class StepRows:
         return found
 
 
-class Rows:
+class TokenRows:
     """The rows of one split, by number."""
 
     def __init__(self, storage: Storage, shards: Sequence[tuple[str, int]], seq_len: int) -> None:
@@ -129,7 +129,7 @@ class Rows:
         return self._maps[name]
 
 
-def step_rows(rows: Rows, order: Order, step: int, rank: int, world: int) -> StepRows:
+def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -> StepRows:
     """Read what `rank` of `world` takes of a step."""
     ids = order.micro_batches(step, rank, world)  # [m, b]
     numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
@@ -148,14 +148,16 @@ def step_rows(rows: Rows, order: Order, step: int, rank: int, world: int) -> Ste
 
 
 def local_steps(
-    rows: Rows, order: Order, rank: int, world: int, first_step: int
+    rows: TokenRows, order: Order, rank: int, world: int, first_step: int
 ) -> Iterator[StepRows]:
     """Yield the rest of a run's steps for one rank, read in this process, without Ray."""
     for step in range(first_step, order.num_steps):
         yield step_rows(rows, order, step, rank, world)
 
 
-def sequential_batches(rows: Rows, micro_batch: int, rank: int, world: int) -> Iterator[StepRows]:
+def sequential_batches(
+    rows: TokenRows, micro_batch: int, rank: int, world: int
+) -> Iterator[StepRows]:
     """Yield every row once, in order, one micro-batch at a time; all ranks yield equally often."""
     count = -(-len(rows) // micro_batch)
     for first in range(0, count, world):

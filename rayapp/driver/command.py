@@ -35,7 +35,7 @@ from rayapp.train.spec import AnySpec
 
 
 @dataclass(frozen=True)
-class Ready:
+class CheckedRun:
     """What the checks found on the way; each kind of run adds its own."""
 
     config: Any
@@ -120,7 +120,7 @@ def run(config: RunConfig, kind: Kind, console: Console | None, started: float |
 
 def _train(
     kind: Kind,
-    ready: Ready,
+    ready: CheckedRun,
     lease: Lease,
     stop: Stop,
     journal: Journal,

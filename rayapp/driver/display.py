@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rayapp.config.units import unit_of
-from rayapp.observe.records import HeldOut, Line, RunResult, figure
+from rayapp.observe.records import HeldOut, MetricsLine, RunResult, figure
 from rayapp.observe.words import clock, formed
 
 LINE_EVERY_S = 5.0
 RATES = {"token": "tok/s", "image": "images/s"}
 
 
-class Bar:
+class ProgressBar:
     """Progress of a run as its metrics lines come in."""
 
     def __init__(self, console: Console, num_steps: int, label: str) -> None:
@@ -40,7 +40,7 @@ class Bar:
             self._task = self._progress.add_task(label, total=num_steps, figures="")
             self._progress.start()
 
-    def update(self, line: Line) -> None:
+    def update(self, line: MetricsLine) -> None:
         """Show a line of metrics.jsonl."""
         step = line["step"]
         if self._started is None:
@@ -75,7 +75,7 @@ class Bar:
             self._progress.stop()
 
 
-def figures_of(line: Line) -> str:
+def figures_of(line: MetricsLine) -> str:
     """Write the figures of a line of metrics.jsonl that one wants to see go by."""
     unit = unit_of(line)
     rate = formed(figure(line, unit.per_s), ",.0f", f" {RATES[unit.one]}")

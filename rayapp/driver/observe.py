@@ -17,7 +17,7 @@ import time
 
 from rayapp.observe import goodput, metrics, trackers
 from rayapp.observe.gauges import Driver, Pace
-from rayapp.observe.records import Line, Sample, Summary
+from rayapp.observe.records import MetricsLine, Sample, Summary
 from rayapp.observe.run_folder import FAILED
 from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s
 from rayapp.planner.calibration import calibrate
@@ -35,20 +35,20 @@ PART = 500  # lines handed on at once
 logger = logging.getLogger("rayapp.observe")
 
 
-class Told:
+class TrackerFeed:
     """A tracker, and how far it has been told; its thread opens it, feeds it and closes it."""
 
     def __init__(self, name: str, run: Storage, spec: AnySpec) -> None:
         self.name, self._run, self._spec = name, run, spec
         self._changed = threading.Condition()
-        self._lines: list[Line] = []
+        self._lines: list[MetricsLine] = []
         self._done = self._valid = 0  # lines told; of them, those that still hold
         self._ending: tuple[str, list[Sample]] | None = None
         self._tracker: trackers.Tracker | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def update(self, lines: list[Line], kept: int) -> None:
+    def update(self, lines: list[MetricsLine], kept: int) -> None:
         """Take the lines as they stand; the first `kept` are as they were."""
         with self._changed:
             self._valid = min(self._valid, kept)
@@ -118,7 +118,7 @@ class Observer:
         every = spec.config.checkpoint
         self._pace = Pace(every.every_s, every.every_steps)
         self._lines = metrics.Follower(run)
-        self._told = [Told(name, run, spec) for name in spec.config.run.trackers]
+        self._told = [TrackerFeed(name, run, spec) for name in spec.config.run.trackers]
         self._stop = threading.Event()
         self._status = FAILED
         self._samples: list[Sample] = []

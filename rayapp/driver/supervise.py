@@ -19,7 +19,7 @@ from rayapp.driver.validation import Validator
 from rayapp.observe import metrics
 from rayapp.observe.ending import NO_ROOM, ending_of
 from rayapp.observe.events import Journal
-from rayapp.observe.records import Line, Summary
+from rayapp.observe.records import MetricsLine, Summary
 from rayapp.observe.result import failed
 from rayapp.observe.run_folder import CONFIG, FAILED, METRICS, MOVED, RAY, STOPPED
 from rayapp.observe.words import clock
@@ -62,7 +62,7 @@ def fit(
     """
     cluster = spec.config.cluster
     recovery = Recovery(cluster.max_failures, cluster.max_preemptions, spec.order)
-    bar = display.Bar(console, spec.order.num_steps, spec.config.run.name)
+    bar = display.ProgressBar(console, spec.order.num_steps, spec.config.run.name)
 
     def check() -> None:
         lease.check()
@@ -116,7 +116,7 @@ def _attempt(
     spec: AnySpec,
     workers: int,
     run: Storage,
-    bar: display.Bar,
+    bar: display.ProgressBar,
     lease: Lease,
     stop: Stop,
     journal: Journal,
@@ -211,7 +211,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
 
 def _watch(
     run: Storage,
-    bar: display.Bar,
+    bar: display.ProgressBar,
     fit: Future[Any],
     lease: Lease,
     stop: Stop,
@@ -248,7 +248,7 @@ def _watch(
             validator.poll()
 
 
-def _last_line(run: Storage) -> Line | None:
+def _last_line(run: Storage) -> MetricsLine | None:
     try:
         return metrics.last(run)
     except OSError as error:

@@ -31,7 +31,7 @@ class Parts:
 
     lm: model.LanguageModel
     optimizers: list[torch.optim.Optimizer]
-    source: model.Source
+    source: model.ModelSource
     tokenizer: Any
     head: Head
 
@@ -139,7 +139,7 @@ def compile_gain(
     return gain
 
 
-def technique_problems(config: Config, source: model.Source, device_type: str) -> list[str]:
+def technique_problems(config: Config, source: model.ModelSource, device_type: str) -> list[str]:
     """Say what of the config this machine's software and kind of device cannot do.
 
     What only the GPU itself can tell is told by a worker (`model.Unavailable`).
@@ -183,7 +183,7 @@ def technique_problems(config: Config, source: model.Source, device_type: str) -
     return found
 
 
-def model_shape(source: model.Source, config: Config, tokens: int | None) -> Any:
+def model_shape(source: model.ModelSource, config: Config, tokens: int | None) -> Any:
     """Return the model's config with the run's overrides and vocabulary (`vocabulary_of`).
 
     `tokens` is the size of the tokenizer, None where it is still to be made.
@@ -194,7 +194,7 @@ def model_shape(source: model.Source, config: Config, tokens: int | None) -> Any
     return shape
 
 
-def overridden(source: model.Source, config: Config) -> Any:
+def overridden(source: model.ModelSource, config: Config) -> Any:
     """Return a copy of the model's config with the run's overrides."""
     shape = copy.deepcopy(source.config)
     for name, value in config.model.overrides.items():

@@ -30,18 +30,18 @@ class Input:
     path: str
     weight: float
     kind: str
-    source: sources.Source
-    eval_source: sources.Source | None
+    source: sources.DataSource
+    eval_source: sources.DataSource | None
     """Held-out data of this kind that are given apart."""
 
 
 @dataclass(frozen=True)
-class Ready(command.Ready):
+class CheckedLanguageRun(command.CheckedRun):
     """What the checks found on the way."""
 
     config: Config
     inputs: tuple[Input, ...]
-    model: model.Source
+    model: model.ModelSource
     tokenizer: Any
     """None: one is to be trained on the data."""
 
@@ -64,7 +64,7 @@ def absolute(config: Config) -> Config:
     )
 
 
-def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
+def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLanguageRun:
     """Look at storage, data, model and cluster size, and whether the plan fits.
 
     `local_cores` None means a running cluster.
@@ -86,10 +86,10 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> Ready:
     if problem := plan_problem(config, base, tokenizer):
         raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name
-    return Ready(config, run, inputs, base, tokenizer)
+    return CheckedLanguageRun(config, run, inputs, base, tokenizer)
 
 
-def settle(ready: Ready, gpus: bool) -> Ready:
+def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
     """Choose the precision.
 
     Raises:
@@ -104,7 +104,7 @@ def settle(ready: Ready, gpus: bool) -> Ready:
     return replace(ready, config=config)
 
 
-def plan_problem(config: Config, base: model.Source, tokenizer: Any) -> str | None:
+def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
     """Say whether cluster.instance is too small for the model that is trained."""
     shape = model_shape(base, config, None if tokenizer is None else len(tokenizer))
     problem = planner.misfit(forecast(config, shape))
@@ -130,7 +130,7 @@ def forecast(
     return planner.plan(config, steps=steps, model=values, **machine)
 
 
-def vocabulary_problem(config: Config, base: model.Source, tokenizer: Any) -> str | None:
+def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
     """Say whether the tokenizer gives ids that the model has no embedding for; None: to be made."""
     own = base.config.get_text_config().vocab_size
     name = tokenizer_of(config, own, base.preset)
@@ -171,7 +171,7 @@ def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
 
 def _source(
     config: Config, path: str, field: str, problems: list[str]
-) -> tuple[sources.Source | None, str]:
+) -> tuple[sources.DataSource | None, str]:
     kind: str = config.data.kind
     try:
         source = sources.find(path, config.data.format)
@@ -187,7 +187,9 @@ def _source(
         return None, kind
 
 
-def _model(config: Config, kinds: set[str], problems: list[str]) -> tuple[model.Source | None, Any]:
+def _model(
+    config: Config, kinds: set[str], problems: list[str]
+) -> tuple[model.ModelSource | None, Any]:
     try:
         base = model.resolve(config.model.path)
     except (ValueError, StorageError) as error:

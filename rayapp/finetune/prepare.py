@@ -18,7 +18,7 @@ from rayapp.data.prepared import Prepared, mixed, reasons
 from rayapp.data.sources import SourceError
 from rayapp.finetune import micro_batch, show
 from rayapp.finetune.build import model_shape
-from rayapp.finetune.check import Ready, forecast
+from rayapp.finetune.check import CheckedLanguageRun, forecast
 from rayapp.observe.records import Plan
 from rayapp.observe.result import Phases
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
@@ -31,7 +31,9 @@ KIND = "rayapp.finetune"
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 
-def prepare(ready: Ready, gpus: bool, console: Console, phases: Phases) -> LanguageSpec:
+def prepare(
+    ready: CheckedLanguageRun, gpus: bool, console: Console, phases: Phases
+) -> LanguageSpec:
     """Prepare the rows, write down what is to be done, and show it."""
     config = ready.config
     tokenizer_url, tokenizer = shared_tokenizer(ready, console)
@@ -53,7 +55,7 @@ def prepare(ready: Ready, gpus: bool, console: Console, phases: Phases) -> Langu
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
 
 
-def shared_tokenizer(ready: Ready, console: Console) -> tuple[str, Any]:
+def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, Any]:
     """Return (folder that every node can read, tokenizer), trained here if that is asked for."""
     config = ready.config
     root = open_storage(config.run.storage) / PREPARED
@@ -84,7 +86,7 @@ def shared_tokenizer(ready: Ready, console: Console) -> tuple[str, Any]:
 
 
 def prepare_rows(
-    ready: Ready, config: Config, tokenizer_url: str, tokenizer: Any, console: Console
+    ready: CheckedLanguageRun, config: Config, tokenizer_url: str, tokenizer: Any, console: Console
 ) -> Prepared:
     """Make or find the rows of every source.
 
@@ -100,7 +102,7 @@ def prepare_rows(
     problems = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for one in ready.inputs:
-            recipe = rows.Recipe(
+            recipe = rows.RowRecipe(
                 source=one.source,
                 eval_source=one.eval_source,
                 kind=one.kind,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config import KINDS, ConfigError
 from rayapp.hardware import GIB
-from rayapp.jobs.package import RUN_KEY, STOP_WAIT, TAG_PREFIX, Order
+from rayapp.jobs.package import RUN_KEY, STOP_WAIT, TAG_PREFIX, Submission
 from rayapp.observe.words import last_line
 
 if TYPE_CHECKING:
@@ -91,14 +91,14 @@ def address_of(address: str | None = None) -> tuple[str, str]:
     return HERE, "by default"
 
 
-class Cluster:
+class JobsClient:
     """One cluster's Jobs API."""
 
     def __init__(self, address: str, client: JobSubmissionClient) -> None:
         self.address, self._client = address, client
 
     @classmethod
-    def at(cls, address: str | None = None, check_version: bool = True) -> Cluster:
+    def at(cls, address: str | None = None, check_version: bool = True) -> JobsClient:
         """Connect.
 
         Raises:
@@ -123,7 +123,7 @@ class Cluster:
             )
         return cls(address, client)
 
-    def submit(self, order: Order) -> str:
+    def submit(self, order: Submission) -> str:
         """Start a run as a job; return its submission id: the run's name, then `name-2` and on.
 
         Raises:

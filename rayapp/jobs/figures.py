@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 
 from rayapp.config.units import unit_of
-from rayapp.observe.records import Line, figure
+from rayapp.observe.records import MetricsLine, figure
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN, clock, formed
 
@@ -32,7 +32,7 @@ def figures(now: Progress) -> dict[str, str]:
     }
 
 
-def share_of_waiting(lines: list[Line]) -> str:
+def share_of_waiting(lines: list[MetricsLine]) -> str:
     """Say what the last steps spent on waiting for data and on checkpoints."""
     recent = lines[-RECENT:]
     step_s = sum(line["step_s"] for line in recent) or 1.0

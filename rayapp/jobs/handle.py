@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from rayapp.config import ConfigError, RunConfig
-from rayapp.jobs import Cluster, JobError, Shipment
+from rayapp.jobs import JobError, JobsClient, SubmitOptions
 from rayapp.jobs.client import Unreachable
 from rayapp.jobs.remote import RemoteJob, runs_of
 from rayapp.jobs.results import Result, config_of, own_config_of, result_of
 from rayapp.jobs.submission import Again, changed, send, shipment_again
 from rayapp.observe import metrics
-from rayapp.observe.records import Line
+from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import (
     DONE,
     EXIT_CODES,
@@ -72,7 +72,7 @@ def submit(
     if isinstance(pip, str):
         line = f"pip={pip} is text: a list of requirements is expected. Set pip=[{pip!r}]"
         raise ConfigError([line])
-    shipment = Shipment(
+    shipment = SubmitOptions(
         working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, driver_memory_gib,
         tags or {},
     )  # fmt: skip
@@ -89,7 +89,7 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
     if storage is not None:
         run = f"{storage.rstrip('/')}/{run}"
     elif "://" not in run and "/" not in run and not os.path.isdir(run):
-        jobs = runs_of(Cluster.at(address).jobs())
+        jobs = runs_of(JobsClient.at(address).jobs())
         found = [(url, info) for url, info in jobs if url and url.rpartition("/")[2] == run]
         if not found:
             raise ConfigError(
@@ -114,14 +114,16 @@ class Job:
         """`submission_id` is of a job that is known to be the run's, whatever its folder says."""
         self.run: Storage = open_storage(run_url)
         self._remote = RemoteJob(self.run, address, submission_id)
-        self._sent: tuple[RunConfig, Shipment] | None = None  # what this process has sent itself
+        self._sent: tuple[RunConfig, SubmitOptions] | None = (
+            None  # what this process has sent itself
+        )
         self._followed = metrics.Follower(self.run)
 
     @classmethod
     def send(
         cls,
         config: RunConfig,
-        shipment: Shipment,
+        shipment: SubmitOptions,
         address: str | None = None,
         say: Callable[[str], None] = print,
         check_live: bool = True,
@@ -156,7 +158,7 @@ class Job:
         """
         return self.snapshot()[0]
 
-    def snapshot(self) -> tuple[str, Progress | None, list[Line]]:
+    def snapshot(self) -> tuple[str, Progress | None, list[MetricsLine]]:
         """Return the status, the progress if there is any, and the lines of metrics.jsonl.
 
         Raises:

@@ -44,7 +44,7 @@ LOOKS_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|(^|_)KEY$|API_KEY)
 
 
 @dataclass(frozen=True)
-class Shipment:
+class SubmitOptions:
     """What a run needs beside its config, and where its driver runs."""
 
     working_dir: str | None = None
@@ -63,13 +63,13 @@ class Shipment:
 
 
 @dataclass(frozen=True)
-class Order:
+class Submission:
     """A run as it is sent: what `Cluster.submit` takes."""
 
     run_url: str
     name: str
     entrypoint: str
-    shipment: Shipment
+    shipment: SubmitOptions
     package: bytes | None
     """The zipped working directory."""
     is_run: bool = True
@@ -99,8 +99,11 @@ class Order:
 
 
 def prepare(
-    config: RunConfig, shipment: Shipment, module: str | None = None, options: Sequence[str] = ()
-) -> Order:
+    config: RunConfig,
+    shipment: SubmitOptions,
+    module: str | None = None,
+    options: Sequence[str] = (),
+) -> Submission:
     """Check that a cluster could run a config, and pack what it needs.
 
     `module` is what runs there, with its own `options` beside the config's; by default it is what
@@ -126,7 +129,7 @@ def prepare(
     arguments = [f"--{name}={value}" for name, value in config.to_overrides().items()]
     is_run = module is None
     module = module or config.MODULE
-    return Order(
+    return Submission(
         run_url=f"{config.run.storage}/{config.run.name}",
         name=config.run.name if is_run else module.rpartition(".")[2],
         entrypoint=shlex.join(["python", "-m", module, *arguments, *options]),
@@ -136,7 +139,7 @@ def prepare(
     )
 
 
-def as_dict(shipment: Shipment) -> dict[str, object]:
+def as_dict(shipment: SubmitOptions) -> dict[str, object]:
     """Return a shipment as plain values, to be kept with the run; secrets are references."""
     return asdict(shipment)
 
@@ -151,7 +154,7 @@ def _storage_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _environment_problems(shipment: Shipment) -> list[str]:
+def _environment_problems(shipment: SubmitOptions) -> list[str]:
     texts = {"env": shipment.env, "secrets": shipment.secrets, "tags": shipment.tags}
     problems = [
         f"{kind}.{name} is not text: its value is of type {type(value).__name__}. Put it in quotes"
@@ -176,7 +179,7 @@ def _environment_problems(shipment: Shipment) -> list[str]:
     return problems + problems_of(shipment.secrets)
 
 
-def _path_problems(config: RunConfig, shipment: Shipment, packed: set[str]) -> list[str]:
+def _path_problems(config: RunConfig, shipment: SubmitOptions, packed: set[str]) -> list[str]:
     """Name local files that the config needs and the cluster would not have."""
     problems = []
     tree = config.model_dump()

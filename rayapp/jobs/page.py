@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config.units import unit_of
 from rayapp.jobs.figures import figures, share_of_waiting
-from rayapp.observe.records import Line, figure
+from rayapp.observe.records import MetricsLine, figure
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
 
@@ -106,7 +106,7 @@ def render(
     name: str,
     status: str,
     now: Progress | None,
-    lines: list[Line],
+    lines: list[MetricsLine],
     reason: str | None = None,
 ) -> str:
     """Return the view of one moment."""
@@ -151,7 +151,7 @@ def _goodput(now: Progress) -> str:
     return f"<div class='bar'>{blocks}</div><small>time: {html.escape(words)}</small>"
 
 
-def _curve(label: str, lines: list[Line], series: list[tuple[str, str]]) -> str:
+def _curve(label: str, lines: list[MetricsLine], series: list[tuple[str, str]]) -> str:
     """Draw fields of metrics.jsonl over steps, with their least and greatest value."""
     known = {
         name: [(line["step"], y) for line in lines if (y := figure(line, name)) is not None]

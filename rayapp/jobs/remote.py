@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from rayapp.config import ConfigError
-from rayapp.jobs import Cluster, JobError
+from rayapp.jobs import JobError, JobsClient
 from rayapp.jobs.client import JobInfo, Unreachable, address_of
 from rayapp.jobs.submission import ID, sent
 from rayapp.observe.goodput import STARTED, read_events
@@ -29,7 +29,7 @@ class RemoteJob:
     def __init__(self, run: Storage, address: str | None, known: str | None = None) -> None:
         """`known` is the id of a submission of which the folder may not tell yet."""
         self.run, self.address, self.known = run, address, known
-        self._cluster: Cluster | None = None
+        self._cluster: JobsClient | None = None
 
     def started_by(self) -> str | None:
         """Return the id of the submission that the run's last command is, None for no job."""
@@ -59,7 +59,7 @@ class RemoteJob:
             logger.debug("no job of %s: %s", self.run.url, error)
             return None
 
-    def or_fail(self) -> tuple[Cluster, JobInfo]:
+    def or_fail(self) -> tuple[JobsClient, JobInfo]:
         """Return the cluster and the newest job.
 
         Raises:
@@ -106,15 +106,15 @@ class RemoteJob:
             )
         cluster.stop(info.submission_id)
 
-    def _connected(self) -> Cluster:
+    def _connected(self) -> JobsClient:
         if self._cluster is None:
             try:
-                self._cluster = Cluster.at(self.address, check_version=False)
+                self._cluster = JobsClient.at(self.address, check_version=False)
             except Unreachable as error:
                 raise Unreachable(f"{error}.{self._elsewhere()}".removesuffix(".")) from error
         return self._cluster
 
-    def _newest(self, cluster: Cluster, ids: Sequence[str]) -> JobInfo | None:
+    def _newest(self, cluster: JobsClient, ids: Sequence[str]) -> JobInfo | None:
         found = []
         for submission_id in ids:
             try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import yaml
 
 from rayapp.config import ConfigError, RunConfig, from_dict, parse_yaml
-from rayapp.observe.goodput import Damaged
+from rayapp.observe.goodput import DamagedEvents
 from rayapp.observe.records import RunResult
 from rayapp.observe.run_folder import CONFIG, RESULT
 from rayapp.observe.status import REWRITTEN, read_result
@@ -38,7 +38,7 @@ def result_of(run: Storage) -> Result | None:
     if not values:
         return None
     if not {"status", "steps"} <= set(values):
-        raise Damaged(f"{run.url}/{RESULT}", "it has no status or steps", REWRITTEN)
+        raise DamagedEvents(f"{run.url}/{RESULT}", "it has no status or steps", REWRITTEN)
     return Result(
         status=values["status"],
         steps=values["steps"],
@@ -68,7 +68,7 @@ def config_of(run: Storage) -> RunConfig:
     else:
         why = "it holds no mapping"
     if not isinstance(tree, dict):
-        raise Damaged(url, why, "Restore it, or submit the run again under another name")
+        raise DamagedEvents(url, why, "Restore it, or submit the run again under another name")
     return from_dict(tree)
 
 

@@ -17,9 +17,9 @@ from typing import Any, TypedDict
 from pydantic import TypeAdapter, ValidationError
 
 from rayapp.config import ConfigError, RunConfig, load
-from rayapp.jobs import Cluster, Shipment, prepare
+from rayapp.jobs import JobsClient, SubmitOptions, prepare
 from rayapp.jobs.package import as_dict
-from rayapp.observe.goodput import Damaged
+from rayapp.observe.goodput import DamagedEvents
 from rayapp.observe.run_folder import EVENTS, SUBMISSION
 from rayapp.observe.status import NoRun, read
 from rayapp.storage import Storage, StorageError, open_storage
@@ -44,12 +44,12 @@ class Note:
     submission_id: str
     time: float
     """Unix seconds."""
-    shipment: Shipment
+    shipment: SubmitOptions
 
 
 def send(
     config: RunConfig,
-    shipment: Shipment,
+    shipment: SubmitOptions,
     address: str | None,
     say: Callable[[str], None] = print,
     check_live: bool = True,
@@ -69,7 +69,7 @@ def send(
                 "Stop it, or set another run.name"
             ]
         )
-    cluster = Cluster.at(address)
+    cluster = JobsClient.at(address)
     submission_id = cluster.submit(order)
     note = {"address": cluster.address, "submission_id": submission_id, "time": time.time()}
     note["shipment"] = as_dict(shipment)
@@ -102,13 +102,13 @@ def sent(run: Storage) -> Note | None:
         where = ".".join(str(part) for part in first["loc"])
         why = f"{where}: {first['msg']}" if where else first["msg"]
         fix = f"Delete the file: status and logs then go by {EVENTS}"
-        raise Damaged(f"{run.url}/{SUBMISSION}", why, fix) from None
+        raise DamagedEvents(f"{run.url}/{SUBMISSION}", why, fix) from None
     if not ID.fullmatch(note.submission_id):
-        raise Damaged(f"{run.url}/{SUBMISSION}", "submission_id is no id", "Delete the file")
+        raise DamagedEvents(f"{run.url}/{SUBMISSION}", "submission_id is no id", "Delete the file")
     return note
 
 
-def shipment_again(run: Storage, given: Again) -> Shipment:
+def shipment_again(run: Storage, given: Again) -> SubmitOptions:
     """Return what goes with a run that is sent again: what the user names of it, and no more.
 
     Raises:
@@ -123,7 +123,7 @@ def shipment_again(run: Storage, given: Again) -> Shipment:
                     "say with what. Give the folder, or none to run what the image has"
                 ]
             )
-        return replace(Shipment(), **given)
+        return replace(SubmitOptions(), **given)
     problems = [
         f"{name}={_as_typed(getattr(note.shipment, name))} is not sent again unasked: whoever can "
         f"write to {run.url} could have named it. Give {name} again, or {name}=none to leave it out"

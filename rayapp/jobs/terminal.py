@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rayapp.jobs.figures import figures, share_of_waiting
 from rayapp.jobs.page import thin
-from rayapp.observe.records import Line
+from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
 
@@ -42,7 +42,7 @@ def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
         raise
 
 
-def render(name: str, status: str, now: Progress | None, lines: list[Line]) -> Group:
+def render(name: str, status: str, now: Progress | None, lines: list[MetricsLine]) -> Group:
     """Return the view of one moment."""
     parts: list[Any] = [Text.assemble((name, "bold"), f"  {status}")]
     if now is not None:

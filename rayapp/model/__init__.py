@@ -33,7 +33,7 @@ from rayapp.model.lora import (
     unknown_targets,
 )
 from rayapp.model.sharding import device_mesh, num_nodes, shard
-from rayapp.model.source import Source, load_tokenizer, resolve
+from rayapp.model.source import ModelSource, load_tokenizer, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
     "LanguageModel",
     "LoadStats",
     "Loss",
-    "Source",
+    "ModelSource",
     "Unavailable",
     "add_adapters",
     "attention_problem",

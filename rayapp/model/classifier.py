@@ -31,7 +31,7 @@ from rayapp.config.text import shown
 from rayapp.model.build import Wrapper
 from rayapp.model.init import fill, init_weights
 from rayapp.model.sharding import device_mesh, shard
-from rayapp.model.source import Source, resolve
+from rayapp.model.source import ModelSource, resolve
 from rayapp.model.weights import load_weights, misfits_of
 from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.storage import Storage
@@ -105,7 +105,7 @@ class Classifier(Wrapper):
         return pixels.contiguous(memory_format=self.layout)
 
 
-def resolve_classifier(path: str) -> Source:
+def resolve_classifier(path: str) -> ModelSource:
     """Find what `model.path` means for images: a preset of theirs, else as for any model.
 
     Raises:
@@ -176,7 +176,7 @@ def build_classifier(shape: PretrainedConfig, **options: Any) -> Classifier:
     return Classifier(hf, **options)
 
 
-def classifier_problems(path: str, source: Source | None, shape: Any) -> list[str]:
+def classifier_problems(path: str, source: ModelSource | None, shape: Any) -> list[str]:
     """Say what would keep this model from being built and filled, from headers alone."""
     try:
         classifier = build_classifier(shape, mean=(0, 0, 0), std=(1, 1, 1))
@@ -196,7 +196,7 @@ def forward_flops(shape: PretrainedConfig, size: int) -> float:
 def distribute(
     classifier: Classifier,
     strategy: str,
-    source: Source | None,
+    source: ModelSource | None,
     seed: int,
     device: torch.device,
     replicas: int = 1,

@@ -37,7 +37,7 @@ from transformers.core_model_loading import (
 
 from rayapp.model.build import State, Wrapper, base_state
 from rayapp.model.files import INDEX, SINGLE, layout
-from rayapp.model.lora import Update, updates
+from rayapp.model.lora import LoraUpdate, updates
 from rayapp.model.quantize import Linear4bit
 from rayapp.model.sharding import reshard
 from rayapp.storage import Storage
@@ -183,7 +183,7 @@ def _file_names(count: int) -> list[str]:
 def _gather_in_turns(
     wave: list[list[Group]],
     state: State,
-    changes: dict[str, Update],
+    changes: dict[str, LoraUpdate],
     dtype: torch.dtype,
 ) -> Iterator[tuple[int, Group, dict[str, Tensor]]]:
     """Gather group after group, from each file of a wave in turn; collective."""
@@ -199,7 +199,7 @@ def _gather_in_turns(
 
 
 def _gather(
-    tensor: Tensor | Linear4bit, dtype: torch.dtype, change: Update | None = None
+    tensor: Tensor | Linear4bit, dtype: torch.dtype, change: LoraUpdate | None = None
 ) -> Tensor:
     """Return the whole of a tensor on every rank, cast before it travels; collective."""
     dtype = _stored_as(tensor, dtype)

@@ -36,7 +36,7 @@ ADAPTER = "default"  # peft's name for the only one
 FACTORS = ("lora_A", "lora_B")
 
 
-class Lora(Protocol):
+class LoraSettings(Protocol):
     """What the config says of adapters."""
 
     rank: int
@@ -46,7 +46,7 @@ class Lora(Protocol):
 
 
 @dataclass(frozen=True)
-class Update:
+class LoraUpdate:
     """The update of one weight [out, in]: scale * right @ left."""
 
     left: Tensor
@@ -78,7 +78,7 @@ def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:
     )
 
 
-def add_adapters(model: LanguageModel, lora: Lora) -> None:
+def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
     """Wrap the linear layers of the blocks (or those named in `targets`) and freeze all else.
 
     Raises: ValueError if a target is no linear layer of the blocks.
@@ -137,10 +137,10 @@ def init_adapters(model: LanguageModel, seed: int) -> None:
         fill(parameter, values)
 
 
-def updates(hf: PreTrainedModel) -> dict[str, Update]:
+def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate]:
     """Return the adapters' updates by the original name of the weight that they change."""
     return {
-        f"{name}.weight": Update(
+        f"{name}.weight": LoraUpdate(
             module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight, module.scaling[ADAPTER]
         )
         for name, module in hf.named_modules()

@@ -32,7 +32,7 @@ TOKENIZER_FILE = re.compile(
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Name one model: its folder, whether that folder has weights, and whose tokenizer it uses."""
 
     name: str
@@ -73,19 +73,21 @@ class Source:
         return None if values is None else GenerationConfig.from_dict(values)
 
 
-def resolve(path: str, tokenizer: str | None = None) -> Source:
+def resolve(path: str, tokenizer: str | None = None) -> ModelSource:
     """Find the model that `path` means; a hub id is downloaded to the Hugging Face cache.
 
     Raises: ValueError if it is none of URL, folder, preset and hub id, or cannot be fetched.
     """
     if "://" in path:
-        return Source(path, open_storage(path), tokenizer=tokenizer)
+        return ModelSource(path, open_storage(path), tokenizer=tokenizer)
     if os.path.isdir(os.path.expanduser(path)):
-        return Source(path, open_storage(path), tokenizer=tokenizer)
+        return ModelSource(path, open_storage(path), tokenizer=tokenizer)
     if re.fullmatch(r"[\w.-]+", path) and (PRESETS / path / "config.json").is_file():
-        return Source(path, open_storage(str(PRESETS / path)), preset=True, tokenizer=tokenizer)
+        return ModelSource(
+            path, open_storage(str(PRESETS / path)), preset=True, tokenizer=tokenizer
+        )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return Source(path, open_storage(_download(path)), tokenizer=tokenizer)
+        return ModelSource(path, open_storage(_download(path)), tokenizer=tokenizer)
     names = ", ".join(sorted(entry.parent.name for entry in PRESETS.glob("*/config.json")))
     raise ValueError(
         f"model.path={path} is no folder, s3:// URL or hub id, and no preset. "
@@ -93,7 +95,7 @@ def resolve(path: str, tokenizer: str | None = None) -> Source:
     )
 
 
-def load_tokenizer(source: Source) -> Any:
+def load_tokenizer(source: ModelSource) -> Any:
     """Load the tokenizer that belongs to a source: `source.tokenizer` if set, else its folder's.
 
     Raises: ValueError if there is none (a preset brings no tokenizer).

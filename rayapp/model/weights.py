@@ -38,7 +38,7 @@ from rayapp.model.build import State, Wrapper, base_state, build, no_loss
 from rayapp.model.files import Stored, read_header, read_headers, weight_files
 from rayapp.model.init import allocate, fill, local_part, local_slice
 from rayapp.model.quantize import Linear4bit
-from rayapp.model.source import Source
+from rayapp.model.source import ModelSource
 from rayapp.storage import Storage
 
 READS_AT_ONCE = 8  # bounds memory to that many slices, and hides the latency of S3
@@ -93,7 +93,7 @@ class LoadStats:
     """Tensors on disk that the model has no place for."""
 
 
-def load_weights(model: Wrapper, source: Source, device: torch.device | str) -> LoadStats:
+def load_weights(model: Wrapper, source: ModelSource, device: torch.device | str) -> LoadStats:
     """Allocate this rank's shards and fill them from the source's safetensors.
 
     Values are cast to the parameters' dtype. Works the same for a model that is not sharded.
@@ -106,7 +106,7 @@ def load_weights(model: Wrapper, source: Source, device: torch.device | str) -> 
     if wrong := _misfits(model.hf, plan, source.name, source.storage.url):
         raise ValueError("\n".join(wrong))
     allocate(model, device)
-    reader = _Reader(source.storage, stored)
+    reader = _ShardReader(source.storage, stored)
     tensors = base_state(model.hf)
 
     def load(conversion: Conversion) -> int:
@@ -121,7 +121,7 @@ def load_weights(model: Wrapper, source: Source, device: torch.device | str) -> 
     return LoadStats(reader.bytes_read, seconds, largest, tuple(extra))
 
 
-def problems(source: Source, from_scratch: bool) -> list[str]:
+def problems(source: ModelSource, from_scratch: bool) -> list[str]:
     """Say everything that would keep this model from being built and filled, from headers alone."""
     try:
         config = source.config
@@ -157,7 +157,7 @@ def problems(source: Source, from_scratch: bool) -> list[str]:
     return _misfits(hf, plan, source.name, source.storage.url)
 
 
-def misfits_of(hf: PreTrainedModel, source: Source) -> list[str]:
+def misfits_of(hf: PreTrainedModel, source: ModelSource) -> list[str]:
     """Say what keeps a model that was built on the meta device from being filled; headers only."""
     if source.storage is None:
         return [f"model.path={source.name} is a preset of language models, and has no weights"]
@@ -169,7 +169,7 @@ def misfits_of(hf: PreTrainedModel, source: Source) -> list[str]:
     return _misfits(hf, plan, source.name, source.storage.url)
 
 
-def _build_problems(source: Source, config: PretrainedConfig) -> list[str]:
+def _build_problems(source: ModelSource, config: PretrainedConfig) -> list[str]:
     """Say why transformers cannot build this configuration; [] if it can."""
     try:
         build(config, loss=no_loss, attention="eager")
@@ -247,7 +247,7 @@ def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
     return list(groups.values())
 
 
-class _Reader:
+class _ShardReader:
     """Read rows of stored tensors, and count the bytes; used by several threads at once."""
 
     def __init__(self, storage: Storage, stored: Mapping[str, Stored]) -> None:
@@ -271,7 +271,9 @@ class _Reader:
 
 
 @torch.no_grad()  # per thread, so here and not around the pool
-def _load_one(hf: PreTrainedModel, conversion: Conversion, tensors: State, reader: _Reader) -> int:
+def _load_one(
+    hf: PreTrainedModel, conversion: Conversion, tensors: State, reader: _ShardReader
+) -> int:
     """Fill the local part of one conversion's parameters; return the bytes read for it."""
     if conversion.converter is not None and not conversion.is_stack():
         whole = {p: [reader.rows(k) for k in keys] for p, keys in conversion.sources.items()}
@@ -311,7 +313,9 @@ def _load_one(hf: PreTrainedModel, conversion: Conversion, tensors: State, reade
     return num_bytes
 
 
-def _rows_of_experts(conversion: Conversion, reader: _Reader, start: int, count: int) -> Tensor:
+def _rows_of_experts(
+    conversion: Conversion, reader: _ShardReader, start: int, count: int
+) -> Tensor:
     """Read the same rows of all experts, [experts, count, ...], of a stack cut along dimension 1.
 
     Where several tensors make an expert (gate and up), their rows follow one another.
@@ -346,7 +350,7 @@ def _split_ties(
 def _check_ties(
     twice: list[tuple[str, str, Conversion]],
     tensors: dict[str, Tensor],
-    reader: _Reader,
+    reader: _ShardReader,
     name: str,
 ) -> None:
     """Refuse a folder that stores two different tensors for what config.json says is one.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ray.exceptions import RayActorError
 
-from rayapp.observe.records import Line, Summary
+from rayapp.observe.records import MetricsLine, Summary
 from rayapp.observe.words import last_line
 from rayapp.storage.local import LOCAL_REASONS
 
@@ -37,7 +37,7 @@ class Ending:
     """Another attempt would only find the same, as on a full disk."""
 
 
-def ending_of(ended: Summary | Exception, lines: list[Line], began: float) -> Ending:
+def ending_of(ended: Summary | Exception, lines: list[MetricsLine], began: float) -> Ending:
     """Tell a node that is taken away from a failure, and both from workers that had no room.
 
     `ended` is rank 0's summary of workers that move, or the error of an attempt; `lines` are those

@@ -15,7 +15,7 @@ from rayapp.config import RunConfig
 from rayapp.observe import metrics
 from rayapp.observe.ending import Ending
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
-from rayapp.observe.records import Facts, Line
+from rayapp.observe.records import EventFields, MetricsLine
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
 from rayapp.planner.machines import named_instance, nodes_of, price_of
 from rayapp.storage import Storage
@@ -57,7 +57,7 @@ class Journal:
         """Record that an attempt begins."""
         self.add(WORKERS, {"workers": workers, **machines(config, workers)})
 
-    def saw(self, line: Line) -> None:
+    def saw(self, line: MetricsLine) -> None:
         """Look at a new last line of metrics.jsonl; the first one of an attempt is an event."""
         if line["attempt"] > self._followed:
             try:
@@ -65,7 +65,7 @@ class Journal:
             except OSError as error:  # the next line is another chance
                 logger.warning("cannot read %s: %s", METRICS, error)
 
-    def catch_up(self) -> list[Line]:
+    def catch_up(self) -> list[MetricsLine]:
         """Read metrics.jsonl, and record the attempt if it has begun; return its lines."""
         lines = metrics.read(self.run)
         kept = {(line["attempt"], line["step"]) for line in lines}
@@ -107,7 +107,7 @@ class Journal:
         self.catch_up()
         self.add(ENDED, {"status": status, "reason": reason, "seconds": seconds})
 
-    def add(self, event: str, facts: Facts, at: float | None = None) -> None:
+    def add(self, event: str, facts: EventFields, at: float | None = None) -> None:
         """Append an event; one that cannot be stored is stored with the next."""
         self.events.append({"event": event, "time": at or time.time(), **facts})
         text = "".join(json.dumps(each) + "\n" for each in self.events)
@@ -117,7 +117,7 @@ class Journal:
             logger.warning("events are not stored yet: %s", error)
 
 
-def machines(config: RunConfig, workers: int) -> Facts:
+def machines(config: RunConfig, workers: int) -> EventFields:
     """Return how many machines the workers take, and what they cost, as far as that is known.
 
     The price is config's, else the list price on demand in AWS_REGION.

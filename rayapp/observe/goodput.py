@@ -22,7 +22,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rayapp.config import ConfigError
-from rayapp.observe.records import Event, Interruption, Line, figure
+from rayapp.observe.records import Event, Interruption, MetricsLine, figure
 from rayapp.observe.run_folder import EVENTS
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ OF_A_STEP = {
 }
 
 
-class Damaged(ConfigError):
+class DamagedEvents(ConfigError):
     """A file of a run's folder is not as a run writes it."""
 
     def __init__(self, url: str, why: str, fix: str) -> None:
@@ -96,7 +96,7 @@ def read_events(run: Storage) -> list[Event]:
             wrong = f"the first event must be {STARTED}"
         if wrong is not None:
             fix = "Delete the file: the run goes on from its checkpoint, without its history"
-            raise Damaged(f"{run.url}/{EVENTS}", f"line {number}: {wrong}", fix)
+            raise DamagedEvents(f"{run.url}/{EVENTS}", f"line {number}: {wrong}", fix)
         events.append(event)
     return events
 
@@ -124,7 +124,9 @@ def _is(value: Any, kind: type | UnionType) -> bool:
     return isinstance(value, kind)
 
 
-def account(events: Sequence[Event], lines: Iterable[Line], now: float | None = None) -> Account:
+def account(
+    events: Sequence[Event], lines: Iterable[MetricsLine], now: float | None = None
+) -> Account:
     """Add up a run. `now`, in Unix seconds, is for one whose last command is still at work."""
     lines = list(lines)
     seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0, "evaluation": 0.0, "export": 0.0}
@@ -159,7 +161,9 @@ def commands(events: Sequence[Event]) -> list[list[Event]]:
     return found
 
 
-def goodput(lines: Iterable[Line], wall_s: float, known_s: dict[str, float]) -> dict[str, float]:
+def goodput(
+    lines: Iterable[MetricsLine], wall_s: float, known_s: dict[str, float]
+) -> dict[str, float]:
     """Return fractions of wall time by cause; they sum to 1 and none is negative.
 
     `known_s` are seconds measured elsewhere (start, export, lost_work, recovery ...); what nothing
@@ -204,7 +208,7 @@ def interruptions(events: Sequence[Event]) -> list[Interruption]:
 
 
 def _end_of(
-    command: list[Event], follows: Event | None, lines: list[Line], now: float | None
+    command: list[Event], follows: Event | None, lines: list[MetricsLine], now: float | None
 ) -> float:
     """Return when a command ended; of one that was killed, when it last gave a sign of life."""
     for event in command:

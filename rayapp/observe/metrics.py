@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from rayapp.observe.records import Line
+from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
@@ -95,7 +95,7 @@ class ImageRecord(StepRecord):
     """The same among the five likeliest."""
 
 
-def read(storage: Storage) -> list[Line]:
+def read(storage: Storage) -> list[MetricsLine]:
     """Return the lines of a run's metrics.jsonl; none if there is no such file yet.
 
     What is not a whole line is left out: a process that was killed leaves a torn last line.
@@ -107,7 +107,7 @@ def read(storage: Storage) -> list[Line]:
     return _whole_lines(storage, data)
 
 
-def last(storage: Storage) -> Line | None:
+def last(storage: Storage) -> MetricsLine | None:
     """Return the last line of metrics.jsonl, if any, at the same cost however long it is."""
     size = storage.size(METRICS)
     if not size:
@@ -124,7 +124,7 @@ class Follower:
     """The lines of a metrics.jsonl that grows, read once each; also after a resume cut it."""
 
     def __init__(self, storage: Storage) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[MetricsLine] = []
         self._storage, self._end, self._last = storage, 0, b""
 
     def poll(self) -> int:
@@ -156,15 +156,15 @@ class Follower:
         self._end += len(whole)
 
 
-def _whole_lines(storage: Storage, data: bytes) -> list[Line]:
-    lines, texts = list[Line](), data.split(b"\n")
+def _whole_lines(storage: Storage, data: bytes) -> list[MetricsLine]:
+    lines, texts = list[MetricsLine](), data.split(b"\n")
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
         except ValueError:
             line = None
         if isinstance(line, dict):
-            lines.append(cast(Line, line))
+            lines.append(cast(MetricsLine, line))
         elif number < len(texts):  # in the midst: a disk that lost its power, an editor
             logger.warning("%s/%s: line %d is not readable", storage.url, METRICS, number)
     return lines

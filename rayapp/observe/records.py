@@ -42,7 +42,7 @@ def band_of(plan: Plan, name: str) -> BandValues | None:
 # ---- metrics.jsonl ----------------------------------------------------------------------------
 
 
-class Line(TypedDict):
+class MetricsLine(TypedDict):
     """A step as metrics.jsonl has it: a StepRecord, None in place of what is not finite."""
 
     step: int
@@ -88,7 +88,7 @@ def figure(record: Mapping[str, object], name: str) -> float | None:
 # ---- events.jsonl -----------------------------------------------------------------------------
 
 
-class Facts(TypedDict, total=False):
+class EventFields(TypedDict, total=False):
     """Fields of an event; rayapp.observe.goodput says which event has which."""
 
     host: str
@@ -112,7 +112,7 @@ class Facts(TypedDict, total=False):
     seconds: dict[str, float]
 
 
-class Event(Facts):
+class Event(EventFields):
     """A line of events.jsonl."""
 
     event: str

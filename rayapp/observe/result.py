@@ -15,7 +15,7 @@ from rayapp.observe.goodput import account, commands
 from rayapp.observe.records import (
     CheckpointCost,
     Event,
-    Line,
+    MetricsLine,
     RunResult,
     StepSeconds,
     Summary,
@@ -94,7 +94,7 @@ def result_of(
     return cast(RunResult, values)  # some names are made of the unit's
 
 
-def step_s(run: Storage, lines: list[Line]) -> StepSeconds:
+def step_s(run: Storage, lines: list[MetricsLine]) -> StepSeconds:
     """Return the seconds of a step: as planned, as the first ten foretold, and of the rest."""
     found = calibrate(lines)
     return {

@@ -13,8 +13,16 @@ from dataclasses import dataclass
 from typing import cast
 
 from rayapp.observe import metrics
-from rayapp.observe.goodput import ENDED, RESUMED, Account, Damaged, account, commands, read_events
-from rayapp.observe.records import Event, Line, Plan, RunResult
+from rayapp.observe.goodput import (
+    ENDED,
+    RESUMED,
+    Account,
+    DamagedEvents,
+    account,
+    commands,
+    read_events,
+)
+from rayapp.observe.records import Event, MetricsLine, Plan, RunResult
 from rayapp.observe.run_folder import (
     CONFIG,
     EVENTS,
@@ -53,7 +61,7 @@ class Progress:
     num_steps: int | None
     left_s: float | None
     """Seconds until the last step at the pace of the last ones; None when it does not run."""
-    line: Line | None
+    line: MetricsLine | None
     """The last line of metrics.jsonl."""
     account: Account
     reason: str | None
@@ -74,7 +82,7 @@ class Progress:
         return self.status in LIVE
 
 
-def read(run: Storage, lines: list[Line] | None = None) -> Progress:
+def read(run: Storage, lines: list[MetricsLine] | None = None) -> Progress:
     """Look at a run's folder; `lines` are those of metrics.jsonl where the caller has them.
 
     Raises:
@@ -120,7 +128,9 @@ def _status(run: Storage, last: list[Event], live: bool) -> tuple[str, str | Non
         if event["event"] == ENDED:
             if event["status"] not in EXIT_CODES:
                 why = f"the run ended with the unknown status {event['status']!r:.40}"
-                raise Damaged(f"{run.url}/{EVENTS}", why, "Delete the file, or upgrade rayapp")
+                raise DamagedEvents(
+                    f"{run.url}/{EVENTS}", why, "Delete the file, or upgrade rayapp"
+                )
             return event["status"], event["reason"]
     if not live:
         return LOST, VANISHED
@@ -133,7 +143,7 @@ def _num_steps(run: Storage) -> int | None:
     """Return the steps of a run's plan, None where it has none yet."""
     steps = read_plan(run).get("steps")
     if isinstance(steps, bool) or not isinstance(steps, int | None):
-        raise Damaged(f"{run.url}/{PLAN}", f"steps={steps!r:.40} is no number", REWRITTEN)
+        raise DamagedEvents(f"{run.url}/{PLAN}", f"steps={steps!r:.40} is no number", REWRITTEN)
     return steps
 
 
@@ -164,13 +174,13 @@ def read_object(run: Storage, name: str) -> dict[str, object]:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{run.url}/{name}", f"it is not JSON ({error})", REWRITTEN) from None
+        raise DamagedEvents(f"{run.url}/{name}", f"it is not JSON ({error})", REWRITTEN) from None
     if not isinstance(value, dict):
-        raise Damaged(f"{run.url}/{name}", "it holds no JSON object", REWRITTEN)
+        raise DamagedEvents(f"{run.url}/{name}", "it holds no JSON object", REWRITTEN)
     return value
 
 
-def left_s(lines: list[Line], num_steps: int | None) -> float | None:
+def left_s(lines: list[MetricsLine], num_steps: int | None) -> float | None:
     """Return the seconds that are left at the pace of the last steps, None if that is not known."""
     recent = [line["step_s"] for line in lines[-RECENT_STEPS:]]
     if num_steps is None or not recent:

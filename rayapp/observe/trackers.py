@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from rayapp.config import RunConfig
 from rayapp.config.text import flatten
 from rayapp.config.units import UNITS
-from rayapp.observe.records import Line, figure
+from rayapp.observe.records import MetricsLine, figure
 from rayapp.observe.run_folder import DONE, FAILED, STOPPED, TENSORBOARD
 from rayapp.storage import Storage
 
@@ -56,7 +56,7 @@ PROJECT = "rayapp"
 class Tracker(Protocol):
     """Where the steps of one run go."""
 
-    def write(self, lines: Sequence[Line]) -> None:
+    def write(self, lines: Sequence[MetricsLine]) -> None:
         """Tell of some more steps."""
 
     def cut_back(self, step: int) -> None:
@@ -88,7 +88,7 @@ def problems(config: RunConfig) -> list[str]:
     return found
 
 
-def scalars(line: Line) -> Iterator[tuple[str, float]]:
+def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of what a step has."""
     for field, name in NAMES.items():
         value = figure(line, field)
@@ -127,7 +127,7 @@ class TensorBoard:
         for summary in hparams(_plain(settings(config)), dict.fromkeys(SHOWN_BY_HPARAMS)):
             self._add(summary)
 
-    def write(self, lines: Sequence[Line]) -> None:
+    def write(self, lines: Sequence[MetricsLine]) -> None:
         """Add an event for each step; to S3 they go from time to time."""
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -204,7 +204,7 @@ class MLflow:
             self._id, known, self._told = made.info.run_id, {}, 0
         self._describe(config, known)
 
-    def write(self, lines: Sequence[Line]) -> None:
+    def write(self, lines: Sequence[MetricsLine]) -> None:
         """Send the steps that are new, in as few requests as the API allows."""
         from mlflow.entities import Metric
 
@@ -271,7 +271,7 @@ class Wandb:
             ),
         )
 
-    def write(self, lines: Sequence[Line]) -> None:
+    def write(self, lines: Sequence[MetricsLine]) -> None:
         """Send the steps that are new: W&B's only go forward."""
         for line in lines:
             if line["step"] >= self._run.step:

@@ -19,7 +19,7 @@ from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.machines import per_worker
 from rayapp.planner.memory import Layout
 from rayapp.planner.question import Question
-from rayapp.planner.times import Job, machine_of
+from rayapp.planner.times import Workload, machine_of
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
 Fields: TypeAlias = dict[str, Any]
@@ -296,10 +296,10 @@ def _settings(layout: Layout | ImageLayout) -> Iterator[Fields]:
             yield {"micro_batch": size, "checkpointing": mode}
 
 
-def _any_job(question: Question) -> Job[Any]:
+def _any_job(question: Question) -> Workload[Any]:
     layout = question.layout
     context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
-    return Job(question.layout, machine_of(INSTANCES["p5.48xlarge"], 1), context)
+    return Workload(question.layout, machine_of(INSTANCES["p5.48xlarge"], 1), context)
 
 
 def _named(row: tuple[float, float, Answer]) -> str:

@@ -18,7 +18,7 @@ from rayapp.planner.image_step import image_step_time
 from rayapp.planner.memory import Peak, with_slack
 from rayapp.planner.question import Question
 from rayapp.planner.step import step_time
-from rayapp.planner.times import PINNED, Job, StepTime
+from rayapp.planner.times import PINNED, StepTime, Workload
 
 # GPUs whose published training runs the model was compared with, and how far off speed may be:
 # the 90th percentile of docs/plan.md's rows; others have no such rows.
@@ -218,7 +218,7 @@ def _memory(question: Question) -> Answer:
     return found
 
 
-def _time_and_cost(found: Answer, job: Job[Any]) -> Answer:
+def _time_and_cost(found: Answer, job: Workload[Any]) -> Answer:
     """Add what a step takes, and the run where its steps are known."""
     question, reasons, images = found.question, found.reasons, _of_images(found.question)
     layout, gpu = question.layout, job.machine.gpu

@@ -21,7 +21,7 @@ from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import ImageShape, image_shape_of
 from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
 from rayapp.planner.question import Question, replica_shards, spare_cpus
-from rayapp.planner.times import Job, machine_of
+from rayapp.planner.times import Workload, machine_of
 from rayapp.planner.trained import read_config_json
 from rayapp.presets.images import IMAGE_PRESETS
 
@@ -57,7 +57,7 @@ def ask_images(
     layout = replace(layout, on_cpu=layout.on_cpu or (one is None and on_cpu))
     job = None
     if one is not None and one.gpu is not None:
-        job = Job(layout, machine_of(one, nodes, -(-workers // nodes)), 0.0, micro_batches)
+        job = Workload(layout, machine_of(one, nodes, -(-workers // nodes)), 0.0, micro_batches)
     images = images or config.data.count
     return Question(
         name=config.run.name,

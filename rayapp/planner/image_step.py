@@ -22,9 +22,9 @@ from rayapp.planner.times import (
     SPREAD,
     STEP_S,
     TRAFFIC,
-    Job,
     Machine,
     StepTime,
+    Workload,
     collective_s,
     no_precision,
 )
@@ -50,7 +50,7 @@ NORM_KERNELS = 6
 BUCKET_BYTES = 25 * 2**20
 
 
-def image_step_time(job: Job[ImageLayout]) -> StepTime:
+def image_step_time(job: Workload[ImageLayout]) -> StepTime:
     """Return how long a step takes.
 
     Raises:

@@ -20,7 +20,7 @@ from rayapp.planner.formulas import Shape, UnknownShape, mean_context, shape_of
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
 from rayapp.planner.memory import Layout
-from rayapp.planner.times import Job, machine_of
+from rayapp.planner.times import Workload, machine_of
 from rayapp.planner.trained import is_preset, read_config_json, vocabulary_of
 from rayapp.presets import PRESETS, config_of
 
@@ -30,7 +30,7 @@ class Question:
     """A run as the planner sees it."""
 
     name: str
-    job: Job[Any] | None
+    job: Workload[Any] | None
     """None: no instance is named, or one without a GPU."""
     layout: Layout | ImageLayout
     instance: Instance | None
@@ -74,7 +74,7 @@ class Question:
         shards = shards_of(layout.strategy, workers, one.gpus)
         layout = replace(layout, shards=shards, accumulates=micro_batches > 1)
         assert self.job is not None
-        job = Job(layout, machine_of(one, nodes), self.job.context, micro_batches)
+        job = Workload(layout, machine_of(one, nodes), self.job.context, micro_batches)
         price = hardware.usd_per_hour(one, self.region)
         same = self.instance is not None and one.name == self.instance.name
         return replace(
@@ -134,7 +134,7 @@ def ask(
     job = None
     if one is not None and one.gpu is not None:
         used = -(-workers // nodes)
-        job = Job(layout, machine_of(one, nodes, used), _context(config), micro_batches)
+        job = Workload(layout, machine_of(one, nodes, used), _context(config), micro_batches)
     return Question(
         name=config.run.name,
         job=job,

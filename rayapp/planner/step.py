@@ -26,9 +26,9 @@ from rayapp.planner.times import (
     SPREAD,
     STEP_S,
     TRAFFIC,
-    Job,
     Machine,
     StepTime,
+    Workload,
     collective_s,
     no_precision,
 )
@@ -61,7 +61,7 @@ def matmul_rate(gpu: Gpu, precision: str) -> float:
     return MATRICES * measured
 
 
-def step_time(job: Job[Layout]) -> StepTime:
+def step_time(job: Workload[Layout]) -> StepTime:
     """Return how long a step takes.
 
     Raises:
@@ -105,7 +105,7 @@ class _Compute:
         return self.matrices_s + self.attention_s + self.elementwise_s
 
 
-def _compute(job: Job[Layout]) -> _Compute:
+def _compute(job: Workload[Layout]) -> _Compute:
     layout, shape, gpu = job.layout, job.layout.shape, job.machine.gpu
     tokens = layout.tokens
     forward = forward_flops(shape, job.context, layout.lora_rank, layout.lora_targets)
@@ -133,14 +133,14 @@ def _compute(job: Job[Layout]) -> _Compute:
     )
 
 
-def _host_s(job: Job[Layout]) -> float:
+def _host_s(job: Workload[Layout]) -> float:
     """Return seconds that the host takes to launch a micro-batch."""
     layout = job.layout
     hooks = 2 * HOOKS_S if job.machine.ranks > 1 else 0.0
     return layout.shape.layers * (LAUNCH_S * _kernels(layout) * _passes(layout) + hooks)
 
 
-def _copies_s(job: Job[Layout]) -> float:
+def _copies_s(job: Workload[Layout]) -> float:
     """Return seconds of copying into and out of the buffers of collectives."""
     if job.machine.ranks == 1:
         return 0.0
@@ -151,7 +151,7 @@ def _copies_s(job: Job[Layout]) -> float:
     return (gathered + reduced) / (TRAFFIC * job.machine.gpu.memory_bytes_per_s)
 
 
-def _transfers_s(job: Job[Layout]) -> float:
+def _transfers_s(job: Workload[Layout]) -> float:
     """Return seconds of moving what is offloaded between host and GPU, which nothing hides."""
     layout, rate = job.layout, PINNED * job.machine.gpu.pcie_bytes_per_s
     moved = 0.0
@@ -227,7 +227,7 @@ def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
     return shard * bytes_each / (TRAFFIC * gpu.memory_bytes_per_s)
 
 
-def _exposed_s(job: Job[Layout], forward_s: float, backward_s: float) -> float:
+def _exposed_s(job: Workload[Layout], forward_s: float, backward_s: float) -> float:
     """Return seconds of a micro-batch in which nothing but communication goes on."""
     layout, machine, shape = job.layout, job.machine, job.layout.shape
     shards, replicas = layout.shards, machine.ranks // layout.shards

@@ -12,7 +12,7 @@ from rayapp.hardware import Gpu, Instance
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
 
-Laid = TypeVar("Laid", bound=Layout | ImageLayout)
+LayoutType = TypeVar("LayoutType", bound=Layout | ImageLayout)
 
 # Share of memory bandwidth that elementwise kernels reach.
 TRAFFIC = 0.75
@@ -57,10 +57,10 @@ def machine_of(one: Instance, nodes: int, gpus: int | None = None) -> Machine:
 
 
 @dataclass(frozen=True)
-class Job(Generic[Laid]):
+class Workload(Generic[LayoutType]):
     """What a step does."""
 
-    layout: Laid
+    layout: LayoutType
     machine: Machine
     context: float = 0.0
     """Tokens that a token attends to on average; of images none."""

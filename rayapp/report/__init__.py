@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayapp.config import ConfigError
-from rayapp.observe.goodput import Damaged
+from rayapp.observe.goodput import DamagedEvents
 from rayapp.observe.run_folder import REPORT
-from rayapp.report.folder import Run, read
+from rayapp.report.folder import ReportedRun, read
 from rayapp.report.render import comparison_page, run_page
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -59,7 +59,7 @@ def write_for(run: Storage) -> None:
     """Write the report of a run that has just ended, which a storage that fails must not change."""
     try:
         logger.info("report in %s", write(run))
-    except (Damaged, StorageError) as error:
+    except (DamagedEvents, StorageError) as error:
         logger.warning("the report is not written: %s", error)
 
 
@@ -70,7 +70,7 @@ def _save(page: bytes, out: str) -> str:
     return f"{storage.url.rstrip('/')}/{name}"
 
 
-def _told_apart(runs: Sequence[Run]) -> list[Run]:
+def _told_apart(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     """Call runs of one name by their folders."""
     names = [run.name for run in runs]
     return [

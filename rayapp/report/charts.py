@@ -16,7 +16,7 @@ from rayapp.config.units import IMAGES
 from rayapp.observe import words
 from rayapp.observe.records import band_of
 from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of
-from rayapp.report.folder import Run
+from rayapp.report.folder import ReportedRun
 
 TABLE_ROWS = 12
 TOKEN, BYTE = "token", "byte"
@@ -30,7 +30,7 @@ PHASES |= {"optimizer": "peak_optimizer_gib"}
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line: where its points are, how it is drawn."""
 
     label: str
@@ -60,7 +60,7 @@ class Chart:
     id: str
     title: str
     unit: str
-    lines: list[Line]
+    lines: list[ChartLine]
     points: dict[str, dict[str, list[float | int | None]]]
     """Columns by the name that lines refer to: step, tokens or images, seconds; what is drawn."""
     summary: str
@@ -114,10 +114,10 @@ class Chart:
         every = [steps[place] for place in places]
         return [[f"{step:,}", *(self._at(line, step) for line in shown)] for step in every]
 
-    def _steps(self, line: Line) -> list[float | int | None]:
+    def _steps(self, line: ChartLine) -> list[float | int | None]:
         return self.points[line.points]["step"]
 
-    def _at(self, line: Line, step: int) -> str:
+    def _at(self, line: ChartLine, step: int) -> str:
         """Write a line's value at a step, or at the last one drawn before it."""
         steps = np.array(self._steps(line), np.float64)
         place = int(np.searchsorted(steps, step, side="right")) - 1
@@ -126,7 +126,7 @@ class Chart:
         return words.number(self.points[line.points][next(iter(line.y.values()))][place], 5)
 
 
-def of_run(run: Run) -> list[Chart]:
+def of_run(run: ReportedRun) -> list[Chart]:
     """Return the curves of one run."""
     return [
         _loss([run]),
@@ -139,7 +139,7 @@ def of_run(run: Run) -> list[Chart]:
     ]
 
 
-def of_runs(runs: Sequence[Run]) -> list[Chart]:
+def of_runs(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Return the curves of several runs, one over another."""
     memory = _overlaid(runs, "memory", "Memory of rank 0", "GiB", "peak_gib", zero=True)
     accuracy = [_accuracy(runs)] if runs[0].unit is IMAGES else []
@@ -147,7 +147,10 @@ def of_runs(runs: Sequence[Run]) -> list[Chart]:
 
 
 def points(
-    run: Run, columns: dict[str, Array], smoothed: Sequence[str] = (), buckets: int = BUCKETS
+    run: ReportedRun,
+    columns: dict[str, Array],
+    smoothed: Sequence[str] = (),
+    buckets: int = BUCKETS,
 ) -> dict[str, list[float | int | None]]:
     """Return the points to draw of some columns, with their steps, counts and seconds."""
     kept = thin(list(columns.values()), buckets)
@@ -157,9 +160,9 @@ def points(
     return {name: plain(values[kept]) for name, values in found.items()}
 
 
-def _loss(runs: Sequence[Run]) -> Chart:
+def _loss(runs: Sequence[ReportedRun]) -> Chart:
     every: dict[str, dict[str, list[float | int | None]]] = {}
-    lines: list[Line] = []
+    lines: list[ChartLine] = []
     alone = len(runs) == 1
     for place, run in enumerate(runs):
         color, label = place, "" if alone else f"{run.name} "
@@ -169,11 +172,13 @@ def _loss(runs: Sequence[Run]) -> Chart:
         raw = LOSSES[run.unit.one]
         smooth_y = {unit: f"{name}_smooth" for unit, name in raw.items()}
         if alone:
-            lines.append(Line("each step", f"{place}", raw, color, "faint"))
-        lines.append(Line(f"{label}train", f"{place}", smooth_y, color, dash=place))
+            lines.append(ChartLine("each step", f"{place}", raw, color, "faint"))
+        lines.append(ChartLine(f"{label}train", f"{place}", smooth_y, color, dash=place))
         if run.held:
             y = {unit: f"eval_{name}" for unit, name in raw.items()}
-            dots = Line(f"{label}held out", f"{place}-held", y, color + (1 if alone else 0), "dots")
+            dots = ChartLine(
+                f"{label}held out", f"{place}-held", y, color + (1 if alone else 0), "dots"
+            )
             lines.append(dots)
     title = "Loss" if alone else "Loss, smoothed"
     summary = "; ".join(_trend(run, "loss", "training loss", alone) for run in runs)
@@ -192,7 +197,7 @@ def _loss(runs: Sequence[Run]) -> Chart:
     )
 
 
-def _accuracy(runs: Sequence[Run]) -> Chart:
+def _accuracy(runs: Sequence[ReportedRun]) -> Chart:
     """Return the shares of held-out images that are classified right."""
     every, lines = {}, []
     for place, run in enumerate(runs):
@@ -200,13 +205,13 @@ def _accuracy(runs: Sequence[Run]) -> Chart:
         label = "" if len(runs) == 1 else f"{run.name} "
         for number, name in enumerate(("top1", "top5")):
             y, shown = {TOKEN: f"eval_{name}"}, f"{label}{name[:3]}-{name[3:]}"
-            lines.append(Line(shown, f"{place}", y, 2 * place + number, dash=number))
+            lines.append(ChartLine(shown, f"{place}", y, 2 * place + number, dash=number))
     last = [run.held[-1].top1 for run in runs if run.held]
     summary = f"top-1 at last {', '.join(map(words.share, last)) or words.UNKNOWN}"
     return Chart("accuracy", "Held-out accuracy", "share, 0-1", lines, every, summary, zero=True)
 
 
-def _held_points(run: Run) -> dict[str, list[float | int | None]]:
+def _held_points(run: ReportedRun) -> dict[str, list[float | int | None]]:
     """Return held-out figures with the counts and seconds of their steps."""
     steps = np.array([one.step for one in run.held], np.float64)
     found: dict[str, list[float | int | None]] = {"step": plain(steps)}
@@ -219,7 +224,7 @@ def _held_points(run: Run) -> dict[str, list[float | int | None]]:
     return found
 
 
-def _loss_note(runs: Sequence[Run], alone: bool) -> str:
+def _loss_note(runs: Sequence[ReportedRun], alone: bool) -> str:
     """Say how the lines came about, and which steps are not in them."""
     parts = []
     if alone and runs[0].num_lines:
@@ -237,23 +242,23 @@ def _loss_note(runs: Sequence[Run], alone: bool) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _throughput(runs: Sequence[Run]) -> Chart:
+def _throughput(runs: Sequence[ReportedRun]) -> Chart:
     unit = runs[0].unit
     label = f"{unit.many}/s"
     chart = _overlaid(runs, "throughput", "Throughput", label, unit.per_s, zero=True)
     if len(runs) > 1:
         return chart
     first = chart.lines[0]
-    faint = Line("each step", first.points, {TOKEN: unit.per_s}, 0, "faint")
+    faint = ChartLine("each step", first.points, {TOKEN: unit.per_s}, 0, "faint")
     chart.lines.insert(0, faint)
     chart.marks.extend(_planned(runs[0], unit.per_s))
     return chart
 
 
-def _memory(run: Run) -> Chart:
+def _memory(run: ReportedRun) -> Chart:
     columns = {name: run.columns[name] for name in PHASES.values()}
     lines = [
-        Line(phase, "0", {TOKEN: name}, place, dash=place)
+        ChartLine(phase, "0", {TOKEN: name}, place, dash=place)
         for place, (phase, name) in enumerate(PHASES.items())
     ]
     marks = _planned(run, "peak_gib")
@@ -266,7 +271,7 @@ def _memory(run: Run) -> Chart:
     return Chart("memory", "Memory by phase", "GiB", lines, every, summary, marks, zero=True)
 
 
-def _step_time(run: Run) -> Chart:
+def _step_time(run: ReportedRun) -> Chart:
     names = {
         "whole step": "step_s",
         "data wait": "data_wait_s",
@@ -275,7 +280,7 @@ def _step_time(run: Run) -> Chart:
     }
     columns = {name: run.columns[name] for name in names.values()}
     lines = [
-        Line(label, "0", {TOKEN: name}, place, dash=place)
+        ChartLine(label, "0", {TOKEN: name}, place, dash=place)
         for place, (label, name) in enumerate(names.items())
     ]
     every = {"0": points(run, columns, buckets=BUCKETS // 2)}
@@ -299,22 +304,22 @@ def _step_time(run: Run) -> Chart:
     )
 
 
-def _part(run: Run, name: str) -> float | None:
+def _part(run: ReportedRun, name: str) -> float | None:
     """Return the share of all steps' time that a field has."""
     whole = float(np.nansum(run.columns["step_s"]))
     return float(np.nansum(run.columns[name])) / whole if whole else None
 
 
-def _gradient(runs: Sequence[Run]) -> Chart:
+def _gradient(runs: Sequence[ReportedRun]) -> Chart:
     return _overlaid(runs, "gradient", "Gradient norm", "", "grad_norm", log=True)
 
 
-def _rate(runs: Sequence[Run]) -> Chart:
+def _rate(runs: Sequence[ReportedRun]) -> Chart:
     return _overlaid(runs, "rate", "Learning rate", "", "lr", zero=True, smoothed=False)
 
 
 def _overlaid(
-    runs: Sequence[Run],
+    runs: Sequence[ReportedRun],
     id: str,
     title: str,
     unit: str,
@@ -332,19 +337,19 @@ def _overlaid(
         every[f"{place}"] = points(run, own, smoothed=list(own) if smoothed else ())
         label = run.name if len(runs) > 1 else title.lower()
         y = {TOKEN: f"{column}_smooth" if smoothed else column}
-        lines.append(Line(label, f"{place}", y, place, dash=place))
+        lines.append(ChartLine(label, f"{place}", y, place, dash=place))
     alone = len(runs) == 1
     summary = "; ".join(_trend(run, column, title.lower(), alone) for run in runs)
     return Chart(id, title, unit, lines, every, summary, zero=zero, log=log)
 
 
-def _planned(run: Run, name: str) -> list[Mark]:
+def _planned(run: ReportedRun, name: str) -> list[Mark]:
     """Return a figure of plan.json, if it was planned."""
     band = band_of(run.plan, name)
     return [Mark("plan", band["value"], band["low"], band["high"])] if band else []
 
 
-def _trend(run: Run, column: str, what: str, alone: bool) -> str:
+def _trend(run: ReportedRun, column: str, what: str, alone: bool) -> str:
     """Say in words how a column went."""
     values = run.columns[column]
     known = np.flatnonzero(~np.isnan(values))

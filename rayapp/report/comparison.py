@@ -12,14 +12,14 @@ from typing import Any
 from rayapp.config.units import IMAGES
 from rayapp.observe import words
 from rayapp.observe.words import UNKNOWN
-from rayapp.report.folder import Run
+from rayapp.report.folder import ReportedRun
 from rayapp.report.tables import flat, shown
 
 OWN = ("run.name", "run.storage")  # differ between any two runs
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """A row of the comparison; `best` are the places of the best values."""
 
     label: str
@@ -27,7 +27,7 @@ class Row:
     best: frozenset[int] = frozenset()
 
 
-def differing(runs: Sequence[Run]) -> list[Row]:
+def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     """Return the fields of the configs that are not the same in all runs."""
     every = [flat(run.config) for run in runs]
     names = list(dict.fromkeys(name for one in every for name in one))
@@ -35,11 +35,11 @@ def differing(runs: Sequence[Run]) -> list[Row]:
     for name in names:
         cells = [shown(one[name]) if name in one else UNKNOWN for one in every]
         if len(set(cells)) > 1 and name not in OWN:
-            rows.append(Row(name, cells))
+            rows.append(ComparisonRow(name, cells))
     return rows
 
 
-def results(runs: Sequence[Run]) -> list[Row]:
+def results(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     """Return the figures of several runs side by side."""
     unit = runs[0].unit
     counted = [float(run.counted[-1]) if run.num_lines else None for run in runs]
@@ -69,12 +69,12 @@ def results(runs: Sequence[Run]) -> list[Row]:
         ("steps done in vain", [run.lost_steps for run in runs], words.number, None),
     ]
     return [
-        Row(label, [write(value) for value in values], _best(values, prefer))
+        ComparisonRow(label, [write(value) for value in values], _best(values, prefer))
         for label, values, write, prefer in columns
     ]
 
 
-def _held(run: Run, name: str) -> float | None:
+def _held(run: ReportedRun, name: str) -> float | None:
     return getattr(run.held[-1], name) if run.held else None
 
 

@@ -19,7 +19,7 @@ import yaml
 from rayapp.config import parse_yaml
 from rayapp.config.units import IMAGES, TOKENS, Unit
 from rayapp.observe import status as statuses
-from rayapp.observe.goodput import OF_A_STEP, Account, Damaged, commands, read_events
+from rayapp.observe.goodput import OF_A_STEP, Account, DamagedEvents, commands, read_events
 from rayapp.observe.records import (
     Evaluated,
     Event,
@@ -57,7 +57,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A run, as its folder has it."""
 
     name: str
@@ -195,7 +195,7 @@ class Run:
         return self.account.lost_steps if self.account else self.result.get("lost_steps")
 
 
-def read(storage: Storage) -> Run:
+def read(storage: Storage) -> ReportedRun:
     """Read a run's folder.
 
     Raises:
@@ -214,7 +214,7 @@ def read(storage: Storage) -> Run:
     if not events and not now.live and result:  # an older run, whose end result.json alone tells
         status, reason = str(result.get("status", status)), result.get("reason")
     current: RunResult = cast(RunResult, {}) if now.live else result
-    return Run(
+    return ReportedRun(
         name=str(config.get("run", {}).get("name") or storage.url.rstrip("/").rpartition("/")[2]),
         url=storage.url,
         status=status,
@@ -277,7 +277,7 @@ def _validations(storage: Storage) -> list[Validation]:
         if not isinstance(value, dict):
             fix = "Delete the line"
             why = f"line {number} is no JSON object"
-            raise Damaged(f"{storage.url}/{VALIDATIONS}", why, fix)
+            raise DamagedEvents(f"{storage.url}/{VALIDATIONS}", why, fix)
         found.append(cast(Validation, value))
     return found
 

@@ -23,14 +23,14 @@ from rayapp.observe import words
 from rayapp.observe.run_folder import METRICS
 from rayapp.report import charts, comparison, tables, timeline
 from rayapp.report.curves import BUCKETS
-from rayapp.report.folder import Run
+from rayapp.report.folder import ReportedRun
 
 HERE = Path(__file__).parent
 STYLES = ("vendor/uPlot.min.css", "page/page.css")
 SCRIPTS = ("vendor/uPlot.iife.min.js", "page/page.js")
 
 
-def run_page(run: Run) -> bytes:
+def run_page(run: ReportedRun) -> bytes:
     """Return the page of one run."""
     stretches, data = timeline.segments(run), run.plan.get("data", {})
     total_s = max([one.end_s for one in stretches] + [1e-9])
@@ -64,7 +64,7 @@ def run_page(run: Run) -> bytes:
     )
 
 
-def comparison_page(runs: Sequence[Run]) -> bytes:
+def comparison_page(runs: Sequence[ReportedRun]) -> bytes:
     """Return the page of several runs."""
     return _page(
         "runs.html",
@@ -78,7 +78,9 @@ def comparison_page(runs: Sequence[Run]) -> bytes:
     )
 
 
-def _page(name: str, of: Sequence[Run], found: Sequence[charts.Chart], **values: Any) -> bytes:
+def _page(
+    name: str, of: Sequence[ReportedRun], found: Sequence[charts.Chart], **values: Any
+) -> bytes:
     styles, scripts = _texts(STYLES), _texts(SCRIPTS)
     text = (
         _environment()
@@ -102,7 +104,7 @@ def _page(name: str, of: Sequence[Run], found: Sequence[charts.Chart], **values:
     return text.encode()
 
 
-def _thinned(runs: Sequence[Run]) -> str:
+def _thinned(runs: Sequence[ReportedRun]) -> str:
     """Say which curves do not show every step."""
     most = max(run.num_lines for run in runs)
     if most <= 2 * BUCKETS:

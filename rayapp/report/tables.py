@@ -16,10 +16,10 @@ from rayapp.config.units import IMAGES
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.goodput import ENDED, WORKERS
-from rayapp.observe.records import Facts, band_of
+from rayapp.observe.records import EventFields, band_of
 from rayapp.observe.run_folder import DONE
 from rayapp.observe.words import UNKNOWN
-from rayapp.report.folder import Run
+from rayapp.report.folder import ReportedRun
 
 CAUSES = {
     "step": "steps that count",
@@ -44,7 +44,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Bar:
+class TableBar:
     """A row of a table with a bar: `share` of the whole, `width` of the longest, 0-1."""
 
     label: str
@@ -54,7 +54,7 @@ class Bar:
     key: str = ""
 
 
-def headline(run: Run) -> list[Figure]:
+def headline(run: ReportedRun) -> list[Figure]:
     """Return what one looks for first."""
     rate = None if run.account is None else run.account.usd_per_hour
     price = f"{words.dollars(rate)} per hour" if rate else "no price is known"
@@ -83,7 +83,7 @@ def headline(run: Run) -> list[Figure]:
     ]
 
 
-def _held_figures(run: Run) -> list[Figure]:
+def _held_figures(run: ReportedRun) -> list[Figure]:
     """Return the held-out figures: the loss, and of images how many are right."""
     held = run.held[-1] if run.held else None
     loss = words.fixed(held.loss if held else None, 4)
@@ -95,7 +95,7 @@ def _held_figures(run: Run) -> list[Figure]:
     return [Figure("Held-out loss", loss, detail)]
 
 
-def _usd_per_1m(run: Run) -> str:
+def _usd_per_1m(run: ReportedRun) -> str:
     """Say what a million tokens or images have cost, if that is known."""
     if run.cost_usd is None or not run.num_lines or not run.counted[-1]:
         return ""
@@ -103,7 +103,7 @@ def _usd_per_1m(run: Run) -> str:
     return f"{price} per 1M {run.unit.many}"
 
 
-def subtitle(run: Run) -> str:
+def subtitle(run: ReportedRun) -> str:
     """Say what was trained on what."""
     model, data = run.config.get("model", {}), run.config.get("data", {})
     parameters = run.plan.get("parameters")
@@ -122,7 +122,7 @@ def subtitle(run: Run) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def planned(run: Run) -> list[list[str]]:
+def planned(run: ReportedRun) -> list[list[str]]:
     """Return figures as planned and as measured: name, plan, measured, ratio, verdict, band."""
     measured = {
         "peak_gib": run.highest("peak_gib"),
@@ -159,7 +159,7 @@ def planned(run: Run) -> list[list[str]]:
     return [*rows, _calibrated(run)]
 
 
-def _calibrated(run: Run) -> list[str]:
+def _calibrated(run: ReportedRun) -> list[str]:
     """Return the row of a step as the run's own first ten foretold it, and as those after were."""
     found = run.result.get("step_s")
     foretold_s = found["calibrated"] if found else None
@@ -169,13 +169,13 @@ def _calibrated(run: Run) -> list[str]:
     return [label, words.number(foretold_s), words.number(rest_s), ratio, "", ""]
 
 
-def _typical_step_s(run: Run) -> float | None:
+def _typical_step_s(run: ReportedRun) -> float | None:
     """Return the mean seconds of a step, its stalls by saves and evaluations left out."""
     busy_s = run.busy_s[run.warm_up :]
     return float(busy_s.mean()) if len(busy_s) else None
 
 
-def goodput(run: Run) -> list[Bar]:
+def goodput(run: ReportedRun) -> list[TableBar]:
     """Return where the time went, and the money with it."""
     shares = run.goodput or {}
     bars = []
@@ -186,11 +186,11 @@ def goodput(run: Run) -> list[Bar]:
         time = None if run.wall_s is None else value * run.wall_s
         cost = None if run.cost_usd is None else value * run.cost_usd
         cells = [words.share(value), words.duration(time), words.dollars(cost)]
-        bars.append(Bar(label, value, value / max(shares.values()), cells, cause))
+        bars.append(TableBar(label, value, value / max(shares.values()), cells, cause))
     return bars
 
 
-def interruptions(run: Run) -> list[list[str]]:
+def interruptions(run: ReportedRun) -> list[list[str]]:
     """Return each interruption: when, what, why, at which step, what it cost."""
     return [
         [
@@ -205,7 +205,7 @@ def interruptions(run: Run) -> list[list[str]]:
     ]
 
 
-def lengths(counts: dict[str, int]) -> list[Bar]:
+def lengths(counts: dict[str, int]) -> list[TableBar]:
     """Return documents by length in tokens, with the lengths between that none has.
 
     >>> [(bar.label, bar.cells[0]) for bar in lengths({"2^3": 1, "2^5": 40})]
@@ -214,7 +214,7 @@ def lengths(counts: dict[str, int]) -> list[Bar]:
     by_power = {int(name.removeprefix("2^")): count for name, count in counts.items()}
     total, most = sum(by_power.values()), max(by_power.values(), default=1)
     return [
-        Bar(
+        TableBar(
             f"{2**power:,} to {2 ** (power + 1) - 1:,}" if power else "1",
             by_power.get(power, 0) / total,
             by_power.get(power, 0) / most,
@@ -224,17 +224,17 @@ def lengths(counts: dict[str, int]) -> list[Bar]:
     ]
 
 
-def bad_rows(data: DataReport) -> list[Bar]:
+def bad_rows(data: DataReport) -> list[TableBar]:
     """Return the unusable records by reason, the most frequent first."""
     bad: dict[str, int] = data.get("bad", {})
     total, most = max(data.get("records", 0), 1), max(bad.values(), default=1)
     return [
-        Bar(reason, count / total, count / most, [f"{count:,}", words.share(count / total)])
+        TableBar(reason, count / total, count / most, [f"{count:,}", words.share(count / total)])
         for reason, count in sorted(bad.items(), key=lambda item: -item[1])
     ]
 
 
-def data_facts(run: Run) -> list[Figure]:
+def data_facts(run: ReportedRun) -> list[Figure]:
     """Return what the data are, in figures."""
     data = run.plan.get("data", {})
     if not data:
@@ -258,7 +258,7 @@ def data_facts(run: Run) -> list[Figure]:
     ]
 
 
-def _image_facts(run: Run, data: DataReport) -> list[Figure]:
+def _image_facts(run: ReportedRun, data: DataReport) -> list[Figure]:
     counts, every = data["images"], list(data["class_counts"].values())
     return [
         Figure("Images", words.amount(counts["train"]), f"{counts['eval']:,} held out"),
@@ -269,24 +269,26 @@ def _image_facts(run: Run, data: DataReport) -> list[Figure]:
     ]
 
 
-def classes(run: Run) -> list[Bar]:
+def classes(run: ReportedRun) -> list[TableBar]:
     """Return how much of each class is classified right, the worst first."""
     found = run.result.get("classes")
     every = found["each"] if found else []
     shares = [(right / count if count else 0.0, name, count, right) for name, count, right in every]
     return [
-        Bar(name, share, share, [f"{right:,} of {count:,}", words.share(share if count else None)])
+        TableBar(
+            name, share, share, [f"{right:,} of {count:,}", words.share(share if count else None)]
+        )
         for share, name, count, right in sorted(shares)
     ]
 
 
-def confusions(run: Run) -> list[list[str]]:
+def confusions(run: ReportedRun) -> list[list[str]]:
     """Return the pairs of classes most often confused: class, taken for, images."""
     found = run.result.get("classes")
     return [[true, taken, f"{n:,}"] for true, taken, n in (found["confused"] if found else [])]
 
 
-def sources(run: Run) -> list[list[str]]:
+def sources(run: ReportedRun) -> list[list[str]]:
     """Return the parts of a mixture: path, share of the rows, documents, tokens, fill, bad rows."""
     parts = run.plan.get("data", {}).get("sources", {})
     mixture = run.config.get("data", {}).get("mixture") or {}
@@ -304,11 +306,13 @@ def sources(run: Run) -> list[list[str]]:
     ]
 
 
-def environment(run: Run) -> list[tuple[str, str]]:
+def environment(run: ReportedRun) -> list[tuple[str, str]]:
     """Return versions, machines and places."""
-    first = cast(Facts, run.events[0] if run.events else {})
+    first = cast(EventFields, run.events[0] if run.events else {})
     began = run.events[0]["time"] if run.events else None
-    last: Facts = next((e for e in reversed(run.events) if e["event"] == WORKERS), cast(Facts, {}))
+    last: EventFields = next(
+        (e for e in reversed(run.events) if e["event"] == WORKERS), cast(EventFields, {})
+    )
     machines = run.config.get("cluster", {}).get("instance") or last.get("instance")
     attempts = int(run.last("attempt") or 0)
     rate = run.account.usd_per_hour if run.account else None
@@ -329,7 +333,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def settings(run: Run) -> list[list[str]]:
+def settings(run: ReportedRun) -> list[list[str]]:
     """Return the fields of the config that are not at their defaults: field, value, default."""
     kind = KINDS.get(run.task, Config)
     defaults, own = flat(kind().model_dump(mode="json")), flat(run.config)

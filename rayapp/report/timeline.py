@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rayapp.observe import words
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS
-from rayapp.report.folder import Run
+from rayapp.report.folder import ReportedRun
 
 START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"
 
@@ -34,7 +34,7 @@ class Moment:
     text: str
 
 
-def segments(run: Run) -> list[Segment]:
+def segments(run: ReportedRun) -> list[Segment]:
     """Return the times of a run in order; of a run without events those of its attempts alone."""
     if not run.events:
         return _attempts(run)
@@ -71,7 +71,7 @@ def segments(run: Run) -> list[Segment]:
     return found
 
 
-def moments(run: Run) -> list[Moment]:
+def moments(run: ReportedRun) -> list[Moment]:
     """Return the interruptions and the pauses between commands."""
     found = []
     for one in run.interruptions:
@@ -84,14 +84,14 @@ def moments(run: Run) -> list[Moment]:
     return sorted(found, key=lambda one: one.at_s)
 
 
-def _last_sign(run: Run, since: float, before: float) -> float:
+def _last_sign(run: ReportedRun, since: float, before: float) -> float:
     """Return the time of the last step that was done between two times, else the first of them."""
     times = run.columns["time"]
     inside = times[(times > since) & (times <= before)]
     return float(inside[-1]) if len(inside) else since
 
 
-def _attempts(run: Run) -> list[Segment]:
+def _attempts(run: ReportedRun) -> list[Segment]:
     attempts, found = run.columns["attempt"], []
     for attempt in sorted(set(attempts.tolist())):
         own = attempts == attempt

@@ -27,7 +27,7 @@ from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import restore, state_tensors, state_values
-from rayapp.train.schedule import Cadence, Leaving
+from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
 from rayapp.train.step_sync import MOVE, STAY
 from rayapp.train.trainer import Trainer
@@ -65,7 +65,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     attempt = [log.attempt if log else 0]
     dist.broadcast_object_list(attempt, src=0, group=control)
     saver = make_saver(spec, storage, log)
-    leaving = Leaving(storage, context.free_workers) if rank == 0 else None
+    leaving = LeaveWatcher(storage, context.free_workers) if rank == 0 else None
     notices: list[str] = []
 
     def look() -> int:
@@ -150,7 +150,7 @@ def schedule(
     spec: AnySpec,
     trainer: Trainer,
     saver: Checkpointer,
-    leaving: Leaving | None,
+    leaving: LeaveWatcher | None,
 ) -> None:
     """Set when the loop evaluates, how it saves, and on rank 0 when it saves and leaves."""
     cadence = Cadence(spec.config, spec.order.num_steps)

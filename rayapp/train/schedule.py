@@ -41,7 +41,7 @@ class Cadence:
         return bool(every and step % every == 0 and step < self.num_steps)
 
 
-class Leaving:
+class LeaveWatcher:
     """Look every few seconds, in a thread of rank 0, whether there is a reason to leave.
 
     A stop is asked for by a file in the run's folder. `room` says how many more workers could be

@@ -20,12 +20,12 @@ from rayapp.storage import StorageError, open_storage
 
 
 @dataclass(frozen=True)
-class Ready(command.Ready):
+class CheckedImageRun(command.CheckedRun):
     """What the checks found on the way."""
 
     config: VisionConfig
-    source: sources.Source
-    eval_source: sources.Source | None
+    source: sources.ImageSource
+    eval_source: sources.ImageSource | None
 
 
 def absolute(config: VisionConfig) -> VisionConfig:
@@ -42,7 +42,7 @@ def absolute(config: VisionConfig) -> VisionConfig:
     return config.model_copy(update=found)
 
 
-def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Ready:
+def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> CheckedImageRun:
     """Look at storage, data, model and cluster size, and whether the plan fits.
 
     `local_cores` None means a running cluster.
@@ -70,10 +70,10 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Rea
     if problem and not config.cluster.ignore_plan:
         raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name
-    return Ready(config, run, source, eval_source)
+    return CheckedImageRun(config, run, source, eval_source)
 
 
-def settle(ready: Ready, gpus: bool) -> Ready:
+def settle(ready: CheckedImageRun, gpus: bool) -> CheckedImageRun:
     """Choose the precision: convolutions in bf16 are no faster on CPUs."""
     train = ready.config.train
     if train.precision != "auto":
@@ -117,7 +117,7 @@ def classes_problem(config: VisionConfig, classes: tuple[str, ...]) -> str | Non
     )
 
 
-def _source(path: str, format: str, field: str, problems: list[str]) -> sources.Source | None:
+def _source(path: str, format: str, field: str, problems: list[str]) -> sources.ImageSource | None:
     try:
         return sources.find(path, format)
     except (SourceError, StorageError) as error:

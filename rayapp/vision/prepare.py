@@ -10,7 +10,7 @@ from rich.progress import Progress, TaskID
 
 from rayapp.config import ConfigError, VisionConfig
 from rayapp.data import images as data_images
-from rayapp.data.images import Images, Recipe
+from rayapp.data.images import ImageRecipe, Images
 from rayapp.data.sources import SourceError
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
@@ -21,12 +21,12 @@ from rayapp.order import Order
 from rayapp.storage import open_storage
 from rayapp.train.spec import ImageSpec, RunSpec
 from rayapp.vision import show
-from rayapp.vision.check import Ready, classes_problem, forecast
+from rayapp.vision.check import CheckedImageRun, classes_problem, forecast
 
 KIND = "rayapp.vision"
 
 
-def prepare(ready: Ready, gpus: bool, console: Console, phases: Phases) -> ImageSpec:
+def prepare(ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases) -> ImageSpec:
     """Index the images, write down what is to be done, and show it."""
     config, run = ready.config, ready.run
     images = index(ready, config, console)
@@ -48,7 +48,7 @@ def prepare(ready: Ready, gpus: bool, console: Console, phases: Phases) -> Image
     return RunSpec(KIND, config, images, order, run.url)
 
 
-def index(ready: Ready, config: VisionConfig, console: Console) -> Images:
+def index(ready: CheckedImageRun, config: VisionConfig, console: Console) -> Images:
     """Make or find the index of the images.
 
     Raises:
@@ -56,7 +56,7 @@ def index(ready: Ready, config: VisionConfig, console: Console) -> Images:
     """
     data = config.data
     fraction = 0.0 if data.eval_path else data.eval_fraction
-    recipe = Recipe(ready.source, ready.eval_source, fraction)
+    recipe = ImageRecipe(ready.source, ready.eval_source, fraction)
     root = open_storage(config.run.storage) / PREPARED
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"decoding {data.path} once", total=ready.source.num_bytes)

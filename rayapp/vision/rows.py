@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rayapp.config import VisionConfig
-from rayapp.data.images.augment import Look
+from rayapp.data.images.augment import Transform
 from rayapp.train.spec import ImageSpec
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def stream(spec: ImageSpec, first_step: int, world: int) -> ray.data.Dataset:
     """Return the rest of the run for so many workers; its tasks decode and augment."""
     from rayapp.data.images import stream
 
-    look, workers = look_of(spec.config), spec.config.data.workers
+    look, workers = transform_of(spec.config), spec.config.data.workers
     return stream.stream(spec.data, look, spec.order, first_step, world, workers)
 
 
@@ -30,10 +30,10 @@ def steps(spec: ImageSpec, shard: Any, world: int) -> Iterator[StepImages]:
     return stream.steps(shard, spec.order.micro_batch, spec.order.num_micro_batches(world))
 
 
-def look_of(config: VisionConfig) -> Look:
+def transform_of(config: VisionConfig) -> Transform:
     """Return what the model is to see of an image."""
     data = config.data
-    return Look(
+    return Transform(
         size=data.size,
         eval_crop=data.eval_crop,
         crop_scale=data.crop_scale,

@@ -37,7 +37,7 @@ from rayapp.train.optimizer import lr_at, make_image_optimizer
 from rayapp.train.spec import ImageSpec
 from rayapp.train.trainer import Trainer
 from rayapp.vision.evaluation import Scores, evaluate
-from rayapp.vision.rows import look_of
+from rayapp.vision.rows import transform_of
 
 
 def build(spec: ImageSpec, device: torch.device) -> ImageTrainer:
@@ -114,7 +114,7 @@ class ImageTrainer(Trainer):
     def scores(self, engine: loop.Engine) -> Scores:
         """Classify the held-out images, by the moving average where there is one."""
         rows = self.spec.data.rows("eval")
-        micro_batch, look = self.spec.config.train.micro_batch, look_of(self.spec.config)
+        micro_batch, look = self.spec.config.train.micro_batch, transform_of(self.spec.config)
         batches = held_out_batches(rows, look, micro_batch, dist.get_rank(), dist.get_world_size())
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))

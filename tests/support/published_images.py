@@ -16,7 +16,7 @@ from rayapp.hardware import GPUS, Gpu
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import image_shape_of
 from rayapp.planner.image_step import image_step_time
-from rayapp.planner.times import Job, Machine
+from rayapp.planner.times import Machine, Workload
 from rayapp.presets.images import IMAGE_PRESETS
 
 DOC = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -46,7 +46,7 @@ class Run:
 
     system: str
     what: str
-    job: Job[ImageLayout]
+    job: Workload[ImageLayout]
     images_per_s: float
     excluded: str = ""
     """Why it is not counted."""
@@ -85,7 +85,7 @@ def run(
     here = Machine(gpu, min(gpus, 8), max(1, gpus // 8), gigabits * 1e9, efa=True)
     names = {"bf16": "AMP", "fp32": "FP32" if gpu.flops["tf32"] is None else "TF32"}
     what = f"{model}, {size} pixels x {micro_batch}, {names[precision]}, {gpus} x {gpu.name}"
-    return Run(system, what, Job(layout, here), images_per_s, excluded)
+    return Run(system, what, Workload(layout, here), images_per_s, excluded)
 
 
 # model, GPU, GPUs, precision, images of a micro-batch, images/s of all

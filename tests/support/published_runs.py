@@ -16,7 +16,7 @@ from rayapp.hardware import GPUS, Gpu
 from rayapp.planner.formulas import Linear, Shape, mean_context, shape_of
 from rayapp.planner.memory import FRAGMENTATION, Layout, peak_memory
 from rayapp.planner.step import step_time
-from rayapp.planner.times import Job, Machine
+from rayapp.planner.times import Machine, Workload
 from rayapp.presets import config_of
 
 DOC = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -29,7 +29,7 @@ class Run:
 
     system: str
     what: str
-    job: Job
+    job: Workload
     tokens_per_s_per_gpu: float
     listed: bool = False
     """One of those that the planner was asked to match; the others are its further check."""
@@ -139,7 +139,9 @@ def foundry() -> list[Run]:
                 accumulates=count > 1,
                 plain_loss=True,
             )
-            job = Job(layout, machine(GPUS[name], gpus, gigabits), mean_context([seq_len]), count)
+            job = Workload(
+                layout, machine(GPUS[name], gpus, gigabits), mean_context([seq_len]), count
+            )
             how = "full" if full else "no"
             what = f"MPT {size}, {seq_len} x {rows}, {how} checkpointing, {gpus} x {name}"
             listed = (size, seq_len, gpus, name) in FOUNDRY_LISTED
@@ -190,7 +192,7 @@ def titan(
         kept=EVERY_SECOND,
     )
     gigabits = 1600 if gpu.name.startswith("A100") else 3200
-    job = Job(layout, machine(gpu, gpus, gigabits), mean_context([seq_len]))
+    job = Workload(layout, machine(gpu, gpus, gigabits), mean_context([seq_len]))
     how = f"{precision}{', compiled' if compiled else ''}, {checkpointing} checkpointing"
     what = f"{model}, {seq_len} x {rows}, {how}, {gpus} x {gpu.name}"
     return Run("torchtitan", what, job, rate, listed, peak_gib, excluded)
@@ -254,7 +256,7 @@ def automodel() -> list[Run]:
             lora_rank=16,
             accumulates=True,
         )
-        job = Job(layout, machine(GPUS["H100"], 1, 3200), mean_context([4096]), 16)
+        job = Workload(layout, machine(GPUS["H100"], 1, 3200), mean_context([4096]), 16)
         what = f"{name} LoRA 16, 4096 x 2, 1 x H100"
         runs.append(Run("AutoModel", what, job, rate, listed=True))
     return runs

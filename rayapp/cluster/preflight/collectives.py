@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from rayapp.cluster.preflight.facts import Row
+from rayapp.cluster.preflight.facts import FactRow
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 SIZE_STEP = 4
@@ -53,10 +53,10 @@ def bus_factor(operation: str, world: int) -> float:
 
 def table(
     operation: str, device: torch.device, budget_s: float, at: Callable[[str], None]
-) -> list[Row]:
+) -> list[FactRow]:
     """Measure one operation at growing sizes until the next would not fit into the budget."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    rows: list[Row] = []
+    rows: list[FactRow] = []
     left_s = budget_s
     for size in sizes(device, world):
         at(f"{operation} of {size:,} bytes")
@@ -69,7 +69,7 @@ def table(
         seconds = _agreed(_timed(run, repeats, device), device) / repeats
         algbw = size / seconds
         busbw = algbw * bus_factor(operation, world)
-        rows.append(Row(operation, size, seconds, algbw, busbw, wrong))
+        rows.append(FactRow(operation, size, seconds, algbw, busbw, wrong))
         left_s -= trial_s + repeats * seconds
         if SIZE_STEP * 2 * seconds > left_s:
             break

@@ -48,7 +48,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
-class Clock:
+class GpuClock:
     """How far a node's clock is ahead of the driver's."""
 
     offset_s: float
@@ -69,7 +69,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeReport:
     """One node and what it answered; None is no answer."""
 
     id: str
@@ -78,7 +78,7 @@ class Node:
     resources: dict[str, float]
     """What Ray has of it: CPU, GPU, object_store_memory (bytes)."""
     facts: NodeFacts | None = None
-    clock: Clock | None = None
+    clock: GpuClock | None = None
     probe: Probe | None = None
 
     @property
@@ -120,7 +120,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Row:
+class FactRow:
     """One collective of one size, as a line of nccl-tests."""
 
     operation: str
@@ -153,7 +153,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClusterFacts:
     """All that was found out."""
 
     versions: dict[str, str]
@@ -161,14 +161,14 @@ class Facts:
     backend: str
     """nccl or gloo."""
     storage: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeReport, ...]
     ranks: tuple[Rank, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[FactRow, ...] = ()
     links: tuple[Link, ...] = ()
     silences: tuple[Silence, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     """What each part took."""
 
-    def node(self, id: str) -> Node:
+    def node(self, id: str) -> NodeReport:
         """Return the node of an id."""
         return next(node for node in self.nodes if node.id == id)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rayapp.cluster.preflight import network
-from rayapp.cluster.preflight.facts import Device, Facts, Node, Rank
+from rayapp.cluster.preflight.facts import ClusterFacts, Device, NodeReport, Rank
 from rayapp.cluster.preflight.findings import Finding, Marks, size
 from rayapp.hardware import GIB, Gpu, gpu_from_device_name
 
@@ -31,7 +31,7 @@ OF_MEDIAN_CPU = 0.5  # of one core of each node, which may be busy, or of anothe
 MEMORY = "memory"  # the name of a rate beside those of precisions
 
 
-def judge(facts: Facts, marks: Marks) -> list[Finding]:
+def judge(facts: ClusterFacts, marks: Marks) -> list[Finding]:
     """Return everything that is wrong, the gravest kinds first."""
     return [
         *_silences(facts),
@@ -45,7 +45,7 @@ def judge(facts: Facts, marks: Marks) -> list[Finding]:
     ]
 
 
-def _silences(facts: Facts) -> Iterator[Finding]:
+def _silences(facts: ClusterFacts) -> Iterator[Finding]:
     for one in facts.silences:
         yield Finding(
             facts.node(one.node).name if one.node else "cluster",
@@ -58,7 +58,7 @@ def _silences(facts: Facts) -> Iterator[Finding]:
         yield Finding("cluster", "has no node", "0 nodes", "1", "Start `ray start` on the nodes")
 
 
-def _gpus_at_all(facts: Facts, marks: Marks) -> Iterator[Finding]:
+def _gpus_at_all(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
     """Fail where GPUs are wanted and Ray has none."""
     wanted = bool(marks.instance and marks.instance.gpus) if marks.gpus is None else marks.gpus
     if wanted and facts.backend == "gloo":
@@ -72,7 +72,7 @@ def _gpus_at_all(facts: Facts, marks: Marks) -> Iterator[Finding]:
         )
 
 
-def _versions(facts: Facts) -> Iterator[Finding]:
+def _versions(facts: ClusterFacts) -> Iterator[Finding]:
     """Name the nodes that differ from most; the driver decides between equals."""
     told = [(node.name, node.facts.versions) for node in facts.nodes if node.facts]
     told += [(name, {"nccl": nccl}) for name, nccl in _nccl(facts).items()]
@@ -101,11 +101,11 @@ def _versions(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _nccl(facts: Facts) -> dict[str, str]:
+def _nccl(facts: ClusterFacts) -> dict[str, str]:
     return {facts.node(one.node).name: one.nccl for one in facts.ranks if one.nccl}
 
 
-def _node(node: Node, facts: Facts, marks: Marks) -> Iterator[Finding]:
+def _node(node: NodeReport, facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
     """Judge one node by itself."""
     found = node.facts
     if found is not None:
@@ -143,7 +143,7 @@ def _node(node: Node, facts: Facts, marks: Marks) -> Iterator[Finding]:
         )
 
 
-def _limits(node: Node, facts: Facts) -> Iterator[Finding]:
+def _limits(node: NodeReport, facts: ClusterFacts) -> Iterator[Finding]:
     """Judge what the operating system or the container gives."""
     found = node.facts
     assert found is not None
@@ -186,7 +186,7 @@ def _limits(node: Node, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _gpus(node: Node, marks: Marks) -> Iterator[Finding]:
+def _gpus(node: NodeReport, marks: Marks) -> Iterator[Finding]:
     """Compare the GPUs that are there with what Ray and EC2 count."""
     found, ray = node.facts, int(node.resources.get("GPU", 0))
     assert found is not None
@@ -236,7 +236,7 @@ def _is(device: Device, gpu: Gpu | None) -> bool:
     return gpu is None or known is None or known.name == gpu.name
 
 
-def _device(node: Node, device: Device) -> Iterator[Finding]:
+def _device(node: NodeReport, device: Device) -> Iterator[Finding]:
     """Judge a GPU's memory."""
     where = f"GPU {device.index} ({device.name})"
     if device.ecc_errors:
@@ -257,7 +257,7 @@ def _device(node: Node, device: Device) -> Iterator[Finding]:
         )
 
 
-def _speeds(facts: Facts) -> Iterator[Finding]:
+def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
     """Compare every device with its sheet, and with its like."""
     rates: dict[tuple[str, str], list[float]] = {}
     for rank in facts.ranks:
@@ -296,7 +296,7 @@ def _mark(gpu: Gpu | None, name: str) -> float | None:
 
 
 def _slow(
-    facts: Facts, rank: Rank, name: str, value: float, sheet: float | None, peers: float
+    facts: ClusterFacts, rank: Rank, name: str, value: float, sheet: float | None, peers: float
 ) -> Iterator[Finding]:
     """Say which of the two marks a device misses, if any."""
     assert rank.speed is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rayapp.cluster.preflight.facts import Facts, Link
+from rayapp.cluster.preflight.facts import ClusterFacts, Link
 from rayapp.cluster.preflight.findings import Finding, Marks, size
 
 # Of the network that EC2 states. Two p6-b300 show 0.94 of it in nccl-tests (AWS's samples, 2026);
@@ -19,7 +19,7 @@ FLOW_BITS_PER_S = 5e9
 ONE_SIDED = 3.0  # times slower in one direction: its sender is at fault
 
 
-def efa(facts: Facts, marks: Marks) -> Iterator[Finding]:
+def efa(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
     """Fail where EFA is there and NCCL went another way."""
     nodes = {rank.node for rank in facts.ranks}
     if facts.backend != "nccl" or len(nodes) < 2 or not facts.rows:
@@ -42,7 +42,7 @@ def efa(facts: Facts, marks: Marks) -> Iterator[Finding]:
             )
 
 
-def collectives(facts: Facts, marks: Marks) -> Iterator[Finding]:
+def collectives(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
     """Judge what is wrong at any size, and busbw at the largest."""
     for row in facts.rows:
         if row.wrong:
@@ -69,7 +69,7 @@ def collectives(facts: Facts, marks: Marks) -> Iterator[Finding]:
             )
 
 
-def busbw_mark(facts: Facts, marks: Marks) -> tuple[float, str] | None:
+def busbw_mark(facts: ClusterFacts, marks: Marks) -> tuple[float, str] | None:
     """Return the busbw in bytes/s that large collectives must reach, and what it comes from."""
     if marks.instance is None or facts.backend != "nccl":
         return None
@@ -84,7 +84,7 @@ def busbw_mark(facts: Facts, marks: Marks) -> tuple[float, str] | None:
     return NVLINK_SHARE * gpu.nvlink_bytes_per_s, f"{NVLINK_SHARE:g} of NVLink"
 
 
-def link_mark(facts: Facts, marks: Marks) -> tuple[float, str] | None:
+def link_mark(facts: ClusterFacts, marks: Marks) -> tuple[float, str] | None:
     """Return the bytes/s that a link must reach, and what it comes from."""
     if marks.gbit_per_s is not None:
         return marks.gbit_per_s * 1e9 / 8, "--min_gbit_per_s"
@@ -96,7 +96,7 @@ def link_mark(facts: Facts, marks: Marks) -> tuple[float, str] | None:
     return NETWORK_SHARE * bits / 8, f"{NETWORK_SHARE:g} of {what}"
 
 
-def links(facts: Facts, marks: Marks) -> Iterator[Finding]:
+def links(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
     """Name slow links by their nodes; a node all of whose links are slow, by itself."""
     wanted = link_mark(facts, marks)
     if wanted is None:
@@ -114,7 +114,7 @@ def links(facts: Facts, marks: Marks) -> Iterator[Finding]:
         )
 
 
-def _culprit(link: Link, facts: Facts, slow: list[Link]) -> str:
+def _culprit(link: Link, facts: ClusterFacts, slow: list[Link]) -> str:
     """Say which end of a slow link is at fault, where the other links tell."""
     for id in (link.sender, link.receiver):
         ways = [one for one in facts.links if id in (one.sender, one.receiver)]

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from rayapp.cluster.preflight.facts import Facts, Node
+from rayapp.cluster.preflight.facts import ClusterFacts, NodeReport
 from rayapp.cluster.preflight.findings import Finding, Marks, size
 from rayapp.cluster.preflight.network import busbw_mark, link_mark
 
 GBIT = 1e9 / 8
 
 
-def as_dict(facts: Facts, findings: list[Finding], marks: Marks) -> dict[str, object]:
+def as_dict(facts: ClusterFacts, findings: list[Finding], marks: Marks) -> dict[str, object]:
     """Return everything as plain values."""
     return {
         "passed": not findings,
@@ -24,7 +24,7 @@ def as_dict(facts: Facts, findings: list[Finding], marks: Marks) -> dict[str, ob
     }
 
 
-def not_judged(facts: Facts, marks: Marks) -> list[str]:
+def not_judged(facts: ClusterFacts, marks: Marks) -> list[str]:
     """Say what is reported alone, and what would have it judged."""
     notes = []
     if facts.links and link_mark(facts, marks) is None:
@@ -37,7 +37,7 @@ def not_judged(facts: Facts, marks: Marks) -> list[str]:
     return notes
 
 
-def show(console: Console, facts: Facts, findings: list[Finding], marks: Marks) -> None:
+def show(console: Console, facts: ClusterFacts, findings: list[Finding], marks: Marks) -> None:
     """Print the page; what is wrong comes last, where it is read first."""
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in facts.seconds.items())
     console.print(
@@ -79,14 +79,14 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _nodes(facts: Facts) -> Table:
+def _nodes(facts: ClusterFacts) -> Table:
     table = _table("nodes", "node", "GPUs", "EFA", "shm", "disk", "files", "clock", "write", "read")
     for node in facts.nodes:
         table.add_row(node.name, *_node(node))
     return table
 
 
-def _node(node: Node) -> list[str]:
+def _node(node: NodeReport) -> list[str]:
     found, probe = node.facts, node.probe
     if found is None:
         return ["no answer"]
@@ -105,7 +105,7 @@ def _node(node: Node) -> list[str]:
     ]
 
 
-def _devices(facts: Facts) -> Table:
+def _devices(facts: ClusterFacts) -> Table:
     precisions = list(
         dict.fromkeys(name for rank in facts.ranks if rank.speed for name in rank.speed.flops)
     )
@@ -125,7 +125,7 @@ def _devices(facts: Facts) -> Table:
     return table
 
 
-def _rows(facts: Facts) -> Table:
+def _rows(facts: ClusterFacts) -> Table:
     table = _table(
         "collectives",
         "operation",
@@ -147,7 +147,7 @@ def _rows(facts: Facts) -> Table:
     return table
 
 
-def _links(facts: Facts) -> Table:
+def _links(facts: ClusterFacts) -> Table:
     table = _table("links", "from", "to", "Gbit/s", "workers")
     for link in facts.links:
         table.add_row(

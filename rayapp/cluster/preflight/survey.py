@@ -20,7 +20,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayapp.cluster.preflight.collectives import rounds
-from rayapp.cluster.preflight.facts import Clock, Facts, Link, Node, Rank, Row, Silence
+from rayapp.cluster.preflight.facts import (
+    ClusterFacts,
+    FactRow,
+    GpuClock,
+    Link,
+    NodeReport,
+    Rank,
+    Silence,
+)
 from rayapp.cluster.preflight.scout import Scout, versions
 from rayapp.cluster.preflight.worker import Worker
 from rayapp.config import RunConfig
@@ -72,11 +80,13 @@ class Survey:
         return found
 
 
-def survey(config: RunConfig, timeout_s: float) -> Facts:
+def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
     """Gather all facts of the connected cluster."""
     seen = Survey(config, timeout_s)
     nodes = [
-        Node(one["NodeID"], one["NodeManagerAddress"], one["NodeManagerHostname"], one["Resources"])
+        NodeReport(
+            one["NodeID"], one["NodeManagerAddress"], one["NodeManagerHostname"], one["Resources"]
+        )
         for one in ray.nodes()
         if one["Alive"]
     ]
@@ -93,7 +103,7 @@ def survey(config: RunConfig, timeout_s: float) -> Facts:
     ]
     with seen.part("workers"):
         ranks, rows, links = _work(seen, places, gpus)
-    return Facts(
+    return ClusterFacts(
         versions=versions(),
         backend="nccl" if gpus else "gloo",
         storage=config.run.storage,
@@ -106,7 +116,7 @@ def survey(config: RunConfig, timeout_s: float) -> Facts:
     )
 
 
-def _look(seen: Survey, nodes: Sequence[Node]) -> list[Node]:
+def _look(seen: Survey, nodes: Sequence[NodeReport]) -> list[NodeReport]:
     """Return the nodes with what their scouts found."""
     scouts = {node.id: _actor(Scout, node, num_cpus=0, max_concurrency=4) for node in nodes}
     home: dict[str, str | None] = {node.id: node.id for node in nodes}
@@ -137,7 +147,7 @@ def _spill_folder() -> str:
     return str(local.get_temp_dir_path())
 
 
-def _clock(scout: Any) -> Clock | None:
+def _clock(scout: Any) -> GpuClock | None:
     """Compare a node's clock with this one's; None: it does not answer at once any more."""
     best = None
     for _ in range(CLOCK_ASKED):
@@ -147,7 +157,7 @@ def _clock(scout: Any) -> Clock | None:
         except RayError:
             return best
         ended = time.time()
-        one = Clock(there - (started + ended) / 2, (ended - started) / 2)
+        one = GpuClock(there - (started + ended) / 2, (ended - started) / 2)
         best = one if best is None or one.error_s < best.error_s else best
     return best
 
@@ -171,8 +181,8 @@ def _mark(url: str) -> Iterator[str]:
 
 
 def _work(
-    seen: Survey, places: Sequence[tuple[Node, int]], gpus: bool
-) -> tuple[tuple[Rank, ...], list[Row], list[Link]]:
+    seen: Survey, places: Sequence[tuple[NodeReport, int]], gpus: bool
+) -> tuple[tuple[Rank, ...], list[FactRow], list[Link]]:
     """Start a worker at each place; measure devices, collectives and links."""
     need = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
     workers = {
@@ -211,7 +221,7 @@ def _work(
 
 def _together(
     seen: Survey, ranks: Sequence[Rank], group: Sequence[Any], address: str, port: int
-) -> tuple[list[Row], list[Link]]:
+) -> tuple[list[FactRow], list[Link]]:
     """Have the group meet, then measure collectives and links; stop at the first that hangs."""
     world, timeout_s = len(group), seen.timeout_s
     joined = [
@@ -277,7 +287,7 @@ def _all(
     return None
 
 
-def _actor(kind: type, node: Node, *arguments: Any, **options: Any) -> Any:
+def _actor(kind: type, node: NodeReport, *arguments: Any, **options: Any) -> Any:
     """Start an actor on this node and no other."""
     there = NodeAffinitySchedulingStrategy(node.id, soft=False)
     return ray.remote(kind).options(scheduling_strategy=there, **options).remote(*arguments)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.cluster.preflight import nccl
-from rayapp.cluster.preflight.facts import Row, Speed
+from rayapp.cluster.preflight.facts import FactRow, Speed
 
 Pair = tuple[int, int]
 
@@ -70,7 +70,7 @@ class Worker:
         self._note("meeting the group")
         dist.barrier()
 
-    def collectives(self, budget_s: float) -> list[Row]:
+    def collectives(self, budget_s: float) -> list[FactRow]:
         """Return the table of all operations; the same on all ranks."""
         from rayapp.cluster.preflight.collectives import OPERATIONS, table
 

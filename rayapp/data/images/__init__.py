@@ -4,18 +4,18 @@ images = prepare(recipe, storage / ".prepared")          # every file is decoded
 dataset = stream(images, look, order, first_step, world) # Ray Data tasks decode and augment
 """
 
-from rayapp.data.images.augment import Look
+from rayapp.data.images.augment import Transform
 from rayapp.data.images.batches import StepImages, held_out_batches, local_steps, step_images
-from rayapp.data.images.index import Images, Recipe, load
+from rayapp.data.images.index import ImageRecipe, Images, load
 from rayapp.data.images.indexing import prepare
-from rayapp.data.images.sources import Source, find
+from rayapp.data.images.sources import ImageSource, find
 
 __all__ = [
+    "ImageRecipe",
+    "ImageSource",
     "Images",
-    "Look",
-    "Recipe",
-    "Source",
     "StepImages",
+    "Transform",
     "find",
     "held_out_batches",
     "load",

@@ -31,7 +31,7 @@ Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Look:
+class Transform:
     """What the model sees of an image."""
 
     size: int
@@ -70,7 +70,7 @@ def problem_of(data: bytes) -> str | None:
     return None
 
 
-def augmented(data: bytes, look: Look, seed: int) -> Pixels:
+def augmented(data: bytes, look: Transform, seed: int) -> Pixels:
     """Return an image as it is trained on: uint8 [size, size, 3]."""
     draw = random.Random(seed)
     with Image.open(io.BytesIO(data)) as opened:
@@ -83,13 +83,13 @@ def augmented(data: bytes, look: Look, seed: int) -> Pixels:
     return np.asarray(image)
 
 
-def centred(data: bytes, look: Look) -> Pixels:
+def centred(data: bytes, look: Transform) -> Pixels:
     """Return an image as it is evaluated: the middle of it, uint8 [size, size, 3]."""
     with Image.open(io.BytesIO(data)) as opened:
         return np.asarray(_resized(opened, _middle(opened.size, look.eval_crop), look.size))
 
 
-def mix(images: Pixels, labels: Any, seeds: Any, present: Any, look: Look) -> tuple[Any, Any]:
+def mix(images: Pixels, labels: Any, seeds: Any, present: Any, look: Transform) -> tuple[Any, Any]:
     """Mix images j and b - 1 - j of a micro-batch in place; return (other labels, own shares).
 
     Shapes: images [b, S, S, 3], labels, seeds, present [b] -> int32 [b], float32 [b].

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.data.images.augment import Look, Pixels, augmented, centred, mix, seed_of
-from rayapp.data.images.index import Rows
+from rayapp.data.images.augment import Pixels, Transform, augmented, centred, mix, seed_of
+from rayapp.data.images.index import ImageRows
 from rayapp.order import EMPTY, Order
 
 DECODERS = 4  # threads of a training worker that decode held-out images
@@ -63,8 +63,8 @@ class StepImages:
 
 
 def step_images(
-    rows: Rows,
-    look: Look,
+    rows: ImageRows,
+    look: Transform,
     order: Order,
     step: int,
     rank: int,
@@ -106,7 +106,7 @@ def image_digest(place: int, content: int, label: int, seed: int) -> int:
 
 
 def local_steps(
-    rows: Rows, look: Look, order: Order, rank: int, world: int, first_step: int
+    rows: ImageRows, look: Transform, order: Order, rank: int, world: int, first_step: int
 ) -> Iterator[StepImages]:
     """Yield the rest of a run's steps for one rank, made in this process, without Ray."""
     for step in range(first_step, order.num_steps):
@@ -114,7 +114,7 @@ def local_steps(
 
 
 def held_out_batches(
-    rows: Rows, look: Look, micro_batch: int, rank: int, world: int
+    rows: ImageRows, look: Transform, micro_batch: int, rank: int, world: int
 ) -> Iterator[StepImages]:
     """Yield every image once, in order, one micro-batch at a time; all ranks yield equally often.
 

@@ -47,11 +47,11 @@ Records = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ImageRecipe:
     """All that decides which images there are, and which are held out."""
 
-    source: sources.Source
-    eval_source: sources.Source | None
+    source: sources.ImageSource
+    eval_source: sources.ImageSource | None
     eval_fraction: float
 
     def parts(self) -> dict[str, object]:
@@ -95,7 +95,7 @@ class Images:
     duplicates: float
     """Share of the training images whose bytes are those of an earlier one, 0-1."""
 
-    def rows(self, split: str) -> Rows:
+    def rows(self, split: str) -> ImageRows:
         """Open the images of `train` or `eval`."""
         return _rows(self.url, self.roots, split)
 
@@ -123,7 +123,7 @@ class Images:
         }
 
 
-class Rows:
+class ImageRows:
     """The images of one split, by number."""
 
     def __init__(self, url: str, roots: Sequence[str], split: str) -> None:
@@ -199,9 +199,9 @@ RESTORE = f"Restore it, or start a new run after removing {FOLDER} beside the ru
 
 
 @lru_cache(maxsize=4)
-def _rows(url: str, roots: tuple[str, ...], split: str) -> Rows:
+def _rows(url: str, roots: tuple[str, ...], split: str) -> ImageRows:
     """Open an index once in each process: Ray Data runs many tasks in it."""
-    return Rows(url, roots, split)
+    return ImageRows(url, roots, split)
 
 
 def digest_of(data: bytes) -> int:

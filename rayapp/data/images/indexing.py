@@ -29,8 +29,8 @@ from rayapp.data.images.index import (
     RECORD,
     SPLITS,
     TRAIN_ROOT,
+    ImageRecipe,
     Images,
-    Recipe,
     Records,
     digest_of,
     load,
@@ -41,12 +41,12 @@ from rayapp.data.prepared import MAX_EXAMPLES
 from rayapp.data.sources import SourceError
 from rayapp.storage import Storage, open_storage
 
-Job = tuple[int, tuple[sources.File, ...]]  # root, files
+Job = tuple[int, tuple[sources.ImageFile, ...]]  # root, files
 Progress = Callable[[int, int], None]
 
 
 def prepare(
-    recipe: Recipe,
+    recipe: ImageRecipe,
     root: Storage,
     concurrency: int | None = None,
     progress: Progress | None = None,
@@ -78,7 +78,7 @@ def prepare(
     return loaded
 
 
-def index_unit(recipe: Recipe, url: str, number: int, job: Job) -> None:
+def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
     """Read and decode the files of one unit, and write its part of the index.
 
     Memory: one file, and of Parquet all images of the unit.
@@ -143,18 +143,18 @@ def class_names(labels: set[str]) -> list[str]:
 
 
 def _run_units(
-    recipe: Recipe, url: str, jobs: list[Job], missing: list[int], concurrency: int | None
+    recipe: ImageRecipe, url: str, jobs: list[Job], missing: list[int], concurrency: int | None
 ) -> Iterator[int]:
     """Run the missing units as Ray Data tasks and yield their numbers as they end."""
     if not missing:
         return
     import ray.data
 
-    def bare(source: sources.Source | None) -> Any:
+    def bare(source: sources.ImageSource | None) -> Any:
         """Leave out the list of files, which may be long: a task knows its own."""
-        return source and sources.Source(source.root, source.format, ())
+        return source and sources.ImageSource(source.root, source.format, ())
 
-    light = Recipe(bare(recipe.source), bare(recipe.eval_source), recipe.eval_fraction)
+    light = ImageRecipe(bare(recipe.source), bare(recipe.eval_source), recipe.eval_fraction)
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         index_unit(light, url, int(row["number"]), pickle.loads(row["job"]))
@@ -166,7 +166,7 @@ def _run_units(
         yield int(row["number"])
 
 
-def _merge(recipe: Recipe, storage: Storage, count: int) -> None:
+def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
     """Join the parts of all units, in their order, and write the manifest."""
     with ThreadPoolExecutor(READERS) as pool:
         texts = list(pool.map(lambda n: storage.read(_summary_name(n)), range(count)))

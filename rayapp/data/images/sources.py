@@ -30,7 +30,7 @@ IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".ti
 
 
 @dataclass(frozen=True)
-class File:
+class ImageFile:
     """One file of a source: `name` is relative to the source's root."""
 
     name: str
@@ -38,12 +38,12 @@ class File:
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """Files under one root, all of one format."""
 
     root: str
     format: str
-    files: tuple[File, ...]
+    files: tuple[ImageFile, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """A file that may be an image, where it lies, and what it is called."""
 
     file: str
@@ -69,7 +69,7 @@ class Found:
     data: bytes
 
 
-def find(path: str, format: str = "auto") -> Source:
+def find(path: str, format: str = "auto") -> ImageSource:
     """List the files of `data.path`.
 
     Raises:
@@ -88,7 +88,7 @@ def find(path: str, format: str = "auto") -> Source:
         format = format_of(names)
     suffixes = SUFFIXES.get(format)
     files = tuple(
-        File(entry.name, entry.size)
+        ImageFile(entry.name, entry.size)
         for entry in entries
         if (entry.name.lower().endswith(suffixes) if suffixes else "/" in entry.name)
     )
@@ -98,14 +98,14 @@ def find(path: str, format: str = "auto") -> Source:
             f"data.path={path} has nothing of data.format={format}: no file {what} is in it. "
             f"Set data.format to what lies there: {', '.join(FORMATS)}"
         )
-    return Source(root.url, format, files)
+    return ImageSource(root.url, format, files)
 
 
-def units(source: Source) -> list[tuple[File, ...]]:
+def units(source: ImageSource) -> list[tuple[ImageFile, ...]]:
     """Cut the files into runs of about UNIT_BYTES, whatever lies in them."""
     limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
-    found: list[tuple[File, ...]] = []
-    run: list[File] = []
+    found: list[tuple[ImageFile, ...]] = []
+    run: list[ImageFile] = []
     held = 0
     for file in source.files:
         if run and held + file.size > limit:
@@ -116,7 +116,7 @@ def units(source: Source) -> list[tuple[File, ...]]:
     return [*found, tuple(run)] if run else found
 
 
-def read(root: str, format: str, files: tuple[File, ...]) -> Iterator[Found]:
+def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[FoundFiles]:
     """Read what the files of a unit hold, one after another."""
     storage = open_storage(root)
     reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[format]
@@ -139,18 +139,18 @@ def hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _read_file(storage: Storage, name: str) -> Iterator[Found]:
-    yield Found(name, 0, name, name.partition("/")[0], storage.read(name))
+def _read_file(storage: Storage, name: str) -> Iterator[FoundFiles]:
+    yield FoundFiles(name, 0, name, name.partition("/")[0], storage.read(name))
 
 
-def _read_tar(storage: Storage, name: str) -> Iterator[Found]:
+def _read_tar(storage: Storage, name: str) -> Iterator[FoundFiles]:
     """Read a tar from its first member to its last; what belongs together lies together.
 
     Raises:
         SourceError: it is no tar.
     """
     own = name.rpartition("/")[2].rpartition(".")[0]
-    waiting: list[Found] = []
+    waiting: list[FoundFiles] = []
     key, label = "", None
     try:
         with storage.open_read(name) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
@@ -171,7 +171,7 @@ def _read_tar(storage: Storage, name: str) -> Iterator[Found]:
                     continue
                 fallback = folder.rpartition("/")[2] or own
                 place = f"{name}:{path}"
-                waiting.append(Found(name, member.offset_data, place, fallback, data))
+                waiting.append(FoundFiles(name, member.offset_data, place, fallback, data))
         yield from _labelled(waiting, label)
     except tarfile.TarError as error:
         raise SourceError(
@@ -180,11 +180,11 @@ def _read_tar(storage: Storage, name: str) -> Iterator[Found]:
         ) from error
 
 
-def _labelled(waiting: list[Found], label: str | None) -> Iterator[Found]:
+def _labelled(waiting: list[FoundFiles], label: str | None) -> Iterator[FoundFiles]:
     """Give the images of a sample the label that a file beside them has told."""
     for found in waiting:
         own = found.label if label is None else label
-        yield Found(found.file, found.offset, found.name, own, found.data)
+        yield FoundFiles(found.file, found.offset, found.name, own, found.data)
 
 
 def _label_of(ending: str, data: bytes) -> str | None:
@@ -200,7 +200,7 @@ def _label_of(ending: str, data: bytes) -> str | None:
     return str(told[0]) if told else None
 
 
-def _read_parquet(storage: Storage, name: str) -> Iterator[Found]:
+def _read_parquet(storage: Storage, name: str) -> Iterator[FoundFiles]:
     """Read the images of a Parquet file, row group by row group; none has a place to be read at.
 
     Raises:
@@ -226,5 +226,5 @@ def _read_parquet(storage: Storage, name: str) -> Iterator[Found]:
         for value, told in zip(batch[image].to_pylist(), batch[label].to_pylist(), strict=True):
             data: Any = value.get("bytes") if isinstance(value, dict) else value
             own = None if told is None else str(told)
-            yield Found(name, -1, f"{name}:{row}", own, data or b"")
+            yield FoundFiles(name, -1, f"{name}:{row}", own, data or b"")
             row += 1

@@ -255,7 +255,9 @@ class _Copy:
         done = self._verified(entry, place, digest.hexdigest())
         bad, count = [], 0
         try:
-            for found in sources.read(self.there.url, self.format, (sources.File(place, size),)):
+            for found in sources.read(
+                self.there.url, self.format, (sources.ImageFile(place, size),)
+            ):
                 problem = problem_of(found.data) or (None if found.label else UNLABELLED)
                 count += problem is None
                 if problem is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 import ray.data
 
-from rayapp.data.images.augment import Look
+from rayapp.data.images.augment import Transform
 from rayapp.data.images.batches import StepImages, step_images
 from rayapp.data.images.index import Images
 from rayapp.data.stream import Arrays, Fields, blocks, parts
@@ -24,7 +24,7 @@ FIELDS = ("images", "labels", "others", "shares", "digests", "rows")
 
 def stream(
     images: Images,
-    look: Look,
+    look: Transform,
     order: Order,
     first_step: int,
     world: int,

@@ -16,15 +16,15 @@ from __future__ import annotations
 from rayapp.data.sources.cutting import units
 from rayapp.data.sources.finding import find
 from rayapp.data.sources.reading import is_eval, place_of, read_piece
-from rayapp.data.sources.records import File, Piece, Record, Source, SourceError, Unit
+from rayapp.data.sources.records import DataFile, DataSource, Piece, ReadUnit, Record, SourceError
 
 __all__ = [
-    "File",
+    "DataFile",
+    "DataSource",
     "Piece",
+    "ReadUnit",
     "Record",
-    "Source",
     "SourceError",
-    "Unit",
     "find",
     "is_eval",
     "place_of",

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from rayapp.data.sources import hub
-from rayapp.data.sources.records import File, Piece, Source, SourceError, Unit, opened
+from rayapp.data.sources.records import DataFile, DataSource, Piece, ReadUnit, SourceError, opened
 
 UNIT_BYTES = 4 * 2**20
 MAX_UNITS = 4096
 READERS = 16  # Parquet footers read at once
 
 
-def units(source: Source, eval_fraction: float) -> list[Unit]:
+def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
     """Cut a source into units; `eval_fraction` 0-1 is held out.
 
     A single text file gives its last bytes to `eval`; anything else decides document by document.
@@ -39,24 +39,24 @@ def units(source: Source, eval_fraction: float) -> list[Unit]:
     return _grouped(pieces, unit_bytes)
 
 
-def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[Unit]:
+def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]:
     """Put runs of pieces, given with their sizes, into units; one is larger if its piece is."""
-    grouped: list[Unit] = []
+    grouped: list[ReadUnit] = []
     current: list[Piece] = []
     size = 0
     for piece, num_bytes in pieces:
         if current and size + num_bytes > unit_bytes:
-            grouped.append(Unit(len(grouped), tuple(current), size))
+            grouped.append(ReadUnit(len(grouped), tuple(current), size))
             current, size = [], 0
         current.append(piece)
         size += num_bytes
     if current:
-        grouped.append(Unit(len(grouped), tuple(current), size))
+        grouped.append(ReadUnit(len(grouped), tuple(current), size))
     return grouped
 
 
 def _ranges(
-    file: File, start: int, end: int, unit_bytes: int, split: str
+    file: DataFile, start: int, end: int, unit_bytes: int, split: str
 ) -> list[tuple[Piece, int]]:
     cuts = [*range(start, end, unit_bytes), end]
     return [
@@ -64,7 +64,7 @@ def _ranges(
     ]
 
 
-def _row_groups(source: Source, file: File, split: str) -> list[tuple[Piece, int]]:
+def _row_groups(source: DataSource, file: DataFile, split: str) -> list[tuple[Piece, int]]:
     import pyarrow.parquet as pq
 
     try:

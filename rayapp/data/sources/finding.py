@@ -8,7 +8,7 @@ import sysconfig
 from hashlib import blake2b
 from pathlib import Path
 
-from rayapp.data.sources.records import File, Source, SourceError
+from rayapp.data.sources.records import DataFile, DataSource, SourceError
 from rayapp.storage import Entry, Storage, open_storage
 
 SUFFIXES = {
@@ -35,7 +35,7 @@ MAX_OPENED = 16  # files whose first bytes are looked at
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
-def find(path: str, format: str = "auto") -> Source:
+def find(path: str, format: str = "auto") -> DataSource:
     """List the files of `data.path`.
 
     Raises:
@@ -45,7 +45,7 @@ def find(path: str, format: str = "auto") -> Source:
     if path == "stdlib":
         return _stdlib()
     if "://" not in path and not _is_local(path) and _looks_like_hub_id(path):
-        return Source(path, "hub", ())
+        return DataSource(path, "hub", ())
     root, pattern = _split_glob(path)
     storage = open_storage(root)
     entries = storage.list()
@@ -75,13 +75,13 @@ def find(path: str, format: str = "auto") -> Source:
     if format == "jsonl":
         _refuse_array(storage, wanted, path)
     files = tuple(
-        File(e.name, e.size, e.etag if storage.url.startswith("s3://") else _digest(storage, e))
+        DataFile(e.name, e.size, e.etag if storage.url.startswith("s3://") else _digest(storage, e))
         for e in wanted
     )
-    return Source(storage.url, format, files)
+    return DataSource(storage.url, format, files)
 
 
-def _stdlib() -> Source:
+def _stdlib() -> DataSource:
     root = Path(sysconfig.get_path("stdlib"))
     storage = open_storage(str(root))
     names = sorted(
@@ -90,11 +90,11 @@ def _stdlib() -> Source:
         if not STDLIB_SKIPPED & set(path.relative_to(root).parts)
     )
     files = tuple(
-        File(name, len(data), blake2b(data, digest_size=8).hexdigest())
+        DataFile(name, len(data), blake2b(data, digest_size=8).hexdigest())
         for name in names
         if (data := (root / name).read_bytes())
     )
-    return Source(storage.url, "text", files)
+    return DataSource(storage.url, "text", files)
 
 
 def _is_local(path: str) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 from rayapp.data.sources import hub
-from rayapp.data.sources.records import Piece, Record, Source, opened
+from rayapp.data.sources.records import DataSource, Piece, Record, opened
 from rayapp.storage import Storage
 
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is named by its byte, not by its line
 
 
-def read_piece(source: Source, piece: Piece) -> Iterator[Record]:
+def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
     """Yield the records of a piece in order."""
     if source.format == "hub":
         yield from hub.read(source.root, piece.start)
@@ -25,7 +25,7 @@ def read_piece(source: Source, piece: Piece) -> Iterator[Record]:
         yield from _read_jsonl(source, piece)
 
 
-def place_of(source: Source, record_file: str, place: int) -> str:
+def place_of(source: DataSource, record_file: str, place: int) -> str:
     """Return `file:line` or `file byte N` (text, JSONL) or `file row N`, for a person to look up.
 
     Lines are counted as far as `MAX_COUNTED_BYTES`, since counting reads the file up to there.
@@ -45,7 +45,7 @@ def is_eval(piece: Piece, content: bytes, eval_fraction: float) -> bool:
     return drawn < eval_fraction * 2**64
 
 
-def _line_number(source: Source, file: str, offset: int) -> int:
+def _line_number(source: DataSource, file: str, offset: int) -> int:
     """Return the number of the line, from 1, that starts at a byte offset."""
     storage, lines, position = opened(source.root), 1, 0
     while position < offset:
@@ -55,7 +55,7 @@ def _line_number(source: Source, file: str, offset: int) -> int:
     return lines
 
 
-def _line_bytes(source: Source, piece: Piece) -> tuple[int, bytes]:
+def _line_bytes(source: DataSource, piece: Piece) -> tuple[int, bytes]:
     """Read the lines that begin inside [start, end); return their first byte's offset and bytes."""
     storage, start, end = opened(source.root), piece.start, piece.end
     if start:  # a line begins at `start` only if the byte before it ends one
@@ -78,7 +78,7 @@ def _after_newline(storage: Storage, name: str, position: int, size: int) -> int
     return size
 
 
-def _read_text(source: Source, piece: Piece) -> Iterator[Record]:
+def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
     start, data = _line_bytes(source, piece)
     if not data:
         return
@@ -88,7 +88,7 @@ def _read_text(source: Source, piece: Piece) -> Iterator[Record]:
         yield Record(piece.file, start + error.start, None, "is not UTF-8")
 
 
-def _read_jsonl(source: Source, piece: Piece) -> Iterator[Record]:
+def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
     offset, data = _line_bytes(source, piece)
     for line in data.split(b"\n"):
         if line.strip():
@@ -103,7 +103,7 @@ def _read_jsonl(source: Source, piece: Piece) -> Iterator[Record]:
         offset += len(line) + 1
 
 
-def _read_parquet(source: Source, piece: Piece) -> Iterator[Record]:
+def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
     import pyarrow.parquet as pq
 
     parquet = pq.ParquetFile(opened(source.root).open_read(piece.file))

@@ -16,7 +16,7 @@ class SourceError(ValueError):
 
 
 @dataclass(frozen=True)
-class File:
+class DataFile:
     """One file of a source: `name` is relative to the source's root."""
 
     name: str
@@ -26,12 +26,12 @@ class File:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Files under one root, all of one format; a hub dataset has none and is named by `root`."""
 
     root: str
     format: str
-    files: tuple[File, ...]
+    files: tuple[DataFile, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ReadUnit:
     """What one task prepares."""
 
     index: int

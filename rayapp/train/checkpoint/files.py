@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 from rayapp.storage import Storage, StorageError
-from rayapp.train.checkpoint.marker import MARKER, Damaged, Digest, File, open_checked
+from rayapp.train.checkpoint.marker import MARKER, Damaged, Digest, SavedFile, open_checked
 
 # CheckpointException is torch's, for what fails on any rank, and no Exception but a BaseException.
 FAILURES = (Exception, CheckpointException)
@@ -31,7 +31,7 @@ def reason_of(error: BaseException) -> str:
 class Files(FileSystemBase):
     """torch.distributed.checkpoint's idea of a file system, over Storage; paths are names in it."""
 
-    def __init__(self, storage: Storage, files: dict[str, File]) -> None:
+    def __init__(self, storage: Storage, files: dict[str, SavedFile]) -> None:
         self.storage = storage
         self.files = files
         """By path: of what is written, filled here; of what is read, what it must be."""

@@ -67,7 +67,7 @@ class FileValues(TypedDict):
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedCheckpoint:
     """A committed checkpoint whose files are all there in full."""
 
     name: str
@@ -79,7 +79,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class File:
+class SavedFile:
     """A file as the marker has it."""
 
     size: int
@@ -88,7 +88,7 @@ class File:
     """Of each block of BLOCK_BYTES; one of nothing for an empty file."""
 
     @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> File:
+    def from_dict(cls, facts: Mapping[str, Any]) -> SavedFile:
         """Read what `to_dict` has written; raises ValueError, KeyError or TypeError."""
         file = cls(_whole_number(facts["size"]), tuple(map(str, facts["sha256"])))
         if len(file.sha256) != max(1, -(-file.size // BLOCK_BYTES)):
@@ -117,11 +117,11 @@ class Digest:
             self.size += len(view[:room])
             view = view[room:]
 
-    def file(self) -> File:
-        return File(self.size, tuple(block.hexdigest() for block in self._blocks))
+    def file(self) -> SavedFile:
+        return SavedFile(self.size, tuple(block.hexdigest() for block in self._blocks))
 
 
-def open_checked(storage: Storage, name: str, file: File) -> BinaryIO:
+def open_checked(storage: Storage, name: str, file: SavedFile) -> BinaryIO:
     """Open a file as `Storage.open_read` does; each block that is read must be what was saved.
 
     The reader raises Damaged when one is not.
@@ -132,7 +132,7 @@ def open_checked(storage: Storage, name: str, file: File) -> BinaryIO:
 class _Blocks:
     """Read any part of a file as its blocks, checked; keep the last ones."""
 
-    def __init__(self, storage: Storage, file: File) -> None:
+    def __init__(self, storage: Storage, file: SavedFile) -> None:
         self._storage, self._file = storage, file
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
@@ -181,7 +181,7 @@ def newest_committed(storage: Storage) -> Committed | None:
     return None
 
 
-def latest(storage: Storage) -> tuple[Found | None, list[str]]:
+def latest(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
     """Return the newest checkpoint of which all files are there, and why newer ones were skipped.
 
     Raises:
@@ -203,7 +203,7 @@ def steps_done(storage: Storage) -> int:
     return found.step if found else 0
 
 
-def resume_point(storage: Storage) -> tuple[Found | None, list[str]]:
+def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
     """Return what `latest` does; None means that no checkpoint was ever committed.
 
     Raises:
@@ -258,7 +258,7 @@ class Marker:
     """What the marker of a checkpoint says."""
 
     step: int
-    files: dict[str, File]
+    files: dict[str, SavedFile]
     run: str | None
     """Id of the run that saved it."""
 
@@ -272,7 +272,7 @@ def read_marker(folder: Storage, name: str) -> Marker:
     try:
         marker = json.loads(folder.read(MARKER))
         step, run = _whole_number(marker["step"]), marker.get("run")
-        files = {file: File.from_dict(facts) for file, facts in marker["files"].items()}
+        files = {file: SavedFile.from_dict(facts) for file, facts in marker["files"].items()}
         whole = marker["name"] == name and (step, 0) <= (order_of(name) or (0, 0)) < (step + 1, 0)
         whole = whole and {STATE, METADATA} <= files.keys()
         whole = whole and isinstance(run, str | None)
@@ -295,7 +295,7 @@ def _whole_number(value: Any) -> int:
     return value
 
 
-def looked_at(folder: Storage, name: str, run: str | None) -> Found:
+def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
     """Check the sizes of a checkpoint's files, and the content of those that say what it is.
 
     `run` is the id of the run that it must be of; None: it may be of any.
@@ -322,7 +322,7 @@ def looked_at(folder: Storage, name: str, run: str | None) -> Found:
             state = None
     if not isinstance(state, dict):
         raise Damaged(f"{STATE} is damaged")
-    return Found(name, marked.step, cast(State, state), marked.run)
+    return SavedCheckpoint(name, marked.step, cast(State, state), marked.run)
 
 
 def name_of(step: int, attempt: int) -> str:

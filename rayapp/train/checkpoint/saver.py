@@ -26,7 +26,7 @@ from rayapp.train.checkpoint.marker import (
     STATE,
     CheckpointError,
     Digest,
-    File,
+    SavedFile,
     State,
     claim_run_id,
     looked_at,
@@ -205,7 +205,9 @@ class Checkpointer:
                 return name
             number += 1
 
-    def _commit(self, name: str, step: int, state: bytes, parts: list[dict[str, File]]) -> None:
+    def _commit(
+        self, name: str, step: int, state: bytes, parts: list[dict[str, SavedFile]]
+    ) -> None:
         digest = Digest()
         digest.update(state)
         written = {path: file for part in parts for path, file in part.items()}
@@ -240,7 +242,7 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(name, sync_files=False, thread_count=1)
-        self.files: dict[str, File] = {}
+        self.files: dict[str, SavedFile] = {}
         self.fs = Files(storage, self.files)  # type: ignore[assignment]
         self.path = name
 

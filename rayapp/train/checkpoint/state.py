@@ -126,7 +126,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
     return found.step, found.state["losses"], found.state.get("skips", 0)  # older ones have none
 
 
-def choose(storage: Storage) -> marker.Found | None:
+def choose(storage: Storage) -> marker.SavedCheckpoint | None:
     """Return the newest checkpoint that can be used, as rank 0 sees it; None if none was made.
 
     Raises:
