@@ -21,7 +21,7 @@ from rayapp.config.fields import (
     comma_list,
     mapping,
 )
-from rayapp.config.sections import LanguageEval as SharedEval
+from rayapp.config.sections import Eval as SharedEval
 from rayapp.config.sections import RunConfig
 from rayapp.config.text import shown
 
