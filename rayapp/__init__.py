@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayapp.config import Config, ConfigError, load
     from rayapp.generation import generate
-    from rayapp.jobs.notebook import Job, Result, job, submit
+    from rayapp.jobs.handle import Job, Result, job, submit
     from rayapp.planner import plan
 
 _HOMES = {
     "Config": "rayapp.config",
     "ConfigError": "rayapp.config",
     "generate": "rayapp.generation",
-    "Job": "rayapp.jobs.notebook",
-    "Result": "rayapp.jobs.notebook",
-    "job": "rayapp.jobs.notebook",
+    "Job": "rayapp.jobs.handle",
+    "Result": "rayapp.jobs.handle",
+    "job": "rayapp.jobs.handle",
     "load": "rayapp.config",
     "plan": "rayapp.planner",
-    "submit": "rayapp.jobs.notebook",
+    "submit": "rayapp.jobs.handle",
 }
 __all__ = ["Config", "ConfigError", "Job", "Result", "generate", "job", "load", "plan", "submit"]
 

@@ -11,7 +11,7 @@ from rayapp import model
 from rayapp.config import from_dict
 from rayapp.finetune import finetune
 from rayapp.finetune.check import forecast
-from rayapp.planner import misfit
+from rayapp.planner import size_problem
 
 
 def config(**cluster: Any) -> Any:
@@ -31,16 +31,16 @@ def shape() -> AutoConfig:
 
 def test_what_cannot_fit_is_refused_and_what_would_is_named() -> None:
     small = config(workers="1", instance="g5.xlarge")
-    found = misfit(forecast(small, shape()))
+    found = size_problem(forecast(small, shape()))
     assert found is not None
     assert found.startswith("cluster.instance=g5.xlarge is too small: the plan is 1")
     assert found.endswith("or start it all the same with cluster.ignore_plan=true")
     assert "Set parallel.cpu_offload=true parallel.activation_checkpointing=full, or " in found
-    assert misfit(forecast(config(workers="8", instance="p5.48xlarge"), shape())) is None
+    assert size_problem(forecast(config(workers="8", instance="p5.48xlarge"), shape())) is None
 
 
 def test_what_is_not_known_is_no_misfit() -> None:
-    assert misfit(forecast(config(workers="1"), shape())) is None  # no instance is named
+    assert size_problem(forecast(config(workers="1"), shape())) is None  # no instance is named
     assert forecast(config(workers="1"), BertConfig()) is None
 
 

@@ -32,7 +32,7 @@ from stub_dashboard import Dashboard, dashboard
 from rayapp.__main__ import main
 from rayapp.config import ConfigError
 from rayapp.jobs import JobError, page, terminal
-from rayapp.jobs.notebook import Job, submit
+from rayapp.jobs.handle import Job, submit
 from rayapp.observe.goodput import account
 from rayapp.observe.run_folder import LEASE, STOP
 from rayapp.observe.status import Progress

@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     assert found.fits is False
     others = planner.suggestions(found.question)
     assert "train.micro_batch=16" in [one.change for one in others]
-    problem = planner.misfit(found)
+    problem = planner.size_problem(found)
     assert problem is not None and problem.startswith("cluster.instance=p4d.24xlarge is too small")
 
 

@@ -1,4 +1,4 @@
-"""Preflight: the judge on drawn clusters, NCCL's own lines, real clusters with one fault each."""
+"""Preflight: the assess on drawn clusters, NCCL's own lines, real clusters with one fault each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from processes import spawn
 
 from rayapp import __main__ as entry
 from rayapp.cluster.preflight import __main__ as command
-from rayapp.cluster.preflight import collectives, facts, nccl, page, scout
+from rayapp.cluster.preflight import collectives, facts, nccl, node_probe, page
+from rayapp.cluster.preflight.assessment import assess
 from rayapp.cluster.preflight.facts import (
     ClusterFacts,
     Device,
@@ -41,8 +42,7 @@ from rayapp.cluster.preflight.facts import (
     Silence,
     Speed,
 )
-from rayapp.cluster.preflight.findings import Finding, Marks
-from rayapp.cluster.preflight.judge import judge
+from rayapp.cluster.preflight.findings import Finding, Requirements
 from rayapp.config import Config
 from rayapp.hardware import INSTANCES, Instance, instance
 from rayapp.jobs import SubmitOptions, prepare
@@ -109,7 +109,7 @@ def test_the_network_is_read_from_nccls_log(name: str) -> None:
     assert nccl.network_of(HOST + line for line in lines) == network
 
 
-# --- the judge ---------------------------------------------------------------------------------
+# --- the assess ---------------------------------------------------------------------------------
 
 
 def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
@@ -213,7 +213,7 @@ def test_a_healthy_cluster_of_any_kind_passes(nodes: int, name: str | None) -> N
     known = healthy(nodes, kind)
     if kind is not None and kind.efa_interfaces == 0:
         known = replace(known, ranks=tuple(replace(one, network="socket") for one in known.ranks))
-    assert judge(known, Marks(kind)) == []
+    assert assess(known, Requirements(kind)) == []
 
 
 def only(findings: list[Finding], node: str, *words: str) -> Finding:
@@ -253,7 +253,7 @@ def test_a_fault_of_one_node_is_found_and_nothing_else(
     kind = instance("p5.48xlarge")
     bad = data.draw(st.integers(0, nodes - 1))
     known = with_node(healthy(nodes, kind), bad, **changes)
-    only(judge(known, Marks(kind)), known.nodes[bad].name, *words)
+    only(assess(known, Requirements(kind)), known.nodes[bad].name, *words)
 
 
 @drawn
@@ -269,19 +269,19 @@ def test_a_slow_gpu_is_named_by_node_and_index(
     flops = {**speed.flops, "bf16": share * 720e12}
     slow = with_speed(known, rank, flops=flops, throttled=("hardware slowdown",))
     node, index = rank // 8, rank % 8
-    found = judge(slow, Marks(kind))
+    found = assess(slow, Requirements(kind))
     only(found, known.nodes[node].name, f"GPU {index} ", "bf16", "hardware slowdown")
     slow = with_speed(known, rank, memory_bytes_per_s=share * 3352e9 * 0.9)
-    only(judge(slow, Marks(kind)), known.nodes[node].name, f"GPU {index} ", "memory slowly")
+    only(assess(slow, Requirements(kind)), known.nodes[node].name, f"GPU {index} ", "memory slowly")
 
 
 def test_a_slow_gpu_is_found_among_its_like_where_there_is_no_sheet() -> None:
     known = healthy(2, instance("p5.48xlarge"))
     for rank in range(16):
         known = with_speed(known, rank, device="NVIDIA Unheard-of")
-    assert judge(known, Marks()) == []
+    assert assess(known, Requirements()) == []
     slow = with_speed(known, 11, memory_bytes_per_s=0.8 * 0.9 * 3352e9)
-    only(judge(slow, Marks()), known.nodes[1].name, "GPU 3", "median")
+    only(assess(slow, Requirements()), known.nodes[1].name, "GPU 3", "median")
 
 
 @drawn
@@ -293,7 +293,7 @@ def test_a_slow_link_is_named_by_its_nodes(nodes: int, data: st.DataObject, name
     link = replace(known.links[bad], bytes_per_s=0.1 * known.links[bad].bytes_per_s)
     slow = replace(known, links=(*known.links[:bad], link, *known.links[bad + 1 :]))
     sender, receiver = known.node(link.sender).name, known.node(link.receiver).name
-    only(judge(slow, Marks(kind)), f"{sender} -> {receiver}", f"{sender} sends slowly")
+    only(assess(slow, Requirements(kind)), f"{sender} -> {receiver}", f"{sender} sends slowly")
 
 
 def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
@@ -304,7 +304,7 @@ def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
         replace(one, bytes_per_s=1e9) if id in (one.sender, one.receiver) else one
         for one in known.links
     )
-    found = judge(replace(known, links=links), Marks(kind))
+    found = assess(replace(known, links=links), Requirements(kind))
     assert len(found) == 4  # two links, each way
     assert all(f"all of {known.nodes[5].name}'s" in one.what for one in found)
 
@@ -312,11 +312,11 @@ def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
 def test_links_without_a_mark_are_reported_and_not_judged() -> None:
     known = healthy(3, None)
     slow = replace(known, links=tuple(replace(one, bytes_per_s=1.0) for one in known.links))
-    assert judge(slow, Marks()) == []
-    assert any("--min_gbit_per_s" in note for note in page.not_judged(slow, Marks()))
-    assert len(judge(slow, Marks(gbit_per_s=1.0))) == 6
-    assert judge(known, Marks(gbit_per_s=7.9)) == []  # healthy is 8 Gbit/s
-    assert page.not_judged(known, Marks(gbit_per_s=7.9)) == ["collectives: gloo has no mark"]
+    assert assess(slow, Requirements()) == []
+    assert any("--min_gbit_per_s" in note for note in page.not_judged(slow, Requirements()))
+    assert len(assess(slow, Requirements(gbit_per_s=1.0))) == 6
+    assert assess(known, Requirements(gbit_per_s=7.9)) == []  # healthy is 8 Gbit/s
+    assert page.not_judged(known, Requirements(gbit_per_s=7.9)) == ["collectives: gloo has no mark"]
 
 
 def test_sockets_where_there_is_efa_fail() -> None:
@@ -327,8 +327,10 @@ def test_sockets_where_there_is_efa_fail() -> None:
         for one in known.ranks
     )
     known = replace(known, ranks=ranks)
-    only(judge(known, Marks(kind)), known.nodes[1].name, "EFA", "socket")
-    only(judge(known, Marks()), known.nodes[1].name, "EFA", "socket")  # its devices say it is there
+    only(assess(known, Requirements(kind)), known.nodes[1].name, "EFA", "socket")
+    only(
+        assess(known, Requirements()), known.nodes[1].name, "EFA", "socket"
+    )  # its devices say it is there
 
 
 def test_gpus_that_are_missing_broken_or_others_are_named() -> None:
@@ -338,25 +340,34 @@ def test_gpus_that_are_missing_broken_or_others_are_named() -> None:
     assert node.facts is not None
     devices = list(node.facts.devices)
     seven = with_node(known, 2, devices=tuple(devices[:7]))
-    only(judge(seven, Marks(kind)), node.name, "driver does not show", "7 GPUs", "8")
+    only(assess(seven, Requirements(kind)), node.name, "driver does not show", "7 GPUs", "8")
     devices[3] = replace(devices[3], ecc_errors=2)
     broken = with_node(known, 2, devices=tuple(devices))
-    only(judge(broken, Marks(kind)), node.name, "GPU 3", "memory errors", "2")
+    only(assess(broken, Requirements(kind)), node.name, "GPU 3", "memory errors", "2")
     devices[3] = replace(devices[3], ecc_errors=None, remap_pending=True)
-    only(judge(with_node(known, 2, devices=tuple(devices)), Marks(kind)), node.name, "remapped")
+    only(
+        assess(with_node(known, 2, devices=tuple(devices)), Requirements(kind)),
+        node.name,
+        "remapped",
+    )
     other = replace(devices[0], name="NVIDIA A10G")
     another = with_node(known, 2, devices=(other, *node.facts.devices[1:]))
-    only(judge(another, Marks(kind)), node.name, "another GPU", "NVIDIA A10G", "H100")
+    only(assess(another, Requirements(kind)), node.name, "another GPU", "NVIDIA A10G", "H100")
     resources = {**node.resources, "GPU": 4.0}
-    only(judge(with_node(known, 2, resources=resources), Marks(kind)), node.name, "fewer GPUs", "4")
+    only(
+        assess(with_node(known, 2, resources=resources), Requirements(kind)),
+        node.name,
+        "fewer GPUs",
+        "4",
+    )
 
 
 def test_a_cluster_without_the_gpus_that_are_wanted_fails() -> None:
     known = healthy(2, None)
-    only(judge(known, Marks(gpus=True)), "cluster", "no GPU", "cluster.gpu=true")
-    found = judge(known, Marks(instance("g5.12xlarge"), gbit_per_s=1))
+    only(assess(known, Requirements(gpus=True)), "cluster", "no GPU", "cluster.gpu=true")
+    found = assess(known, Requirements(instance("g5.12xlarge"), gbit_per_s=1))
     only(found, "cluster", "no GPU", "g5.12xlarge")
-    assert judge(known, Marks(instance("g5.12xlarge"), gbit_per_s=1, gpus=False)) == []
+    assert assess(known, Requirements(instance("g5.12xlarge"), gbit_per_s=1, gpus=False)) == []
 
 
 def test_collectives_that_are_slow_or_wrong_are_found() -> None:
@@ -364,10 +375,12 @@ def test_collectives_that_are_slow_or_wrong_are_found() -> None:
     known = healthy(2, kind)
     rows = list(known.rows)
     rows[1] = replace(rows[1], busbw=200e9)
-    found = judge(replace(known, rows=tuple(rows)), Marks(kind))
+    found = assess(replace(known, rows=tuple(rows)), Requirements(kind))
     only(found, "cluster", "all_reduce is slow", "200 GB/s", "288 GB/s")
     rows[1] = replace(known.rows[1], wrong=3)
-    only(judge(replace(known, rows=tuple(rows)), Marks(kind)), "cluster", "wrong values", "3")
+    only(
+        assess(replace(known, rows=tuple(rows)), Requirements(kind)), "cluster", "wrong values", "3"
+    )
 
 
 def test_who_does_not_answer_is_named() -> None:
@@ -379,7 +392,7 @@ def test_who_does_not_answer_is_named() -> None:
         links=(),
         silences=(Silence(known.nodes[1].id, "starting a process", "no answer within 180 s"),),
     )
-    only(judge(known, Marks()), known.nodes[1].name, "starting a process", "180 s")
+    only(assess(known, Requirements()), known.nodes[1].name, "starting a process", "180 s")
 
 
 # --- what workers do together ------------------------------------------------------------------
@@ -450,13 +463,13 @@ def test_collectives_and_links_between_processes(tmp_path: Path) -> None:
 
 def test_the_probe_leaves_nothing_and_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "mark").write_bytes(b"")
-    found = scout.probe(str(tmp_path), "mark", size=2**20)
+    found = node_probe.probe(str(tmp_path), "mark", size=2**20)
     assert found.error is None and found.shared is True
     assert (found.write_bytes_per_s or 0) > 0 and (found.read_bytes_per_s or 0) > 0
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["mark"]
-    assert scout.probe(str(tmp_path), "elsewhere", size=2**10).shared is False
+    assert node_probe.probe(str(tmp_path), "elsewhere", size=2**10).shared is False
     (tmp_path / "file").write_bytes(b"")
-    assert "cannot" in str(scout.probe(str(tmp_path / "file" / "runs"), "", size=2**10).error)
+    assert "cannot" in str(node_probe.probe(str(tmp_path / "file" / "runs"), "", size=2**10).error)
 
 
 def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from rayapp.config import VisionConfig, from_dict
 from rayapp.data.images import Images
 from rayapp.model.classifier import shape_of_classifier
 from rayapp.observe.result import Phases
-from rayapp.planner import misfit
+from rayapp.planner import size_problem
 from rayapp.storage import open_storage
 from rayapp.train.spec import ImageSpec
 from rayapp.vision import check as checks
@@ -42,18 +42,18 @@ def shape(path: str) -> Any:
 
 def test_what_cannot_fit_is_refused_and_what_would_is_named() -> None:
     large = config("efficientnet-b7", 600, instance="p4d.24xlarge")
-    problem = misfit(forecast(large, shape("efficientnet-b7"), 1000))
+    problem = size_problem(forecast(large, shape("efficientnet-b7"), 1000))
     assert problem is not None
     assert problem.startswith("cluster.instance=p4d.24xlarge is too small: the plan is 1")
     assert "train.micro_batch=" in problem
     assert problem.endswith("or start it all the same with cluster.ignore_plan=true")
-    assert misfit(forecast(config(instance="p4d.24xlarge"), shape("resnet50"), 1000)) is None
+    assert size_problem(forecast(config(instance="p4d.24xlarge"), shape("resnet50"), 1000)) is None
 
 
 def test_what_is_not_known_is_no_misfit() -> None:
     from transformers import ViTConfig
 
-    assert misfit(forecast(config(), shape("resnet50"))) is None  # no instance is named
+    assert size_problem(forecast(config(), shape("resnet50"))) is None  # no instance is named
     assert forecast(config(instance="p4d.24xlarge"), ViTConfig()) is None
 
 

@@ -14,7 +14,7 @@ import yaml
 from rayapp.config import ConfigError, arguments
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.figures import figures
-from rayapp.jobs.notebook import Job, job
+from rayapp.jobs.handle import Job, job
 from rayapp.jobs.remote import runs_of
 from rayapp.jobs.submission import Again
 from rayapp.observe.records import MetricsLine

@@ -53,7 +53,7 @@ def fit_in(free: Mapping[str, Mapping[str, float]], need: Mapping[str, float]) -
     return max(0, min(workers, math.floor((cpus - 1.0) / need["CPU"] + 1e-9)))
 
 
-def room(config: RunConfig) -> int:
+def free_workers(config: RunConfig) -> int:
     """Return how many more workers the cluster could take now."""
     import ray
     from ray._private.state import state  # what is free per node is in no public call
@@ -108,7 +108,7 @@ def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callabl
     with ExitStack() as stack:
         placed: Callable[[], bool] | None = None
         while True:
-            now, found = time.monotonic(), min(room(config), most)
+            now, found = time.monotonic(), min(free_workers(config), most)
             if found != seen:
                 seen, since = found, now
             if seen == most or (seen >= least and now - since >= SETTLE_S):

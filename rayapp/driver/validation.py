@@ -66,7 +66,11 @@ class Validator:
         import ray
 
         newest = newest_committed(self._run)
-        if newest is None or newest.step <= self._asked or not placement.room(self._spec.config):
+        if (
+            newest is None
+            or newest.step <= self._asked
+            or not placement.free_workers(self._spec.config)
+        ):
             return
         self._asked = newest.step
         resources = dict(placement.needs(self._spec.config))

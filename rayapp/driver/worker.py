@@ -99,7 +99,7 @@ def _free_workers(config: RunConfig) -> Callable[[], int] | None:
 
     def count() -> int:
         try:
-            return min(missing, placement.room(config))
+            return min(missing, placement.free_workers(config))
         except (RayError, OSError, RuntimeError) as error:
             logger.warning("cannot ask for room: %s", error)
             return 0

@@ -107,7 +107,7 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
 def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
     """Say whether cluster.instance is too small for the model that is trained."""
     shape = model_shape(base, config, None if tokenizer is None else len(tokenizer))
-    problem = planner.misfit(forecast(config, shape))
+    problem = planner.size_problem(forecast(config, shape))
     return None if config.cluster.ignore_plan else problem
 
 

@@ -1,12 +1,18 @@
-"""Runs as Ray jobs: what is sent to a cluster, and what is asked of it.
+"""Runs as Ray jobs, and the handle of a run: submit it, watch it, stop it, find it again by name.
 
-    cluster = Cluster.at("http://127.0.0.1:8265")
-    order = prepare(config, SubmitOptions(working_dir="."))      # everything wrong is said here
-    submission_id = cluster.submit(order)
-    for text in cluster.follow(submission_id): print(text, end="")
+    job = rayapp.submit("configs/llama3_8b_sft.yaml", run={"name": "demo"})
+    job.watch(); job.metrics().plot("step", "loss"); job.result().model_path
+    job = rayapp.job("s3://bucket/runs/demo")       # another day, another machine, no cluster
 
-package.py  the order: entrypoint, environment, the folder that is uploaded
-client.py   the cluster: submit, list, follow, stop, over Ray's Jobs API
+package.py     what is sent: entrypoint, environment, the folder that is uploaded
+client.py      submit, list, follow, stop, over Ray's Jobs API
+submission.py  how a run is sent, and what is noted of it
+handle.py      submit, job, Job
+remote.py      the jobs of a run on the user's cluster
+results.py     what a run's folder says it was asked, and what came out: config, Result
+page.py        the live view as HTML, for notebooks
+terminal.py    the live view in a terminal
+figures.py     the figures that both show
 """
 
 from rayapp.jobs.client import JobError, JobsClient

@@ -18,7 +18,7 @@ resume, and a resume costs the same at any position.
 from __future__ import annotations
 
 from rayapp.order.bijection import permutation
-from rayapp.order.proof import combine, differences, fingerprint, row_digest
+from rayapp.order.digest import combine, differences, fingerprint, row_digest
 from rayapp.order.sequence import EMPTY, Cursor, Order
 from rayapp.order.shares import mixture
 

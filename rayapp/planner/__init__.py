@@ -23,8 +23,8 @@ from rayapp.planner.advice import (
     Suggestion,
     cheapest,
     largest_micro_batch,
-    misfit,
     scaling,
+    size_problem,
     suggestions,
     with_micro_batch,
 )
@@ -45,10 +45,10 @@ __all__ = [
     "cheapest",
     "counts_of",
     "largest_micro_batch",
-    "misfit",
     "plan",
     "random_weights",
     "scaling",
+    "size_problem",
     "suggestions",
     "with_micro_batch",
 ]

@@ -72,7 +72,7 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
     return shown
 
 
-def misfit(found: Answer | None) -> str | None:
+def size_problem(found: Answer | None) -> str | None:
     """Say why a run cannot fit, and what would; None if it may."""
     if found is None or found.fits is not False:
         return None

@@ -66,7 +66,7 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Che
     found = {"format": source.format}
     config = config.model_copy(update={"data": config.data.model_copy(update=found)})
     shape, _ = shape_of_classifier(config.model.path, config.model.overrides, ())
-    problem = planner.misfit(forecast(config, shape))
+    problem = planner.size_problem(forecast(config, shape))
     if problem and not config.cluster.ignore_plan:
         raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name

@@ -68,10 +68,10 @@ def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
 
 def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
     """Survey the cluster, print what was found, return the exit code."""
-    from rayapp.cluster.preflight.findings import marks_of
-    from rayapp.cluster.preflight.judge import judge
+    from rayapp.cluster.preflight.assessment import assess
+    from rayapp.cluster.preflight.findings import requirements_of
 
-    marks = marks_of(config, min_gbit_per_s)
+    required = requirements_of(config, min_gbit_per_s)
     storage = config.run.storage
     if "://" not in storage:  # workers have another working folder
         storage = os.path.abspath(os.path.expanduser(storage))
@@ -88,11 +88,11 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
 
     with _connected(config):
         facts = survey(config, timeout_s)
-    findings = judge(facts, marks)
+    findings = assess(facts, required)
     if as_json:
-        print(json.dumps(page.as_dict(facts, findings, marks), indent=1))
+        print(json.dumps(page.as_dict(facts, findings, required), indent=1))
     else:
-        page.show(Console(), facts, findings, marks)
+        page.show(Console(), facts, findings, required)
     return Exit.FAILED if findings else Exit.DONE
 
 

@@ -1,7 +1,7 @@
-"""What is found out about a cluster, as plain values: the input of the judge and of the page.
+"""What is found out about a cluster, as plain values: the input of the assessment and of the page.
 
-Node -> NodeFacts, Clock, Probe by its scout; Rank -> Speed by each worker; then what the workers
-found together: Row (collectives) and Link. What did not answer is a Silence.
+The probe of a node gives NodeReport, NodeFacts, GpuClock and Probe; each worker gives Rank and Speed;
+all workers together give FactRow (collectives) and Link. What does not answer is a Silence.
 Units: bytes, bytes/s, FLOP/s, seconds; sizes and rates of collectives as nccl-tests defines them.
 """
 
@@ -29,7 +29,7 @@ class Device:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a scout sees on its node."""
+    """What a probe sees on its node."""
 
     host: str
     versions: dict[str, str]

@@ -10,7 +10,7 @@ from rayapp.planner.machines import named_instance
 
 
 @dataclass(frozen=True)
-class Marks:
+class Requirements:
     """What a cluster must reach; None: nothing is known to hold it to."""
 
     instance: Instance | None = None
@@ -32,14 +32,14 @@ class Finding:
     fix: str
 
 
-def marks_of(config: RunConfig, min_gbit_per_s: float | None = None) -> Marks:
+def requirements_of(config: RunConfig, min_gbit_per_s: float | None = None) -> Requirements:
     """Return what a config's cluster must reach.
 
     Raises:
         ConfigError: cluster.instance is not in the table.
     """
     gpus = {"true": True, "false": False}.get(config.cluster.gpu)
-    return Marks(named_instance(config), min_gbit_per_s, gpus)
+    return Requirements(named_instance(config), min_gbit_per_s, gpus)
 
 
 def size(count: float) -> str:

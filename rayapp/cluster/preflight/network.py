@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rayapp.cluster.preflight.facts import ClusterFacts, Link
-from rayapp.cluster.preflight.findings import Finding, Marks, size
+from rayapp.cluster.preflight.findings import Finding, Requirements, size
 
 # Of the network that EC2 states. Two p6-b300 show 0.94 of it in nccl-tests (AWS's samples, 2026);
 # one of 4 network cards lost leaves 0.75 of that, 0.70, which must fail.
@@ -19,7 +19,7 @@ FLOW_BITS_PER_S = 5e9
 ONE_SIDED = 3.0  # times slower in one direction: its sender is at fault
 
 
-def efa(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
+def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Fail where EFA is there and NCCL went another way."""
     nodes = {rank.node for rank in facts.ranks}
     if facts.backend != "nccl" or len(nodes) < 2 or not facts.rows:
@@ -27,7 +27,7 @@ def efa(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
     for id in sorted(nodes):
         node = facts.node(id)
         has = bool(node.facts and node.facts.efa_devices)
-        if not has and not (marks.instance and marks.instance.efa_interfaces):
+        if not has and not (required.instance and required.instance.efa_interfaces):
             continue
         used = {rank.network for rank in facts.ranks if rank.node == id}
         for network in sorted(used - {"efa"}, key=str):
@@ -42,7 +42,7 @@ def efa(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
             )
 
 
-def collectives(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
+def collectives(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Judge what is wrong at any size, and busbw at the largest."""
     for row in facts.rows:
         if row.wrong:
@@ -53,7 +53,7 @@ def collectives(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
                 "0",
                 "A GPU or a link corrupts data: run preflight on halves of the nodes to find it",
             )
-    wanted = busbw_mark(facts, marks)
+    wanted = busbw_mark(facts, required)
     if wanted is None:
         return
     mark, origin = wanted
@@ -69,36 +69,36 @@ def collectives(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
             )
 
 
-def busbw_mark(facts: ClusterFacts, marks: Marks) -> tuple[float, str] | None:
+def busbw_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] | None:
     """Return the busbw in bytes/s that large collectives must reach, and what it comes from."""
-    if marks.instance is None or facts.backend != "nccl":
+    if required.instance is None or facts.backend != "nccl":
         return None
     if len({rank.node for rank in facts.ranks}) > 1:
         return (
-            NETWORK_SHARE * marks.instance.network_bits_per_s / 8,
-            f"{NETWORK_SHARE:g} of {marks.instance.name}'s network",
+            NETWORK_SHARE * required.instance.network_bits_per_s / 8,
+            f"{NETWORK_SHARE:g} of {required.instance.name}'s network",
         )
-    gpu = marks.instance.gpu
+    gpu = required.instance.gpu
     if gpu is None or gpu.nvlink_bytes_per_s is None:
         return None
     return NVLINK_SHARE * gpu.nvlink_bytes_per_s, f"{NVLINK_SHARE:g} of NVLink"
 
 
-def link_mark(facts: ClusterFacts, marks: Marks) -> tuple[float, str] | None:
+def link_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] | None:
     """Return the bytes/s that a link must reach, and what it comes from."""
-    if marks.gbit_per_s is not None:
-        return marks.gbit_per_s * 1e9 / 8, "--min_gbit_per_s"
-    if marks.instance is None:
+    if required.gbit_per_s is not None:
+        return required.gbit_per_s * 1e9 / 8, "--min_gbit_per_s"
+    if required.instance is None:
         return None
-    bits, what = marks.instance.network_bits_per_s, f"{marks.instance.name}'s network"
+    bits, what = required.instance.network_bits_per_s, f"{required.instance.name}'s network"
     if facts.backend == "gloo" and bits > FLOW_BITS_PER_S:
         bits, what = FLOW_BITS_PER_S, "what EC2 gives one TCP flow"
     return NETWORK_SHARE * bits / 8, f"{NETWORK_SHARE:g} of {what}"
 
 
-def links(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
+def links(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Name slow links by their nodes; a node all of whose links are slow, by itself."""
-    wanted = link_mark(facts, marks)
+    wanted = link_mark(facts, required)
     if wanted is None:
         return
     mark, origin = wanted

@@ -8,28 +8,30 @@ from rich.console import Console
 from rich.table import Table
 
 from rayapp.cluster.preflight.facts import ClusterFacts, NodeReport
-from rayapp.cluster.preflight.findings import Finding, Marks, size
+from rayapp.cluster.preflight.findings import Finding, Requirements, size
 from rayapp.cluster.preflight.network import busbw_mark, link_mark
 
 GBIT = 1e9 / 8
 
 
-def as_dict(facts: ClusterFacts, findings: list[Finding], marks: Marks) -> dict[str, object]:
+def as_dict(
+    facts: ClusterFacts, findings: list[Finding], required: Requirements
+) -> dict[str, object]:
     """Return everything as plain values."""
     return {
         "passed": not findings,
         "findings": [asdict(one) for one in findings],
-        "not_judged": not_judged(facts, marks),
+        "not_judged": not_judged(facts, required),
         "facts": asdict(facts),
     }
 
 
-def not_judged(facts: ClusterFacts, marks: Marks) -> list[str]:
+def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
     """Say what is reported alone, and what would have it judged."""
     notes = []
-    if facts.links and link_mark(facts, marks) is None:
+    if facts.links and link_mark(facts, required) is None:
         notes.append("links: set cluster.instance or --min_gbit_per_s")
-    if facts.rows and busbw_mark(facts, marks) is None:
+    if facts.rows and busbw_mark(facts, required) is None:
         why = "gloo has no mark" if facts.backend == "gloo" else "set cluster.instance"
         notes.append(f"collectives: {why}")
     if len(facts.ranks) < 2:
@@ -37,7 +39,9 @@ def not_judged(facts: ClusterFacts, marks: Marks) -> list[str]:
     return notes
 
 
-def show(console: Console, facts: ClusterFacts, findings: list[Finding], marks: Marks) -> None:
+def show(
+    console: Console, facts: ClusterFacts, findings: list[Finding], required: Requirements
+) -> None:
     """Print the page; what is wrong comes last, where it is read first."""
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in facts.seconds.items())
     console.print(
@@ -54,7 +58,7 @@ def show(console: Console, facts: ClusterFacts, findings: list[Finding], marks: 
         console.print(_rows(facts))
     if facts.links:
         console.print(_links(facts))
-    for note in not_judged(facts, marks):
+    for note in not_judged(facts, required):
         console.print(f"not judged  {note}", highlight=False, soft_wrap=True)
     console.print()
     for one in findings:

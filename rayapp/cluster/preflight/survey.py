@@ -1,4 +1,4 @@
-"""Find out about the connected cluster: a scout on every node, then a group of workers.
+"""Find out about the connected cluster: a probe on every node, then a group of workers.
 
     facts = survey(config, timeout_s=180.0)
 
@@ -29,7 +29,7 @@ from rayapp.cluster.preflight.facts import (
     Rank,
     Silence,
 )
-from rayapp.cluster.preflight.scout import Scout, versions
+from rayapp.cluster.preflight.node_probe import NodeProbe, versions
 from rayapp.cluster.preflight.worker import Worker
 from rayapp.config import RunConfig
 from rayapp.storage import StorageError, open_storage
@@ -76,7 +76,7 @@ class Survey:
             try:
                 found[name] = ray.get(ref, timeout=timeout_s)
             except RayError as error:
-                self.silences.append(Silence(nodes[name], step, said(error)))
+                self.silences.append(Silence(nodes[name], step, reason_of(error)))
         return found
 
 
@@ -117,19 +117,19 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
 
 
 def _look(seen: Survey, nodes: Sequence[NodeReport]) -> list[NodeReport]:
-    """Return the nodes with what their scouts found."""
-    scouts = {node.id: _actor(Scout, node, num_cpus=0, max_concurrency=4) for node in nodes}
+    """Return the nodes with what their probes found."""
+    probes = {node.id: _actor(NodeProbe, node, num_cpus=0, max_concurrency=4) for node in nodes}
     home: dict[str, str | None] = {node.id: node.id for node in nodes}
     disk = _spill_folder()
-    facts = {id: scout.facts.remote(disk) for id, scout in scouts.items()}
+    facts = {id: probe.facts.remote(disk) for id, probe in probes.items()}
     found = seen.answers(facts, home, "starting a process and looking around", seen.timeout_s)
-    alive = {id: scout for id, scout in scouts.items() if id in found}
-    clocks = {id: _clock(scout) for id, scout in alive.items()}
+    alive = {id: probe for id, probe in probes.items() if id in found}
+    clocks = {id: _clock(probe) for id, probe in alive.items()}
     with _mark(seen.config.run.storage) as mark:
         asked = {id: one.probe.remote(seen.config.run.storage, mark) for id, one in alive.items()}
         probes = seen.answers(asked, home, "writing to run.storage", seen.timeout_s)
-    for scout in scouts.values():
-        ray.kill(scout)
+    for probe in probes.values():
+        ray.kill(probe)
     return [
         replace(
             node,
@@ -147,13 +147,13 @@ def _spill_folder() -> str:
     return str(local.get_temp_dir_path())
 
 
-def _clock(scout: Any) -> GpuClock | None:
+def _clock(probe: Any) -> GpuClock | None:
     """Compare a node's clock with this one's; None: it does not answer at once any more."""
     best = None
     for _ in range(CLOCK_ASKED):
         started = time.time()
         try:
-            there = ray.get(scout.clock.remote(), timeout=WHERE_S)
+            there = ray.get(probe.clock.remote(), timeout=WHERE_S)
         except RayError:
             return best
         ended = time.time()
@@ -275,12 +275,12 @@ def _all(
         except RayActorError:
             continue
     for rank in sorted(set(range(len(group))) - steps.keys()):
-        why = said(failed[rank]) if rank in failed else "it does not answer any more"
+        why = reason_of(failed[rank]) if rank in failed else "it does not answer any more"
         seen.silences.append(Silence(ranks[rank].node, step, why))
     if len(steps) == len(group):  # all live: the ones that are the least far hold up the others
         least = min(number for number, _ in steps.values())
         for rank in sorted(rank for rank, (number, _) in steps.items() if number == least):
-            why = said(failed[rank]) if rank in failed else f"hangs for {seen.timeout_s:.0f} s"
+            why = reason_of(failed[rank]) if rank in failed else f"hangs for {seen.timeout_s:.0f} s"
             seen.silences.append(
                 Silence(ranks[rank].node, step, f"rank {rank} at {steps[rank][1]}: {why}")
             )
@@ -293,7 +293,7 @@ def _actor(kind: type, node: NodeReport, *arguments: Any, **options: Any) -> Any
     return ray.remote(kind).options(scheduling_strategy=there, **options).remote(*arguments)
 
 
-def said(error: RayError) -> str:
+def reason_of(error: RayError) -> str:
     """Return the last line of what happened, without Ray's own lines around it."""
     if isinstance(error, RayTaskError):
         cause = error.cause

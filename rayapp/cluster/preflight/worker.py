@@ -38,7 +38,7 @@ class Worker:
 
     def speed(self) -> Speed:
         """Measure this worker's device."""
-        from rayapp.cluster.preflight import scout
+        from rayapp.cluster.preflight import node_probe
         from rayapp.cluster.preflight.speed import measure
 
         self._note("measuring its device")
@@ -47,7 +47,7 @@ class Worker:
         import torch
 
         uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
-        index = next((one.index for one in scout.devices() if one.uuid == uuid), None)
+        index = next((one.index for one in node_probe.devices() if one.uuid == uuid), None)
         return measure(self._device, index, None if index is None else uuid)  # None: a part of one
 
     def join(self, address: str, port: int, rank: int, world: int, timeout_s: float) -> None:

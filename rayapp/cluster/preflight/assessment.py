@@ -1,6 +1,6 @@
 """Decide what is wrong with a cluster, from facts alone: pure, so that it is tested on drawn ones.
 
-    for finding in judge(facts, marks_of(config, min_gbit_per_s=None)): ...
+    for finding in assess(facts, marks_of(config, min_gbit_per_s=None)): ...
 
 What no mark is known for is reported, and not judged.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from rayapp.cluster.preflight import network
 from rayapp.cluster.preflight.facts import ClusterFacts, Device, NodeReport, Rank
-from rayapp.cluster.preflight.findings import Finding, Marks, size
+from rayapp.cluster.preflight.findings import Finding, Requirements, size
 from rayapp.hardware import GIB, Gpu, gpu_from_device_name
 
 # /dev/shm holds Ray's object store; NCCL puts the buffers between GPUs of a node there too, and
@@ -31,17 +31,17 @@ OF_MEDIAN_CPU = 0.5  # of one core of each node, which may be busy, or of anothe
 MEMORY = "memory"  # the name of a rate beside those of precisions
 
 
-def judge(facts: ClusterFacts, marks: Marks) -> list[Finding]:
+def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
     """Return everything that is wrong, the gravest kinds first."""
     return [
         *_silences(facts),
-        *_gpus_at_all(facts, marks),
+        *_gpus_at_all(facts, required),
         *_versions(facts),
-        *(one for node in facts.nodes for one in _node(node, facts, marks)),
+        *(one for node in facts.nodes for one in _node(node, facts, required)),
         *_speeds(facts),
-        *network.efa(facts, marks),
-        *network.collectives(facts, marks),
-        *network.links(facts, marks),
+        *network.efa(facts, required),
+        *network.collectives(facts, required),
+        *network.links(facts, required),
     ]
 
 
@@ -58,15 +58,19 @@ def _silences(facts: ClusterFacts) -> Iterator[Finding]:
         yield Finding("cluster", "has no node", "0 nodes", "1", "Start `ray start` on the nodes")
 
 
-def _gpus_at_all(facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
+def _gpus_at_all(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Fail where GPUs are wanted and Ray has none."""
-    wanted = bool(marks.instance and marks.instance.gpus) if marks.gpus is None else marks.gpus
+    wanted = (
+        bool(required.instance and required.instance.gpus)
+        if required.gpus is None
+        else required.gpus
+    )
     if wanted and facts.backend == "gloo":
         yield Finding(
             "cluster",
             "has no GPU",
             "0 GPUs in Ray",
-            marks.instance.name if marks.instance else "cluster.gpu=true",
+            required.instance.name if required.instance else "cluster.gpu=true",
             "Give the containers GPUs and the NVIDIA runtime; for a check without, set "
             "cluster.gpu=false",
         )
@@ -105,12 +109,12 @@ def _nccl(facts: ClusterFacts) -> dict[str, str]:
     return {facts.node(one.node).name: one.nccl for one in facts.ranks if one.nccl}
 
 
-def _node(node: NodeReport, facts: ClusterFacts, marks: Marks) -> Iterator[Finding]:
+def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Judge one node by itself."""
     found = node.facts
     if found is not None:
         yield from _limits(node, facts)
-        yield from _gpus(node, marks)
+        yield from _gpus(node, required)
         for device in found.devices:
             yield from _device(node, device)
     clock = node.clock
@@ -186,7 +190,7 @@ def _limits(node: NodeReport, facts: ClusterFacts) -> Iterator[Finding]:
         )
 
 
-def _gpus(node: NodeReport, marks: Marks) -> Iterator[Finding]:
+def _gpus(node: NodeReport, required: Requirements) -> Iterator[Finding]:
     """Compare the GPUs that are there with what Ray and EC2 count."""
     found, ray = node.facts, int(node.resources.get("GPU", 0))
     assert found is not None
@@ -199,8 +203,8 @@ def _gpus(node: NodeReport, marks: Marks) -> Iterator[Finding]:
             f"{ray}",
             "Look at `nvidia-smi` there: a GPU that has fallen off the bus needs another instance",
         )
-    wanted = marks.instance
-    if wanted is None or not wanted.gpus or marks.gpus is False or not (ray or there):
+    wanted = required.instance
+    if wanted is None or not wanted.gpus or required.gpus is False or not (ray or there):
         return
     if ray < wanted.gpus:
         yield Finding(
@@ -298,7 +302,7 @@ def _mark(gpu: Gpu | None, name: str) -> float | None:
 def _slow(
     facts: ClusterFacts, rank: Rank, name: str, value: float, sheet: float | None, peers: float
 ) -> Iterator[Finding]:
-    """Say which of the two marks a device misses, if any."""
+    """Say which of the two limits a device misses, if any."""
     assert rank.speed is not None
     mark = max(sheet or 0.0, peers)
     if value >= mark:

@@ -25,7 +25,7 @@ SHARED_MEMORY = "/dev/shm"
 EFA_DRIVER = "efa"
 
 
-class Scout:
+class NodeProbe:
     """An actor on one node; its methods run side by side, so that one that hangs hides no other."""
 
     def __init__(self) -> None:
