@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayapp.config import Config, ConfigError, load
     from rayapp.generation import generate
-    from rayapp.jobs.handle import Job, Result, job, submit
+    from rayapp.jobs.handle import Job, job, submit
+    from rayapp.jobs.results import Result
     from rayapp.planner import plan
 
 _HOMES = {
@@ -23,7 +24,7 @@ _HOMES = {
     "ConfigError": "rayapp.config",
     "generate": "rayapp.generation",
     "Job": "rayapp.jobs.handle",
-    "Result": "rayapp.jobs.handle",
+    "Result": "rayapp.jobs.results",
     "job": "rayapp.jobs.handle",
     "load": "rayapp.config",
     "plan": "rayapp.planner",

@@ -1,6 +1,6 @@
 """What is found out about a cluster, as plain values: the input of the assessment and of the page.
 
-The probe of a node gives NodeReport, NodeFacts, GpuClock and Probe; each worker gives Rank and Speed;
+The probe of a node gives NodeReport, NodeFacts, GpuClock, Probe; each worker gives Rank and Speed;
 all workers together give FactRow (collectives) and Link. What does not answer is a Silence.
 Units: bytes, bytes/s, FLOP/s, seconds; sizes and rates of collectives as nccl-tests defines them.
 """
