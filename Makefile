@@ -1,6 +1,7 @@
 # make finetune   train the default model on this machine, from nothing
 # make vision     train a small ResNet on images that rayapp draws itself
-# make test       the tests of every module, with one drill of each kind
+# make test       the tests of every module, one fine-tune end to end, one kill and resume
+# make test-full  what make test leaves out: over 10 seconds, Ceph, Terraform, a drill of each kind
 # make test-image cluster/Dockerfile built by buildah on a Debian made here, and tried (root, buildah, mmdebstrap)
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
 # make security   checkov and hadolint on infra/ and cluster/
@@ -19,7 +20,7 @@ REGION ?= us-west-2
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 TF = terraform -chdir=infra
 
-.PHONY: setup finetune vision test test-image check check-infra security bench drills image
+.PHONY: setup finetune vision test test-full test-image check check-infra security bench drills image
 .PHONY: up-base up-ecs up-eks down-base down-ecs down-eks
 
 setup: .venv/.ready
@@ -48,8 +49,11 @@ finetune: setup
 vision: setup
 	$(BIN)/python -m rayapp.vision configs/vision_cpu.yaml $(ARGS)
 
-test: .venv/.optional .venv/.judges
-	$(BIN)/python -m pytest -q -m "not drill and not image" $(TWO) $(ARGS)
+test: .venv/.optional
+	$(BIN)/python -m pytest -q -m "not full and not drill and not image" $(TWO) $(ARGS)
+
+test-full: .venv/.optional .venv/.judges
+	$(BIN)/python -m pytest -q -m full $(TWO) $(ARGS)
 
 # Without Docker and registry; what pip installs here it installs there. build/image keeps the base.
 test-image: setup
