@@ -1,1 +1,1 @@
-"""Drive a run of any kind: start workers, watch them, start them again, write down what happens."""
+"""Drive a run of any kind: start its workers, watch and restart them, and record what happens."""

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with any run before Ray starts."""
+"""The checks that every kind of run shares; most of them run before Ray starts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rayapp.observe.run_folder import CONFIG, INTERRUPTED, PREPARED, RAY, RESULT
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint.marker import NoneUsable, resume_point
 
-MAX_WORKERS_PER_CORE = 4  # of training on CPUs, where more only trade time
+MAX_WORKERS_PER_CORE = 4  # when training on CPUs: more workers would only share the same cores
 
 
 def absolute_path(path: str | None) -> str | None:
-    """Return a local path that is there, or a glob, made absolute; anything else as it is."""
+    """Make a local path absolute if it exists or is a glob; return anything else unchanged."""
     if path is None or "://" in path:
         return path
     expanded = os.path.expanduser(path)
@@ -26,7 +26,7 @@ def absolute_path(path: str | None) -> str | None:
 
 
 def absolute_run(run: Run) -> Run:
-    """Return the section with an absolute storage, whether it is there yet or not."""
+    """Make `run.storage` absolute, whether the folder exists or not; leave a URL unchanged."""
     if "://" in run.storage:
         return run
     storage = os.path.abspath(os.path.expanduser(run.storage))
@@ -34,7 +34,10 @@ def absolute_run(run: Run) -> Run:
 
 
 def shared_problems(config: RunConfig, local_cores: int | None, local_gpus: int) -> list[str]:
-    """Look at trackers, storage and size; `local_cores` None means a running cluster."""
+    """Return what is wrong with the trackers, the storage and the number of workers.
+
+    `local_cores` is None where the workers run on a running cluster: its size is not checked here.
+    """
     problems = trackers.problems(config)
     try:
         for folder in _written(config):
@@ -47,7 +50,11 @@ def shared_problems(config: RunConfig, local_cores: int | None, local_gpus: int)
 
 
 def _written(config: RunConfig) -> list[Storage]:
-    """Return the folders that a run writes to; on a disk some may be another user's."""
+    """Return the folders that must be writable.
+
+    In an object store that is the root alone. On a disk, folders below it may belong to another
+    user, so each is checked; the run's own folders only where they exist.
+    """
     root = open_storage(config.run.storage)
     if root.local_path() is None:
         return [root]
@@ -57,7 +64,7 @@ def _written(config: RunConfig) -> list[Storage]:
 
 
 def same_run(run: Storage, config: RunConfig) -> str | None:
-    """Compare with what the run's folder was started with; return its status (None: new).
+    """Compare the config with the one in the run's folder; return the run's status (None: new).
 
     Raises:
         ConfigError: the folder belongs to a run with another config.
@@ -79,7 +86,7 @@ def same_run(run: Storage, config: RunConfig) -> str | None:
 
 
 def check_resumable(run: Storage) -> None:
-    """Refuse to train from step 1 over what a run has done.
+    """Refuse to train from step 1 where a run has committed checkpoints.
 
     Raises:
         RunFailed: checkpoints were committed, and none can be used.
@@ -91,7 +98,10 @@ def check_resumable(run: Storage) -> None:
 
 
 def _placement(config: RunConfig, cores: int, gpus: int) -> list[str]:
-    """Say whether this machine can hold the workers; a running cluster is asked by the driver."""
+    """Return a problem if this machine has too few cores or GPUs for the smallest worker count.
+
+    `ray_session.check_cluster` checks a running cluster.
+    """
     workers = config.cluster.min_workers
     if config.cluster.gpu == "true" or (config.cluster.gpu == "auto" and gpus):
         limit, what = gpus, f"{gpus} GPUs"

@@ -36,10 +36,10 @@ from rayapp.train.spec import AnySpec
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What the checks found on the way; each kind of run adds its own."""
+    """What the checks read and resolved; each kind of run adds its own fields."""
 
     config: Any
-    """With absolute paths and no `auto` left in data."""
+    """The config with absolute paths, and with `auto` in `data` resolved where that is possible."""
     run: Storage
     """The run's folder."""
 
@@ -49,24 +49,26 @@ class Kind:
     """What a kind of run does before its workers train."""
 
     check: Callable[[Any, int | None, int], Any]
-    """From (config, cores, GPUs of this machine): look at all that is outside; return a Ready.
+    """(config, cores, GPUs of this machine): check data, model, storage; return a CheckedRun.
 
-    None cores: the workers are on a cluster that runs. Raises ConfigError with every problem.
+    Cores are None where the workers run on a running cluster. Raises ConfigError with every
+    problem.
     """
     settle: Callable[[Any, bool], Any]
-    """From (Ready, whether workers have GPUs): replace what is `auto` by what they can compute.
+    """(CheckedRun, whether workers have GPUs): replace `auto` by what the workers can compute.
 
     Raises ConfigError: they cannot do what is asked.
     """
     prepare: Callable[[Any, bool, Console, Phases], AnySpec]
-    """Prepare the rows, write down what is to be done, and show it."""
+    """(CheckedRun, whether workers have GPUs, console, phases): prepare the rows, write config.yaml
+    and plan.json, print the plan, and return the spec."""
     after_failure: AfterFailure = lambda spec, ended: None
 
 
 def run(config: RunConfig, kind: Kind, console: Console | None, started: float | None) -> RunResult:
-    """Run a config to its end, or to a stop, and return what result.json holds.
+    """Run a config until it is done or stopped, and return the content of result.json.
 
-    `started` is when the command began, in Unix seconds, if that was before this call.
+    `started` is the Unix time in seconds at which the command began, if that was before this call.
 
     Raises:
         ConfigError: it cannot run as described; nothing has been started.
@@ -128,7 +130,7 @@ def _train(
     console: Console,
     phases: Phases,
 ) -> Summary:
-    """Prepare and train; return rank 0's summary, or that of a run stopped before it had one."""
+    """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
 
     def check() -> None:
         lease.check()

@@ -1,6 +1,7 @@
-"""What the driver prints: progress, and where the results lie.
+"""What the driver prints: progress, results, and the folders that they are in.
 
-A terminal gets a bar that is redrawn; anything else (a job's log, a file) gets a line now and then.
+A terminal shows a bar that is redrawn; any other output (a job's log, a file) gets a line every
+LINE_EVERY_S seconds, and one for the last step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RATES = {"token": "tok/s", "image": "images/s"}
 
 
 class ProgressBar:
-    """Progress of a run as its metrics lines come in."""
+    """Show the progress of a run, one line of metrics.jsonl at a time."""
 
     def __init__(self, console: Console, num_steps: int, label: str) -> None:
         self.console, self.num_steps, self.label = console, num_steps, label
@@ -59,24 +60,24 @@ class ProgressBar:
             )
 
     def note(self, text: str) -> None:
-        """Say what is going on before the first step."""
+        """Show what the run is doing while it takes no steps."""
         if self._progress is not None:
             self._progress.update(self._task, figures=text)
         else:
             self.console.print(text, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays on the screen."""
         self.console.print(plain(text), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop the bar and leave its last state on the screen."""
         if self._progress is not None:
             self._progress.stop()
 
 
 def figures_of(line: MetricsLine) -> str:
-    """Write the figures of a line of metrics.jsonl that one wants to see go by."""
+    """Format the figures that the progress bar shows of a line of metrics.jsonl."""
     unit = unit_of(line)
     rate = formed(figure(line, unit.per_s), ",.0f", f" {RATES[unit.one]}")
     figures = f"loss {formed(line['loss'], '.4f')}  "
@@ -91,7 +92,7 @@ def figures_of(line: MetricsLine) -> str:
 
 
 def held_out(found: HeldOut) -> str:
-    """Write the held-out figures of a line, or of a result.
+    """Format the held-out figures of a metrics line or of a result.
 
     >>> held_out({"eval_loss": 1.5, "eval_loss_per_byte": 0.5})
     '1.5000 nats/token = 0.5000 nats/byte'
@@ -108,7 +109,7 @@ def held_out(found: HeldOut) -> str:
 
 
 def result(console: Console, result: RunResult) -> None:
-    """Print what came out and where it lies."""
+    """Print the run's result and the folders of its files and model."""
     if result.get("eval_loss") is not None:
         console.print(f"held-out loss {held_out(result)}", highlight=False)
     for prompt, text in result.get("samples", []):
@@ -145,5 +146,5 @@ def result(console: Console, result: RunResult) -> None:
 
 
 def plain(text: str) -> str:
-    """Return text that rich shows as it is."""
+    """Escape text so that rich prints it literally."""
     return text.replace("[", r"\[")

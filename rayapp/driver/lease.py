@@ -3,9 +3,11 @@
     with held(run) as lease:
         ...                  # lease.check() raises once another driver has taken over
 
-The file changes every LEASE_RENEWED_S while its driver lives. Who finds one waits until it has
-changed, and refuses, or has not for LEASE_TAKEN_S, and takes over by compare-and-swap. No clock is
-compared with another machine's. On one machine nothing is waited for: its processes can be asked.
+The driver that holds the lease rewrites the file every LEASE_RENEWED_S seconds. A second driver
+that finds the file watches it. If the file changes, the second driver gives up; if it does not
+change for LEASE_TAKEN_S seconds, the second driver takes the lease over by compare-and-swap. Clocks
+of two machines are never compared. If the holder is a process of the same machine, there is no
+wait: the driver looks up whether that process still exists.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ logger = logging.getLogger("rayapp.driver")
 
 
 class Lease:
-    """The right to write to a run's folder, for as long as it is renewed."""
+    """The right to write to a run's folder; a thread renews it until `release`."""
 
     def __init__(self, run: Storage, holder: Holder, etag: str) -> None:
         self._run, self._holder, self._etag = run, holder, etag
@@ -49,7 +51,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Stop renewing, and give the lease back unless it is another's by now."""
+        """Stop renewing, and delete the lease unless another driver holds it by now."""
         self._closed.set()
         self._thread.join()
         entry = self._run.stat(LEASE)
@@ -74,7 +76,7 @@ class Lease:
 
 @contextmanager
 def held(run: Storage, say: Callable[[str], None] = lambda text: None) -> Iterator[Lease]:
-    """Hold the lease of a run's folder for the length of a block.
+    """Hold the lease of a run's folder inside the block.
 
     Raises:
         ConfigError: another driver is at work on this run.
@@ -128,12 +130,12 @@ def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[Holder, str]:
 
 
 def _ended(holder: Holder) -> bool:
-    """Say whether the holder was a process of this machine that is no more."""
+    """Say whether the holder was a process of this machine that no longer exists."""
     return holder["machine"] == _machine() and holder["process"] != _process(holder["pid"])
 
 
 def _machine() -> list[str]:
-    """Name this machine, since when it runs, and whose process numbers are meant."""
+    """Return the host name, the id of the current boot, and the process-id namespace."""
     boot, names = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     return [
         socket.gethostname(),
@@ -143,13 +145,16 @@ def _machine() -> list[str]:
 
 
 def _process(pid: int) -> str | None:
-    """Return what tells a process from an earlier one with its number; None if there is none."""
+    """Return a mark that differs between processes that reuse a pid; None if there is no process.
+
+    On Linux it is the start time, in ticks since boot; elsewhere only "alive".
+    """
     if Path("/proc/self").exists():
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except FileNotFoundError:
             return None
-        return None if fields[0] == "Z" else fields[19]  # start time, in ticks since boot
+        return None if fields[0] == "Z" else fields[19]  # Z: a zombie, which has ended
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

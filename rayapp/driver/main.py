@@ -15,7 +15,7 @@ from rayapp.observe.records import RunResult
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.storage import StorageError
 
-# Where torchao is installed transformers imports it, which warns of kernels that need a GPU.
+# transformers imports torchao where it is installed, and torchao warns of kernels that need a GPU.
 NOISY = ("torchao", "torch.utils._pytree")
 
 
@@ -26,7 +26,10 @@ def main(
     load_run: Callable[[], Callable[..., RunResult]],
     started: float | None,
 ) -> int:
-    """Run the command line; return the exit code. What `load_run` imports takes seconds."""
+    """Run the command line and return the exit code.
+
+    `load_run` is called only once the config is valid, as its imports take seconds.
+    """
     if "--help" in argv or "-h" in argv:
         print(usage, *(f"  --{name}: {text}" for name, text in fields(kind).items()), sep="\n")
         return Exit.DONE

@@ -1,12 +1,13 @@
-"""Tell the world how a run stands, beside it: Prometheus and the trackers, from the run's folder.
+"""Report a run to Prometheus and the trackers while it trains, from the files in its folder.
 
     with Observer(job, run) as observer:
         summary = fit(...)
         observer.ended(summary)
 
-The driver reads metrics.jsonl as it grows and hands it on from threads, one for each that is told,
-so that a server that hangs holds up nobody else. Nothing of it can hold up or end the training:
-what a tracker refuses is told again later, and if it never takes it, the log says so.
+One thread of the driver reads metrics.jsonl as it grows; one thread per tracker sends the lines, so
+that a server that hangs delays no other. None of this delays or ends the training. Lines that a
+tracker refuses are sent again later; lines that are still unsent CLOSE_S seconds after the end are
+given up, and the log says so.
 """
 
 from __future__ import annotations
@@ -26,37 +27,37 @@ from rayapp.train.checkpoint.marker import newest_committed
 from rayapp.train.spec import AnySpec
 
 POLL_S, POLL_S3_S = 1.0, 5.0
-ACCOUNT_S = 10.0  # between two looks at accounts and checkpoints
-TELL_S = 10.0  # between two messages to a tracker: each costs as much for one step as for many
+ACCOUNT_S = 10.0  # between two updates of time, cost and checkpoints
+TELL_S = 10.0  # between two requests to a tracker: one costs the same for one step as for many
 RETRY_S = 5.0
-CLOSE_S = 30.0  # for what is still to be told when the command ends
-PART = 500  # lines handed on at once
+CLOSE_S = 30.0  # to send what is left when the command ends
+PART = 500  # lines in one request
 
 logger = logging.getLogger("rayapp.observe")
 
 
 class TrackerFeed:
-    """A tracker, and how far it has been told; its thread opens it, feeds it and closes it."""
+    """A tracker and how many lines it has; a thread opens the tracker, feeds it and closes it."""
 
     def __init__(self, name: str, run: Storage, spec: AnySpec) -> None:
         self.name, self._run, self._spec = name, run, spec
         self._changed = threading.Condition()
         self._lines: list[MetricsLine] = []
-        self._done = self._valid = 0  # lines told; of them, those that still hold
+        self._done = self._valid = 0  # lines sent, and how many of them still stand
         self._ending: tuple[str, list[Sample]] | None = None
         self._tracker: trackers.Tracker | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def update(self, lines: list[MetricsLine], kept: int) -> None:
-        """Take the lines as they stand; the first `kept` are as they were."""
+        """Replace the lines by these; the first `kept` are the same as before."""
         with self._changed:
             self._valid = min(self._valid, kept)
             self._lines = lines[:]
             self._changed.notify()
 
     def close(self, status: str, samples: list[Sample], until: float) -> None:
-        """Tell the rest, and wait for it no longer than until then (time.monotonic)."""
+        """Have the rest sent, and wait for that until `until` (time.monotonic, seconds) at most."""
         with self._changed:
             self._ending = (status, samples)
             self._changed.notify()
@@ -71,7 +72,7 @@ class TrackerFeed:
                 if self._step():
                     return
                 failing = False
-            except Exception as error:  # of anyone's network and server: never the training's end
+            except Exception as error:  # any failure of a network or server: training goes on
                 if not failing:
                     first = str(error).strip().splitlines()[:1] or [repr(error)]
                     logger.warning("%s: %s; trying again", self.name, first[0])
@@ -79,7 +80,11 @@ class TrackerFeed:
                 time.sleep(RETRY_S)
 
     def _step(self) -> bool:
-        """Tell some lines, or how it ended; return whether that was all."""
+        """Send up to PART lines, or else how the run ended; return whether the feed is finished.
+
+        Waits until there is something to send. If lines that were sent are no longer in
+        metrics.jsonl, the tracker is first cut back to those that are.
+        """
         if self._tracker is None:
             self._tracker = trackers.OPEN[self.name](self._run, self._spec.config)
         with self._changed:
@@ -98,7 +103,7 @@ class TrackerFeed:
         try:
             self._tracker.write(part)
         except BaseException:
-            with self._changed:  # none, some or all of it was told: take it back, and again
+            with self._changed:  # some of it may have arrived: cut back to before it and resend
                 self._valid = min(self._valid, valid)
             raise
         if len(part) < PART:
@@ -130,7 +135,7 @@ class Observer:
         return self
 
     def ended(self, summary: Summary) -> None:
-        """Take how training ended; without this it has failed."""
+        """Take rank 0's summary; if this is never called, the run is reported as failed."""
         self._status = summary["status"]
         self._samples = summary.get("samples", [])
 
@@ -143,7 +148,7 @@ class Observer:
             told.close(self._status, self._samples, until)
 
     def _follow(self) -> None:
-        """Look at the run's folder now and then, and once more when the command ends."""
+        """Poll the run's folder, and look at it once more when the command ends."""
         last = False
         while not last:
             last = self._stop.wait(POLL_S if self._run.local_path() else POLL_S3_S)

@@ -1,10 +1,9 @@
-"""How many workers a cluster has room for now, and the wait until there are enough.
+"""Count how many workers a cluster has room for, and wait until there is room for enough.
 
     with asked_for(config): workers = wait_for_room(config, note, stopped)
 
-Room is counted node by node from what is free, so that other jobs' share is left alone. Nodes that
-do not answer or are being taken away do not count, and one CPU in all is left free, for the tasks
-that prepare the data of runs to come.
+Room is counted node by node from what is free, so that other jobs keep theirs. Nodes that do not
+answer or are being drained do not count. One CPU of the whole cluster is left free for data tasks.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from rayapp.driver.ray_session import uses_gpus
 
 POLL_S = 1.0
 SETTLE_S = (
-    5.0  # room for some but not all must stay the same this long: nodes come and go in groups
+    5.0  # room for fewer than all must stay the same this long: nodes come and go in groups
 )
 NOTE_EVERY_S = 30.0
 CONNECT_S = 2.0
-PROBES = 32  # nodes that are asked at once
+PROBES = 32  # nodes that are probed at once
 SHOWN_COMMAND = 80  # characters
 
 
 def needs(config: RunConfig) -> dict[str, float]:
-    """Return the Ray resources of one worker."""
+    """Return the Ray resources that one worker needs."""
     gpu = {"GPU": 1.0} if uses_gpus(config) else {}
     return {"CPU": 1.0, **gpu, **config.cluster.resources}
 
 
 def fit_in(free: Mapping[str, Mapping[str, float]], need: Mapping[str, float]) -> int:
-    """Return how many workers fit into the free resources of nodes, one CPU left over.
+    """Return how many workers fit into the free resources of the nodes and leave one CPU free.
 
     >>> fit_in({"a": {"CPU": 4.0}, "b": {"CPU": 1.5}}, {"CPU": 1.0})
     4
@@ -54,9 +53,9 @@ def fit_in(free: Mapping[str, Mapping[str, float]], need: Mapping[str, float]) -
 
 
 def free_workers(config: RunConfig) -> int:
-    """Return how many more workers the cluster could take now."""
+    """Return how many more workers the cluster has room for."""
     import ray
-    from ray._private.state import state  # what is free per node is in no public call
+    from ray._private.state import state  # no public call gives the free resources of each node
 
     draining = state.get_draining_nodes()
     nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
@@ -68,7 +67,7 @@ def free_workers(config: RunConfig) -> int:
 
 
 def answers(node: Mapping[str, Any]) -> bool:
-    """Say whether a node can be connected to; Ray itself takes 15 s to miss one without power."""
+    """Say whether a node accepts a connection; Ray takes 15 s to notice that a node lost power."""
     place = (node["NodeManagerAddress"], node["NodeManagerPort"])
     try:
         socket.create_connection(place, timeout=CONNECT_S).close()
@@ -84,7 +83,7 @@ def is_elastic(config: RunConfig) -> bool:
 
 @contextmanager
 def asked_for(config: RunConfig) -> Iterator[None]:
-    """While inside, let the cluster's autoscaler know that an elastic run wants all its workers."""
+    """Inside the block, ask the autoscaler for the largest number of workers of an elastic run."""
     if not is_elastic(config):
         yield
         return
@@ -98,10 +97,10 @@ def asked_for(config: RunConfig) -> Iterator[None]:
 
 
 def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callable[[], None]) -> int:
-    """Return the number of workers to start, once enough of them fit.
+    """Wait until enough workers fit, and return how many to start.
 
-    A fixed number is asked of Ray meanwhile, so that an autoscaler makes room. `check` is called
-    while waiting, and may raise.
+    A run with a fixed number of workers meanwhile holds a placement group for them, so that an
+    autoscaler makes room. `check` is called every POLL_S seconds and may end the wait by raising.
     """
     least, most = config.cluster.min_workers, config.cluster.max_workers
     seen, since, noted = -1, time.monotonic(), -math.inf
@@ -133,10 +132,10 @@ def _wanted(config: RunConfig) -> str:
 
 @contextmanager
 def demand(config: RunConfig, workers: int) -> Iterator[Callable[[], bool]]:
-    """While inside, let Ray and its autoscaler know that so many workers are waited for.
+    """Inside the block, ask Ray for a placement group with room for so many workers and one CPU.
 
-    Yields what says whether Ray holds the room for them. It is given back at the end of the block,
-    for the workers to take.
+    Yields a function that says whether Ray has reserved the room. The end of the block gives the
+    room back, so that the workers can take it.
     """
     import ray
 
@@ -163,7 +162,7 @@ def taken() -> str:
 
 
 def holders() -> list[str]:
-    """Return the jobs whose actors hold CPUs or GPUs: the name of each, its id, or its command."""
+    """Return the jobs whose actors hold CPUs or GPUs, each by its name, else its id or command."""
     from ray._private.state import state  # the public API needs a dashboard
     from ray.core.generated import gcs_pb2
 

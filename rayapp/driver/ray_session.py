@@ -1,4 +1,4 @@
-"""The Ray that a run uses: started here, or connected to; and what it has to compute with."""
+"""Start or connect to the Ray that a run uses, and find out what its machines can compute."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.package import QUIET
 from rayapp.observe.result import RunFailed
 
-DATA_CPUS = 2  # logical CPUs beside the workers' own, so that Ray Data is never starved
-OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray started here on CPUs
+DATA_CPUS = 2  # logical CPUs beyond those of the workers, so that Ray Data is never starved
+OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray that is started here, without GPUs
 
-# The controller would otherwise look at its workers every 2 s.
 ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+    # By default the controller looks at its workers every 2 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # Room of objects that nobody needs is used again after this and not 1 s, so that a stream of
-    # large blocks goes through pages that are there already (docs/decisions.md).
+    # Memory of unused objects is freed for reuse after 0.1 s instead of 1 s, so that a stream of
+    # large blocks reuses pages that are already mapped (docs/decisions.md).
     "RAY_free_objects_period_milliseconds": "100",
-    # How long a worker that hangs holds up the next attempt, once it has been found out.
+    # How long a worker that is known to hang delays the next attempt.
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     **QUIET,
 }
 
-WITHOUT_BF16 = {"K80", "P4", "P100", "V100", "T4"}  # NVIDIA's before Ampere, as Ray calls them
-SLOW_START = "timed out during startup"  # in what Ray raises (ray/_private/node.py)
+WITHOUT_BF16 = {"K80", "P4", "P100", "V100", "T4"}  # NVIDIA GPUs before Ampere, by Ray's names
+SLOW_START = "timed out during startup"  # part of Ray's error message (ray/_private/node.py)
 NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
 
 logger = logging.getLogger("rayapp.driver")
 
 
 def tell_ray() -> None:
-    """Set what Ray reads when it is imported, where the user has not; so before that."""
+    """Set environment variables for Ray, unless the user has; call it before Ray is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def connected(config: RunConfig, address: str) -> Iterator[None]:
-    """Connect to the cluster, or start Ray here and end it after."""
+    """Connect to the cluster, or start Ray on this machine; disconnect or shut it down afterwards.
+
+    A Ray that this process is connected to already is used, and stays connected.
+    """
     import ray
 
     if ray.is_initialized():
@@ -70,7 +73,7 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
 
 
 def _init(address: str, **options: Any) -> None:
-    """Call ray.init, again if the Ray of a busy machine was slow; keep our handling of SIGTERM.
+    """Call ray.init, once more if a local start timed out; then restore our SIGTERM handler.
 
     Raises:
         RunFailed: Ray does not start on this machine.
@@ -98,7 +101,7 @@ def _init(address: str, **options: Any) -> None:
 
 
 def end_workers() -> None:
-    """Kill the controllers of Ray Train that this process has started; their workers go too."""
+    """Kill this job's Ray Train controllers; their workers end with them."""
     import ray
     from ray._private.state import state  # Ray Train hands out no handle of its controller
     from ray._private.worker import global_worker
@@ -112,11 +115,12 @@ def end_workers() -> None:
 
 @contextmanager
 def _address_is_known() -> Iterator[None]:
-    """Let Ray Train's actors find this Ray, whatever others run here, and hand on its time limit.
+    """Give Ray Train's actors this Ray's address and the shutdown timeout of process groups.
 
-    Its PlacementGroupCleaner asks "the" Ray of its machine whether the controller lives, and where
-    that is another Ray, which knows of none, ends all workers. A Ray without a dashboard tells port
-    8265 whether it got it or not; asked where nobody listens, the cleaner goes on watching.
+    Ray Train's PlacementGroupCleaner asks the Ray that it finds on its machine whether the
+    controller is alive. If it finds another Ray, which does not know the controller, it ends all
+    workers. A Ray without a dashboard still names port 8265, which another Ray may own; with the
+    address of a port that nobody listens on, the cleaner gets no answer and keeps watching.
     """
     import ray
     from ray._private.worker import get_dashboard_url
@@ -124,7 +128,7 @@ def _address_is_known() -> Iterator[None]:
 
     known = {
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        "RAY_API_SERVER_ADDRESS": "" if get_dashboard_url() else NOBODY,  # "": as RAY_ADDRESS says
+        "RAY_API_SERVER_ADDRESS": "" if get_dashboard_url() else NOBODY,  # "": use RAY_ADDRESS
     }
     before = {name: os.environ.get(name) for name in known}
     ENV_VARS_TO_PROPAGATE.update((*known, "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"))
@@ -139,13 +143,13 @@ def _address_is_known() -> Iterator[None]:
 
 
 def check_cluster(config: RunConfig) -> None:
-    """Refuse more workers than the cluster has, or can grow to.
+    """Refuse more workers than the cluster has room for or can grow to.
 
     Raises:
         ConfigError: naming what is there.
     """
     import ray
-    from ray._private.state import state  # what an autoscaler may add is in no public call
+    from ray._private.state import state  # no public call gives what an autoscaler may add
 
     resources = ray.cluster_resources()
     limits = state.get_max_resources_from_cluster_config() or {}
@@ -178,7 +182,7 @@ def gpus_here() -> int:
 
 
 def uses_gpus(config: RunConfig) -> bool:
-    """Say whether the workers of the connected Ray get a GPU each."""
+    """Say whether each worker on the connected Ray gets a GPU."""
     import ray
 
     if config.cluster.gpu != "auto":
@@ -187,12 +191,12 @@ def uses_gpus(config: RunConfig) -> bool:
 
 
 def fastest_precision(gpus: bool) -> str:
-    """Return what `auto` is: bf16 on GPUs that have it; on CPUs what a measurement says."""
+    """Return the precision of `auto`: bf16 if all GPUs have it; on CPUs the faster by a test."""
     return "bf16" if (gpus_have_bf16() if gpus else _bf16_is_faster()) else "fp32"
 
 
 def gpus_have_bf16() -> bool:
-    """Say whether none of the connected Ray's GPUs is too old for it; older ones emulate it."""
+    """Say whether all GPUs of the connected Ray compute in bf16; GPUs before Ampere emulate it."""
     import ray
 
     there = {name.removeprefix("accelerator_type:") for name in ray.cluster_resources()}
@@ -200,7 +204,7 @@ def gpus_have_bf16() -> bool:
 
 
 def _bf16_is_faster() -> bool:
-    """Multiply matrices of a small model's size in both precisions; take the best of some runs."""
+    """Say whether a small bf16 product on one thread takes under 0.8 of the time of fp32."""
     import torch
 
     seconds = {}

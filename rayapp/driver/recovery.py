@@ -1,12 +1,12 @@
-"""After training has ended early: whether to start it again, when, and when to give up.
+"""Decide, after an attempt has ended early, whether and when to start the next one.
 
     recovery = Recovery(max_failures=3, max_preemptions=None, order=order)
     pause_s = recovery.after(Ending(FAILURE, "rank 1: out of memory", step=41, trained=True))
 
-A node that is taken away is nobody's fault and has a budget of its own; missing room costs nothing
-but time. A step that fails again and again stops the run, whatever the budgets: the same rows meet
-the same weights each time. So do attempts that fail before they have done a step, or that find the
-same reason to start again: no row is at fault there, and none is named.
+Preemptions have a budget of their own, as they are not the run's fault; resizes and a lack of room
+use up no budget. LOOP failures at the same step end the run whatever is left of the budgets, since
+each attempt meets the same rows with the same weights. So do LOOP attempts that fail before their
+first step, or that start again for the same reason; their message names no rows.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from collections import Counter
 from rayapp.observe.ending import AGAIN, NO_ROOM, PREEMPTION, RESIZE, Ending
 from rayapp.order import Order
 
-LOOP = 3  # endings alike, until the run comes further than before
+LOOP = 3  # endings of the same kind before the run gets further than ever before
 LONGEST_PAUSE_S = 60.0
 SHOWN_ROWS = 8
 
 
 class GiveUp(RuntimeError):
-    """Training is not started again; the message says why."""
+    """Training must not be started again; the message says why."""
 
 
 class Recovery:
-    """The budgets of one command."""
+    """What one command has used up of its budgets for failures and preemptions."""
 
     def __init__(self, max_failures: int, max_preemptions: int | None, order: Order) -> None:
         self.max_failures, self.max_preemptions = max_failures, max_preemptions
         self.order = order
         self._failures = self._preemptions = 0
-        self._alike: Counter[int | str] = Counter()  # endings since the run last came further
+        self._alike: Counter[int | str] = Counter()  # endings since the run last got further
         self._furthest = -1
 
     def after(self, ending: Ending) -> float:
@@ -73,7 +73,7 @@ class Recovery:
         return min(LONGEST_PAUSE_S, 2.0**tried) if tried else 0.0
 
     def _loop(self, ending: Ending) -> str:
-        """Say what has ended attempts again and again."""
+        """Return the message of a run whose attempts end in the same way each time."""
         if ending.kind == AGAIN:
             return (
                 f"{LOOP} attempts have started again for the same reason: {ending.reason}. See "

@@ -1,4 +1,4 @@
-"""What asks a run to stop: a file named STOP in its folder, or a signal to its driver.
+"""Requests to stop a run: a file named STOP in its folder, or a signal to its driver.
 
 stop = Stop(run)                          # before the lease is taken
 with held(run), stop.on_signal(console):
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def short_wait(submission_id: str | None) -> str | None:
-    """Say that `ray job stop` would kill this run before it has saved; None: it would not."""
+    """Return a warning if `ray job stop` may kill this run before it has saved, else None."""
     wait_s = float(os.environ.get(STOP_WAIT, RAY_STOP_WAIT_S))
     if submission_id is None or wait_s >= LEAST_WAIT_S:
         return None
@@ -46,23 +46,23 @@ def short_wait(submission_id: str | None) -> str | None:
 
 
 class StopAsked(Exception):
-    """Someone has asked the run to stop while it has no workers that could save and leave."""
+    """A stop was requested while the run has no workers that could save."""
 
 
 class Stop:
-    """The requests to stop that come while a command runs; those before it were for another."""
+    """Requests to stop this command; a STOP file from before it was meant for an earlier one."""
 
     def __init__(self, run: Storage) -> None:
-        """Note the STOP that is there; call it before the lease is taken.
+        """Remember the etag of an existing STOP file; to be called before the lease is taken.
 
-        Clocks of two machines are never compared: only that very file is an old one.
+        Only the file with that etag counts as old: clocks of two machines are never compared.
         """
         self._run, entry = run, run.stat(run_folder.STOP)
         self._old = entry.etag if entry else None
         self._signalled = threading.Event()
 
     def forget_old(self) -> None:
-        """Remove the STOP that was there before."""
+        """Delete the STOP file that was there before, unless it has changed since."""
         if self._old is None:
             return
         entry = self._run.stat(run_folder.STOP)
@@ -70,17 +70,21 @@ class Stop:
             self._run.delete(run_folder.STOP)
 
     def asked(self) -> bool:
-        """Say whether the run is to stop."""
+        """Say whether a stop was requested, by signal or by file."""
         return self._signalled.is_set() or self._run.exists(run_folder.STOP)
 
     def check(self) -> None:
-        """Raise StopAsked if the run is to stop."""
+        """Raise StopAsked if a stop was requested."""
         if self.asked():
             raise StopAsked
 
     @contextmanager
     def on_signal(self, console: Console) -> Iterator[None]:
-        """Turn the first SIGINT or SIGTERM into a STOP; a second one ends the process at once."""
+        """Inside the block, let the first SIGINT or SIGTERM write a STOP file.
+
+        It also restores the previous handlers, so that a second signal ends the process at once.
+        Outside the main thread, where handlers cannot be set, this does nothing.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -94,7 +98,7 @@ class Stop:
             restore()
             console.print("stopping after this step (once more to end at once)", highlight=False)
             self._signalled.set()
-            # Not here: the main thread may be in the middle of a request to the same storage.
+            # In a thread: the main thread may be in the middle of a request to the same storage.
             threading.Thread(target=self._tell_workers, name="stop", daemon=True).start()
 
         for number in SIGNALS:
@@ -112,8 +116,11 @@ class Stop:
 
 
 def watching(work: Callable[[], T], check: Callable[[], None]) -> T:
-    """Run `work` in a thread and return what it returns; `check` may end the wait by raising."""
-    # Not the main thread: signals are handled there, and what waits for Ray would hold them up.
+    """Run `work` in a thread and return its result.
+
+    `check` is called every POLL_S seconds and may end the wait by raising.
+    """
+    # Not in the main thread: that handles signals, and a wait for Ray would delay them.
     pool = ThreadPoolExecutor(1, thread_name_prefix="work")
     try:
         future = pool.submit(work)
@@ -121,4 +128,4 @@ def watching(work: Callable[[], T], check: Callable[[], None]) -> T:
             check()
         return future.result()
     finally:
-        pool.shutdown(wait=False)  # it ends when Ray does
+        pool.shutdown(wait=False)  # work that is left behind ends when Ray does

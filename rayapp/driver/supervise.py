@@ -1,4 +1,4 @@
-"""Train with Ray Train, while the driver shows the run's own metrics and listens for a stop."""
+"""Train with Ray Train; meanwhile show the run's metrics, and restart its workers if need be."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import steps_done
 from rayapp.train.spec import AnySpec
 
-ANSWER_S = 10.0  # workers that have not done a step may ignore a STOP for this long
+ANSWER_S = 10.0  # workers that have not done a step are ended so long after a STOP
 NOTE_EVERY_S = 60.0
 
-# glibc gives every large block back to the kernel when it is freed, and a training step on a CPU
-# then spends a sixth of its time faulting pages in again. Kept in the heap, they are reused.
-# And it takes the last-level cache of the whole host for a process's own (480 MiB on a shared
-# Xeon), so that copies below that size read what they are about to overwrite.
+# By default glibc returns every large block to the kernel when it is freed, and a training step on
+# a CPU then spends a sixth of its time on page faults. With the first two settings freed blocks
+# stay in the heap and are reused. glibc also assumes that one process has the last-level cache of
+# the whole host (480 MiB on a shared Xeon), so that copies below that size first read the memory
+# that they overwrite; the third setting uses non-temporal stores from 1 MiB on.
 CPU_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -43,7 +44,7 @@ CPU_ENVIRONMENT = {
 logger = logging.getLogger("rayapp.driver")
 
 AfterFailure = Callable[[Any, Summary | Exception], AnySpec | None]
-"""Return the spec in a form that what ended an attempt may not end again; None: there is none."""
+"""(spec, how the attempt ended): return a spec that may avoid the failure; None: there is none."""
 
 
 def fit(
@@ -55,7 +56,10 @@ def fit(
     console: Console,
     after_failure: AfterFailure,
 ) -> Summary:
-    """Train with Ray Train, again and again if need be; return rank 0's summary.
+    """Train with Ray Train, in as many attempts as it takes; return rank 0's summary.
+
+    Before each attempt it waits for room for the workers. A stop that is requested while there are
+    no workers, or that ended them, gives the summary of `as_it_stands`.
 
     Raises:
         RunFailed: training failed for good, with the first worker's reason, or the lease is lost.
@@ -82,7 +86,7 @@ def fit(
                 ended = _attempt(spec, workers, run, bar, lease, stop, journal, validator)
                 lines = journal.catch_up()
                 if isinstance(ended, Exception):
-                    check()  # what was asked to stop is not started again
+                    check()  # a run that was asked to stop is not started again
                 if isinstance(ended, dict) and ended["status"] != MOVED:
                     if validator is not None:
                         validator.close()
@@ -122,15 +126,15 @@ def _attempt(
     journal: Journal,
     validator: Validator | None,
 ) -> Summary | Exception:
-    """Train once; return rank 0's summary, or what ended it."""
+    """Make one attempt; return rank 0's summary, or the error of Ray or its workers."""
     trainer = _trainer(spec, workers)
-    # Not in the main thread: there Ray Train would replace our handling of signals by an abort.
+    # Not in the main thread: Ray Train would replace our signal handlers there and abort.
     pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
     try:
         fit = pool.submit(trainer.fit)
         _watch(run, bar, fit, lease, stop, journal, validator)
     finally:
-        pool.shutdown(wait=False)  # after a second Ctrl-C it ends when Ray does
+        pool.shutdown(wait=False)  # after a second Ctrl-C the thread ends when Ray does
     error = fit.exception()
     if error is None:
         summary: Summary = fit.result().return_value
@@ -151,7 +155,7 @@ def _pause(seconds: float, check: Callable[[], None]) -> None:
 
 
 def as_it_stands(run: Storage) -> Summary:
-    """Return the summary of a run that is stopped while it has no workers."""
+    """Return the summary of a run that stops without workers: its newest usable checkpoint's."""
     step = steps_done(run)
     return {
         "status": STOPPED,
@@ -165,7 +169,10 @@ def as_it_stands(run: Storage) -> Summary:
 
 
 def entry(spec: AnySpec) -> Callable[[], Summary]:
-    """Return what each worker runs; Ray's controller unpickles it too, and loads nothing for it."""
+    """Return the function that each worker runs.
+
+    It imports inside, so that Ray's controller, which unpickles it too, does not load torch.
+    """
 
     def train() -> Summary:
         from rayapp.driver.worker import work
@@ -185,7 +192,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
     return kit.torch.TorchTrainer(
         entry(spec),
         torch_config=kit.torch.TorchConfig(
-            # Gloo too: parameters in host memory (parallel.cpu_offload) have a norm to sum there.
+            # Gloo too: with parallel.cpu_offload the gradient norm is summed in host memory.
             backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
             timeout_s=cluster.collective_timeout_s,
         ),
@@ -195,7 +202,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
         run_config=kit.RunConfig(
             name=spec.config.run.name,
             storage_path=f"{spec.config.run.storage}/{RAY}",
-            # Every end comes back to fit(), which knows of all attempts, rows and free nodes.
+            # No retries by Ray Train: fit() decides, which knows all attempts, rows and free nodes.
             failure_config=kit.FailureConfig(
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
             ),
@@ -218,10 +225,10 @@ def _watch(
     journal: Journal,
     validator: Validator | None,
 ) -> None:
-    """Follow metrics.jsonl, the run's own record wherever it trains, until `fit` is done.
+    """Show the last line of metrics.jsonl until `fit` is done, and check the lease.
 
-    Workers answer a STOP once they take steps. Before that they may be loading, compiling or
-    waiting for rows, and have nothing to save: they are ended.
+    Workers that take steps answer a STOP themselves. Before the first step they may be loading,
+    compiling or waiting for rows, and have nothing to save: they are ended after ANSWER_S seconds.
     """
     shown, wait_s = _last_line(run), POLL_S if run.local_path() else 4 * POLL_S
     began = noted = time.monotonic()

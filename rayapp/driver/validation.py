@@ -1,11 +1,11 @@
-"""Held-out loss of committed checkpoints, computed beside training where a worker's room is free.
+"""Evaluate committed checkpoints on held-out data during training, where a worker's room is free.
 
     validator = Validator(spec, run, say)
     validator.poll(); ...; validator.close()
 
-The driver looks now and then for a newer commit and gives it to a Ray task of one worker's
-resources, one at a time; a cluster that is full is left alone. Each gives a line of
-`validation.jsonl`. Nothing of it can hold up or end the training.
+Every POLL_S seconds the driver looks for a newer committed checkpoint. If the cluster has room for
+one more worker, a Ray task with a worker's resources evaluates it; one task runs at a time. Each
+result is a line of `validation.jsonl`. A validation that fails is logged and does not end training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("rayapp.driver")
 
 
 class Validator:
-    """Follow the commits of a run."""
+    """Validate the checkpoints of a run as they are committed."""
 
     def __init__(self, spec: AnySpec, run: Storage, say: Callable[[str], None]) -> None:
         self._spec, self._run, self._say = spec, run, say
@@ -41,7 +41,7 @@ class Validator:
         self._task: Any = None
 
     def poll(self) -> None:
-        """Take a result that is there, and start on a commit that is new."""
+        """Take the result of a finished validation; else start one if there is a newer commit."""
         import ray
 
         if self._task is not None:
@@ -58,7 +58,7 @@ class Validator:
             logger.warning("cannot look for checkpoints to validate: %s", error)
 
     def close(self) -> None:
-        """Wait for the validation under way."""
+        """Wait for the validation that is running, if any, and take its result."""
         if self._task is not None:
             self._take()
 
@@ -91,7 +91,7 @@ class Validator:
             self._lines.append(line)
             text = "".join(json.dumps(each) + "\n" for each in self._lines)
             self._run.write(VALIDATIONS, text.encode())
-        except (ray.exceptions.RayError, OSError) as error:  # e.g. retention was quicker
+        except (ray.exceptions.RayError, OSError) as error:  # e.g. the checkpoint was deleted first
             logger.warning("a checkpoint was not validated: %s", last_line(error))
             return
         self._say(f"checkpoint of step {line['step']}: held-out {held_out(line)}")

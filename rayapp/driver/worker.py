@@ -1,4 +1,4 @@
-"""What Ray Train runs on each worker."""
+"""The function that Ray Train runs on each worker: read rows from Ray Data and train one rank."""
 
 from __future__ import annotations
 
@@ -30,20 +30,24 @@ logger = logging.getLogger("rayapp.driver")
 
 
 def work(spec: AnySpec) -> Summary:
-    """Train as one of Ray Train's workers."""
+    """Train this worker's rank and return its summary.
+
+    Errors that all ranks raise together become a summary: `moved` if another attempt can go on,
+    `failed` if it would meet the same error again. Other errors are raised.
+    """
     shard = ray.train.get_dataset_shard("train")
     rows = spec.steps(shard, dist.get_world_size())
-    # Ray Data takes seconds to deliver its first block; the model is built meanwhile.
+    # Ray Data takes seconds to deliver its first block; meanwhile this thread builds the model.
     pool = ThreadPoolExecutor(1, thread_name_prefix="first-rows")
     first = pool.submit(next, rows, None)
-    pool.shutdown(wait=False)  # rows that never come must not hold up an error
+    pool.shutdown(wait=False)  # an error must not wait for rows that never come
     with Steps(spec.config.run.name, dist.get_rank()) as gauges:
 
         def open_steps(step: int) -> Iterator[Any]:
             head = _first(first, spec.config.cluster.collective_timeout_s)
             if head is None:
                 return iter(())
-            if head.step != step:  # a checkpoint was committed, or refused, between two looks
+            if head.step != step:  # a checkpoint was committed or refused after the data started
                 raise StartAgain(f"the data start at step {head.step}, the checkpoint at {step}")
             return itertools.chain([head], rows)
 
@@ -59,14 +63,14 @@ def work(spec: AnySpec) -> Summary:
         except StartAgain as error:
             return {"status": MOVED, "notice": False, "again": True, "reason": str(error)}
         except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
-            # All ranks raise these together, and a restart would only find the same again.
+            # All ranks raise these together, and another attempt would raise the same again.
             if isinstance(error, BadLoss):
                 gauges.bad_step()
             return {"status": FAILED, "reason": str(error)}
 
 
 def _first(rows: Future[Any], timeout_s: float) -> Any:
-    """Return this rank's first rows.
+    """Wait up to `timeout_s` seconds for this rank's first step; return it, or None at the end.
 
     Raises:
         RuntimeError: they have not come in time.
@@ -81,7 +85,7 @@ def _first(rows: Future[Any], timeout_s: float) -> Any:
 
 
 def preemption() -> str | None:
-    """Say which of the ranks' nodes are being taken away; all ranks call it together."""
+    """Say which ranks' nodes are being preempted, None if none; all ranks must call it together."""
     kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
     info = kit.get_preemption_info()
     if info is None:
@@ -92,7 +96,7 @@ def preemption() -> str | None:
 
 
 def _free_workers(config: RunConfig) -> Callable[[], int] | None:
-    """Return what counts the workers that could be added to this group, if any may be."""
+    """Return a function that counts the workers that could join; None if the group is complete."""
     missing = config.cluster.max_workers - dist.get_world_size()
     if not missing:
         return None
