@@ -20,9 +20,7 @@ from rayapp.config import RunConfig
 from rayapp.driver.ray_session import uses_gpus
 
 POLL_S = 1.0
-SETTLE_S = (
-    5.0  # room for fewer than all must stay the same this long: nodes come and go in groups
-)
+SETTLE_S = 5.0  # room for fewer than all must stay the same this long: nodes come and go in groups
 NOTE_EVERY_S = 30.0
 CONNECT_S = 2.0
 PROBES = 32  # nodes that are probed at once

@@ -1,1 +1,1 @@
-"""Training on one rank, with torch alone."""
+"""Training on one rank, with torch and without a cluster."""

@@ -1,12 +1,12 @@
-"""The training loop: model, optimizer and rows in, records out. It knows torch and no cluster.
+"""The training loop: it takes a model, optimizers and rows, and yields a record of each step.
 
     for record in train(engine, steps): log.write(record)
 
-Runs wherever a process group does: in Ray Train workers and under torchrun alike. A step is one
-optimizer step over the whole global batch: every rank runs its micro-batches, the loss is divided
-by the weight of all of them (loss-bearing tokens, or images), and the gradients are summed. One
-small all-reduce in host memory, behind the first forward pass, carries all that the ranks must
-agree on (agreement.py).
+It needs torch and a process group, and no cluster: it runs in Ray Train workers and under torchrun.
+A step is one optimizer step over the global batch. Each rank runs its micro-batches (gradient
+accumulation), divides each loss by the weight of the global batch (loss-bearing tokens, or images),
+and the gradients are summed over ranks. One small all-reduce in host memory, which overlaps the
+first forward pass, carries what the ranks must agree on (step_sync.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rayapp.train.step_sync import STAY, Agreement
 logger = logging.getLogger("rayapp.train.loop")
 
 MAX_SKIPS = 16  # bad steps in a row before the run ends
-CLIP_EPS = 1e-6  # what PyTorch adds to a norm before it divides by it
+CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
 
 
 class BadLoss(RuntimeError):
@@ -50,7 +50,7 @@ class BadLoss(RuntimeError):
 
 
 class Batch(Protocol):
-    """What a rank takes of a step: m micro-batches of b rows."""
+    """One rank's part of a step: m micro-batches of b rows."""
 
     @property
     def step(self) -> int:
@@ -58,24 +58,24 @@ class Batch(Protocol):
 
     @property
     def rows(self) -> np.ndarray[Any, Any]:
-        """int64 [m, b], number of the row in the data set, EMPTY where there is none."""
+        """int64 [m, b]: the number of each row in the data set, EMPTY where there is no row."""
 
     def sums(self) -> tuple[int, ...]:
-        """Return what is summed over ranks; first, the weight that the loss is divided by."""
+        """Return the counts to sum over ranks; the first is the weight that divides the loss."""
 
     def digest(self) -> int:
-        """Return the sum of the rows' digests, whatever rank they are on."""
+        """Return the sum of the rows' digests, to be summed over ranks."""
 
     def weight(self, i: int, j: int) -> int:
-        """Return by what the loss of one row is divided."""
+        """Return the weight of row j of micro-batch i, which divides the loss of this row alone."""
 
     def inputs(self, i: int, rows: slice = slice(None)) -> Mapping[str, object]:
-        """Return what the model takes of a micro-batch, arrays and numbers by name."""
+        """Return the model's inputs (arrays and numbers) for micro-batch i or some of its rows."""
 
 
 @dataclass
 class Engine:
-    """What a step needs; `model(**inputs(...))` returns sums: (objective, cross-entropy, ...)."""
+    """What a step needs. `model(**inputs(...))` returns (objective, cross-entropy, ...) as sums."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -88,37 +88,39 @@ class Engine:
     rows_per_epoch: int = 1
     rows_per_step: int = 1
     save: Callable[[int], None] = field(default=lambda step: None)
-    """Save after this many steps. Called on all ranks together; may read the weights meanwhile."""
+    """Save a checkpoint of so many steps. All ranks call it together; it may return while it still
+    reads the weights."""
     settle: Callable[[], None] = field(default=lambda: None)
     """Wait until the last save has read the weights."""
     being_read: bool = False
-    """A save was made, and `settle` was not called since."""
+    """Whether a save was started and `settle` has not been called since."""
     stalls: list[float] = field(default_factory=list)
-    """For each save the seconds that steps stood still for it, in `save` and in `settle`."""
+    """Of each save, the seconds that training waited for it in `save` and in `settle`."""
     save_due: Callable[[int], bool] = field(default=lambda step: False)
     leave_due: Callable[[], int] = field(default=lambda: STAY)
-    """STAY, STOP or MOVE; on rank 0, for all, and STAY on the others."""
+    """Whether to leave after this step: rank 0 answers STAY, STOP or MOVE, other ranks STAY."""
     look_due: Callable[[], bool] = field(default=lambda: False)
-    """Whether to call `look` in this step; on rank 0, for all, and False on the others."""
+    """Whether all ranks call `look` in this step: rank 0 decides, other ranks answer False."""
     look: Callable[[], int] = field(default=lambda: STAY)
-    """STAY, STOP or MOVE, the same on all ranks, which call it together."""
+    """Return STAY, STOP or MOVE, the same on all ranks, which call it together."""
     left: int = STAY
-    """Why the loop ended before its steps did."""
+    """Why the loop ended before the last step (STOP or MOVE), else STAY."""
     spikes: Spikes | None = None
-    """None: only what is not finite is bad."""
+    """What tells a spike; None: a step is bad only if its loss or gradient norm is not finite."""
     skip_bad: bool = False
-    """Leave the weights as they are after a bad step and go on, instead of raising BadLoss."""
+    """Skip the update of a bad step and go on, instead of raising BadLoss."""
     skips: int = 0
-    """Bad steps in a row until now; the MAX_SKIPS-th one raises BadLoss all the same."""
+    """Bad steps in a row so far; the MAX_SKIPS-th one raises BadLoss even with `skip_bad`."""
     unit: Unit = TOKENS
     record: Callable[[dict[str, Any], tuple[int, ...], float, float], StepRecord] | None = None
-    """Make a step's record of what all have, the batch's sums, the sum of losses, and seconds."""
+    """Make a step's record from (fields common to all kinds, sums of `Batch.sums` over ranks, sum
+    of losses, seconds without checkpoint stalls and evaluation)."""
     last_of_step: Callable[[bool], None] = field(default=lambda last: None)
-    """Told before each micro-batch whether it is the step's last on this rank."""
+    """Called before each micro-batch with whether it is the last of the step on this rank."""
     updated: Callable[[bool], None] = field(default=lambda skipped: None)
-    """Called on all ranks together when the weights are updated, or were left as they are."""
+    """Called on all ranks after the update with whether the step was bad and left the weights."""
     evaluate: Callable[[], HeldOut] | None = None
-    """Return figures of the held-out data, named as in a record."""
+    """Evaluate the held-out data; return figures named as in a record."""
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
     peaks: Peaks = field(init=False)
 
@@ -127,23 +129,24 @@ class Engine:
 
 
 class Update(NamedTuple):
-    """What a step has done to the weights; the same on all ranks, but for the seconds."""
+    """The result of a step; the same on all ranks except for `waited_s`."""
 
     loss_sum: float
-    """In nats, over all ranks."""
+    """Nats, summed over all ranks."""
     grad_norm: float
-    """Before clipping."""
+    """Global norm before clipping."""
     skipped: bool
-    """The step was bad, and the weights are as they were."""
+    """Whether the step was bad, so that the weights are unchanged."""
     waited_s: float
-    """How long the weights had to wait for a save that was reading them."""
+    """Seconds that the update waited for a save that was reading the weights."""
 
 
 def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
-    """Run every step of `steps` and yield its record; end early to leave.
+    """Run the steps and yield a record of each.
 
-    A save that was asked for is made after its step. Who leaves saves without evaluating before,
-    sets `engine.left`, and as the last thing yields the record of the step it saved.
+    After a step, all ranks evaluate if it is due, then save if rank 0 said so. If they agree to
+    leave (`leave_due` or `look`), they skip the evaluation, save, yield the record of this step,
+    set `engine.left` and end.
 
     Raises:
         BadLoss: before the optimizer has used what is not finite, or a spike; where such steps are
@@ -166,7 +169,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         done = batch.step + 1
         evaluated = time.perf_counter()
         held_out: HeldOut = {}
-        # Who leaves has no time for it: a node that is taken away stays for minutes at most.
+        # No evaluation before leaving: a preempted node stays for minutes at most.
         if engine.evaluate is not None and not leave and engine.eval_due(done):
             held_out = engine.evaluate()
         eval_s = time.perf_counter() - evaluated
@@ -208,7 +211,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
 
 
 def agree(engine: Engine, batch: Batch) -> Agreement:
-    """Begin to sum over ranks what the step must know."""
+    """Start the all-reduce of the step's sums and digest, and of what rank 0 decides."""
     return Agreement(
         batch.sums(),
         batch.digest(),
@@ -220,20 +223,23 @@ def agree(engine: Engine, batch: Batch) -> Agreement:
 
 
 def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
-    """Update the weights once, unless the step is bad and such are skipped."""
+    """Run one optimizer step over the global batch; skip the update if the step is bad.
+
+    A bad step raises BadLoss instead, on all ranks, unless `engine.skip_bad`.
+    """
     losses, summing, last = [], None, len(batch.rows) - 1
     for i in range(last + 1):
         engine.last_of_step(i == last)
         with engine.peaks.phase("forward"):
             objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
         losses.append(loss.detach())
-        if i == last:  # behind the last backward pass
+        if i == last:  # overlaps the last backward pass
             whole = torch.stack(losses).double().sum()
             summing = dist.all_reduce(whole, async_op=True)
         with engine.peaks.phase("backward"):
-            # Gradients of all ranks are summed, never averaged: this division is the only one.
+            # Gradients are summed over ranks, never averaged: this is the only division.
             (objective / agreement.wait().weight).backward()
-        del objective, loss  # or the next forward pass would hold this one's graph
+        del objective, loss  # else this graph would live through the next forward pass
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
         assert summing is not None, "a step has a micro-batch, and every rank is in the group"
@@ -256,7 +262,7 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
 
 
 def settle(engine: Engine) -> float:
-    """Wait until the last save has read the weights; return the seconds of that."""
+    """Wait until the last save has read the weights; return the seconds that this took."""
     if not engine.being_read:
         return 0.0
     asked = time.perf_counter()
@@ -266,7 +272,10 @@ def settle(engine: Engine) -> float:
 
 
 def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:
-    """Say whether the optimizer must not use this step: the same on all ranks."""
+    """Say whether the step must not update the weights; `loss` is in nats per token or image.
+
+    All ranks get the same answer. The loss of a step that is not bad joins `engine.spikes`.
+    """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return True
     return engine.spikes is not None and engine.spikes.is_spike(loss)
@@ -275,7 +284,7 @@ def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:
 def inputs(
     batch: Batch, i: int, device: torch.device, rows: slice = slice(None)
 ) -> dict[str, object]:
-    """Return what the model takes of a micro-batch (or of some of its rows), on the device."""
+    """Return the model's inputs for micro-batch i (or some of its rows), arrays on the device."""
     return {
         name: torch.from_numpy(value).to(device, non_blocking=True)
         if isinstance(value, np.ndarray)
@@ -285,9 +294,9 @@ def inputs(
 
 
 def clip(model: nn.Module, limit: float | None) -> float:
-    """Clip the gradient to a global norm over all shards and return the norm before.
+    """Clip the gradient to a global norm over all shards; return the norm before clipping.
 
-    As nn.utils.clip_grad_norm_, but gradients that are short enough are not read again.
+    Like nn.utils.clip_grad_norm_, but gradients within the limit are not rescaled by 1.
     """
     parameters = list(model.parameters())
     norm = nn.utils.get_total_norm(each.grad for each in parameters if each.grad is not None)
@@ -298,7 +307,7 @@ def clip(model: nn.Module, limit: float | None) -> float:
 
 
 def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) -> None:
-    """Say which step and rows are bad: in the log of rank 0 if such are skipped, else by raising.
+    """Name the bad step and rows: rank 0 logs them if bad steps are skipped, else all ranks raise.
 
     Raises:
         BadLoss: on all ranks.
@@ -341,7 +350,10 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
 
 @torch.no_grad()
 def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int]]:
-    """Run the forward pass row by row on all ranks; return (loss, row), worst first."""
+    """Run the forward pass row by row on all ranks; return (loss, row) of all, worst first.
+
+    The loss is in nats per token or image of the row; losses that are not finite come first.
+    """
     found = []
     for (i, j), row in np.ndenumerate(batch.rows):
         _, loss, *_ = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
@@ -359,7 +371,10 @@ def evaluate(
     batches: Iterable[Any],
     measure: Callable[[Any, int, Any], Sequence[float]],
 ) -> list[float]:
-    """Return sums over all ranks' batches of what `measure(batch, i, output)` gives."""
+    """Run the model in eval mode on all micro-batches; return what `measure` gives, summed.
+
+    `measure(batch, i, output)` returns figures of micro-batch i; they are summed over all ranks.
+    """
     engine.model.eval()
     sums = []
     for batch in batches:

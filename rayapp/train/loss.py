@@ -1,11 +1,11 @@
-"""Cross-entropy that never holds all logits, summed so that one division normalises it.
+"""Cross-entropy in chunks, which never holds all logits; it returns sums, not means.
 
     objective, loss_sum = chunked_cross_entropy(hidden, lm_head.weight, labels, chunk=4096)
     (objective / valid_tokens_of_the_whole_global_batch).backward()
 
-The gradient of a chunk is computed with its loss, while its logits exist, and only the gradients
-of the hidden states and of the weight are kept: each logit is computed once, and at most
-`chunk * vocabulary` of them exist (once in the compute dtype, once as fp32 log-probabilities).
+The forward pass computes each chunk's gradient together with its loss, while its logits exist, and
+keeps only the gradients of the hidden states and of the weight. So each logit is computed once, and
+at most `chunk * vocabulary` exist (once in the compute dtype, once as fp32 log-probabilities).
 The idea is Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Softmax and
 sums are at least fp32 whatever the compute dtype.
 """
@@ -34,14 +34,14 @@ def chunked_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (objective, cross-entropy), sums in nats over labels that are not IGNORE.
 
-    The objective is what to differentiate: the cross-entropy against the label with the share
-    1 - label_smoothing and all words alike with the rest (Szegedy et al. 2016, arXiv 1512.00567),
-    plus z_loss times the squared log of the softmax's sum (Chowdhery et al. 2022, arXiv
-    2204.02311). With both 0 the two are equal; the second has no gradient.
+    Differentiate the objective. It is the cross-entropy against a target that gives the label
+    1 - label_smoothing and spreads the rest evenly over the vocabulary (Szegedy et al. 2016, arXiv
+    1512.00567), plus z_loss times the squared log of the softmax's sum (Chowdhery et al. 2022,
+    arXiv 2204.02311). With both 0 it equals the cross-entropy, which has no gradient.
 
-    Shapes: hidden [..., H], weight [V, H], labels [...] (aligned: labels are the next tokens),
-    bias [V] -> fp32 scalars (fp64 for fp64). `chunk` is in tokens; 0 takes all at once. Without a
-    weight, `hidden` are the logits [..., V] themselves.
+    Shapes: hidden [..., H], weight [V, H], labels [...] (already shifted: the label of a position
+    is its next token), bias [V] -> fp32 scalars (fp64 for fp64). `chunk` is in tokens; 0 takes all
+    at once. Without a weight, `hidden` holds the logits [..., V].
     """
     tokens = labels.numel()
     objective, loss = _ChunkedCrossEntropy.apply(
@@ -52,7 +52,7 @@ def chunked_cross_entropy(
         chunk or max(tokens, 1),
         z_loss,
         label_smoothing,
-        torch.is_grad_enabled(),  # forward() runs without it and could not tell
+        torch.is_grad_enabled(),  # always False inside forward()
     )
     return objective, loss
 
@@ -63,10 +63,10 @@ def liger_cross_entropy(
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same by the kernel of liger-kernel, which chooses its chunks itself.
+    """Return the same with liger-kernel's fused kernel, which chooses its own chunks.
 
-    Needs that package and a GPU (or Triton's interpreter). Sums over chunks are fp32. Logits that
-    are there already (no weight) leave nothing to fuse: chunked_cross_entropy takes them.
+    It needs that package and a GPU (or Triton's interpreter); sums over chunks are fp32. Without a
+    weight there is nothing to fuse, and chunked_cross_entropy computes the loss.
     """
     if weight is None:
         return chunked_cross_entropy(hidden, None, labels)
@@ -119,10 +119,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 added += torch.where(valid, extra + z_loss * log_z**2, 0).sum()
             if not (of_hidden or of_weight or of_bias):
                 continue
-            # d loss / d logits = softmax - one-hot of the target, written over the logits, unless
-            # those are the caller's. At the target it is e^log_p - 1, rounded once: near 0 a
-            # difference of bf16 would vanish. Rows that are ignored are cleared in what is [c, H],
-            # not in what is [c, V].
+            # d loss / d logits = softmax - one-hot of the target; it overwrites the logits, unless
+            # they are the caller's. At the target it is expm1(log_p), rounded once: p - 1 in bf16
+            # would be lost near 0. Ignored rows are zeroed in the [c, H] products, not in [c, V].
             room = logits if weight is not None or grad_hidden is None else grad_hidden[part]
             if z_loss or smoothing:
                 slope, share = 1 + 2 * z_loss * log_z, smoothing / logits.shape[1]
@@ -152,8 +151,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         gradient, _ = gradients
-        # fp32 sums are scaled in place (a second backward is then refused by autograd's own
-        # check); what is bf16 is scaled in fp32, as 1 / valid_tokens would lose 8 bits in bf16.
+        # fp32 sums are scaled in place, so autograd's own check refuses a second backward pass.
+        # bf16 gradients are scaled in fp32, as 1 / valid_tokens in bf16 has only 8 bits.
         hidden, weight, bias = (
             None if saved is None else saved.to(gradient.dtype).mul_(gradient).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -166,4 +165,4 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.addmm_(a, b)
         return
     for part, rows in zip(total.split(LOSS_WORDS), a.split(LOSS_WORDS), strict=True):
-        part += rows @ b  # in parts: the product would be as large as the head
+        part += rows @ b  # in parts: the whole product would be as large as the head's weight

@@ -1,10 +1,10 @@
-"""Tell a step whose loss is far above those before it.
+"""Detect a step whose loss is far above the losses of the steps before it.
 
     spikes = Spikes(sigmas=6.0)
     if spikes.is_spike(loss): ...      # else the loss joins those before it
 
-Every rank has the same losses and so decides the same. The losses are state of the run: they go
-into checkpoints, so that a resumed run decides as one that was never interrupted.
+All ranks have the same losses and so decide alike. Checkpoints hold the losses, so that a resumed
+run decides like one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Iterable
 
 WINDOW = 64  # losses that a step is compared with
-FEWEST = 16  # with fewer, nothing is a spike
-SMALLEST_SPREAD = 1e-3  # of the mean: losses that hardly differ make no spike of a small step
+FEWEST = 16  # with fewer, no finite loss is a spike
+SMALLEST_SPREAD = 1e-3  # of the mean, so that nearly equal losses make no spike of a small rise
 
 
 class Spikes:
-    """The losses of the last steps that were not spikes, in nats per token."""
+    """The losses of the last WINDOW steps that were not spikes, in nats per token or image."""
 
     def __init__(self, sigmas: float, losses: Iterable[float] = ()) -> None:
         self.sigmas = sigmas
         self.losses = deque(losses, WINDOW)
 
     def is_spike(self, loss: float) -> bool:
-        """Compare a step's loss with those before it; what is not finite is a spike always.
+        """Say whether a loss is a spike (always, if not finite); if not, add it to the losses.
 
         >>> spikes = Spikes(6.0, [2.0, 2.1] * 8)
         >>> spikes.is_spike(2.3), spikes.is_spike(3.1), len(spikes.losses)
@@ -39,7 +39,7 @@ class Spikes:
         return False
 
     def threshold(self) -> float:
-        """Return the loss from which on a step is a spike; infinity while there are too few."""
+        """Return the loss above which a step is a spike; infinity with fewer than FEWEST losses."""
         if len(self.losses) < FEWEST:
             return math.inf
         mean = statistics.fmean(self.losses)

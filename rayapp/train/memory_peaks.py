@@ -1,10 +1,11 @@
-"""The most memory that this process held in each phase of a step.
+"""Measure the most memory that this process held in each phase of a step, in GiB.
 
     peaks = Peaks(device)
     with peaks.phase("forward"): ...
     peaks.take()                     # {"forward": 1.3, "backward": 2.1, "optimizer": 1.9} GiB
 
-On a GPU it is what tensors take (the allocator's cache apart), elsewhere resident memory.
+On a GPU this is the memory of tensors, without the allocator's cache; elsewhere it is the resident
+memory of the process.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ import torch
 
 from rayapp.hardware import GIB
 
-STATUS_BYTES = 8192  # of /proc/self/status, which has some 1,500
+STATUS_BYTES = 8192  # to read of /proc/self/status, which has some 1,500
 PHASES = ("forward", "backward", "optimizer")
 
 
 class Peaks:
-    """Peaks by phase, and of all."""
+    """The peak of each phase, and of the whole time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.highest_gib = 0.0
-        """Of the whole time so far, what came before the first phase too."""
+        """Of the whole time so far, including the time before the first phase."""
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._resident = None if device.type == "cuda" else _Resident()
         self._note(None)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one phase; the peaks of several passes through it are one."""
+        """Measure one phase; if a step enters it several times, the highest peak counts."""
         self._note(None)
         yield
         self._note(name)
 
     def take(self) -> dict[str, float]:
-        """Return GiB by phase since the last call."""
+        """Return the peaks since the last call, in GiB by phase."""
         taken, self._phases = self._phases, dict.fromkeys(PHASES, 0.0)
         return taken
 
     def _note(self, phase: str | None) -> None:
-        """Book the peak since the last call on a phase, and begin anew."""
+        """Record the peak since the last call, for a phase if one is named, and reset it."""
         if self._resident is None:
             peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -57,7 +58,7 @@ class Peaks:
 
 
 class _Resident:
-    """This process's resident memory, from files that stay open: several reads a step."""
+    """This process's resident memory; its files stay open, as a step reads them several times."""
 
     def __init__(self) -> None:
         self._status = os.open("/proc/self/status", os.O_RDONLY)
@@ -68,7 +69,7 @@ class _Resident:
         os.close(self._clear)
 
     def peak_gib(self) -> float:
-        """Return the peak since the last call."""
+        """Return the peak since the last call, in GiB."""
         text = os.pread(self._status, STATUS_BYTES, 0)
         kib = int(text[text.index(b"VmHWM:") + 6 :].split(None, 1)[0])
         os.pwrite(self._clear, b"5", 0)  # the peak becomes what is resident now: proc(5)

@@ -1,9 +1,9 @@
-"""The optimizers: which parameters decay, and the learning rate as a pure function of the step.
+"""The optimizers, their weight-decay groups, and the learning rate as a function of the step.
 
     optimizers = make_optimizers("adamw", model, lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
     set_lr(optimizers, lr_at(step, peak=3e-4, schedule="cosine", warmup_steps=100, num_steps=5000))
 
-The schedule holds no state, so a resume has nothing to restore and nothing to get wrong.
+The schedule holds no state, so a resume has nothing to restore.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def lr_at(
 ) -> float:
     """Return the learning rate of a step (from 0); `floor` is the final share of the peak, 0-1.
 
-    `wsd` (warm up, stay, decay) stays at the peak and falls linearly over the last share `decay`
-    of all steps (Hu et al. 2024, arXiv 2404.06395).
+    The rate rises linearly over `warmup_steps`, then follows the schedule. `wsd` (warm-up, stable,
+    decay) stays at the peak and falls linearly over the last `decay` (0-1) of all steps (Hu et al.
+    2024, arXiv 2404.06395).
 
     >>> lr_at(0, peak=1.0, schedule="cosine", num_steps=10, warmup_steps=4)
     0.25
@@ -58,9 +59,9 @@ def lr_at(
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split trainable parameters: matrices decay; norms, biases and embeddings do not.
+    """Split trainable parameters into groups with weight decay (matrices) and without.
 
-    An embedding tied to the output layer is an embedding.
+    Norms, biases and embeddings do not decay; nor does an embedding tied to the output layer.
     """
     embeddings = {
         id(parameter)
@@ -79,9 +80,9 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 class Lars(torch.optim.Optimizer):
-    """SGD whose rate is scaled in each layer by its weights' norm over its gradient's.
+    """SGD with momentum whose rate is scaled per layer by the weights' norm over the gradient's.
 
-    Only matrices and kernels are scaled, as norms and biases have no decay. Source: You et al.,
+    Only parameters of two or more dimensions are scaled, not norms and biases. Source: You et al.,
     "Large Batch Training of Convolutional Networks", 2017, arXiv 1708.03888, algorithm 1.
     """
 
@@ -111,7 +112,7 @@ class Lars(torch.optim.Optimizer):
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a whole tensor, of which this rank may hold a part."""
+    """Return the norm of a whole tensor, of which this rank may hold only a shard."""
     norm = torch.linalg.vector_norm(tensor.detach())
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -125,7 +126,7 @@ def make_image_optimizer(
     momentum: float,
     betas: tuple[float, float],
 ) -> torch.optim.Optimizer:
-    """Return what updates all parameters of an image classifier; call it after sharding."""
+    """Return the optimizer of an image classifier; call it after sharding."""
     groups = decay_groups(model, weight_decay)
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
@@ -138,12 +139,12 @@ def make_image_optimizer(
 def make_optimizers(
     kind: str, model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> list[torch.optim.Optimizer]:
-    """Return what updates all trainable parameters; call it after sharding.
+    """Return the optimizers of all trainable parameters; call it after sharding.
 
-    adamw is PyTorch's fused one; adamw8bit keeps both moments of the larger parameters in 8 bits,
-    by blocks of 256 (torchao). muon orthogonalizes the momentum of matrices between hidden layers,
-    scaled to the size of AdamW's updates so that one learning rate serves (Liu et al. 2025, arXiv
-    2502.16982); all else, embeddings and the output layer too, is left to AdamW.
+    adamw is PyTorch's fused AdamW. adamw8bit keeps both moments of the larger parameters in 8 bits,
+    in blocks of 256 (torchao). muon orthogonalizes the momentum of the hidden layers' matrices and
+    scales it to the size of AdamW's updates, so that both use one learning rate (Liu et al. 2025,
+    arXiv 2502.16982); AdamW updates all other parameters, with embeddings and output layer.
     """
     groups = decay_groups(model, weight_decay)
     if kind == "adamw":
@@ -152,8 +153,8 @@ def make_optimizers(
         from torch._functorch import config as functorch_config
         from torchao.optim import AdamW8bit
 
-        # torchao compiles its step. The cache on disk does not tell its 8-bit tensors of one size
-        # from those of another (they have no stable hash), and ranks hold shards of other sizes.
+        # torchao compiles its step. The compile cache on disk confuses 8-bit tensors of different
+        # sizes (they have no stable hash), and the shards of two ranks may differ in size.
         functorch_config.enable_autograd_cache = False
         return [AdamW8bit(groups, lr=lr, betas=betas)]
     assert kind == "muon", kind
@@ -174,7 +175,7 @@ def make_optimizers(
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable weights of linear layers, without the output layer."""
+    """Return the trainable weights of all linear layers except the output layer."""
     heads = {
         id(module.get_output_embeddings())
         for module in model.modules()
@@ -191,7 +192,7 @@ def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
     """Set the learning rate of every group."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):  # torchao compiles its step with it
+            if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads it
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr

@@ -1,10 +1,10 @@
-"""What one rank does from its first line to its last, with or without Ray.
+"""Run one rank of a training run from start to end, with or without Ray.
 
     summary = train_rank(spec, RankContext(device, open_steps))
 
-Every rank runs the same lines: build the model, restore the newest usable checkpoint, train,
-evaluate, export. In a Ray Train worker the rows come from Ray Data; under torchrun they are read
-directly.
+Every rank does the same: it builds the model, restores the newest usable checkpoint, trains,
+evaluates and exports. A Ray Train worker gets its rows from Ray Data; a process under torchrun
+reads them directly.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ from rayapp.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where a rank trains, and how it reaches what is around it."""
+    """The device of a rank, its rows, and its view of the cluster around it."""
 
     device: torch.device
     open_steps: Callable[[int], Iterator[Any]]
-    """Return this rank's rows from a step on."""
+    """Return an iterator over this rank's batches, from the given step (from 0) on."""
     preemption: Callable[[], str | None] = lambda: None
-    """Return which of the run's nodes are being taken away; all ranks call it together."""
+    """Say which nodes of the run are being preempted, None if none; all ranks call it together."""
     free_workers: Callable[[], int] | None = None
-    """Return how many more workers could be placed; None: no more are wanted."""
+    """Return how many more workers the cluster has room for; None: the run wants no more."""
     on_record: Callable[[StepRecord], None] = lambda record: None
-    """Take each step's record, on every rank."""
+    """Called with each step's record, on every rank."""
 
 
 def train_rank(spec: AnySpec, context: RankContext) -> Summary:
-    """Train, evaluate and export; return a summary of plain values (rank 0's is the run's)."""
+    """Train, and if all steps are done evaluate and export; return a summary of plain values.
+
+    Rank 0's summary becomes the run's.
+    """
     phases = Phases()
     storage, rank = open_storage(spec.run_url), dist.get_rank()
     torch.manual_seed(spec.config.run.seed * 1_000_003 + rank)
@@ -107,13 +110,16 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
 
 
 def make_saver(spec: AnySpec, storage: Storage, log: metrics.MetricsLog | None) -> Checkpointer:
-    """Return what saves this run's checkpoints; `log` is rank 0's."""
+    """Return this run's Checkpointer; `log` is the metrics log on rank 0, None on other ranks.
+
+    Before an asynchronous save commits, it waits until the record of its step is stored.
+    """
     settings = spec.config.checkpoint
     return Checkpointer(
         storage,
         keep=settings.keep,
         asynchronous=settings.asynchronous,
-        # A synchronous save ends before its step has a record.
+        # A synchronous save commits before its step has a record, so it cannot wait for one.
         before_commit=log.wait_stored if log and settings.asynchronous else lambda step: None,
     )
 
@@ -125,7 +131,7 @@ def train(
     log: metrics.MetricsLog | None,
     phases: Phases,
 ) -> StepRecord | None:
-    """Run the steps and hand on their records; return the last one."""
+    """Run the steps from `first_step` on, log their records (rank 0), and return the last one."""
     last: StepRecord | None = None
     for record in loop.train(engine, context.open_steps(first_step)):
         if last is None:
@@ -139,7 +145,7 @@ def train(
 
 
 def status_of(engine: loop.Engine, complete: bool) -> str:
-    """Say how training ended: done, moved (to start again elsewhere) or stopped."""
+    """Say how training ended: done, moved (the workers left to be started again) or stopped."""
     if complete:
         return DONE
     return MOVED if engine.left == MOVE else STOPPED
@@ -152,7 +158,7 @@ def schedule(
     saver: Checkpointer,
     leaving: LeaveWatcher | None,
 ) -> None:
-    """Set when the loop evaluates, how it saves, and on rank 0 when it saves and leaves."""
+    """Tell the engine how to save and when to evaluate; on rank 0 also when to save and leave."""
     cadence = Cadence(spec.config, spec.order.num_steps)
 
     def save(step: int) -> None:

@@ -1,4 +1,4 @@
-"""When a rank saves and evaluates, and when rank 0 has a reason to leave."""
+"""Decide when ranks save and evaluate, and when rank 0 has a reason for all to leave."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger("rayapp.training")
 
 
 class Cadence:
-    """When to save and evaluate."""
+    """Decide after which steps to save and to evaluate."""
 
     def __init__(self, config: RunConfig, num_steps: int) -> None:
         self.config, self.num_steps = config, num_steps
         self.saved_at = time.monotonic()
 
     def save_due(self, step: int) -> bool:
-        """Say whether to save after this step; rank 0's answer is taken by all."""
+        """Say whether to save after this many steps; only rank 0 is asked, and all ranks follow."""
         every_steps, every_s = self.config.checkpoint.every_steps, self.config.checkpoint.every_s
         due = step == self.num_steps or bool(every_steps and step % every_steps == 0)
         due = due or bool(every_s and time.monotonic() - self.saved_at >= every_s)
@@ -36,16 +36,18 @@ class Cadence:
         return due
 
     def eval_due(self, step: int) -> bool:
-        """Say whether to evaluate after this step; the last evaluation comes after the loop."""
+        """Say whether to evaluate after this many steps; not after the last one, where the final
+        evaluation follows the loop."""
         every = self.config.eval.every_steps
         return bool(every and step % every == 0 and step < self.num_steps)
 
 
 class LeaveWatcher:
-    """Look every few seconds, in a thread of rank 0, whether there is a reason to leave.
+    """Look for reasons to leave in a thread of rank 0.
 
-    A stop is asked for by a file in the run's folder. `room` says how many more workers could be
-    placed; once some could, twice in a row, the workers leave so that more of them are started.
+    Every STOP_POLL_S seconds it looks for the STOP file in the run's folder, and every ROOM_POLL_S
+    seconds it asks `room` how many more workers the cluster has room for. If some fit twice in a
+    row, the workers leave (MOVE), so that the driver starts more of them.
     """
 
     def __init__(self, storage: Storage, room: Callable[[], int] | None = None) -> None:
@@ -53,16 +55,16 @@ class LeaveWatcher:
         self._leave, self._closed = STAY, threading.Event()
         self._noticed_at = time.monotonic()
         self.reason = ""
-        """Why the workers move, for a person."""
+        """Why the workers move, as text for the user."""
         self._thread = threading.Thread(target=self._watch, name="leaving", daemon=True)
         self._thread.start()
 
     def due(self) -> int:
-        """Return STAY, STOP or MOVE."""
+        """Return STAY, STOP or MOVE, as the thread found it last."""
         return self._leave
 
     def look_due(self) -> bool:
-        """Say whether it is time for all ranks to ask whether a node is being taken away."""
+        """Say whether all ranks should ask for preemptions: every NOTICE_POLL_S seconds."""
         now = time.monotonic()
         due = now - self._noticed_at >= NOTICE_POLL_S
         if due:

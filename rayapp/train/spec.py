@@ -1,10 +1,10 @@
-"""What a rank is told, whatever it trains: one frozen description, pickled by Ray.
+"""The description of a run that every rank gets: a frozen dataclass, which Ray pickles.
 
     spec = RunSpec("rayapp.finetune", config, prepared, order, run_url)
     trainer = spec.build(device)
 
-The functions of a kind of run are found by the name of their package, so that Ray's controller,
-which unpickles a spec too, does not import torch for it.
+The spec names the package of its kind of run and imports that package's modules when they are
+needed, so that Ray's controller, which unpickles a spec too, does not import torch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class TrainingData(Protocol):
-    """Rows that have been made or indexed, as a run of any kind sees them."""
+    """Prepared rows or indexed images, as a run of any kind sees them."""
 
     @property
     def fingerprint(self) -> str:
-        """What the rows were made from."""
+        """A digest of everything that the rows were made from."""
 
     @property
     def parts(self) -> dict[str, object]:
-        """What the fingerprint is of, by name, so that what has changed can be named."""
+        """The parts of the fingerprint by name, so that an error can name what has changed."""
 
     @property
     def held_out(self) -> int:
-        """How many rows are held out."""
+        """The number of held-out rows."""
 
 
 ConfigType = TypeVar("ConfigType", bound=RunConfig)
@@ -49,48 +49,48 @@ DataType = TypeVar("DataType", bound=TrainingData)
 
 @dataclass(frozen=True)
 class RunSpec(Generic[ConfigType, DataType]):
-    """All that a rank is told."""
+    """All that a rank needs to know."""
 
     kind: str
-    """The package whose `rows` and `trainer` modules train this kind of run."""
+    """The package with the `rows` and `trainer` modules of this kind of run."""
     config: ConfigType
     data: DataType
     order: Order
     run_url: str
     tokenizer_url: str = ""
     auto_micro_batch: bool = False
-    """The number of rows in a micro-batch was chosen for the user, and may be halved."""
+    """Whether the micro-batch size was chosen by `auto`, and may be reduced."""
 
     def stream(self, first_step: int, world: int) -> ray.data.Dataset:
-        """Return the rest of the run for so many workers: blocks that are dealt out in turn."""
+        """Return the rows from `first_step` on, for `world` workers: blocks dealt out in turn."""
         dataset: ray.data.Dataset = self._module("rows").stream(self, first_step, world)
         return dataset
 
     def steps(self, shard: Any, world: int) -> Iterator[Any]:
-        """Yield a rank's steps from its shard of the stream."""
+        """Yield a rank's batch of each step from its shard of the stream."""
         steps: Iterator[Any] = self._module("rows").steps(self, shard, world)
         return steps
 
     def build(self, device: torch.device) -> Trainer:
-        """Return the model and optimizers of one rank, and what only their kind knows."""
+        """Build the Trainer of one rank: its model and optimizers."""
         trainer: Trainer = self._module("trainer").build(self, device)
         return trainer
 
     def first_step(self) -> int:
-        """Return the step at which the data must start: that of the newest whole checkpoint."""
+        """Return the step (from 0) at which the data must start: the newest usable checkpoint's."""
         from rayapp.train.checkpoint.marker import steps_done
 
         return steps_done(open_storage(self.run_url))
 
     def alone(self) -> RunSpec[ConfigType, DataType]:
-        """Return the spec for one process, which has no replicas."""
+        """Return the spec for a single process: hybrid_shard becomes full_shard, no replicas."""
         parallel: Any = self.config.parallel  # each kind has its own strategies
         strategy = "full_shard" if parallel.strategy == "hybrid_shard" else parallel.strategy
         parallel = parallel.model_copy(update={"strategy": strategy, "replicas": None})
         return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
 
     def accumulation(self, workers: int) -> str:
-        """Say how a step is divided into micro-batches."""
+        """Return text that says how a step is divided into micro-batches."""
         rows, size = self.order.rows_per_step, self.order.micro_batch
         return (
             f"train.micro_batch={size}: {rows} rows / {size} = {rows // size} micro-batches / "

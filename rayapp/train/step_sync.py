@@ -1,11 +1,11 @@
-"""What all ranks of a step agree on: one small all-reduce, behind the first forward pass.
+"""Agree on a step's totals across ranks: one small all-reduce that overlaps the first forward pass.
 
     agreement = Agreement((tokens, documents), digest, save=due, leave=STAY, look=False, group=gloo)
     ...
     agreement.wait().sums  # over all ranks
 
-A message of 5 int64 and the sums to be taken, in host memory. What only rank 0 decides, whether to
-save, leave or look, the others send as zero.
+The message is 5 int64 and the sums, in host memory. Only rank 0 decides whether to save, leave or
+look; the other ranks send zeros there, so that the sum is rank 0's decision.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch.distributed as dist
 
 from rayapp import order
 
-STAY, STOP, MOVE = 0, 1, 2  # leave after this step: not at all, for good, to start again elsewhere
+STAY, STOP, MOVE = 0, 1, 2  # after this step: go on, end the run, leave to be started again
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all ranks of a step, and what is to be done after it."""
+    """The sums over all ranks of a step, and what to do after it."""
 
     sums: tuple[int, ...]
     digest: str
-    """Of the rows of the step, whatever rank they are on."""
+    """Of all rows of the step; it does not depend on how the ranks share them."""
     save: bool
     leave: int
     """STAY, STOP or MOVE."""
@@ -36,26 +36,26 @@ class Totals:
 
     @property
     def weight(self) -> int:
-        """What the loss is divided by."""
+        """The divisor of the loss: the first sum, at least 1."""
         return max(self.sums[0], 1)
 
 
 class Agreement:
-    """The totals of a step, on their way."""
+    """The all-reduce of a step's totals, while it is under way."""
 
     def __init__(
         self, sums: Sequence[int], digest: int, *, save: bool, leave: int, look: bool, group: Any
     ) -> None:
-        """Send this rank's part; `digest` is the sum of its rows' digests, `group` of gloo."""
+        """Start the all-reduce; `digest` is the sum of this rank's row digests, `group` is gloo."""
         digest %= 2**64
-        # The digest in halves, so that sums over ranks cannot overflow an int64.
+        # The digest is sent in halves, so that sums over ranks cannot overflow an int64.
         parts = [digest >> 32, digest & 0xFFFFFFFF, int(save), leave, int(look), *sums]
         self._message = torch.tensor(parts, dtype=torch.int64)
         self._work = dist.all_reduce(self._message, group=group, async_op=True)
         self._totals: Totals | None = None
 
     def wait(self) -> Totals:
-        """Return the totals when all ranks have sent theirs."""
+        """Wait until all ranks have sent their parts, and return the totals."""
         if self._totals is None:
             assert self._work is not None, "every rank is in the group"
             self._work.wait()

@@ -1,12 +1,12 @@
-"""How much memory a step takes, by running it: real model, sharding and step, on fake tensors.
+"""Measure the memory of a step by running it (model, sharding and optimizer) on fake tensors.
 
     found = trace(source.config, world=128, micro_batch=1, seq_len=8192, strategy="full_shard")
     found.peak_bytes, found.terms                        # of one rank, and what it is made of
 
-Nothing is allocated and nothing is computed: PyTorch's FakeTensorMode propagates shapes, a fake
-process group of the real world size answers collectives, and PyTorch's own FSDP memory tracker
-counts what is alive after each operation. Sizes are those of tensors; what an allocator rounds up
-and a CUDA context takes is not among them.
+Nothing is allocated or computed: PyTorch's FakeTensorMode propagates shapes, a fake process group
+of the real world size answers collectives, and PyTorch's FSDP memory tracker counts the bytes that
+are alive after each operation. It counts tensors only, without what the allocator rounds up and
+without the CUDA context.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ DEVICE = torch.device("cpu")  # fake tensors of a GPU need a build of PyTorch wi
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank holds when it holds most."""
+    """The memory of one rank at its peak, in bytes."""
 
     peak_bytes: int
     terms: dict[str, int]
-    """At the peak, in the tracker's words: sharded and unsharded parameters, activations, ..."""
+    """Bytes by the tracker's names: sharded and unsharded parameters, activations, ..."""
     parameter_bytes: int
-    """Of this rank's shards."""
+    """Bytes of this rank's parameter shards."""
 
 
 def trace(
@@ -61,7 +61,7 @@ def trace(
     accumulation: int = 1,
     lora: Lora | None = None,
 ) -> Trace:
-    """Run a step of rank 0 of `world` on fake tensors; the optimizer already has its state.
+    """Run a step of rank 0 of `world` ranks on fake tensors, with the optimizer's state in place.
 
     Raises: RuntimeError if this process already is in a process group.
     """
@@ -78,8 +78,8 @@ def trace(
         model.checkpoint_activations(lm, activation_checkpointing)
         mesh = model.device_mesh(DEVICE.type, strategy=strategy, replicas=replicas)
         model.shard(lm, mesh, strategy=strategy, param_dtype=param_dtype)
-        # Whether a row holds one document would be read off its positions, which here have no
-        # values, so that a mask would be built. The kernels that train on GPUs take none.
+        # transformers looks for packed documents in the positions, which have no values here, and
+        # would build a mask. The attention kernels that train on GPUs take no mask.
         whole = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
         with whole, FakeTensorMode(allow_non_fake_inputs=True):
             return _run(lm.to_empty(device=DEVICE).train(), micro_batch, seq_len, accumulation)
@@ -88,7 +88,7 @@ def trace(
 
 
 def trace_config(config: Config, layout: Layout) -> Trace:
-    """Trace what a config describes, laid out as it was planned.
+    """Trace the run that a config describes, with the layout of its plan.
 
     Raises:
         ConfigError: it asks for what this trace cannot run.
@@ -126,7 +126,7 @@ def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:
     (optimizer,) = make_optimizers("adamw", lm, betas=(0.9, 0.95), **options)
     shards = sum(p.to_local().nbytes for p in lm.parameters())
     ids = torch.zeros(micro_batch, seq_len, dtype=torch.long, device=DEVICE)
-    for parameter in lm.parameters():  # a first step, so that the second one finds its state
+    for parameter in lm.parameters():  # a first step makes the optimizer's state
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -147,17 +147,17 @@ def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:
 
 
 class _Tracker(FSDPMemTracker):
-    """FSDPMemTracker that leaves out what DTensor runs on fake global tensors to learn shapes.
+    """FSDPMemTracker that ignores the operations that DTensor runs to propagate global shapes.
 
-    It tells them by another FakeTensorMode, but DTensor takes the one that is active: without this
-    an optimizer step seems to hold the whole model.
+    The base class recognizes them by their own FakeTensorMode, but DTensor uses the active one:
+    without this class an optimizer step seems to hold the whole model.
     """
 
     _propagating = False
 
     @contextlib.contextmanager
     def outside_propagation(self) -> Iterator[None]:
-        """Count nothing while DTensor propagates shapes."""
+        """Inside the block, count nothing while DTensor propagates shapes."""
         name = "_propagate_tensor_meta_non_cached"
         original = getattr(ShardingPropagator, name)
 

@@ -1,4 +1,4 @@
-"""The model and optimizers of a rank, as rayapp.train.rank trains them."""
+"""The interface of a kind of training: the model and optimizers that rayapp.train.rank trains."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from rayapp.train.checkpoint.staging import Tensors
 
 
 class Trainer(ABC):
-    """Model and optimizers of one rank, and what only their kind of training knows."""
+    """The model and optimizers of one rank, with the methods that differ by kind of training."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
 
     @abstractmethod
     def engine(self, control: Any, losses: list[float]) -> loop.Engine:
-        """Return the loop's engine without the times of saving and leaving, which the rank sets.
+        """Return the loop's engine; `rank.schedule` sets how and when it saves and leaves.
 
-        `losses` are those of the steps before this attempt, which a spike is compared with.
+        `losses` are the last ones of the checkpoint, which tell whether a loss is a spike.
         """
 
     @abstractmethod
     def num_parameters(self) -> int:
-        """Return the parameters of the whole model."""
+        """Return the number of parameters of the whole model."""
 
     def tensors(self) -> Tensors:
-        """Return what a checkpoint holds beside model and optimizers; it is loaded into them."""
+        """Return further tensors of a checkpoint; a restore loads into them in place."""
         return {}
 
     def amounts(self, step: int) -> Amounts:
-        """Return the tokens or images of so many steps, for a checkpoint's state.json."""
+        """Return how many tokens or images so many steps are, for a checkpoint's state.json."""
         return {}
 
     def warm_up(self) -> Outcome:
-        """Prepare the first step, e.g. compile; return what the summary says of it."""
+        """Prepare the first step, e.g. compile; return fields for the summary."""
         return {}
 
     @abstractmethod
     def finish(
         self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
     ) -> Outcome:
-        """Evaluate and export the model; `end_phase(name)` takes the seconds since the last one."""
+        """Evaluate and export the model; `end_phase(name)` ends a phase and records its seconds."""

@@ -1,4 +1,4 @@
-"""Held-out figures of one checkpoint, in a process alone: what rayapp.driver.validation starts."""
+"""Evaluate one checkpoint on held-out data in one process (started by rayapp.driver.validation)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from rayapp.train.spec import AnySpec
 
 
 def validate(spec: AnySpec, name: str, step: int) -> Validation:
-    """Load a checkpoint's model and evaluate it as training does; return a line of its file."""
+    """Load a checkpoint's model, evaluate it as training does, and return a line of its file.
+
+    The line is one of validation.jsonl.
+    """
     began = time.time()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:

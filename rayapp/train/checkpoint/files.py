@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint needs to know of our storage."""
+"""The file system through which torch.distributed.checkpoint reads and writes our storage."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from rayapp.storage import Storage, StorageError
 from rayapp.train.checkpoint.marker import MARKER, Damaged, Digest, SavedFile, open_checked
 
-# CheckpointException is torch's, for what fails on any rank, and no Exception but a BaseException.
+# torch raises CheckpointException for a failure on any rank; it is a BaseException, no Exception.
 FAILURES = (Exception, CheckpointException)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the words of an error; torch's own hold the tracebacks of all ranks as well."""
+    """Return an error's message; of torch's CheckpointException, each cause with its ranks."""
     if not isinstance(error, CheckpointException):
         return str(error) or repr(error)
     whys: dict[str, list[str]] = {}
@@ -29,12 +29,12 @@ def reason_of(error: BaseException) -> str:
 
 
 class Files(FileSystemBase):
-    """torch.distributed.checkpoint's idea of a file system, over Storage; paths are names in it."""
+    """torch.distributed.checkpoint's file system interface over Storage; paths are names in it."""
 
     def __init__(self, storage: Storage, files: dict[str, SavedFile]) -> None:
         self.storage = storage
         self.files = files
-        """By path: of what is written, filled here; of what is read, what it must be."""
+        """Size and checksums by path: recorded for files written, checked for files read."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
@@ -58,7 +58,7 @@ class Files(FileSystemBase):
         return path
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Folders come with their files."""
+        """Do nothing: writing a file creates its folder."""
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return self.storage.exists(str(path))
@@ -75,7 +75,7 @@ class Files(FileSystemBase):
 
 
 class Digesting(io.RawIOBase):
-    """Pass bytes on, and take their checksums."""
+    """Pass bytes on to `raw` and compute their checksums."""
 
     def __init__(self, raw: Any) -> None:
         self.raw, self.digest = raw, Digest()

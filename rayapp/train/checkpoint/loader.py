@@ -1,4 +1,4 @@
-"""Read checkpoints into tensors that are sharded in any way."""
+"""Read checkpoints into tensors, however these are sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayapp.train.checkpoint.staging import Tensors
 
 
 def load(storage: Storage, name: str, tensors: Tensors) -> None:
-    """Read a checkpoint into `tensors` in place; each rank reads what its shards need.
+    """Read a checkpoint into `tensors` in place; each rank reads only what its shards need.
 
     Raises:
         Damaged: a file is not what was saved; parts of `tensors` may have been filled.
@@ -36,7 +36,7 @@ def load(storage: Storage, name: str, tensors: Tensors) -> None:
 
 
 def saved_shapes(storage: Storage, name: str) -> dict[str, tuple[int, ...] | None]:
-    """Return the names of what a checkpoint holds, tensors with their shapes, objects with none."""
+    """Return the names in a checkpoint, each with the tensor's shape, or None for an object."""
     metadata = _Reader(storage / CHECKPOINTS, name).read_metadata().state_dict_metadata
     return {
         key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
@@ -45,7 +45,7 @@ def saved_shapes(storage: Storage, name: str) -> dict[str, tuple[int, ...] | Non
 
 
 class _Reader(FileSystemReader):
-    """Read shards from `<storage>/<name>`, checked against its marker."""
+    """Read shards from `<storage>/<name>` and check them against its marker."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(name)

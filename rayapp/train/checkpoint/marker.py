@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, and whether their files are what was saved. Imports no torch."""
+"""Find a run's checkpoints and check that their files are what was saved. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rayapp.storage import Storage
 from rayapp.storage.base import READ_BLOCK, Reader
 
 MARKER = "COMMITTED"
-REFUSED = "REFUSED"  # in place of the marker once a file was found damaged: the reason
+REFUSED = "REFUSED"  # replaces the marker of a damaged checkpoint, and holds the reason
 STATE = "state.json"
 METADATA = ".metadata"
-BLOCK_BYTES = 8 * 2**20  # of a file that have a checksum of their own
-KEPT_BLOCKS = 2  # of a file that is read
+BLOCK_BYTES = 8 * 2**20  # each block of a file has its own checksum
+KEPT_BLOCKS = 2  # in memory, of a file that is read
 
 
 class CheckpointError(RuntimeError):
@@ -37,30 +37,30 @@ class NoneUsable(CheckpointError):
 
 
 class Amounts(TypedDict, total=False):
-    """What so many steps amount to, in what the run is counted in."""
+    """The tokens or images of so many steps, whichever the run counts in."""
 
     tokens: int
     images: int
 
 
 class State(Amounts):
-    """What state.json holds: a position, and what must be as it was."""
+    """The content of state.json: the position in the data, and what a resume checks or restores."""
 
     step: int
     cursor: dict[str, int | str]
     """rayapp.order.Cursor."""
     data: dict[str, object]
-    """What the rows were made from, by name."""
+    """The parts of the data's fingerprint, by name."""
     workers: int
     losses: list[float]
-    """The last ones, which spikes are compared with."""
+    """The last losses, which tell whether a loss is a spike."""
     skips: NotRequired[int]
-    """Bad steps in a row that were skipped last; older versions have none."""
+    """Bad steps in a row that were skipped just before; absent in files of older versions."""
     versions: dict[str, str]
 
 
 class FileValues(TypedDict):
-    """A File as the marker has it."""
+    """A SavedFile in the marker's JSON."""
 
     size: int
     sha256: list[str]
@@ -68,24 +68,24 @@ class FileValues(TypedDict):
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A committed checkpoint whose files are all there in full."""
+    """A committed checkpoint whose files all have the right size."""
 
     name: str
     """Folder under `checkpoints/`."""
     step: int
     state: State
     run: str | None
-    """Id of the run that saved it; None: saved by a version that gave runs no id."""
+    """Id of the run that saved it; None if a version without run ids saved it."""
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file as the marker has it."""
+    """The size and checksums of a file, as the marker lists them."""
 
     size: int
     """Bytes."""
     sha256: tuple[str, ...]
-    """Of each block of BLOCK_BYTES; one of nothing for an empty file."""
+    """One for each block of BLOCK_BYTES; an empty file has one, of no bytes."""
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> SavedFile:
@@ -100,13 +100,13 @@ class SavedFile:
 
 
 class Digest:
-    """Size and checksums of a file, taken as it is written."""
+    """Compute the size and checksums of a file while it is written."""
 
     def __init__(self) -> None:
         self.size, self._blocks = 0, [hashlib.sha256()]
 
     def update(self, data: Any) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         view = memoryview(data).cast("B")
         while len(view):
             room = BLOCK_BYTES * len(self._blocks) - self.size
@@ -122,15 +122,15 @@ class Digest:
 
 
 def open_checked(storage: Storage, name: str, file: SavedFile) -> BinaryIO:
-    """Open a file as `Storage.open_read` does; each block that is read must be what was saved.
+    """Open a file as `Storage.open_read` does, and check each block that is read.
 
-    The reader raises Damaged when one is not.
+    The reader raises Damaged if a block has another checksum.
     """
     return io.BufferedReader(Reader(_Blocks(storage, file).read, name, file.size), READ_BLOCK)
 
 
 class _Blocks:
-    """Read any part of a file as its blocks, checked; keep the last ones."""
+    """Read any part of a file block by block, check each block, and keep the last KEPT_BLOCKS."""
 
     def __init__(self, storage: Storage, file: SavedFile) -> None:
         self._storage, self._file = storage, file
@@ -172,7 +172,7 @@ class Committed:
 
 
 def newest_committed(storage: Storage) -> Committed | None:
-    """Return the newest checkpoint that has a marker; whether it can be used `latest` says."""
+    """Return the newest checkpoint with a marker; unlike `latest`, do not look at its files."""
     folder = storage / CHECKPOINTS
     for name in newest_first(folder):
         marker, order = folder.stat(f"{name}/{MARKER}"), order_of(name)
@@ -182,7 +182,9 @@ def newest_committed(storage: Storage) -> Committed | None:
 
 
 def latest(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
-    """Return the newest checkpoint of which all files are there, and why newer ones were skipped.
+    """Return the newest usable checkpoint (None if there is none), and why newer ones were skipped.
+
+    Usable means: a valid marker of this run, every file with its size, intact state and metadata.
 
     Raises:
         StorageError: the storage does not answer, which is no reason to go back in time.
@@ -198,13 +200,13 @@ def latest(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
 
 
 def steps_done(storage: Storage) -> int:
-    """Return the steps of the newest checkpoint that can be used, 0 where there is none."""
+    """Return the step of the newest usable checkpoint, 0 if there is none."""
     found, _ = latest(storage)
     return found.step if found else 0
 
 
 def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
-    """Return what `latest` does; None means that no checkpoint was ever committed.
+    """Return the same as `latest`; None means that no checkpoint was ever committed.
 
     Raises:
         NoneUsable: some were, and training from step 1 would throw away what the run has done.
@@ -228,7 +230,7 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
 
 
 def run_id(storage: Storage) -> str | None:
-    """Return the id of a run; None before its first save, or if an older version saved it."""
+    """Return a run's id; None before its first commit, or if an older version saved the run."""
     try:
         return storage.read(RUN_ID).decode(errors="replace")
     except FileNotFoundError:
@@ -236,7 +238,7 @@ def run_id(storage: Storage) -> str | None:
 
 
 def claim_run_id(storage: Storage) -> str:
-    """Return the id of a run; where it has none, give it that of its newest checkpoint, or one."""
+    """Return a run's id; if it has none, give it the id of its newest checkpoint, or a new one."""
     known = run_id(storage)
     if known is None:
         found, _ = latest(storage)
@@ -247,7 +249,7 @@ def claim_run_id(storage: Storage) -> str:
 
 
 def refuse(storage: Storage, name: str, why: str) -> None:
-    """Let no one choose a damaged checkpoint again."""
+    """Replace the marker of a damaged checkpoint by REFUSED, so that no resume chooses it again."""
     folder = storage / CHECKPOINTS / name
     folder.write(REFUSED, why.encode())
     folder.delete(MARKER)
@@ -255,7 +257,7 @@ def refuse(storage: Storage, name: str, why: str) -> None:
 
 @dataclass(frozen=True)
 class Marker:
-    """What the marker of a checkpoint says."""
+    """The content of a checkpoint's marker."""
 
     step: int
     files: dict[str, SavedFile]
@@ -289,16 +291,19 @@ def read_marker(folder: Storage, name: str) -> Marker:
 
 
 def _whole_number(value: Any) -> int:
-    """Return what is an int, and not negative; JSON also has floats, Infinity and NaN."""
+    """Return the value if it is an int of at least 0, else raise ValueError.
+
+    JSON may also hold floats, Infinity and NaN.
+    """
     if type(value) is not int or value < 0:
         raise ValueError(f"{value} is no whole number")
     return value
 
 
 def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
-    """Check the sizes of a checkpoint's files, and the content of those that say what it is.
+    """Check a checkpoint's marker, the sizes of its files, and the content of state and metadata.
 
-    `run` is the id of the run that it must be of; None: it may be of any.
+    `run` is the id of the run that must have saved it; None: any run may have.
 
     Raises:
         CheckpointError: saying what is wrong with it.
@@ -326,18 +331,18 @@ def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
 
 
 def name_of(step: int, attempt: int) -> str:
-    """Return the name of a checkpoint's folder, which `order_of` reads."""
+    """Return the name of a checkpoint's folder; `order_of` is the inverse."""
     return f"step-{step:08d}" + (f".{attempt}" if attempt else "")
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """Return (step, attempt) of a checkpoint's folder; None for a folder that is not ours."""
+    """Return (step, attempt) of a checkpoint's folder name; None for any other name."""
     match = re.fullmatch(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?", name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def newest_first(folder: Storage) -> list[str]:
-    """Return the names of a run's checkpoint folders, committed or not."""
+    """Return the names of a run's checkpoint folders, committed or not, newest first."""
     found = {name: order_of(name) for name in folder.dirs()}
     ours = {name: order for name, order in found.items() if order is not None}
     return sorted(ours, key=ours.__getitem__, reverse=True)

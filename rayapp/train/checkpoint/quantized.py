@@ -1,10 +1,10 @@
-"""Moments of 8 bits (torchao), as a checkpoint holds them.
+"""8-bit optimizer moments (torchao) in a checkpoint.
 
-Codes and scales mean something for one rank's shard alone: a block of 256 values runs over the ends
-of rows, and a shard that no block divides is not quantized at all. So a checkpoint holds the values
-in fp32, which any number of ranks can shard, and beside them each rank's scales: with those a shard
-of the same size gets its moments back bit by bit. Without them a block whose largest value is
-negative would shrink at each resume, as torchao's map ends at -0.993.
+Codes and scales are valid only for one rank's shard: a block of 256 values crosses row ends, and a
+shard whose size is no multiple of a block is not quantized. So a checkpoint holds the moments in
+fp32, which any number of ranks can shard, and each rank's scales. With the scales, a shard of the
+same size gets its moments back bit for bit. Without them, a block whose largest value is negative
+would shrink at each resume, as torchao's code map ends at -0.993.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.utils._pytree import (
 
 
 def local(tensor: torch.Tensor) -> Any:
-    """Return what this rank holds of a tensor: a plain tensor, or torchao's if it is quantized."""
+    """Return this rank's shard of a tensor: a plain tensor, or torchao's if it is quantized."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Say whether a leaf of a state, or this rank's shard of it, is a torchao tensor."""
+    """Say whether a leaf of a state dict, or this rank's shard of it, is a torchao tensor."""
     return isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(local(leaf))
 
 
 def values(leaf: Any) -> torch.Tensor:
-    """Return the fp32 values of a quantized leaf on the CPU, sharded as it is."""
+    """Return the fp32 values of a quantized leaf on the CPU, sharded like the leaf."""
     found: torch.Tensor = local(leaf).dequantize().cpu()
     if not isinstance(leaf, DTensor):
         return found
@@ -43,20 +43,20 @@ def values(leaf: Any) -> torch.Tensor:
 
 
 def widened(state: Any) -> Any:
-    """Return a state with the values of what is quantized; all else is the same object."""
+    """Return a state with each quantized leaf replaced by its fp32 values; copy no other leaf."""
     return tree_map(lambda leaf: values(leaf) if is_quantized(leaf) else leaf, state)
 
 
 def scales(state: Any) -> dict[str, torch.Tensor]:
-    """Return this rank's scales by the place of their tensor in the state."""
+    """Return the scales of this rank's quantized shards, by the path of the leaf in the state."""
     leaves = tree_leaves_with_path(state)
     return {keystr(path): local(leaf).scale for path, leaf in leaves if is_quantized(leaf)}
 
 
 def narrowed(state: Any, loaded: Any, known: dict[str, torch.Tensor]) -> Any:
-    """Fill what is quantized in `state` with `loaded` values; return `loaded` with it in place.
+    """Quantize `loaded` values into the quantized leaves of `state`; return `loaded` with those.
 
-    `known` holds the scales of this rank's shards, or nothing, and then they are computed anew.
+    `known` holds this rank's saved scales by path; a leaf without one gets new scales.
     """
     leaves, form = tree_flatten(loaded)
     for index, (path, leaf) in enumerate(tree_leaves_with_path(state)):

@@ -1,4 +1,4 @@
-"""Save a run's state while it trains."""
+"""Save checkpoints of a run while it trains."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ logger = logging.getLogger("rayapp.train.checkpoint")
 
 
 class Checkpointer:
-    """Save a run's state; every rank makes one and calls `save` at the same steps.
+    """Save a run's checkpoints; every rank has a Checkpointer and calls `save` at the same steps.
 
         checkpointer.save(step, tensors, state)
         loss(model(batch)).backward()  # meanwhile the tensors are copied, then uploaded
         checkpointer.settle()
         optimizer.step()  # from here on they may change
 
-    `before_commit` is called with the step on rank 0, in the upload's thread, when only the marker
-    is missing; it may wait for what the step leaves elsewhere, unless saves are synchronous.
+    Just before the marker is written, rank 0 calls `before_commit(step)` in the upload thread. It
+    may wait for other output of the step, unless saves are synchronous.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Checkpointer:
         self.before_commit = before_commit
         self.run, self.storage = storage, storage / CHECKPOINTS
         self.keep, self.asynchronous = keep, asynchronous
-        self.group = dist.new_group(backend="gloo")  # of its own: used from the upload thread
+        self.group = dist.new_group(backend="gloo")  # its own group, as the upload thread uses it
         self.rank = dist.get_rank()
         self._copy = HostCopy()
         self._copied: Future[None] = Future()  # of the last save: its tensors are on the host
@@ -75,13 +75,14 @@ class Checkpointer:
         self.saved_step: int | None = None
         """Step of the last commit that this process saw."""
         self.commit_s: float | None = None
-        """Seconds that the last commit took from the call to the marker."""
+        """Seconds from the call of `save` to the marker, of the last commit."""
 
     def save(self, step: int, tensors: Tensors, state: State) -> None:
-        """Start to copy `tensors` to host memory and to upload the copy, and return.
+        """Start a thread that copies `tensors` to host memory and uploads the copy, and return.
 
-        They must stay as they are until `settle` returns. A save that is still under way is waited
-        for first, so that one copy exists at most. `state` goes to state.json as rank 0 has it.
+        The tensors must not change until `settle` returns. A save that is still under way is waited
+        for first, so that at most one copy exists. Rank 0's `state` goes to state.json. A
+        synchronous Checkpointer returns only when the save has ended.
 
         Raises:
             CheckpointError: this and the saves before it have failed MAX_FAILURES times in a row.
@@ -107,7 +108,7 @@ class Checkpointer:
         self._copied.result()
 
     def wait(self) -> None:
-        """Wait until nothing is under way.
+        """Wait until no save is under way.
 
         Raises:
             CheckpointError: saves have failed MAX_FAILURES times in a row.
@@ -128,7 +129,7 @@ class Checkpointer:
             ) from self._error
 
     def close(self) -> None:
-        """Wait, and fail if the last save did not reach its marker.
+        """Wait for the last save, and raise an error if its marker was not written.
 
         Raises:
             CheckpointError: the last save failed.
@@ -148,17 +149,17 @@ class Checkpointer:
         self.settle()
 
     def _copy_and_write(self, step: int, tensors: Tensors, state: bytes, start: float) -> None:
-        """Run in the thread."""
+        """Copy the tensors and write the checkpoint; this runs in the upload thread."""
         try:
             staged = self._copy.take(tensors)
-        except BaseException as error:  # any cause: handed to the training thread by settle()
+        except BaseException as error:  # any cause: settle() raises it in the training thread
             self._copied.set_exception(error)
             return
         self._copied.set_result(None)
         self._write(step, staged, state, start)
 
     def _write(self, step: int, staged: Tensors, state: bytes, start: float) -> None:
-        """Upload a copy; every way out is the same on all ranks."""
+        """Upload a copy and commit it; it succeeds on all ranks or fails on all."""
         try:
             name = self._on_rank_0(lambda: self._claim(step, state))
             writer = _Writer(self.storage, name)
@@ -166,7 +167,7 @@ class Checkpointer:
             parts: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
             dist.gather_object(writer.files, parts, dst=0, group=self.group)
             self._on_rank_0(lambda: self._commit(name, step, state, parts or []))
-        except FAILURES as error:  # any cause: handed to the training thread by wait() or close()
+        except FAILURES as error:  # any cause: wait() or close() reports it in the training thread
             self._error = error
             return
         self.saved_step, self._failures, self._error = step, 0, None
@@ -174,7 +175,7 @@ class Checkpointer:
         if self.rank == 0:
             try:
                 self._sweep(name)
-            except OSError as error:  # the checkpoint is there all the same
+            except OSError as error:  # the new checkpoint is valid all the same
                 logger.warning("old checkpoints are not deleted: %s", error)
 
     def _on_rank_0(self, function: Callable[[], Any]) -> Any:
@@ -183,7 +184,7 @@ class Checkpointer:
         if self.rank == 0:
             try:
                 answer[0] = function()
-            except Exception as error:  # any cause: the others wait for an answer
+            except Exception as error:  # any cause: the other ranks wait for an answer
                 logger.debug("rank 0 failed", exc_info=error)
                 answer[1] = str(error) or repr(error)
         dist.broadcast_object_list(answer, src=0, group=self.group)
@@ -192,10 +193,10 @@ class Checkpointer:
         return answer[0]
 
     def _claim(self, step: int, state: bytes) -> str:
-        """Take a folder that no attempt before has taken, and that sorts after all of them.
+        """Claim a new folder that sorts after all earlier ones of the same step; return its name.
 
-        Creating state.json is the claim: a rank of a dead attempt that still uploads shards has a
-        folder of its own, even if none of its files was visible when this one was chosen.
+        Only one process can create state.json, and that is the claim. So a rank of a dead attempt
+        that still uploads shards writes to another folder, even if its files were not visible yet.
         """
         orders = filter(None, map(order_of, self.storage.dirs()))
         number = max((number + 1 for other, number in orders if other == step), default=0)
@@ -218,13 +219,13 @@ class Checkpointer:
         self.storage.write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
 
     def _sweep(self, newest: str) -> None:
-        """Delete what is older than a commit, save the `keep - 1` newest that can be used."""
+        """Delete all checkpoints before `newest`, except the `keep - 1` newest usable ones."""
         names, run, kept = newest_first(self.storage), claim_run_id(self.run), 1
         for name in names[names.index(newest) + 1 :]:
             if kept < self.keep and self._is_usable(name, run):
                 kept += 1
                 continue
-            # The marker goes first: a sweep that is cut off leaves no half checkpoint behind.
+            # The marker first, so that a sweep that is interrupted leaves no partial checkpoint.
             self.storage.delete(f"{name}/{MARKER}")
             self.storage.delete_tree(name)
 
@@ -247,7 +248,7 @@ class _Writer(FileSystemWriter):
         self.path = name
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index; unlike the base class there is no rename, which S3 has not."""
+        """Write the metadata file; unlike the base class without a rename, which S3 lacks."""
         metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
         metadata.storage_meta = self.storage_meta()
         with self.fs.create_stream(f"{self.path}/{METADATA}", "wb") as stream:

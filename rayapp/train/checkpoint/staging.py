@@ -1,12 +1,12 @@
-"""A copy of a run's state in host memory, which every save uses again.
+"""A copy of a run's state in host memory, whose buffers every save reuses.
 
     copy = HostCopy()
     copy.follow()  # in the thread that computes
     staged = copy.take({"model": ..., "optimizer": ...})  # in any; valid until the next take
 
-torch's stager makes the copy once, and again where the state has another form; each later save
-moves bytes alone. It walks and rebuilds the whole tree at each save, which took 35 ms for 300
-tensors on a CPU (docs/decisions.md).
+torch's stager allocates the copy at the first save, and again if the structure of the state has
+changed; other saves only copy bytes into it. The stager itself would walk and rebuild the whole
+tree at each save, which took 35 ms for 300 tensors on a CPU (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGE = 2**20  # bytes
 
 
 Tensors: TypeAlias = dict[str, Any]
-"""A tree of dicts and lists, its leaves tensors and plain values."""
+"""A tree of dicts and lists whose leaves are tensors and plain values."""
 
 
 class HostCopy:
@@ -46,17 +46,17 @@ class HostCopy:
         )
 
     def follow(self) -> None:
-        """Let the next copy begin when the device has done what this thread has given it so far."""
+        """Let the next copy wait for the work that this thread has queued on the GPU so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     @torch.no_grad()
     def take(self, state: Tensors) -> Tensors:
-        """Return `state` with its tensors as they are now, in memory that the next call reuses.
+        """Copy `state` to host memory and return the copy, which the next call overwrites.
 
-        A DTensor stays one, of the same mesh and placements, over a local tensor on the CPU; of
-        what is quantized its fp32 values are taken, tensor by tensor. On a GPU all of it runs in a
-        stream of its own, beside what the device computes meanwhile.
+        A DTensor becomes a DTensor of the same mesh and placements over a local CPU tensor. A
+        quantized tensor becomes its fp32 values, one tensor at a time. On a GPU the copy runs in
+        its own stream, beside the computation.
         """
         with torch.cuda.stream(self._stream):  # also makes its device the thread's; None: no-op
             return self._take(state)
@@ -83,7 +83,7 @@ class HostCopy:
         return result
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the host memory."""
         self._form, self._leaves = None, []
         self._stager.close()
 
@@ -98,7 +98,7 @@ def _form(leaf: Any) -> Any:
 def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
     in_place = here.device.type == "cpu" and here.is_contiguous() and there.is_contiguous()
     if in_place and here.nbytes >= LARGE:
-        # By memcpy, whose large copies write past the caches; torch's own kernel does not.
+        # NumPy copies with memcpy, whose large copies bypass the caches; torch's kernel does not.
         np.copyto(_bytes(there), _bytes(here))
     else:
         there.copy_(here, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a rank goes back to one."""
+"""Collect the state that a checkpoint holds, and restore a rank from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ logger = logging.getLogger("rayapp.training")
 
 
 class Resumed(RuntimeError):
-    """The checkpoint cannot go on with this data; the message names what differs."""
+    """The run cannot resume: the data differ from the checkpoint's; the message names how."""
 
 
 class StartAgain(RuntimeError):
-    """This attempt cannot go on, but another one can; raised by all ranks. The message says why."""
+    """This attempt cannot go on, but another one can; all ranks raise it. The message says why."""
 
 
 def state_tensors(trainer: Trainer) -> Tensors:
-    """Return what a checkpoint holds as tensors: model, optimizer, and what is a rank's own.
+    """Return the tensors of a checkpoint: model, optimizers, and this rank's RNG state and scales.
 
-    Nothing of it changes before the optimizer's next step: what a forward pass changes, the model's
-    buffers and the state of random numbers, is copied.
+    They do not change before the next optimizer step: the model's buffers and the RNG state, which
+    a forward pass changes, are copies.
     """
     weights, optimizer = dcp_state.get_state_dict(
         trainer.model,
@@ -56,9 +56,9 @@ def state_tensors(trainer: Trainer) -> Tensors:
 def state_values(
     spec: AnySpec, trainer: Trainer, step: int, spikes: Spikes | None, skips: int = 0
 ) -> marker.State:
-    """Return what a checkpoint holds as plain values, in state.json.
+    """Return the content of a checkpoint's state.json.
 
-    `skips` is how many bad steps in a row were skipped last.
+    `skips` is the number of bad steps in a row that were skipped just before.
     """
     import ray
     import transformers
@@ -80,10 +80,10 @@ def state_values(
 
 
 def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, list[float], int]:
-    """Load the newest whole checkpoint, if there is one.
+    """Load the newest usable checkpoint into the trainer, if there is one.
 
-    Returns the number of steps it has done, the last losses, which spikes are compared with, and
-    how many bad steps in a row were skipped last.
+    Returns (steps done, last losses for the detection of spikes, bad steps in a row that were
+    skipped just before); (0, [], 0) without a checkpoint.
 
     Raises:
         Resumed: the data are not those that the checkpoint was trained on.
@@ -101,7 +101,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
         del wanted["rng"]
     scales = wanted.pop("scales", {rank: {}})[rank]
     same = all(saved.get(f"scales.{rank}.{key}") == (*one.shape,) for key, one in scales.items())
-    if scales and same:  # else the shards have other sizes now
+    if scales and same:  # otherwise the shards' sizes have changed
         wanted["scales"] = {rank: scales}
     own, wanted = wanted["optimizer"], quantized.widened(wanted)
     try:
@@ -117,7 +117,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
         trainer.optimizers,
         model_state_dict=wanted["model"],
         optim_state_dict=quantized.narrowed(own, wanted["optimizer"], known),
-        options=dcp_state.StateDictOptions(strict=False),  # what is frozen is not saved
+        options=dcp_state.StateDictOptions(strict=False),  # frozen parameters are not saved
     )
     if "rng" in wanted:
         torch.set_rng_state(wanted["rng"][rank]["cpu"])
@@ -127,7 +127,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
 
 
 def choose(storage: Storage) -> marker.SavedCheckpoint | None:
-    """Return the newest checkpoint that can be used, as rank 0 sees it; None if none was made.
+    """Return the newest usable checkpoint as rank 0 finds it; None if none was ever committed.
 
     Raises:
         NoneUsable: on all ranks.
@@ -147,7 +147,7 @@ def choose(storage: Storage) -> marker.SavedCheckpoint | None:
 
 
 def check_cursor(spec: AnySpec, state: marker.State) -> None:
-    """Refuse a checkpoint of other data.
+    """Refuse a checkpoint that was trained on other data.
 
     Raises:
         Resumed: naming the parts that differ.
