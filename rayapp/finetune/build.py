@@ -1,4 +1,4 @@
-"""Build a language model on one rank: model, optimizers, tokenizer; each technique in its order.
+"""Build a language model on one rank: apply each technique in the right order, make the optimizers.
 
 parts = make_parts(spec, torch.device("cuda"))
 """
@@ -27,7 +27,7 @@ from rayapp.train.spec import LanguageSpec
 
 @dataclass
 class Parts:
-    """What a run is made of, on one rank."""
+    """The model, optimizers and tokenizer of one rank."""
 
     lm: model.LanguageModel
     optimizers: list[torch.optim.Optimizer]
@@ -37,7 +37,7 @@ class Parts:
 
 
 class Head:
-    """The output layer as the model calls it: the loss, or, to sample, the next logits."""
+    """The output layer: returns (objective, loss), or while `sampling` the logits [b, V] twice."""
 
     def __init__(self, config: Config) -> None:
         train = config.train
@@ -66,7 +66,7 @@ class Head:
 
 
 def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
-    """Build the model on the meta device, shard it, fill its shards, and make the optimizers."""
+    """Build the model on the meta device, shard it, fill its shards and make the optimizers."""
     config = spec.config
     source = model.resolve(config.model.path)
     tokenizer = load_tokenizer(spec.tokenizer_url)
@@ -77,12 +77,12 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     lm = model.build(
         shape,
         loss=head,
-        dtype=torch.float32 if lora is None else compute,  # what is frozen has no fp32 master copy
+        dtype=torch.float32 if lora is None else compute,  # frozen weights need no fp32 master copy
         attention=model.choose_attention(config.model.attention, shape, device.type, compute),
     )
-    # The order matters: adapters wrap linear layers; float8 replaces those that compute; a block's
-    # class, which recomputes its forward, is FSDP's once it is sharded, and that is the forward
-    # to compile and to offload.
+    # The order matters: adapters wrap linear layers, and float8 then replaces those that compute.
+    # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;
+    # compile and offload apply to the forward of that class.
     if lora is not None:
         model.add_adapters(lm, lora)
         if lora.quantize == "nf4":
@@ -121,14 +121,17 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """Return what the blocks compute in, where float8 does not."""
+    """Return the dtype that the blocks compute in; with fp8, that of all but the float8 layers."""
     return torch.float32 if config.train.precision == "fp32" else torch.bfloat16
 
 
 def compile_gain(
     spec: LanguageSpec, parts: Parts, device: torch.device
 ) -> model.CompileGain | None:
-    """Compile a block on this rank's first rows, and print on rank 0 what that gains."""
+    """Measure what compiling a block gains on this rank's first rows; rank 0 prints it.
+
+    Returns None if train.compile is off or there are no steps.
+    """
     if not spec.config.train.compile or not spec.order.num_steps:
         return None
     rank = dist.get_rank()
@@ -140,9 +143,9 @@ def compile_gain(
 
 
 def technique_problems(config: Config, source: model.ModelSource, device_type: str) -> list[str]:
-    """Say what of the config this machine's software and kind of device cannot do.
+    """Return the settings that this machine's software or the workers' kind of device cannot do.
 
-    What only the GPU itself can tell is told by a worker (`model.Unavailable`).
+    A worker checks what depends on the GPU itself (`model.Unavailable`).
     """
     found = []
     if device_type != "cuda":
@@ -184,9 +187,9 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
 
 
 def model_shape(source: model.ModelSource, config: Config, tokens: int | None) -> Any:
-    """Return the model's config with the run's overrides and vocabulary (`vocabulary_of`).
+    """Return the model's config with the run's overrides and, for a preset, its vocabulary size.
 
-    `tokens` is the size of the tokenizer, None where it is still to be made.
+    `tokens` is the size of the tokenizer, None if it is still to be trained (`vocabulary_of`).
     """
     shape = overridden(source, config)
     if source.preset:

@@ -1,10 +1,10 @@
-"""Everything that can be known to be wrong before Ray starts, in one message.
+"""Check a fine-tuning run before Ray starts, and report all problems in one message.
 
     ready = check(config, cores, gpus)      # raises ConfigError with every problem
     ready = settle(ready, gpus=True)        # no `auto` is left in what the workers compute
 
-Nothing here starts an actor or holds a resource; files are looked at by their names, sizes,
-headers and first records only.
+Nothing here starts an actor or holds a resource. Of the data, only the names, sizes, headers and
+first records of files are read.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from rayapp.storage import StorageError, open_storage
 
 @dataclass(frozen=True)
 class Input:
-    """One source of training data, as it will be read."""
+    """One source of training data with its resolved kind and format."""
 
     path: str
     weight: float
     kind: str
     source: sources.DataSource
     eval_source: sources.DataSource | None
-    """Held-out data of this kind that are given apart."""
+    """Held-out data of the same kind from data.eval_path."""
 
 
 @dataclass(frozen=True)
 class CheckedLanguageRun(command.CheckedRun):
-    """What the checks found on the way."""
+    """What the checks read and resolved."""
 
     config: Config
     inputs: tuple[Input, ...]
     model: model.ModelSource
     tokenizer: Any
-    """None: one is to be trained on the data."""
+    """None if it is still to be made: trained on the data, or of bytes."""
 
 
 def absolute(config: Config) -> Config:
-    """Return the config with local paths made absolute: workers have another working folder."""
+    """Make local paths absolute, because the workers have another working folder."""
     local = checks.absolute_path
     data = config.data.model_copy(
         update={
@@ -65,9 +65,9 @@ def absolute(config: Config) -> Config:
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLanguageRun:
-    """Look at storage, data, model and cluster size, and whether the plan fits.
+    """Check storage, data, model and number of workers, and whether the planned memory fits.
 
-    `local_cores` None means a running cluster.
+    `local_cores` is None where the workers run on a running cluster.
 
     Raises:
         ConfigError: with every problem found.
@@ -90,7 +90,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
 
 
 def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
-    """Choose the precision.
+    """Replace train.precision=auto by a precision, and check the techniques on that device.
 
     Raises:
         ConfigError: the workers cannot do what is asked.
@@ -105,7 +105,7 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
 
 
 def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
-    """Say whether cluster.instance is too small for the model that is trained."""
+    """Return a problem if the run does not fit cluster.instance; None with cluster.ignore_plan."""
     shape = model_shape(base, config, None if tokenizer is None else len(tokenizer))
     problem = planner.size_problem(forecast(config, shape))
     return None if config.cluster.ignore_plan else problem
@@ -114,10 +114,10 @@ def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str
 def forecast(
     config: Config, shape: Any, steps: int | None = None, **machine: Any
 ) -> planner.Answer | None:
-    """Plan a run whose model's shape is known (a transformers config).
+    """Plan a run from the shape of its model (a transformers config).
 
-    `machine` is what is known of one that cluster.instance does not name: see `planner.ask`.
-    Returns None where there is no formula for the architecture.
+    `machine` describes the machine if cluster.instance does not name it (see `planner.ask`).
+    Returns None if the planner has no formula for the architecture.
 
     Raises:
         ConfigError: the instance is unknown, or cannot compute in this precision.
@@ -131,7 +131,10 @@ def forecast(
 
 
 def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
-    """Say whether the tokenizer gives ids that the model has no embedding for; None: to be made."""
+    """Return a problem if the tokenizer has ids that the model has no embedding for.
+
+    `tokenizer` is None if it is still to be made.
+    """
     own = base.config.get_text_config().vocab_size
     name = tokenizer_of(config, own, base.preset)
     tokens = tokens_of(name) if tokenizer is None else len(tokenizer)
@@ -146,7 +149,7 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
 
 
 def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
-    """Look at every source, and give the held-out data to the first one of their kind."""
+    """Check every source; give data.eval_path to the first source of the same kind."""
     field = "data.mixture" if config.data.mixture else "data.path"
     inputs = []
     for path, weight in config.data.weights.items():

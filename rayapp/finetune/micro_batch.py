@@ -1,10 +1,10 @@
-"""train.micro_batch=auto: the most rows that fit by the plan, fewer where a step says otherwise.
+"""train.micro_batch=auto: the most rows whose planned memory fits, and fewer after out-of-memory.
 
     config = chosen(config, shape, run, gpus, console)    # a number in place of auto
     smaller = after_failure(spec, error)                  # None: it was not the memory
 
-The rows of a step and their order do not depend on it, so that it may change while a run lasts. The
-first step of the workers is the test of the choice: out of memory, they start again with half.
+The rows of a step and their order do not depend on the micro-batch size, so it may change during a
+run. If the workers run out of memory, they start again with at most half as many rows.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from rayapp.observe.run_folder import CONFIG
 from rayapp.storage import Storage
 from rayapp.train.spec import LanguageSpec
 
-# Of the memory that is free on a node without GPUs: Ray ends workers at 95 % of all of it.
+# The usable share of the free memory of a node without GPUs; Ray ends workers when 95 % of all its
+# memory is used.
 CPU_SHARE = 0.9
-# What allocators say: torch's on GPUs and CPUs, Python's, Ray's monitor of a node's memory.
+# In the messages of torch's allocators on GPUs and CPUs, of Python's, and of Ray's memory monitor.
 SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "low on memory")
 
 
 def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Console) -> Config:
-    """Return the config with a number in place of `auto`, and print where it comes from.
+    """Replace `auto` by a number and print the plan for it; return any other config unchanged.
 
-    A run that goes on keeps its number, unless that does not fit where it goes on.
+    A resumed run keeps its number if that still fits.
 
     Raises:
         ConfigError: there is no plan for this model, or not even one row fits.
@@ -71,7 +72,11 @@ def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Consol
 
 
 def after_failure(spec: LanguageSpec, error: Summary | Exception) -> LanguageSpec | None:
-    """Return the spec with half the rows in a micro-batch, where memory ended it and auto chose."""
+    """Return the spec with a smaller micro-batch, if `auto` chose it and memory ended the attempt.
+
+    The new size is the largest divisor of the step's rows up to half the old size. Returns None
+    for any other ending, and if the size is 1.
+    """
     size = spec.config.micro_batch
     if not spec.auto_micro_batch or size == 1 or isinstance(error, dict):
         return None
@@ -84,7 +89,9 @@ def after_failure(spec: LanguageSpec, error: Summary | Exception) -> LanguageSpe
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Tell the errors of allocators, and deaths by Ray's hand; a kill by the kernel says nothing.
+    """Say whether an error is an allocator's, or Ray's memory monitor ended the worker.
+
+    A worker that the kernel killed leaves no sign of the cause.
 
     >>> out_of_memory(MemoryError()), out_of_memory(RuntimeError("CUDA out of memory. Tried to"))
     (True, True)
@@ -109,7 +116,7 @@ def _question(config: Config, shape: Any, machine: dict[str, Any]) -> planner.Qu
 
 
 def _figures(question: planner.Question, size: int) -> str:
-    """Say what the plan is for a size, and for the next larger one that divides a step."""
+    """Return text with the planned memory of a size, and of the next larger divisor of a step."""
     found = planner.answer(planner.with_micro_batch(question, size))
     rows = question.rows_per_step
     above = (n for n in range(size + 1, rows // question.workers + 1) if rows % n == 0)
@@ -122,7 +129,7 @@ def _figures(question: planner.Question, size: int) -> str:
 
 
 def _before(config: Config, run: Storage) -> int | None:
-    """Return the number that the run has had so far."""
+    """Return the number in the config.yaml of the run's folder, None without such a file."""
     if not run.exists(CONFIG):
         return None
     before = from_dict(parse_yaml(run.read(CONFIG).decode()))
@@ -131,7 +138,7 @@ def _before(config: Config, run: Storage) -> int | None:
 
 
 def _capacity_gib(config: Config, gpus: bool) -> float:
-    """Ask a node that has room for a worker what memory each of its workers may take."""
+    """Ask a node that has room for a worker how much memory each worker may take, in GiB."""
     import ray
 
     need = dict(placement.needs(config))

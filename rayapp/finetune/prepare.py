@@ -1,4 +1,4 @@
-"""What training needs before it starts: tokenizer, rows, their order, and the plan of the run."""
+"""Prepare what training needs: the tokenizer, the rows, their order, and the plan of the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 def prepare(
     ready: CheckedLanguageRun, gpus: bool, console: Console, phases: Phases
 ) -> LanguageSpec:
-    """Prepare the rows, write down what is to be done, and show it."""
+    """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec."""
     config = ready.config
     tokenizer_url, tokenizer = shared_tokenizer(ready, console)
     prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
@@ -56,7 +56,10 @@ def prepare(
 
 
 def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, Any]:
-    """Return (folder that every node can read, tokenizer), trained here if that is asked for."""
+    """Return (URL of the tokenizer's folder in run.storage, tokenizer); train it if need be.
+
+    A tokenizer that was already trained on the same data is loaded.
+    """
     config = ready.config
     root = open_storage(config.run.storage) / PREPARED
     tokenizer = ready.tokenizer
@@ -88,7 +91,7 @@ def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, 
 def prepare_rows(
     ready: CheckedLanguageRun, config: Config, tokenizer_url: str, tokenizer: Any, console: Console
 ) -> Prepared:
-    """Make or find the rows of every source.
+    """Make the rows of every source, or take those of an earlier run.
 
     Raises:
         ConfigError: data cannot be read, more records are unusable than data.bad_rows allows, or
@@ -133,7 +136,7 @@ def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
 
 
 def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
-    """Say why a source cannot be trained on."""
+    """Return why a source cannot be trained on, None if it can."""
     if prepared.bad_share > limit:
         shown = reasons(prepared.bad, prepared.examples)
         return (
@@ -158,12 +161,12 @@ def order_of(config: Config, prepared: Prepared) -> Order:
 
 
 def count_parameters(shape: Any) -> int:
-    """Return the parameters of a model of this shape, tied ones once."""
+    """Return the number of parameters of a model of this shape; tied parameters count once."""
     return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
 
 
 def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> Plan:
-    """Return what plan.json holds."""
+    """Return the fields of plan.json that do not come from the planner."""
     return {
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,

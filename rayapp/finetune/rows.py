@@ -1,4 +1,4 @@
-"""The rows of a language model on their way to the ranks. It imports no torch: see train.spec."""
+"""Stream the rows of a language model to the ranks. Imports no torch (see rayapp.train.spec)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def stream(spec: LanguageSpec, first_step: int, world: int) -> ray.data.Dataset:
-    """Return the rest of the run for so many workers."""
+    """Return the rows from `first_step` on, for `world` workers."""
     from rayapp.data import stream
 
     return stream.stream(spec.data, spec.order, first_step, world, spec.config.data.workers)
 
 
 def steps(spec: LanguageSpec, shard: Any, world: int) -> Iterator[StepRows]:
-    """Yield a rank's steps from its shard of the stream."""
+    """Yield a rank's batch of each step from its shard of the stream."""
     from rayapp.data import stream
 
     return stream.steps(shard, spec.order.micro_batch, spec.order.num_micro_batches(world))

@@ -1,4 +1,4 @@
-"""Fine-tune by a config, from the driver's side.
+"""Fine-tune a language model from the driver's side.
 
 result = finetune(load("configs/tiny_cpu.yaml"))
 """
@@ -23,9 +23,9 @@ KIND = command.Kind(check, settle, prepare, after_failure)
 def finetune(
     config: Config, console: Console | None = None, started: float | None = None
 ) -> RunResult:
-    """Run a config to its end, or to a stop, and return what result.json holds.
+    """Run a config until it is done or stopped, and return the content of result.json.
 
-    `started` is when the command began, in Unix seconds, if that was before this call.
+    `started` is the Unix time in seconds at which the command began, if that was before this call.
 
     Raises:
         ConfigError: it cannot run as described; nothing has been started.

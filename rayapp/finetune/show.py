@@ -1,4 +1,4 @@
-"""The plan of a run as equations, and what its data is like."""
+"""Print the plan of a run as equations, and statistics of its data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def plan(
     parameters: int,
     trainable: int | None = None,
 ) -> None:
-    """Print the run as equations, and what the data is like; `trainable` where that is known."""
+    """Print the plan as equations, and statistics of the data.
+
+    `trainable` is the number of trained parameters, None if it is not known.
+    """
     train, data = config.train, config.data
     report = prepared.report()
     counts = report["train"]
@@ -69,7 +72,7 @@ def plan(
 
 
 def lengths(counts: dict[str, int]) -> str:
-    """Draw how many documents have how many tokens, by powers of two.
+    """Draw a histogram of the documents' lengths in tokens, by powers of two.
 
     >>> lengths({"2^3": 1, "2^5": 40, "2^6": 20})
     '8 ▁ ▇▄ 128 tokens'

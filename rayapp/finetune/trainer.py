@@ -1,8 +1,9 @@
-"""What one process that fine-tunes does, with or without Ray.
+"""The Trainer of a language model on one rank.
 
     summary = run(job, device, open_steps)
 
-Build the model on the meta device, shard it, fill the shards; the rest is rayapp.train.rank.
+It builds and shards the model, makes the records of steps, evaluates, samples and exports.
+rayapp.train.rank trains with it, with or without Ray.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SAMPLE_TOKENS = 64
 
 
 def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
-    """Build the model on the meta device, shard it, fill its shards, and make the optimizers."""
+    """Build the model on the meta device, shard it, fill its shards and make the optimizers."""
     return LanguageTrainer(spec, device)
 
 
@@ -47,15 +48,15 @@ class LanguageTrainer(Trainer):
         self.model, self.optimizers = self.parts.lm, self.parts.optimizers
 
     def num_parameters(self) -> int:
-        """Return the parameters of the whole model."""
+        """Return the number of parameters of the whole model."""
         return model.num_parameters(self.parts.lm)
 
     def amounts(self, step: int) -> Amounts:
-        """Return the tokens of so many steps."""
+        """Return the number of tokens of so many steps."""
         return {"tokens": step * self.spec.config.train.tokens_per_step}
 
     def warm_up(self) -> Outcome:
-        """Compile, and say what it gains.
+        """Check that packing works for this model; compile if asked to, and return the gain.
 
         Raises: Unavailable if documents of a row would see one another.
         """
@@ -78,7 +79,7 @@ class LanguageTrainer(Trainer):
         }
 
     def engine(self, control: Any, losses: list[float]) -> loop.Engine:
-        """Tell the loop what it needs of a language model."""
+        """Return the loop's engine for a language model."""
         spec, config = self.spec, self.spec.config
         watched = config.train.on_spike != "none"
         engine = loop.Engine(
@@ -112,7 +113,7 @@ class LanguageTrainer(Trainer):
     def finish(
         self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
     ) -> Outcome:
-        """Evaluate, sample and export what was trained."""
+        """Evaluate the model, sample the prompts and export it; return what the summary says."""
         config, parts = self.spec.config, self.parts
         found: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
@@ -137,7 +138,10 @@ def token_record(
     loss_sum: float,
     busy_s: float,
 ) -> TokenRecord:
-    """Make a step's record of what the loop knows and of its batch's sums (`StepRows.sums`)."""
+    """Make a step's record from the loop's fields and the batch's sums (see `StepRows.sums`).
+
+    `busy_s` is the step's seconds without checkpoint stalls and evaluation.
+    """
     targets, tokens, pairs, target_bytes = sums
     return TokenRecord(
         **facts,
@@ -150,7 +154,7 @@ def token_record(
 
 
 def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> HeldOut:
-    """Return the loss of held-out rows per token and per byte, over all ranks' batches."""
+    """Return the held-out loss in nats per token and per byte, over all ranks' batches."""
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
         targets, target_bytes = (batch.labels[i] != IGNORE).sum(), batch.target_bytes[i].sum()
@@ -164,7 +168,11 @@ def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> HeldOut
 def mfu_of(
     spec: LanguageSpec, parts: Parts, device: torch.device
 ) -> Callable[[int, int, float], float | None]:
-    """Return what computes model FLOP/s over the peak, None for what has no known peak or shape."""
+    """Return a function of (tokens, attended pairs, seconds) that computes the MFU, 0-1.
+
+    MFU is model FLOP/s over the peak of all workers' GPUs. The function returns None on CPUs, and
+    where the GPU's peak or a formula for the model is not known.
+    """
     if device.type != "cuda":
         return lambda tokens, pairs, seconds: None
     gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
@@ -178,7 +186,7 @@ def mfu_of(
     if peak is None:
         return lambda tokens, pairs, seconds: None
     of_token = formulas.model_flops(shape, 0.0, *options)
-    of_pair = formulas.model_flops(shape, 1.0, *options) - of_token  # linear in what is attended
+    of_pair = formulas.model_flops(shape, 1.0, *options) - of_token  # linear in attended pairs
     all_of_them = peak * dist.get_world_size()
     return lambda tokens, pairs, seconds: (
         (tokens * of_token + pairs * of_pair) / seconds / all_of_them
@@ -186,7 +194,11 @@ def mfu_of(
 
 
 def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
-    """Write model/: a whole model, or the adapters alone; adapter/ too where they are merged."""
+    """Export the model to model/.
+
+    With LoRA, model/ holds the adapters alone; with lora.merge it holds the merged model, and
+    adapter/ the adapters.
+    """
     lora = spec.config.model.lora
     if lora is not None:
         folder = storage / (ADAPTER if lora.merge else MODEL)
@@ -204,7 +216,10 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
 
 @torch.no_grad()
 def sample(parts: Parts, prompt: str, device: torch.device, seed: int) -> str:
-    """Continue a prompt on the sharded model; all ranks draw the same (temperature 0.8)."""
+    """Continue a prompt by up to SAMPLE_TOKENS tokens at temperature 0.8, on the sharded model.
+
+    All ranks call it together and draw the same tokens.
+    """
     ids = parts.tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     generator = torch.Generator().manual_seed(seed)
     limit = getattr(parts.lm.hf.config, "max_position_embeddings", None) or 2**30
