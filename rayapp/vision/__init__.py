@@ -2,8 +2,8 @@
 
     python -m rayapp.vision [CONFIG.yaml] [--section.field=value ...]
 
-The names are resolved when they are asked for: a mistake in a config is told before torch and Ray
-have been imported.
+The package imports its public names on first use, so that a mistake in a config is reported before
+torch and Ray are imported.
 """
 
 from typing import TYPE_CHECKING, Any

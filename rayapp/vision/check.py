@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong with a classifier's run before Ray starts."""
+"""Check a classifier's run before Ray starts, and report all problems in one message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rayapp.storage import StorageError, open_storage
 
 @dataclass(frozen=True)
 class CheckedImageRun(command.CheckedRun):
-    """What the checks found on the way."""
+    """What the checks read and resolved."""
 
     config: VisionConfig
     source: sources.ImageSource
@@ -29,7 +29,7 @@ class CheckedImageRun(command.CheckedRun):
 
 
 def absolute(config: VisionConfig) -> VisionConfig:
-    """Return the config with local paths made absolute: workers have another working folder."""
+    """Make local paths absolute, because the workers have another working folder."""
     local = checks.absolute_path
     paths = {"path": local(config.data.path), "eval_path": local(config.data.eval_path)}
     found = {
@@ -37,15 +37,16 @@ def absolute(config: VisionConfig) -> VisionConfig:
         "data": config.data.model_copy(update=paths),
         "model": config.model.model_copy(update={"path": local(config.model.path)}),
     }
-    if config.model.path in IMAGE_PRESETS:  # also where a folder of that name lies here
+    if config.model.path in IMAGE_PRESETS:  # even if a folder here has the preset's name
         del found["model"]
     return config.model_copy(update=found)
 
 
 def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> CheckedImageRun:
-    """Look at storage, data, model and cluster size, and whether the plan fits.
+    """Check storage, data, model and number of workers, and whether the planned memory fits.
 
-    `local_cores` None means a running cluster.
+    `local_cores` is None where the workers run on a running cluster. It draws the images of
+    data.path=shapes, if nothing was wrong until then.
 
     Raises:
         ConfigError: with every problem found.
@@ -74,7 +75,10 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Che
 
 
 def settle(ready: CheckedImageRun, gpus: bool) -> CheckedImageRun:
-    """Choose the precision: convolutions in bf16 are no faster on CPUs."""
+    """Replace train.precision=auto: bf16 on GPUs that have it, else fp32.
+
+    Convolutions in bf16 are no faster on CPUs.
+    """
     train = ready.config.train
     if train.precision != "auto":
         return ready
@@ -86,10 +90,10 @@ def settle(ready: CheckedImageRun, gpus: bool) -> CheckedImageRun:
 def forecast(
     config: VisionConfig, shape: Any, classes: int | None = None, **known: Any
 ) -> planner.Answer | None:
-    """Plan a run whose model's shape is known (a transformers config).
+    """Plan a run from the shape of its model (a transformers config).
 
-    `classes` is how many the data have, `known` what else is known by now: see
-    `planner.ask_images`. Returns None where there is no formula for the architecture.
+    `classes` is the number of classes in the data, if known; for `known` see `planner.ask_images`.
+    Returns None if the planner has no formula for the architecture.
 
     Raises:
         ConfigError: the instance is unknown, or cannot compute in this precision.
@@ -105,7 +109,7 @@ def forecast(
 
 
 def classes_problem(config: VisionConfig, classes: tuple[str, ...]) -> str | None:
-    """Say whether the model's weights are for another number of classes than the data have."""
+    """Return a problem if the model's weights have another number of classes than the data."""
     if config.model.path in IMAGE_PRESETS:
         return None
     own = model.resolve(config.model.path).config.num_labels

@@ -1,4 +1,4 @@
-"""How well held-out images are classified: top-1, top-5, each class, and what is taken for what."""
+"""Evaluate a classifier on held-out images: loss, top-1, top-5, each class, and confusions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayapp.data.images.batches import StepImages
 from rayapp.observe.records import Classes, HeldOut
 from rayapp.train import loop
 
-CONFUSIONS = 20  # pairs that are named
+CONFUSIONS = 20  # pairs of classes that are listed
 TOP = 5
 
 
@@ -23,15 +23,15 @@ class Scores:
     loss: float
     top5: int
     confusion: torch.Tensor
-    """int64 [classes, classes]: images of a class (row) taken for a class (column)."""
+    """int64 [classes, classes]: number of images by true class (row) and predicted one (column)."""
 
     @property
     def images(self) -> int:
-        """How many there are."""
+        """The number of held-out images."""
         return int(self.confusion.sum())
 
     def figures(self) -> HeldOut:
-        """Return what a record says."""
+        """Return the fields of a step's record: mean loss in nats, top-1 and top-5, 0-1."""
         right = int(self.confusion.diagonal().sum())
         return {
             "eval_loss": self.loss / self.images,
@@ -40,7 +40,7 @@ class Scores:
         }
 
     def table(self, classes: Sequence[str]) -> Classes:
-        """Return images and right ones of each class, and the pairs most often confused."""
+        """Return the images and correct ones of each class, and the pairs most often confused."""
         counts, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
         wrong = self.confusion.clone().fill_diagonal_(0)
         found, places = wrong.flatten().sort(descending=True, stable=True)
@@ -56,7 +56,7 @@ class Scores:
 
 
 def evaluate(engine: loop.Engine, batches: Iterable[StepImages], classes: int) -> Scores:
-    """Classify all ranks' batches."""
+    """Classify this rank's batches; return the scores over all ranks, which call it together."""
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
 
     def measure(batch: StepImages, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:

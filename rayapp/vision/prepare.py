@@ -1,4 +1,4 @@
-"""What training needs before it starts: the index of the images, their order, and the plan."""
+"""Prepare what training needs: the index of the images, their order, and the plan of the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KIND = "rayapp.vision"
 
 
 def prepare(ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases) -> ImageSpec:
-    """Index the images, write down what is to be done, and show it."""
+    """Index the images, write config.yaml and plan.json, print the plan, and return the spec."""
     config, run = ready.config, ready.run
     images = index(ready, config, console)
     if problem := classes_problem(config, images.classes):
@@ -49,7 +49,7 @@ def prepare(ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases
 
 
 def index(ready: CheckedImageRun, config: VisionConfig, console: Console) -> Images:
-    """Make or find the index of the images.
+    """Make the index of the images, or take that of an earlier run.
 
     Raises:
         ConfigError: more files are unusable than data.bad_images allows, or nothing is left.
@@ -97,7 +97,7 @@ def order_of(config: VisionConfig, images: Images) -> Order:
 
 
 def plan_of(config: VisionConfig, images: Images, order: Order, parameters: int) -> Plan:
-    """Return what plan.json holds."""
+    """Return the fields of plan.json that do not come from the planner."""
     return {
         "parameters": parameters,
         "fingerprint": images.fingerprint,

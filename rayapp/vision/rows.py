@@ -1,4 +1,4 @@
-"""Images on their way to the ranks. It imports no torch: see train.spec."""
+"""Stream the images to the ranks. Imports no torch (see rayapp.train.spec)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def stream(spec: ImageSpec, first_step: int, world: int) -> ray.data.Dataset:
-    """Return the rest of the run for so many workers; its tasks decode and augment."""
+    """Return the images from `first_step` on, for `world` workers; its tasks decode and augment."""
     from rayapp.data.images import stream
 
     look, workers = transform_of(spec.config), spec.config.data.workers
@@ -24,14 +24,14 @@ def stream(spec: ImageSpec, first_step: int, world: int) -> ray.data.Dataset:
 
 
 def steps(spec: ImageSpec, shard: Any, world: int) -> Iterator[StepImages]:
-    """Yield a rank's steps from its shard of the stream."""
+    """Yield a rank's batch of each step from its shard of the stream."""
     from rayapp.data.images import stream
 
     return stream.steps(shard, spec.order.micro_batch, spec.order.num_micro_batches(world))
 
 
 def transform_of(config: VisionConfig) -> Transform:
-    """Return what the model is to see of an image."""
+    """Return the crop, size and augmentation of the config's images."""
     data = config.data
     return Transform(
         size=data.size,

@@ -1,4 +1,4 @@
-"""Train a classifier by a config, from the driver's side.
+"""Train an image classifier from the driver's side.
 
 result = train_classifier(load("configs/vision_cpu.yaml"))
 """
@@ -22,9 +22,9 @@ KIND = command.Kind(check, settle, prepare)
 def train_classifier(
     config: VisionConfig, console: Console | None = None, started: float | None = None
 ) -> RunResult:
-    """Run a config to its end, or to a stop, and return what result.json holds.
+    """Run a config until it is done or stopped, and return the content of result.json.
 
-    `started` is when the command began, in Unix seconds, if that was before this call.
+    `started` is the Unix time in seconds at which the command began, if that was before this call.
 
     Raises:
         ConfigError: it cannot run as described; nothing has been started.

@@ -1,4 +1,4 @@
-"""The plan of a run as equations, and what its images are like."""
+"""Print the plan of a run as equations, and statistics of its images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayapp.order import Order
 def plan(
     console: Console, config: VisionConfig, images: Images, order: Order, parameters: int
 ) -> None:
-    """Print the run as equations, and what the images are like."""
+    """Print the plan as equations, and statistics of the images."""
     train, workers = config.train, config.cluster.min_workers
     micro_batches, each = config.micro_batches_per_step, order.num_micro_batches(workers)
     counts, smallest = images.counts, min(images.class_counts)

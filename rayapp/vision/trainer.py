@@ -1,4 +1,4 @@
-"""An image classifier on one rank: what the loop and rayapp.train.rank need of it."""
+"""The Trainer of an image classifier on one rank; rayapp.train.rank trains with it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rayapp.vision.rows import transform_of
 
 
 def build(spec: ImageSpec, device: torch.device) -> ImageTrainer:
-    """Build the model on the meta device, shard or copy it, fill it, and make the optimizer."""
+    """Build the model, distribute it over ranks, fill its weights and make the optimizer."""
     return ImageTrainer(spec, device)
 
 
@@ -69,19 +69,19 @@ class ImageTrainer(Trainer):
         self.classifier.register_forward_hook(self._forwarded)
 
     def num_parameters(self) -> int:
-        """Return the parameters of the whole model."""
+        """Return the number of parameters of the whole model."""
         return model.num_parameters(self.classifier)
 
     def amounts(self, step: int) -> Amounts:
-        """Return the images of so many steps."""
+        """Return the number of images of so many steps."""
         return {"images": step * self.spec.order.rows_per_step}
 
     def tensors(self) -> Tensors:
-        """Return the moving average."""
+        """Return the moving average of the weights, if there is one."""
         return {"average": self.average.tensors} if self.average else {}
 
     def engine(self, control: Any, losses: list[float]) -> loop.Engine:
-        """Tell the loop what it needs of a classifier."""
+        """Return the loop's engine for a classifier."""
         spec, train = self.spec, self.spec.config.train
         engine = loop.Engine(
             model=self.model,
@@ -112,7 +112,7 @@ class ImageTrainer(Trainer):
         return engine
 
     def scores(self, engine: loop.Engine) -> Scores:
-        """Classify the held-out images, by the moving average where there is one."""
+        """Classify the held-out images, with the moving average of the weights if there is one."""
         rows = self.spec.data.rows("eval")
         micro_batch, look = self.spec.config.train.micro_batch, transform_of(self.spec.config)
         batches = held_out_batches(rows, look, micro_batch, dist.get_rank(), dist.get_world_size())
@@ -122,7 +122,7 @@ class ImageTrainer(Trainer):
     def finish(
         self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
     ) -> Outcome:
-        """Evaluate and export what was trained."""
+        """Evaluate and export the model, with the moving average of the weights if there is one."""
         found: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.spec.data.held_out:
             scores = self.scores(engine)
@@ -142,21 +142,24 @@ class ImageTrainer(Trainer):
         return found
 
     def _last_of_step(self, last: bool) -> None:
-        """Let gradients be summed over ranks once a step."""
+        """Let DDP sum the gradients over ranks only in the last micro-batch of a step."""
         self._last = last
         if self.ddp is not None:
             self.ddp.require_backward_grad_sync = last
 
     def _forwarded(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Send batch-norm's statistics to all ranks while the step's last backward pass runs."""
+        """Start to sum the batch-norm statistics over ranks after the step's last forward pass.
+
+        The all-reduce overlaps the backward pass.
+        """
         if self._last and module.training and torch.is_grad_enabled():
             self._settling = Settling(self.batch_norms)
 
     def _updated(self, skipped: bool) -> None:
-        """Take the step into batch-norm's statistics and the average, or forget it."""
+        """Update the batch-norm statistics and the moving average, or discard a skipped step's."""
         if skipped:
             self._settling.forget()
-            discard(self.batch_norms)  # a bad step's rows were looked at one by one
+            discard(self.batch_norms)  # of the row-by-row passes that named the bad rows
             return
         self._settling.finish()
         if self.average is not None:
@@ -164,7 +167,7 @@ class ImageTrainer(Trainer):
 
 
 def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
-    """Build the model, and give it memory and values."""
+    """Build the model, distribute it over ranks, and fill its weights."""
     config = spec.config
     shape, source = shape_of_classifier(
         config.model.path, config.model.overrides, spec.data.classes
@@ -196,7 +199,10 @@ def image_record(
     loss_sum: float,
     busy_s: float,
 ) -> ImageRecord:
-    """Make a step's record of what the loop knows and of its batch's sums."""
+    """Make a step's record from the loop's fields and the batch's sum, the number of images.
+
+    `busy_s` is the step's seconds without checkpoint stalls and evaluation.
+    """
     (images,) = sums
     return ImageRecord(
         **facts,
@@ -208,9 +214,10 @@ def image_record(
 
 
 def mfu_of(spec: ImageSpec, device: torch.device) -> Callable[[int, float], float | None]:
-    """Return what computes model FLOP/s over the peak of all devices; None where none is known.
+    """Return a function of (images, seconds) that computes the MFU, 0-1.
 
-    A backward pass takes twice the FLOPs of the forward pass.
+    MFU is model FLOP/s over the peak of all workers' GPUs; a backward pass counts as twice the
+    FLOPs of the forward pass. The function returns None on CPUs and where no peak is known.
     """
     if device.type != "cuda":
         return lambda images, seconds: None
