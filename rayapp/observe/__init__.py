@@ -1,1 +1,1 @@
-"""What a run says of itself."""
+"""Record and report a run: its metrics, events, result, status, gauges and trackers."""

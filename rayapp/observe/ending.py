@@ -1,4 +1,4 @@
-"""How an attempt to train ended, told from the errors of Ray, its workers and the disk."""
+"""Classify how an attempt to train ended, by the errors of Ray, its workers and the disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rayapp.observe.words import last_line
 from rayapp.storage.local import LOCAL_REASONS
 
 FAILURE, PREEMPTION, RESIZE, NO_ROOM = "failure", "preemption", "resize", "no room"
-AGAIN = "start again"  # the workers and the driver saw other checkpoints
-# Full and closed disks, as Python, Ray and torch tell them, and as our storage does.
+AGAIN = "start again"  # the workers and the driver saw different checkpoints
+# Messages of full and read-only disks: Python's, Ray's and torch's, and those of our storage.
 FINAL = tuple(
     words
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -24,24 +24,24 @@ FINAL = tuple(
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended before the run was done or asked to stop."""
+    """How an attempt ended before the run was done or was asked to stop."""
 
     kind: str
     """FAILURE, PREEMPTION, RESIZE, NO_ROOM or AGAIN."""
     reason: str
     step: int
-    """Steps done when it ended, kept or not."""
+    """Steps done when it ended, whether a checkpoint holds them or not."""
     trained: bool
-    """The attempt has done a step, and so its workers had entered the next one."""
+    """Whether the attempt has done a step; if so, it ended in the step after `step`."""
     final: bool = False
-    """Another attempt would only find the same, as on a full disk."""
+    """Whether another attempt would fail alike, as on a full disk."""
 
 
 def ending_of(ended: Summary | Exception, lines: list[MetricsLine], began: float) -> Ending:
-    """Tell a node that is taken away from a failure, and both from workers that had no room.
+    """Classify how an attempt ended.
 
-    `ended` is rank 0's summary of workers that move, or the error of an attempt; `lines` are those
-    of metrics.jsonl, and `began` is when the attempt did, in Unix seconds.
+    `ended` is rank 0's summary if the workers left (status `moved`), else the error of the attempt.
+    `lines` are those of metrics.jsonl; `began` is the Unix time at which the attempt began.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api.exceptions import PreemptionError
@@ -63,7 +63,7 @@ def ending_of(ended: Summary | Exception, lines: list[MetricsLine], began: float
 
 
 def _final_reason(error: Exception) -> str | None:
-    """Return why another attempt is no use, if a worker or the controller says so."""
+    """Return the first error that another attempt would meet again, None if there is none."""
     said = [f"rank {rank}: {_reason(cause)}" for rank, cause in sorted(_deaths(error).items())]
     for line in said or [_reason(error)]:
         if any(words in line for words in FINAL):
@@ -72,7 +72,10 @@ def _final_reason(error: Exception) -> str | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Say which worker failed, and why; a death explains the errors of the ranks around it."""
+    """Say which worker failed and why: the lowest rank that died, else the lowest with an error.
+
+    A dead worker comes first, as its death causes the errors of other ranks.
+    """
     deaths = _deaths(error)
     if not deaths:
         return _reason(error)
@@ -82,12 +85,12 @@ def reason_of(error: Exception) -> str:
 
 
 def causes(error: Exception) -> list[BaseException]:
-    """Return what ended the workers; the error itself where it was none of them."""
+    """Return the errors that ended the workers, or the error itself if no worker had one."""
     return list(_deaths(error).values()) or [error]
 
 
 def _deaths(error: Exception) -> dict[int, BaseException]:
-    """Return what ended each worker, by rank."""
+    """Return the error that ended each worker, by rank."""
     failures = getattr(error, "worker_failures", None) or {}
     return {rank: getattr(failures[rank], "cause", None) or failures[rank] for rank in failures}
 

@@ -1,4 +1,4 @@
-"""What the driver writes down as it happens: events.jsonl, read by rayapp.observe.goodput."""
+"""Write events.jsonl, the driver's record of commands and attempts (see rayapp.observe.goodput)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("rayapp.driver")
 
 
 class Journal:
-    """The events of a run, and the steps that the driver has seen, kept or not."""
+    """The events of a run, and the steps that the driver has last seen in metrics.jsonl."""
 
     def __init__(self, run: Storage) -> None:
         self.run, self.events = run, read_events(run)
@@ -34,7 +34,7 @@ class Journal:
 
     @contextmanager
     def command(self, config: RunConfig, began: float) -> Iterator[None]:
-        """Record a command's start, and its end if that is an error."""
+        """Record the start of a command, and its end if the block raises."""
         seen_until = self._lines[-1]["time"] if self._lines else None
         self.add(
             STARTED,
@@ -54,11 +54,11 @@ class Journal:
             raise
 
     def attempt(self, config: RunConfig, workers: int) -> None:
-        """Record that an attempt begins."""
+        """Record that an attempt begins with so many workers."""
         self.add(WORKERS, {"workers": workers, **machines(config, workers)})
 
     def saw(self, line: MetricsLine) -> None:
-        """Look at a new last line of metrics.jsonl; the first one of an attempt is an event."""
+        """Take the last line of metrics.jsonl; record an event if it is the first of an attempt."""
         if line["attempt"] > self._followed:
             try:
                 self.catch_up()
@@ -66,7 +66,11 @@ class Journal:
                 logger.warning("cannot read %s: %s", METRICS, error)
 
     def catch_up(self) -> list[MetricsLine]:
-        """Read metrics.jsonl, and record the attempt if it has begun; return its lines."""
+        """Read metrics.jsonl, record a `resumed` event if a new attempt has done a step, and return
+        the lines.
+
+        Steps that were there before and are not any more count as lost.
+        """
         lines = metrics.read(self.run)
         kept = {(line["attempt"], line["step"]) for line in lines}
         fresh = [line for line in lines if line["attempt"] > self._followed]
@@ -103,12 +107,12 @@ class Journal:
         )
 
     def ended(self, status: str, seconds: dict[str, float], reason: str | None = None) -> None:
-        """Record that the command ends."""
+        """Record that the command ends, with the seconds of its last phases."""
         self.catch_up()
         self.add(ENDED, {"status": status, "reason": reason, "seconds": seconds})
 
     def add(self, event: str, facts: EventFields, at: float | None = None) -> None:
-        """Append an event; one that cannot be stored is stored with the next."""
+        """Append an event; if it cannot be stored, it is stored with the next one."""
         self.events.append({"event": event, "time": at or time.time(), **facts})
         text = "".join(json.dumps(each) + "\n" for each in self.events)
         try:
@@ -118,9 +122,9 @@ class Journal:
 
 
 def machines(config: RunConfig, workers: int) -> EventFields:
-    """Return how many machines the workers take, and what they cost, as far as that is known.
+    """Return the number of machines that the workers need, their instance type and cost, if known.
 
-    The price is config's, else the list price on demand in AWS_REGION.
+    The price is the config's, else the on-demand list price in AWS_REGION.
     """
     one = named_instance(config)
     if one is None:
@@ -136,6 +140,6 @@ def machines(config: RunConfig, workers: int) -> EventFields:
 
 
 def submission_id() -> str | None:
-    """Return the id of the Ray job that this process is the driver of, None where it is none."""
+    """Return the submission id of the Ray job whose driver this process is, None without a job."""
     told = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     return (told.get("metadata") or {}).get("job_submission_id")

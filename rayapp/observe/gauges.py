@@ -1,17 +1,18 @@
-"""What a run tells Prometheus while it trains, by way of Ray's metrics agent on each node.
+"""Export metrics of a run to Prometheus while it trains, through Ray's metrics agent on each node.
 
     with Steps("demo", rank=0) as told:                    # in a training worker
         told.step(record)
     told = Driver("demo", num_steps=500, started=...)      # in the driver
     told.set(account, ...); told.close(DONE)
 
-Ray prefixes every name with `ray_`, and counters end in `_total`. There are few series: of a step's
-record rank 0 tells what is the run's, each rank only its own memory and how long it waited. What is
-None is not told, nor what is not finite, which Ray would drop: `bad_steps` counts such steps.
+Ray prefixes every name with `ray_`, and counters end in `_total`. To keep the series few, rank 0
+alone exports the figures of the run; each rank exports only its own memory and its wait for data.
+Values that are None or not finite are not exported (Ray would drop the latter); `bad_steps` counts
+steps that are not finite.
 
-A gauge is shown for 20 s after it was set (two of Ray's intervals), so each is set again and again
-until it is closed; a counter as long as its node's agent lives, each process's beside those of the
-processes before it: sum them by run. A process that ends sends its last counts first. Under
+Ray shows a gauge for 20 s (two of its intervals) after it was set, so a thread sets each gauge
+again every REPEAT_S seconds until `close`. A counter stays as long as the agent of its node; each
+process has its own, so sum them by run. A process sends its last counts before it ends. Under
 torchrun none of this is used.
 """
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 PREFIX = "rayapp"
 REPEAT_S = 1.0
 
-# Fields of a StepRecord of any kind that rank 0 tells as they are, where it has them.
+# Fields of a StepRecord that rank 0 exports unchanged, if the record has them.
 OF_A_STEP = {
     "step": "Optimizer steps done",
     "epoch": "Epochs done",
@@ -86,7 +87,7 @@ AT_THE_END = {"failed": "1 where the run has failed, 0 where it is done or was s
 
 
 class _Gauges:
-    """Gauges of one run that keep what they were set to until they are closed."""
+    """Gauges of one run; a thread repeats their last values until they are closed."""
 
     def __init__(self, tags: dict[str, str]) -> None:
         self._tags = tags
@@ -96,7 +97,7 @@ class _Gauges:
         self._thread = threading.Thread(target=self._repeat, name="gauges", daemon=True)
 
     def add(self, texts: Mapping[str, str], *more_tags: str) -> None:
-        """Add gauges, by name."""
+        """Add gauges, given as descriptions by name."""
         from ray.util.metrics import Gauge
 
         for name, text in texts.items():
@@ -104,7 +105,7 @@ class _Gauges:
             self._gauges[name] = made.set_default_tags(self._tags)
 
     def set(self, values: Mapping[str, float | None], **tags: str) -> None:
-        """Set gauges to what is known and finite; `tags` are beside those of all."""
+        """Set the gauges whose values are known and finite; `tags` add to the run's tags."""
         for name, value in values.items():
             if value is not None and math.isfinite(value):
                 self._values[name, "".join(tags.values())] = value, tags
@@ -113,7 +114,7 @@ class _Gauges:
             self._thread.start()
 
     def close(self) -> None:
-        """Let them vanish."""
+        """Stop repeating the values; Ray drops the gauges within 20 s."""
         self._closed.set()
 
     def _repeat(self) -> None:
@@ -123,7 +124,7 @@ class _Gauges:
 
 
 class Steps:
-    """Tell of each step, on every rank."""
+    """Export the metrics of each step; every rank has one."""
 
     def __init__(self, run: str, rank: int) -> None:
         from ray.util.metrics import Histogram
@@ -151,7 +152,7 @@ class Steps:
         self._gauges.close()
 
     def step(self, record: StepRecord) -> None:
-        """Tell of a step that was done."""
+        """Export the record of a step."""
         self._gauges.set({"peak_gib": record.peak_gib}, rank=self._rank)
         self._count("data_wait_s", record.data_wait_s)
         if not self._first:
@@ -167,7 +168,10 @@ class Steps:
             self.bad_step()
 
     def bad_step(self) -> None:
-        """Tell of a step whose loss is not finite; one that ends the run has no record."""
+        """Count a bad step on rank 0; the worker calls it for the one that ends a run.
+
+        That step has no record.
+        """
         if self._first:
             self._count("bad_steps", 1)
 
@@ -177,7 +181,7 @@ class Steps:
 
 
 class Driver:
-    """Tell what only the driver knows: it outlives the workers."""
+    """Export what only the driver knows, which outlives the workers."""
 
     def __init__(self, run: str, num_steps: int, started: float) -> None:
         self._gauges = _Gauges({"run": run})
@@ -187,10 +191,10 @@ class Driver:
         self._num_steps, self._started = num_steps, started
 
     def close(self, status: str) -> None:
-        """Tell how the run has ended, and let all that was told vanish.
+        """Export whether the run failed, and stop repeating all gauges.
 
-        The end is shown for 20 s, also where the process ends at once: longer than it takes until
-        the next scrape. A driver that dies tells none.
+        Ray shows the last values for 20 s, even if the process ends at once, which is longer than
+        the interval of scrapes. A driver that is killed exports no end.
         """
         self._gauges.set({"failed": float(status == FAILED)})
         self._gauges.close()
@@ -202,15 +206,16 @@ class Driver:
         checkpoint: tuple[int, float] | None,
         **more: float | None,
     ) -> None:
-        """Tell how the run stands; `checkpoint` is the newest one's step and its Unix time.
+        """Export the state of the run.
 
-        `more` are further values of OF_THE_DRIVER, by name.
+        `last_step_s` is the Unix time of the last step; `checkpoint` is the newest one's (step,
+        Unix time of the commit). `more` holds further values of OF_THE_DRIVER, by name.
         """
         step, committed_s = checkpoint or (None, self._started)
         self._gauges.set(
             {
                 "num_steps": self._num_steps,
-                # A run that goes on after a day must not look as if it had hung for a day.
+                # A run that is resumed after a day must not look as if it had hung for a day.
                 "last_step_unix_s": max(last_step_s or 0.0, self._started),
                 "checkpoint_step": step,
                 "checkpoint_unix_s": max(committed_s, self._started),
@@ -231,18 +236,18 @@ class Driver:
 
 
 class Pace:
-    """How often checkpoints are due, in seconds: by time, by steps, or by what comes first."""
+    """The seconds between due checkpoints: by time or by steps, whichever comes first."""
 
     def __init__(self, every_s: float | None, every_steps: int | None) -> None:
         self._every_s, self._every_steps = every_s, every_steps
         self._step_s: deque[float] = deque(maxlen=32)
 
     def saw(self, step_s: float) -> None:
-        """Take the seconds of a step."""
+        """Add the seconds of a step."""
         self._step_s.append(step_s)
 
     def checkpoint_every_s(self) -> float | None:
-        """Return the seconds, None while it is not known how long a step takes."""
+        """Return the seconds, by the median of the last 32 steps; None if not known yet."""
         found = [] if self._every_s is None else [self._every_s]
         if self._every_steps is not None and self._step_s:
             found.append(self._every_steps * statistics.median(self._step_s))

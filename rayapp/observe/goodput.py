@@ -1,9 +1,9 @@
-"""Where a run's time and money went, over all its commands: from events.jsonl and its steps.
+"""Account for a run's time and cost over all its commands, from events.jsonl and metrics.jsonl.
 
     account = account(read_events(run), metrics.read(run), now=time.time())
     account.goodput["step"], account.cost_usd
 
-events.jsonl is what the driver has seen, one JSON object a line, each with `event` and `time`:
+The driver writes events.jsonl, one JSON object a line, each with `event` and `time` (Unix seconds):
 
     started      a command began: host, submission_id, and what its machines cost
     workers      an attempt begins: workers, nodes, instance, usd_per_hour of all nodes together
@@ -33,7 +33,7 @@ INTERRUPTED, ENDED = "interrupted", "ended"
 
 _Fields: TypeAlias = Mapping[str, type | UnionType]
 NUMBER = int | float
-# What is computed with, by event; a file that lacks one of these is damaged.
+# The required fields of each event; a file that lacks one of them is damaged.
 FIELDS: Mapping[str, _Fields] = {
     STARTED: {"seen_until": NUMBER | None},
     WORKERS: {},
@@ -43,7 +43,8 @@ FIELDS: Mapping[str, _Fields] = {
     ENDED: {"status": str, "reason": str | None, "seconds": dict},
 }
 
-# Of a step's wall time, by the field of metrics.jsonl that measures it; the rest of it is `step`.
+# Parts of a step's wall time, with the field of metrics.jsonl that measures each; the rest is
+# `step`.
 OF_A_STEP = {
     "data_wait": "data_wait_s",
     "checkpoint_stall": "checkpoint_stall_s",
@@ -52,7 +53,7 @@ OF_A_STEP = {
 
 
 class DamagedEvents(ConfigError):
-    """A file of a run's folder is not as a run writes it."""
+    """A file of a run's folder does not have the content that a run writes."""
 
     def __init__(self, url: str, why: str, fix: str) -> None:
         super().__init__([f"{url} is damaged: {why}. {fix}"])
@@ -60,22 +61,22 @@ class DamagedEvents(ConfigError):
 
 @dataclass(frozen=True)
 class Account:
-    """The sums of a run; between two commands nothing runs and nothing is counted."""
+    """The sums over all commands of a run; the time between commands is not counted."""
 
     wall_s: float
     goodput: dict[str, float]
     """Fractions of wall_s by cause; they sum to 1 and none is negative."""
     cost_usd: float | None
-    """None where the price of a machine is not known."""
+    """None if the price of a machine is not known."""
     usd_per_hour: float | None
-    """Of the machines of the last command."""
+    """Of all machines at the last event that has a price; None if not known."""
     lost_steps: int
-    """Steps done in vain."""
+    """Steps that were done and then lost, as no checkpoint held them."""
     interruptions: list[Interruption]
 
 
 def read_events(run: Storage) -> list[Event]:
-    """Return a run's events, none if there are none; a torn last line is left out.
+    """Return a run's events, an empty list without a file; an incomplete last line is ignored.
 
     Raises:
         Damaged: a line is no event.
@@ -102,7 +103,7 @@ def read_events(run: Storage) -> list[Event]:
 
 
 def _wrong(event: Any) -> str | None:
-    """Say why a line's value is no event."""
+    """Return why the value of a line is not a valid event, None if it is."""
     if not isinstance(event, dict):
         return "it is no JSON object"
     if event.get("event") not in FIELDS:
@@ -127,7 +128,10 @@ def _is(value: Any, kind: type | UnionType) -> bool:
 def account(
     events: Sequence[Event], lines: Iterable[MetricsLine], now: float | None = None
 ) -> Account:
-    """Add up a run. `now`, in Unix seconds, is for one whose last command is still at work."""
+    """Add up a run's time, cost and interruptions.
+
+    `now` (Unix seconds) is given if the last command still runs. `lines` are the kept steps.
+    """
     lines = list(lines)
     seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0, "evaluation": 0.0, "export": 0.0}
     wall_s, cost_usd = 0.0, 0.0
@@ -152,7 +156,7 @@ def account(
 
 
 def commands(events: Sequence[Event]) -> list[list[Event]]:
-    """Return the events of each command; the first of each is its start."""
+    """Return the events grouped by command; the first event of each command is `started`."""
     found: list[list[Event]] = []
     for event in events:
         if event["event"] == STARTED:
@@ -166,8 +170,8 @@ def goodput(
 ) -> dict[str, float]:
     """Return fractions of wall time by cause; they sum to 1 and none is negative.
 
-    `known_s` are seconds measured elsewhere (start, export, lost_work, recovery ...); what nothing
-    accounts for is `other`.
+    `known_s` holds seconds measured elsewhere (start, export, lost_work, recovery ...); the time
+    that nothing accounts for is `other`.
     """
     lines = list(lines)
     seconds = {
@@ -186,7 +190,10 @@ def goodput(
 
 
 def interruptions(events: Sequence[Event]) -> list[Interruption]:
-    """Return each interruption, with the steps that it lost and the seconds to a new one."""
+    """Return each interruption with the steps that it lost and the seconds to the next step done.
+
+    Both are None if the same command has done no step since.
+    """
     found = []
     for command in commands(events):
         for index, event in enumerate(command):
@@ -210,7 +217,11 @@ def interruptions(events: Sequence[Event]) -> list[Interruption]:
 def _end_of(
     command: list[Event], follows: Event | None, lines: list[MetricsLine], now: float | None
 ) -> float:
-    """Return when a command ended; of one that was killed, when it last gave a sign of life."""
+    """Return the Unix time at which a command ended, or its last sign of life if it was killed.
+
+    `follows` is the `started` event of the next command. If there is none and `now` is given, the
+    command still runs, and the result is `now`.
+    """
     for event in command:
         if event["event"] == ENDED:
             return float(event["time"])
@@ -225,9 +236,9 @@ def _end_of(
 
 
 def _idle_s(command: list[Event], until: float) -> dict[str, float]:
-    """Return the seconds of a command that no kept step accounts for, by cause."""
+    """Return the seconds, by cause, that no kept step of a command accounts for."""
     seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0}
-    cause: str | None = "start"  # of the time from `since` on; None: it trains
+    cause: str | None = "start"  # of the time since `since`; None while it trains
     since = command[0]["time"]
     for event in command:
         if event["event"] == RESUMED:
@@ -250,7 +261,7 @@ def _idle_s(command: list[Event], until: float) -> dict[str, float]:
 
 
 def _cost_usd(command: list[Event], until: float) -> float | None:
-    """Return what a command's machines have cost, None where a price is not known."""
+    """Return the cost of a command's machines until its end, None if a price is not known."""
     priced = [event for event in command if "usd_per_hour" in event]
     ends = [*(event["time"] for event in priced[1:]), until]
     total = 0.0

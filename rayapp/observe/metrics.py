@@ -1,12 +1,12 @@
-"""What happened, step by step: one JSON line each in metrics.jsonl.
+"""Write and read metrics.jsonl, which has one JSON line for each step.
 
     log = MetricsLog(storage, first_step=resumed_at)
     log.write(TokenRecord(step=1, loss=..., ...)); log.close()
 
-`metrics.jsonl` is the run's own record and does not go through Ray. A local file is appended to; an
-S3 object cannot be, so it is rewritten by a thread, at most every few seconds and less often as it
-grows; while S3 fails, training goes on and the lines wait. After a resume each step is there once:
-lines past the resumed step are dropped.
+Rank 0 writes `metrics.jsonl` itself, not through Ray. It appends to a local file. An S3 object
+cannot be appended to, so a thread rewrites it, at most every FLUSH_S seconds (sooner only for a
+checkpoint that waits for its step) and less often as it grows; while S3 fails, training goes on and
+the lines wait. A resume drops the lines after the resumed step, so that each step is there once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
 FLUSH_S = 5.0
-STORED_S = 150.0  # longer than the storage repeats a request
-TAIL_BYTES = 16 * 2**10  # hold several lines
-BYTES_PER_S = 2 * 2**20  # of rewriting an S3 object, on average
+STORED_S = 150.0  # longer than the storage retries a request
+TAIL_BYTES = 16 * 2**10  # several lines
+BYTES_PER_S = 2 * 2**20  # the average rate of rewriting an S3 object
 
 logger = logging.getLogger("rayapp.observe.metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What every line of metrics.jsonl has."""
+    """The fields that every line of metrics.jsonl has."""
 
     step: int
     """Optimizer steps done, from 1."""
@@ -46,16 +46,16 @@ class StepRecord:
     mfu: float | None
     """Model FLOP/s over the hardware's peak, 0-1; None where no peak is known."""
     step_s: float
-    """Wall time since the step before, data wait and checkpoint stall included."""
+    """Wall time since the step before, with data wait, checkpoint stall and evaluation."""
     data_wait_s: float
     checkpoint_stall_s: float
     eval_s: float
     skipped: bool
-    """The weights are as before the step: its loss was a spike or not finite."""
+    """Whether the weights are unchanged because the step was bad: a spike, or not finite."""
     peak_gib: float
-    """Most memory that rank 0 has held so far: of the GPU, else resident."""
+    """Most memory that this rank has held so far: of the GPU, else resident."""
     peak_forward_gib: float
-    """The same in the forward passes of this step alone; and so on."""
+    """The peak of this step's forward passes; the next two: of its backward passes and update."""
     peak_backward_gib: float
     peak_optimizer_gib: float
     workers: int
@@ -75,7 +75,7 @@ class TokenRecord(StepRecord):
     tokens: int
     """Loss-bearing tokens of the global batch."""
     tokens_per_s: float
-    """Input tokens (no padding) of all workers per second of step_s."""
+    """Input tokens (no padding) of all workers per second without checkpoint stall and eval."""
     tokens_per_s_per_gpu: float
     eval_loss_per_byte: float | None = None
 
@@ -87,18 +87,18 @@ class ImageRecord(StepRecord):
     images: int
     """Images of the global batch."""
     images_per_s: float
-    """Images of all workers per second of step_s."""
+    """Images of all workers per second without checkpoint stall and eval."""
     images_per_s_per_gpu: float
     eval_top1: float | None = None
-    """Share of the held-out images whose class is the likeliest by the model, 0-1."""
+    """Share of the held-out images whose class the model finds likeliest, 0-1."""
     eval_top5: float | None = None
-    """The same among the five likeliest."""
+    """Share of those whose class is among the five likeliest, 0-1."""
 
 
 def read(storage: Storage) -> list[MetricsLine]:
-    """Return the lines of a run's metrics.jsonl; none if there is no such file yet.
+    """Return the lines of a run's metrics.jsonl, an empty list if there is no such file yet.
 
-    What is not a whole line is left out: a process that was killed leaves a torn last line.
+    Lines that are not readable are left out: a process that was killed leaves a partial last line.
     """
     try:
         data = storage.read(METRICS)
@@ -108,7 +108,7 @@ def read(storage: Storage) -> list[MetricsLine]:
 
 
 def last(storage: Storage) -> MetricsLine | None:
-    """Return the last line of metrics.jsonl, if any, at the same cost however long it is."""
+    """Return the last line of metrics.jsonl, if any; reads only the last TAIL_BYTES of the file."""
     size = storage.size(METRICS)
     if not size:
         return None
@@ -121,19 +121,19 @@ def last(storage: Storage) -> MetricsLine | None:
 
 
 class Follower:
-    """The lines of a metrics.jsonl that grows, read once each; also after a resume cut it."""
+    """Follow a metrics.jsonl that grows: read each line once, and all again if a resume cut it."""
 
     def __init__(self, storage: Storage) -> None:
         self.lines: list[MetricsLine] = []
         self._storage, self._end, self._last = storage, 0, b""
 
     def poll(self) -> int:
-        """Read what has come since; return how many of the lines that were known still hold."""
+        """Read the new lines into `lines`; return how many of the old lines are still there."""
         known, size = len(self.lines), self._storage.size(METRICS) or 0
         if size < self._end:
             return self._again()
         data = self._storage.read(METRICS, self._end - len(self._last)) if size else b""
-        if not data.startswith(self._last):  # it was cut back, and has grown since
+        if not data.startswith(self._last):  # the file was cut back and has grown since
             return self._again()
         self._take(data[len(self._last) :])
         return known
@@ -165,13 +165,13 @@ def _whole_lines(storage: Storage, data: bytes) -> list[MetricsLine]:
             line = None
         if isinstance(line, dict):
             lines.append(cast(MetricsLine, line))
-        elif number < len(texts):  # in the midst: a disk that lost its power, an editor
+        elif number < len(texts):  # not the last line: after a power loss, or an edit
             logger.warning("%s/%s: line %d is not readable", storage.url, METRICS, number)
     return lines
 
 
 class MetricsLog:
-    """Append step records; keep the steps up to `first_step` of what is there."""
+    """Append step records to metrics.jsonl; of the lines there, keep those up to `first_step`."""
 
     def __init__(self, storage: Storage, first_step: int) -> None:
         self.storage = storage
@@ -183,7 +183,7 @@ class MetricsLog:
         path = storage.local_path(METRICS)
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         if path:
-            self._data.clear()  # from now on: what waits to be appended
+            self._data.clear()  # of a local file, it holds only what waits to be appended
         self._changed, self._last, self._closed = (threading.Event() for _ in range(3))
         self._newest = self._stored = first_step
         self._progress, self._hurry, self._awaited = threading.Condition(), threading.Event(), 0
@@ -194,7 +194,7 @@ class MetricsLog:
             self._thread.start()
 
     def write(self, record: StepRecord) -> None:
-        """Append one record; what a full disk refuses waits for the next one, or for `close`."""
+        """Append one record; if the disk is full, it waits for the next call or for `close`."""
         line = (json.dumps(_finite(asdict(record)), allow_nan=False) + "\n").encode()
         self._data += line
         self._newest = record.step
@@ -208,24 +208,24 @@ class MetricsLog:
             self._append()
             self._have_stored(record.step)
         except StorageError as error:
-            if not waited:  # once, not at every step
+            if not waited:  # warn once, not at every step
                 logger.warning("metrics are not stored yet: %s", error)
 
     def _append(self) -> None:
-        """Write what waits to the local file."""
+        """Append the waiting bytes to the local file."""
         assert self._file is not None
         try:
             while self._data:
-                # Unbuffered: another process may read it now.
+                # The file is unbuffered, so that other processes see the line at once.
                 del self._data[: self._file.write(self._data)]
         except OSError as error:
             raise self._storage_error(error.strerror) from error
 
     def wait_stored(self, step: int) -> None:
-        """Wait until the record of a step is stored, also if it has still to be written.
+        """Wait until the record of a step is stored, even if `write` has still to be called for it.
 
-        A checkpoint that is committed before would leave a gap behind when the run is killed: what
-        resumes from it does not do that step again.
+        If a checkpoint were committed before that and the run were killed, the resumed run would
+        not do that step again, and its line would be missing.
 
         Raises:
             StorageError: it takes too long, or the log was closed without it.
@@ -243,7 +243,7 @@ class MetricsLog:
             self._progress.notify_all()
 
     def close(self) -> None:
-        """Make everything written durable.
+        """Store all records durably, and end the thread.
 
         Raises:
             StorageError: the storage has refused it.
@@ -273,19 +273,19 @@ class MetricsLog:
                 raise self._error
 
     def _rewrite(self) -> None:
-        """Store what is there whenever it has changed, and once more when closed."""
+        """Rewrite the S3 object whenever there are new lines, and once more at `close`."""
         last = False
         while not last:
             self._changed.wait()
-            self._changed.clear()  # before the look at `_last`, or its wake-up could be lost
+            self._changed.clear()  # before `_last` is read, or the wake-up of `close` could be lost
             last = self._last.is_set()
-            newest = self._newest  # before the data, which may then hold more
+            newest = self._newest  # before the data is copied, which may then hold more steps
             data = bytes(self._data)
             try:
                 self.storage.write(METRICS, data)
                 self._error = None
                 self._have_stored(newest)
-            except Exception as error:  # storage has retried: close() raises the last one
+            except Exception as error:  # the storage has retried; close() raises the last error
                 self._error = error
                 self._changed.set()
                 logger.warning("metrics are not stored yet: %s", error)
@@ -298,7 +298,7 @@ class MetricsLog:
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """JSON has no NaN: a value that is not finite becomes null."""
+    """Replace floats that are not finite by None, as JSON has no NaN."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

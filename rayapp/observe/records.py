@@ -1,7 +1,7 @@
-"""What the JSON of a run's folder holds, by file: rayapp.observe.run_folder names the files.
+"""The types of the JSON files in a run's folder; rayapp.observe.run_folder names the files.
 
-A field that is None was asked for and is not known; one that is not there does not apply. Files
-of older versions lack what they did not write.
+A field that applies but is not known is None; a field that does not apply is absent. Files of older
+versions also lack the fields that those versions did not write.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from rayapp.planner.answer import BandValues, Forecast
 # ---- config.yaml ------------------------------------------------------------------------------
 
 Sections: TypeAlias = dict[str, dict[str, Any]]
-"""Fields by section, maybe of an older version: rayapp.config reads those of this one."""
+"""Fields by section, maybe of an older version; rayapp.config reads those of this version."""
 
 # ---- plan.json --------------------------------------------------------------------------------
 
 
 class Plan(Forecast, total=False):
-    """What a run amounts to; what the planner foretells is there where it knows the model."""
+    """The size of a run; with the planner's forecast if it has a formula for the model."""
 
     fingerprint: str
-    """What the rows were made from."""
+    """A digest of everything that the rows were made from."""
     rows_per_step: int
     micro_batches_per_step: int
     tokens: int
     images: int
-    """Of the whole run, in what it is counted in."""
+    """`tokens` or `images` of the whole run, whichever the run counts in."""
     epochs: float
     data: DataReport
 
 
 def band_of(plan: Plan, name: str) -> BandValues | None:
-    """Return a figure of a plan by a name that is made up."""
+    """Return a figure of a plan whose name is computed, None if the plan lacks it."""
     return cast(Mapping[str, BandValues | None], plan).get(name)
 
 
@@ -43,7 +43,7 @@ def band_of(plan: Plan, name: str) -> BandValues | None:
 
 
 class MetricsLine(TypedDict):
-    """A step as metrics.jsonl has it: a StepRecord, None in place of what is not finite."""
+    """A line of metrics.jsonl: a StepRecord with None for values that are not finite."""
 
     step: int
     epoch: float
@@ -65,13 +65,13 @@ class MetricsLine(TypedDict):
     batch_digest: str
     time: float
     eval_loss: NotRequired[float | None]
-    # Of tokens.
+    # In runs that count tokens.
     loss_per_byte: NotRequired[float | None]
     tokens: NotRequired[int]
     tokens_per_s: NotRequired[float]
     tokens_per_s_per_gpu: NotRequired[float]
     eval_loss_per_byte: NotRequired[float | None]
-    # Of images.
+    # In runs that count images.
     images: NotRequired[int]
     images_per_s: NotRequired[float]
     images_per_s_per_gpu: NotRequired[float]
@@ -80,7 +80,7 @@ class MetricsLine(TypedDict):
 
 
 def figure(record: Mapping[str, object], name: str) -> float | None:
-    """Return a number of a record by a name that is made up, None where it has none."""
+    """Return a number of a record whose name is computed, None if the record lacks it."""
     found = record.get(name)
     return found if isinstance(found, int | float) else None
 
@@ -89,16 +89,16 @@ def figure(record: Mapping[str, object], name: str) -> float | None:
 
 
 class EventFields(TypedDict, total=False):
-    """Fields of an event; rayapp.observe.goodput says which event has which."""
+    """The fields of events; rayapp.observe.goodput lists which event has which."""
 
     host: str
     submission_id: str | None
     seen_until: float | None
-    """Unix time of the last step that the command found."""
+    """Unix time of the last step in metrics.jsonl when the command started."""
     nodes: int | None
     instance: str | None
     usd_per_hour: float | None
-    """Of all nodes together."""
+    """The price of all nodes together."""
     workers: int
     attempt: int
     step: int
@@ -121,7 +121,7 @@ class Event(EventFields):
 
 
 class Interruption(TypedDict):
-    """An attempt that ended early, and what that has cost."""
+    """An attempt that ended early, with the steps and seconds that this cost."""
 
     time: float
     kind: str
@@ -136,7 +136,7 @@ class Interruption(TypedDict):
 
 
 class HeldOut(TypedDict, total=False):
-    """Figures of the held-out data: of a step, a checkpoint or the end."""
+    """Figures of the held-out data, after a step, of a checkpoint or at the end."""
 
     eval_loss: float | None
     eval_loss_per_byte: float | None
@@ -145,13 +145,13 @@ class HeldOut(TypedDict, total=False):
 
 
 class Evaluated(HeldOut):
-    """The same, after a step."""
+    """Held-out figures with the step that they belong to."""
 
     step: int
 
 
 class Validation(Evaluated):
-    """A line of validation.jsonl: a checkpoint, evaluated beside the training."""
+    """A line of validation.jsonl: a checkpoint that was evaluated during training."""
 
     seconds: float
     time: float
@@ -160,20 +160,20 @@ class Validation(Evaluated):
 # ---- result.json ------------------------------------------------------------------------------
 
 Sample: TypeAlias = tuple[str, str]
-"""A prompt, and what the model has made of it."""
+"""(prompt, the model's continuation)."""
 
 
 class Classes(TypedDict):
     """How the held-out images of each class were classified."""
 
     each: list[tuple[str, int, int]]
-    """(class, images, right ones)."""
+    """(class, images, correctly classified images)."""
     confused: list[tuple[str, str, int]]
-    """(class, taken for, images), the most frequent first."""
+    """(true class, predicted class, images), the most frequent first."""
 
 
 class Gain(TypedDict):
-    """What compiling gains: see rayapp.model.kernels.CompileGain."""
+    """What compiling gains (see rayapp.model.kernels.CompileGain)."""
 
     eager_s: float
     compiled_s: float
@@ -182,7 +182,7 @@ class Gain(TypedDict):
 
 
 class Outcome(HeldOut, total=False):
-    """What only a kind of run knows of itself."""
+    """The fields of a summary that depend on the kind of run."""
 
     compile: Gain | None
     samples: list[Sample]
@@ -191,7 +191,7 @@ class Outcome(HeldOut, total=False):
 
 
 class Summary(Outcome, total=False):
-    """What rank 0 says when it ends; of a run that is stopped without workers, the driver."""
+    """What rank 0 returns when it ends; the driver makes it if the run stops without workers."""
 
     status: Required[str]
     """done, stopped, moved or failed."""
@@ -200,23 +200,23 @@ class Summary(Outcome, total=False):
     attempt: int
     parameters: int
     stall_s: float | None
-    """Median seconds that a save has held up the steps."""
+    """Median seconds that training waited for a save."""
     commit_s: float | None
     seconds: dict[str, float]
-    """By phase."""
+    """Seconds by phase."""
     entered: float
     """Unix time at which rank 0 began."""
     group_s: float
-    """From the request for workers until then."""
+    """Seconds from the request for workers until `entered`."""
     notice: bool
-    """Of workers that move: a node is taken away."""
+    """If status is moved: whether a node is being preempted."""
     again: bool
-    """Of workers that move: they and the driver saw other checkpoints."""
+    """If status is moved: whether the workers and the driver saw different checkpoints."""
     reason: str
 
 
 class CheckpointCost(TypedDict):
-    """What a checkpoint has cost, and how often one is best made."""
+    """The cost of a checkpoint and the best interval between checkpoints, in seconds."""
 
     stall_s: float | None
     commit_s: float | None
@@ -224,7 +224,7 @@ class CheckpointCost(TypedDict):
 
 
 class StepSeconds(TypedDict):
-    """A step as planned, as the first ten have foretold it, and as the others were."""
+    """Seconds of a step: as planned, by the run's first ten steps, and measured on later steps."""
 
     planned: float | None
     calibrated: float | None
@@ -232,10 +232,10 @@ class StepSeconds(TypedDict):
 
 
 class RunResult(Summary, total=False):
-    """What came out of a run; of one that failed only status, steps and reason."""
+    """The content of result.json; a run that failed has only status, steps and reason."""
 
     run: str
-    """The folder."""
+    """URL of the run's folder."""
     tokens: int
     images: int
     lost_steps: int
@@ -262,6 +262,6 @@ class Holder(TypedDict):
     host: str
     pid: int
     process: str | None
-    """What tells it from an earlier one with its number."""
+    """What distinguishes it from an earlier process with the same pid."""
     machine: list[str]
     renewed: NotRequired[int]

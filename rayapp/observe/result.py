@@ -1,4 +1,4 @@
-"""What came out of a run: result.json, or why there is none."""
+"""Make result.json: the result of a run, or why it failed."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from rayapp.observe.status import planned_step_s
 from rayapp.planner.calibration import calibrate, rest_s
 from rayapp.storage import Storage
 
-TOLD_BELOW = ("seconds", "stall_s", "commit_s", "group_s")  # of a summary: start_s, checkpoint
-ON_THE_WAY = ("model", "restore", "first_step")  # to a worker's first step, after the phases before
+TOLD_BELOW = ("seconds", "stall_s", "commit_s", "group_s")  # they go into start_s and checkpoint
+ON_THE_WAY = ("model", "restore", "first_step")  # a worker's phases until its first step is done
 
 
 class Phases:
-    """Seconds by phase since a start, one phase after another."""
+    """The seconds of consecutive phases since a start."""
 
     def __init__(self, started: float | None = None) -> None:
-        """Begin at a Unix time, by default now."""
+        """Start the first phase at a Unix time, by default now."""
         self.started, self.seconds = started or time.time(), dict[str, float]()
         self._ended = self.started
 
     def end(self, phase: str) -> None:
-        """End a phase now; one that has ended before grows."""
+        """End the current phase now under this name; seconds of the same name add up."""
         now = time.time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._ended
         self._ended = now
@@ -64,7 +64,12 @@ def result_of(
     phases: dict[str, float],
     events: list[Event],
 ) -> RunResult:
-    """Return what result.json holds: sums over all commands of the run, `start_s` of this one."""
+    """Return the content of result.json.
+
+    Counts, goodput, time and cost are sums over all commands of the run; `start_s` is of this
+    command. The rates and MFU are means over this command's steps without the first tenth, or over
+    all steps of the run if this command did none.
+    """
     lines = metrics.read(run)
     seconds, stall_s, commit_s = summary["seconds"], summary["stall_s"], summary["commit_s"]
     sums = account(events, lines)
@@ -95,7 +100,7 @@ def result_of(
 
 
 def step_s(run: Storage, lines: list[MetricsLine]) -> StepSeconds:
-    """Return the seconds of a step: as planned, as the first ten foretold, and of the rest."""
+    """Return the seconds of a step: as planned, by the first ten steps, and of the later ones."""
     found = calibrate(lines)
     return {
         "planned": planned_step_s(run),
@@ -105,17 +110,17 @@ def step_s(run: Storage, lines: list[MetricsLine]) -> StepSeconds:
 
 
 def _mean(rates: list[float | None], busy_s: list[float]) -> float | None:
-    """Return the mean of what is per second, over the seconds; None where one is not known."""
+    """Return the mean of rates, weighted by their seconds; None if a rate is not known."""
     if not rates or None in rates or not sum(busy_s):
         return None
     return sum(map(operator.mul, rates, busy_s)) / sum(busy_s)
 
 
 def best_interval_s(stall_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the seconds between checkpoints at which stalls and lost steps cost the least.
+    """Return the seconds between checkpoints that minimize the cost of stalls and lost steps.
 
-    Source: Daly, "A higher order estimate of the optimum checkpoint interval" (2006), first order;
-    without `restart_s` it is Young's (1974).
+    `mtbf_s` is the mean time between failures. Source: Daly, "A higher order estimate of the
+    optimum checkpoint interval" (2006), first order; without `restart_s` it is Young's (1974).
 
     >>> round(best_interval_s(stall_s=1.0, restart_s=0.0, mtbf_s=5_000.0))
     99
@@ -126,7 +131,10 @@ def best_interval_s(stall_s: float, restart_s: float, mtbf_s: float) -> float:
 def _checkpoints(
     config: RunConfig, stall_s: float | None, commit_s: float | None, restart_s: float
 ) -> CheckpointCost:
-    """Return what a checkpoint has cost, and how often one is best made; in seconds."""
+    """Return the cost of a checkpoint and the best interval between checkpoints, in seconds.
+
+    The interval is at least `commit_s`, as one checkpoint must be committed before the next.
+    """
     best_s = None
     if stall_s is not None:
         mtbf_s = config.cluster.mtbf_hours * 3600.0 / config.cluster.max_workers

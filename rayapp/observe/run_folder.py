@@ -1,6 +1,6 @@
-"""A run's folder by name: its files, how a run stands in one word, what its commands exit with.
+"""The names of the files in a run's folder, of a run's states, and the exit codes of commands.
 
-What is inside a checkpoint is named in rayapp.train.checkpoint.marker.
+rayapp.train.checkpoint.marker names the files inside a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ EVENTS = "events.jsonl"
 VALIDATIONS = "validation.jsonl"
 RESULT = "result.json"
 REPORT = "report.html"
-SUBMISSION = "submission.json"  # of a run that was submitted: how, to resume it alike
-LEASE = "LEASE"  # renewed by the driver at work on the run
-STOP = "STOP"  # asks the run to save and leave
-RUN_ID = "RUN_ID"  # a random id, which the markers of the run's checkpoints repeat
+SUBMISSION = "submission.json"  # how the run was submitted, to resume it in the same way
+LEASE = "LEASE"  # renewed by the driver that works on the run
+STOP = "STOP"  # asks the run to save and stop
+RUN_ID = "RUN_ID"  # a random id, which the markers of the run's checkpoints also hold
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 MODEL = "model"
@@ -36,9 +36,9 @@ RAY = ".ray"
 PREPARING, RUNNING, STOPPING = LIVE = ("preparing", "running", "stopping")
 DONE, STOPPED, FAILED = "done", "stopped", "failed"
 LOST = "lost"  # its driver is gone
-MOVED = "moved"  # of an attempt: its workers have left to start again elsewhere
+MOVED = "moved"  # of an attempt: its workers have left to be started again
 INTERRUPTED = "interrupted"  # of a folder without a result
-PENDING, STARTING, REFUSED = "pending", "starting", "refused"  # of a job, before its run is there
+PENDING, STARTING, REFUSED = "pending", "starting", "refused"  # of a job that has no run yet
 
 
 class Exit(IntEnum):
@@ -47,7 +47,7 @@ class Exit(IntEnum):
     DONE = 0
     FAILED = 1
     REFUSED = 2
-    """The command line or the config is not valid; nothing has been started."""
+    """The command line or the config is not valid; no training worker has been started."""
     STOPPED = 3
 
 
@@ -58,9 +58,9 @@ EXIT_CODES = {
     REFUSED: Exit.REFUSED,
     STOPPED: Exit.STOPPED,
 }
-"""Of what has ended."""
+"""The exit code for each status of a run or job that has ended."""
 
 # ---- The lease ------------------------------------------------------------------------------
 
-LEASE_RENEWED_S = 10.0  # the driver renews it so often
-LEASE_TAKEN_S = 35.0  # another driver takes over a lease that was not renewed for so long
+LEASE_RENEWED_S = 10.0  # the driver renews it at this interval
+LEASE_TAKEN_S = 35.0  # another driver takes over a lease that was not renewed for this long

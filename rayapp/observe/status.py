@@ -1,4 +1,4 @@
-"""How a run is getting on, from its folder alone: on any machine, whatever became of its cluster.
+"""Read the status of a run from its folder alone: on any machine, with or without its cluster.
 
 now = read(open_storage("s3://bucket/runs/demo"))
 now.status, now.step, now.num_steps, now.left_s, now.account.cost_usd
@@ -40,50 +40,50 @@ from rayapp.observe.run_folder import (
 )
 from rayapp.storage import Storage
 
-LIVE_S = LEASE_TAKEN_S + 10.0  # of a lease: clocks differ a little
+LIVE_S = LEASE_TAKEN_S + 10.0  # a lease that is older has no driver; clocks may differ by 10 s
 RECENT_STEPS = 50
 VANISHED = "its driver has vanished: run the same command again to go on"
 REWRITTEN = "Delete the file: the run's next command writes it again"
 
 
 class NoRun(LookupError):
-    """There is no run in this folder; the message names it."""
+    """The folder holds no run; the message names the folder."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A run as it is now."""
+    """The current state of a run."""
 
     status: str
-    """preparing, running, stopping; done, stopped, failed; lost: its driver is gone. The last
-    three go on with the same command."""
+    """preparing, running or stopping while a driver works on it; else done, stopped, failed, or
+    lost (its driver is gone). The same command resumes the last three."""
     step: int
     num_steps: int | None
     left_s: float | None
-    """Seconds until the last step at the pace of the last ones; None when it does not run."""
+    """Seconds until the last step at the pace of the recent ones; None unless it is running."""
     line: MetricsLine | None
     """The last line of metrics.jsonl."""
     account: Account
     reason: str | None
     """Why it failed."""
     updated_s: float | None
-    """Unix time of the last sign of life."""
+    """Unix time of the last event or step."""
     quiet_s: float | None = None
-    """Seconds since its driver has renewed the lease; None: there is none."""
+    """Seconds since the driver renewed the lease; None if there is no lease."""
 
     @property
     def cost_at_end_usd(self) -> float | None:
-        """What it will have cost when its last step is done, at the present pace."""
+        """The cost when the last step is done, at the present pace; None if it is not known."""
         return cost_at_end_usd(self.account, self.left_s)
 
     @property
     def live(self) -> bool:
-        """Say whether its driver is at work."""
+        """Whether a driver works on the run."""
         return self.status in LIVE
 
 
 def read(run: Storage, lines: list[MetricsLine] | None = None) -> Progress:
-    """Look at a run's folder; `lines` are those of metrics.jsonl where the caller has them.
+    """Read a run's folder; `lines` are those of metrics.jsonl, if the caller has them already.
 
     Raises:
         NoRun: nothing there is a run's.
@@ -116,14 +116,14 @@ def read(run: Storage, lines: list[MetricsLine] | None = None) -> Progress:
 
 
 def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:
-    """Return what a run will have cost, None while price or pace is not known."""
+    """Return the cost of a run after `left_s` more seconds, None if price or pace is not known."""
     if sums.cost_usd is None or sums.usd_per_hour is None or left_s is None:
         return None
     return sums.cost_usd + sums.usd_per_hour * left_s / 3600.0
 
 
 def _status(run: Storage, last: list[Event], live: bool) -> tuple[str, str | None]:
-    """Return the status and, of a failure, the reason; `last` are the last command's events."""
+    """Return the status and, if failed or lost, the reason, by the events of the last command."""
     for event in last:
         if event["event"] == ENDED:
             if event["status"] not in EXIT_CODES:
@@ -140,7 +140,7 @@ def _status(run: Storage, last: list[Event], live: bool) -> tuple[str, str | Non
 
 
 def _num_steps(run: Storage) -> int | None:
-    """Return the steps of a run's plan, None where it has none yet."""
+    """Return the number of steps in a run's plan, None if there is no plan yet."""
     steps = read_plan(run).get("steps")
     if isinstance(steps, bool) or not isinstance(steps, int | None):
         raise DamagedEvents(f"{run.url}/{PLAN}", f"steps={steps!r:.40} is no number", REWRITTEN)
@@ -148,23 +148,23 @@ def _num_steps(run: Storage) -> int | None:
 
 
 def read_plan(run: Storage) -> Plan:
-    """Return a run's plan, empty where it has none yet; raises Damaged."""
+    """Return a run's plan, empty if there is none yet; raises DamagedEvents."""
     return cast(Plan, read_object(run, PLAN))
 
 
 def read_result(run: Storage) -> RunResult:
-    """Return what came out of a run, empty where nothing has; raises Damaged."""
+    """Return a run's result, empty if there is none yet; raises DamagedEvents."""
     return cast(RunResult, read_object(run, RESULT))
 
 
 def planned_step_s(run: Storage) -> float | None:
-    """Return the seconds of a step as the run's plan has them; raises Damaged."""
+    """Return the seconds of a step in the run's plan, None if not known; raises DamagedEvents."""
     band = read_plan(run).get("step_s")
     return None if band is None else float(band["value"])
 
 
 def read_object(run: Storage, name: str) -> dict[str, object]:
-    """Return a JSON file of a run's folder, empty where it is not there.
+    """Return the JSON object of a file in the run's folder, empty if there is no such file.
 
     Raises:
         Damaged: it holds no JSON object.
@@ -181,7 +181,7 @@ def read_object(run: Storage, name: str) -> dict[str, object]:
 
 
 def left_s(lines: list[MetricsLine], num_steps: int | None) -> float | None:
-    """Return the seconds that are left at the pace of the last steps, None if that is not known."""
+    """Return the seconds left at the mean pace of the last RECENT_STEPS steps; None: not known."""
     recent = [line["step_s"] for line in lines[-RECENT_STEPS:]]
     if num_steps is None or not recent:
         return None

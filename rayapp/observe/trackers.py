@@ -1,13 +1,13 @@
-"""TensorBoard, MLflow and W&B: the steps of metrics.jsonl, told to where people look at curves.
+"""Send the steps of metrics.jsonl to TensorBoard, MLflow and W&B.
 
     tracker = OPEN["tensorboard"](run, config)
     tracker.write(lines); tracker.cut_back(step); tracker.write(lines)
     tracker.close("done", samples)
 
-A tracker is fed from metrics.jsonl, the run's own record, by the driver alone: it costs the
-training nothing, and its key never leaves the driver's environment. `lines` are whole records in
-order, `cut_back` says that the steps after `step` were thrown away and will come again. What is
-None is left out. The same run, resumed by another command, goes on as the same run there too.
+Only the driver feeds a tracker, from metrics.jsonl: this costs the workers no time, and the key
+stays in the driver's environment. `write` gets whole lines in order; `cut_back` means that the
+steps after `step` were lost and will be done again. Values that are None are left out. If another
+command resumes the run, the tracker continues the same run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rayapp.observe.run_folder import DONE, FAILED, STOPPED, TENSORBOARD
 from rayapp.storage import Storage
 
 RATES = [rate for unit in UNITS for rate in (unit.per_s, unit.per_s_per_gpu)]
-# Fields of metrics.jsonl, by the group they are shown in.
+# Fields of metrics.jsonl, by the group that they are shown in.
 GROUPS = {
     "loss": ("loss", "loss_per_byte", "eval_loss", "eval_loss_per_byte"),
     "accuracy": ("eval_top1", "eval_top5"),
@@ -45,29 +45,29 @@ NAMES = {field: f"{group}/{field}" for group, fields in GROUPS.items() for field
 SHOWN_BY_HPARAMS = (NAMES["loss"], NAMES["eval_loss"])
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
 INSTALL = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny", "wandb": "wandb"}
-STORE_S = 30.0  # between two copies of an event file to S3, at least
-STORE_BYTES_PER_S = 2 * 2**20  # of such copies, on average
-# In one request; characters. Source: MLflow's REST API, "Request Limits", 3.17 (2026-11).
+STORE_S = 30.0  # at least, between two copies of an event file to S3
+STORE_BYTES_PER_S = 2 * 2**20  # the average rate of such copies
+# Per request, and in characters. Source: MLflow's REST API, "Request Limits", 3.17 (2026-11).
 MLFLOW_BATCH, MLFLOW_PARAMS = 1000, 100
 MLFLOW_PARAM, MLFLOW_TAG = 500, 5000
 PROJECT = "rayapp"
 
 
 class Tracker(Protocol):
-    """Where the steps of one run go."""
+    """One run in an experiment tracker."""
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
-        """Tell of some more steps."""
+        """Send further steps."""
 
     def cut_back(self, step: int) -> None:
-        """Take back what was told of the steps after this one, where that can be done."""
+        """Take back the steps after this one, if the tracker can."""
 
     def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
-        """Tell how the command ended (done, stopped, failed), with prompts and what they gave."""
+        """Send how the command ended (done, stopped, failed), and the samples, (prompt, text)."""
 
 
 def problems(config: RunConfig) -> list[str]:
-    """Say which trackers cannot work: no package, no server, no key."""
+    """Return which trackers cannot work, as they lack a package, a server or a key."""
     found = []
     for name in config.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
@@ -89,7 +89,7 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of what a step has."""
+    """Yield (name, value) of each field that a step has."""
     for field, name in NAMES.items():
         value = figure(line, field)
         if value is not None:
@@ -104,9 +104,9 @@ def settings(config: RunConfig) -> dict[str, object]:
 class TensorBoard:
     """One event file per command, in the run's folder.
 
-    It begins with a mark by which TensorBoard forgets what older files have said (they are
-    deleted), and then has all steps of the run so far: a command that was killed leaves no gap, and
-    no step is there twice.
+    The file begins with a mark that makes TensorBoard forget the older files, which are deleted,
+    and then holds all steps of the run so far. So a command that was killed leaves no gap, and no
+    step is there twice.
     """
 
     def __init__(self, run: Storage, config: RunConfig) -> None:
@@ -120,7 +120,7 @@ class TensorBoard:
         self._folder = Path(local or tempfile.mkdtemp(prefix="rayapp-"))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._due = 0.0
-        # Not SummaryWriter, whose flush() leaves out what is still in its queue.
+        # Not SummaryWriter, whose flush() does not write what is still in its queue.
         self._file = EventsWriter(str(self._folder / "events"))
         self.cut_back(0)
         self._add(text("config", _verbatim(config.to_yaml())))
@@ -128,7 +128,7 @@ class TensorBoard:
             self._add(summary)
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
-        """Add an event for each step; to S3 they go from time to time."""
+        """Add an event for each step; copy the file to S3 at intervals if the run is there."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         for line in lines:
@@ -139,7 +139,7 @@ class TensorBoard:
             self._store()
 
     def cut_back(self, step: int) -> None:
-        """Tell TensorBoard to forget the steps after this one; 0: whatever it knows."""
+        """Tell TensorBoard to forget the steps after this one, or with 0 all that it knows."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
@@ -178,10 +178,10 @@ class TensorBoard:
 
 
 class MLflow:
-    """One run of MLflow's, found again by its tag; no step is told twice.
+    """One MLflow run, found again by its tag; no step is sent twice.
 
-    MLflow has no way to take a value back: a step that is done again after a failure keeps the
-    values of the first time, which at the same number of workers are the same.
+    MLflow cannot take a value back: a step that is done again after a failure keeps its first
+    values, which are the same if the number of workers is.
     """
 
     def __init__(self, run: Storage, config: RunConfig) -> None:
@@ -205,7 +205,7 @@ class MLflow:
         self._describe(config, known)
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
-        """Send the steps that are new, in as few requests as the API allows."""
+        """Send the new steps, as many per request as the API allows."""
         from mlflow.entities import Metric
 
         per_request = MLFLOW_BATCH // len(NAMES)
@@ -221,10 +221,10 @@ class MLflow:
             self._told = part[-1]["step"]
 
     def cut_back(self, step: int) -> None:
-        """Keep what was told: it cannot be taken back."""
+        """Do nothing: MLflow cannot take values back."""
 
     def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
-        """Say how the command ended, and tag the samples."""
+        """Set how the command ended, and store the samples as tags."""
         for number, (prompt, text) in enumerate(samples):
             value = f"{prompt}{text}"[:MLFLOW_TAG]
             self._client.set_tag(self._id, f"{PROJECT}.sample.{number}", value)
@@ -236,7 +236,7 @@ class MLflow:
         return max((point.step for point in history), default=0)
 
     def _describe(self, config: RunConfig, known: dict[str, str]) -> None:
-        """Send the config; MLflow's parameters never change, later commands' stay as they were."""
+        """Send the config fields that MLflow does not have yet; its parameters cannot change."""
         from mlflow.entities import Param
 
         params = [
@@ -249,7 +249,7 @@ class MLflow:
 
 
 class Wandb:
-    """One run of W&B's, resumed by its id, which is made from the run's URL."""
+    """One W&B run, resumed by its id, a hash of the run's URL."""
 
     def __init__(self, run: Storage, config: RunConfig) -> None:
         import wandb
@@ -261,7 +261,7 @@ class Wandb:
             resume="allow",
             config=settings(config),
             dir=os.environ.get("WANDB_DIR") or run.local_path(),
-            # The driver's own CPU and output say nothing of the training.
+            # The CPU and output of the driver say nothing about the training.
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -272,16 +272,16 @@ class Wandb:
         )
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
-        """Send the steps that are new: W&B's only go forward."""
+        """Send the new steps; W&B's steps only go forward."""
         for line in lines:
             if line["step"] >= self._run.step:
                 self._run.log(dict(scalars(line)), step=line["step"])
 
     def cut_back(self, step: int) -> None:
-        """Keep what was told: it cannot be taken back."""
+        """Do nothing: W&B cannot take values back."""
 
     def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
-        """Say how the command ended, and send what waits."""
+        """Set how the command ended, add the samples, and send what is still queued."""
         self._run.summary.update({"status": status})
         for number, (prompt, text) in enumerate(samples):
             self._run.summary.update({f"sample/{number}": prompt + text})
@@ -303,7 +303,7 @@ def _wandb_may_start() -> bool:
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):  # there is none: `wandb login` has not been run
+    except (OSError, netrc.NetrcParseError):  # no file: `wandb login` has not been run
         return False
 
 
@@ -312,5 +312,5 @@ def _plain(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
 
 
 def _verbatim(text: str) -> str:
-    """Indent for Markdown, which TensorBoard shows text as."""
+    """Indent text as a Markdown code block, since TensorBoard renders text as Markdown."""
     return "".join(f"    {line}\n" for line in text.splitlines())

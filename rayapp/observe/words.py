@@ -1,7 +1,7 @@
-"""Figures and errors as people read them; what is not known is "n/a".
+"""Format figures and errors for people; a value that is not known is "n/a".
 
-A time is written in two ways: `clock` where it goes by or stands in a line that a program prints,
-`duration` on a page.
+There are two formats for a time: `clock` for progress and lines that a program prints, `duration`
+for pages.
 
 >>> duration(3723.0), amount(123_456_789.0), share(0.9449)
 ('1 h 2 min', '123.5M', '94.5 %')
@@ -16,7 +16,7 @@ SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k"))
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Write a figure with that many significant digits.
+    """Format a number with so many significant digits.
 
     >>> number(1234.5678), number(0.000012345), number(2.0), number(None)
     ('1,235', '1.234e-05', '2', 'n/a')
@@ -29,7 +29,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def formed(value: float | None, form: str, unit: str = "") -> str:
-    """Write a figure in a form of `format`, with a unit where it is known.
+    """Format a number by a format specification, and append a unit.
 
     >>> formed(1.5, ".2f", " GiB"), formed(None, ".2f", " GiB")
     ('1.50 GiB', 'n/a')
@@ -38,12 +38,12 @@ def formed(value: float | None, form: str, unit: str = "") -> str:
 
 
 def fixed(value: float | None, decimals: int) -> str:
-    """Write a figure with that many decimals."""
+    """Format a number with so many decimals."""
     return formed(value, f",.{decimals}f")
 
 
 def amount(value: float | None) -> str:
-    """Write a large count shortly: whole up to ten thousand.
+    """Format a large count in short: with all digits below ten thousand, then as k, M, B or T.
 
     >>> amount(9999), amount(1.5e9), amount(17808.5)
     ('9,999', '1.5B', '17.81k')
@@ -57,7 +57,7 @@ def amount(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Write a ratio as a percentage.
+    """Format a ratio as a percentage.
 
     >>> share(0.0004), share(0.0), share(0.0384), share(0.618), share(1.0)
     ('< 0.1 %', '0 %', '3.8 %', '61.8 %', '100 %')
@@ -70,7 +70,7 @@ def share(value: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Write a time as h:mm:ss, or m:ss below an hour.
+    """Format seconds as h:mm:ss, or m:ss below an hour.
 
     >>> clock(3725.0), clock(59.6)
     ('1:02:05', '1:00')
@@ -81,7 +81,7 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Write a time in at most two units.
+    """Format seconds in at most two units.
 
     >>> duration(0.0123), duration(5.04), duration(65.0), duration(200_000.0)
     ('12 ms', '5 s', '1 min 5 s', '2 d 7 h')
@@ -102,7 +102,7 @@ def duration(seconds: float | None) -> str:
 
 
 def dollars(value: float | None) -> str:
-    """Write a cost.
+    """Format a cost in US dollars.
 
     >>> dollars(0.0042), dollars(12.3), dollars(4567.8), dollars(None)
     ('< $0.01', '$12.30', '$4,568', 'n/a')
@@ -115,7 +115,7 @@ def dollars(value: float | None) -> str:
 
 
 def moment(unix_s: float | None) -> str:
-    """Write a time of day, in UTC.
+    """Format a Unix time as date and time in UTC.
 
     >>> moment(0.0)
     '1970-01-01 00:00 UTC'
@@ -126,7 +126,7 @@ def moment(unix_s: float | None) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of what an error says, else the name of its kind.
+    """Return the last line of an error's message, or the error's type if it has none.
 
     >>> last_line(OSError("first\\nlast")), last_line(TimeoutError())
     ('last', 'TimeoutError')
