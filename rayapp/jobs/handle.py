@@ -213,7 +213,7 @@ class Job:
         return next((s for s, code in EXIT_CODES.items() if code == info.exit_code), FAILED)
 
     def reason(self) -> str | None:
-        """Return why the run ended, from its folder; else the end of a failed or refused job's log."""
+        """Return why the run ended, from its folder; if it failed without, the end of its log."""
         status, now, _ = self.snapshot()
         found = None if now is None else now.reason
         if found is None and status in (FAILED, REFUSED):

@@ -152,7 +152,7 @@ def _goodput(now: Progress) -> str:
 
 
 def _curve(label: str, lines: list[MetricsLine], series: list[tuple[str, str]]) -> str:
-    """Return an SVG of fields of metrics.jsonl over steps, labelled with their least and greatest."""
+    """Return an SVG of fields of metrics.jsonl over steps; its label has the least and greatest."""
     known = {
         name: [(line["step"], y) for line in lines if (y := figure(line, name)) is not None]
         for name, _ in series

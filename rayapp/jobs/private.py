@@ -82,7 +82,7 @@ def _is_named(path: str) -> bool:
 
 
 def _has_key(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    """Say whether a file holds a private key; .py, .md and .ipynb, which may quote one, are skipped."""
+    """Say whether a file holds a private key; .py, .md and .ipynb may quote one and are skipped."""
     if info.file_size > KEY_BYTES or info.filename.endswith((".py", ".md", ".ipynb")):
         return False
     return KEY.search(archive.read(info)) is not None
