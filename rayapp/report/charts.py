@@ -31,7 +31,7 @@ PHASES |= {"optimizer": "peak_optimizer_gib"}
 
 @dataclass(frozen=True)
 class ChartLine:
-    """One line of a chart; `points` is its key in `Chart.points`, `color` and `dash` are indices."""
+    """One line of a chart; `points` is a key of `Chart.points`, `color` and `dash` are indices."""
 
     label: str
     points: str
@@ -335,7 +335,7 @@ def _overlaid(
     log: bool = False,
     smoothed: bool = True,
 ) -> Chart:
-    """Return a chart with one line per run; `peak_gib` is never smoothed, as its values are exact."""
+    """Return a chart with one line per run; `peak_gib`, whose values are exact, is not smoothed."""
     smoothed = smoothed and column != "peak_gib"
     every, lines = {}, []
     for place, run in enumerate(runs):

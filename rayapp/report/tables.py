@@ -45,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class TableBar:
-    """A row of a table with a bar: `share` of the whole and `width` of the longest bar, both 0-1."""
+    """A row of a table with a bar: `share` of the whole, `width` of the longest bar, both 0-1."""
 
     label: str
     share: float
