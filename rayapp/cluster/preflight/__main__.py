@@ -98,7 +98,7 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
 
 @contextmanager
 def _connected(config: RunConfig) -> Iterator[None]:
-    """Connect to the cluster or start Ray here, and shut down after; keep an existing connection."""
+    """Connect to the cluster or start Ray here, and shut down after; reuse a connection."""
     import ray
 
     from rayapp.jobs.ray_address import address_of, check_answers

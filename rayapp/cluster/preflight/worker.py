@@ -92,7 +92,7 @@ class Worker:
         return self._at
 
     def network(self) -> tuple[str | None, str | None]:
-        """Return the network that NCCL sends through, by its log, and its version; None on a CPU."""
+        """Return the network that NCCL uses, by its log, and NCCL's version; both None on a CPU."""
         if self._log is None:
             return None, None
         import torch
