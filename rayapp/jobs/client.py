@@ -287,7 +287,7 @@ def run_of(entrypoint: str) -> tuple[str | None, str | None] | None:
     """
     try:
         words = shlex.split(entrypoint)
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # an unclosed quotation mark
         return None
     if not any(one == "-m" and module in TRAINS for one, module in pairwise(words)):
         return None

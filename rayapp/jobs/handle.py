@@ -109,7 +109,7 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
 
 
 class Job:
-    """One run, wherever it trains or has trained."""
+    """The handle of one run, by its folder, wherever it trains or has trained."""
 
     def __init__(
         self, run_url: str, address: str | None = None, submission_id: str | None = None
@@ -144,7 +144,7 @@ class Job:
     def __repr__(self) -> str:
         return f"Job({self.run.url!r})"
 
-    # ---- What it is doing -----------------------------------------------------------------
+    # ---- Status ---------------------------------------------------------------------------
 
     def progress(self) -> Progress:
         """Return the run's progress: status, step, last metrics line, time and cost.
@@ -222,7 +222,7 @@ class Job:
         return found
 
     def metrics(self) -> pandas.DataFrame:
-        """Return metrics.jsonl, one row per step."""
+        """Return metrics.jsonl as a DataFrame, one row per step."""
         import pandas
 
         self._followed.poll()
@@ -238,7 +238,7 @@ class Job:
         cluster, info = self._remote.or_fail()
         return cluster.follow(info.submission_id)
 
-    # ---- What is done to it ---------------------------------------------------------------
+    # ---- Stop, resume, wait ---------------------------------------------------------------
 
     def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
         """Ask the run to save and exit, wait up to `wait_s` seconds, then have Ray end its job.
@@ -323,7 +323,7 @@ class Job:
                 raise TimeoutError(f"run {self.name} is still {status} after {timeout_s:.0f} s")
             time.sleep(POLL_S)
 
-    # ---- What came of it ------------------------------------------------------------------
+    # ---- Config, result, view -------------------------------------------------------------
 
     def config(self) -> RunConfig:
         """Return the run's config.

@@ -190,7 +190,7 @@ class ReportedRun:
 
     @property
     def interruptions(self) -> list[Interruption]:
-        """Each with time, kind, reason, step, workers, lost_steps and to_first_step_s."""
+        """Dicts of time, kind, reason, step, workers, lost_steps and to_first_step_s."""
         if self.account:
             return self.account.interruptions
         return list(self.result.get("interruptions", []))
@@ -217,7 +217,7 @@ def read(storage: Storage) -> ReportedRun:
     text = _text(storage, CONFIG)
     task, config = _mapping(text)
     status, reason = now.status, now.reason
-    if not events and not now.live and result:  # an older run, whose end result.json alone tells
+    if not events and not now.live and result:  # an older run: only result.json has its end
         status, reason = str(result.get("status", status)), result.get("reason")
     current: RunResult = cast(RunResult, {}) if now.live else result
     return ReportedRun(
@@ -303,7 +303,7 @@ def _mapping(text: str | None) -> tuple[str | None, Sections]:
     """Return task and sections of a config as plain values, unchecked: older ones are read too."""
     try:
         tree = parse_yaml(text or "")
-    except yaml.YAMLError:  # the page then shows the text alone
+    except yaml.YAMLError:  # the page then shows only the text
         return None, {}
     if not isinstance(tree, dict):
         return None, {}

@@ -175,12 +175,12 @@ def _mark(url: str) -> Iterator[str]:
         storage.check_writable()
         storage.write(name, b"")
         written = True
-    except (StorageError, OSError):  # the nodes' own probes say why
+    except (StorageError, OSError):  # the probes of the nodes report why
         written = False
     try:
         yield name if written else ""
     finally:
-        with suppress(StorageError, OSError):  # as above
+        with suppress(StorageError, OSError):  # the probes report this too
             storage.delete_tree(name.split("/")[0])
 
 
