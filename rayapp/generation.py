@@ -1,11 +1,11 @@
-"""Let a run's model write, piece by piece as it comes.
+"""Generate text with a run's model, and stream it in pieces.
 
     for text in generate("s3://bucket/runs/demo", "Once upon a time", max_tokens=100):
         print(text, end="", flush=True)
     model = load("runs/demo"); "".join(generate(model, "Hello", chat=True))    # loaded once
 
-A run's model/ is whole, or adapters that peft puts on their base. From s3:// it is copied to a
-temporary folder first.
+A run's model/ is a whole model, or adapters that peft puts on their base model. From s3:// it is
+copied to a temporary folder first.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ Message: TypeAlias = dict[str, str]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to write."""
+    """Settings of generation."""
 
     max_tokens: int = 256
     temperature: float = 0.7
-    """0 takes the likeliest token each time."""
+    """0 takes the most likely token each time."""
     chat: bool | None = None
-    """Whether prompts go through the chat template; None: if the run was on chats."""
+    """Whether to apply the chat template to prompts; None: if the run was trained on chats."""
     prompt: str = ""
+    """What `talk` answers; empty: it reads prompts from standard input."""
 
 
 def settings_of(max_tokens: str, temperature: str, chat: str, prompt: str) -> Settings:
-    """Read the options of the command line.
+    """Return the settings from the texts of the command line's options.
 
     Raises:
         ConfigError: with every problem.
@@ -82,9 +83,9 @@ def generate(
 ) -> Iterator[str]:
     """Yield the continuation of a prompt, or the answer to it, in pieces as they come.
 
-    `run` is a run's folder or s3:// URL, or what `load` returned. `chat` says whether the prompt
-    goes through the tokenizer's chat template; None: if the run was trained on chats. A list of
-    messages always does.
+    `run` is a run's folder or s3:// URL, or what `load` returned. `chat` says whether to apply the
+    tokenizer's chat template to the prompt; None: if the run was trained on chats. It is always
+    applied to a list of messages.
 
     Raises:
         ConfigError: there is no such run or no model in it yet, or the prompt does not fit.
@@ -96,12 +97,12 @@ def generate(
 
 @dataclass
 class Loaded:
-    """A run's model in memory; a context that deletes the copy that was made of it."""
+    """A run's model in memory; as a context manager it deletes temporary copies at the end."""
 
     model: Any
     tokenizer: Any
     chat: bool
-    """It was trained on chats, and its tokenizer has a template."""
+    """The run was trained on chats, and the tokenizer has a chat template."""
     copies: ExitStack
 
     def __enter__(self) -> Loaded:
@@ -111,7 +112,7 @@ class Loaded:
         self.copies.close()
 
     def stream(self, prompt: str | Sequence[Message], settings: Settings) -> Iterator[str]:
-        """Yield what the model writes after a prompt; see `generate`."""
+        """Yield the model's text after a prompt; see `generate`."""
         ids = self._ids(prompt, settings.chat).to(self.model.device)
         limit, room = (
             getattr(self.model.config, "max_position_embeddings", None),
@@ -126,7 +127,7 @@ class Loaded:
                     f"{limit}. Shorten it"
                 ]
             )
-        # All three are given, as a model's own generation_config.json may set others.
+        # Set all three, as the model's own generation_config.json may have other values.
         drawn: dict[str, object] = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
         if settings.temperature == 0:
             drawn = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
@@ -149,7 +150,10 @@ class Loaded:
 
 
 def talk(model: Loaded, settings: Settings) -> None:
-    """Answer the prompt, else each line of the standard input; in a terminal, converse."""
+    """Answer `settings.prompt`; without one, answer each line of standard input.
+
+    If standard input is a terminal, converse.
+    """
     if settings.prompt:
         _answer(model, settings.prompt, settings)
     elif not sys.stdin.isatty():
@@ -171,8 +175,11 @@ def _answer(model: Loaded, prompt: str | Sequence[Message], settings: Settings) 
 
 
 def _converse(model: Loaded, settings: Settings) -> None:
-    """Take prompts until Ctrl-D; on chats each follows those before. Ctrl-C ends an answer."""
-    import readline  # noqa: F401, input() then edits lines and knows those before
+    """Read prompts until Ctrl-D and answer them; Ctrl-C ends an answer.
+
+    With the chat template, the model is given all messages so far, else only the last prompt.
+    """
+    import readline  # noqa: F401, gives input() line editing and a history
 
     chat = model.chat if settings.chat is None else settings.chat
     print("Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
@@ -191,7 +198,7 @@ def _converse(model: Loaded, settings: Settings) -> None:
         except KeyboardInterrupt:
             print()
             continue
-        except ConfigError as error:  # no room left: the conversation begins anew
+        except ConfigError as error:  # no room left: forget the conversation so far
             print(error, file=sys.stderr)
             messages = []
             continue
@@ -199,7 +206,7 @@ def _converse(model: Loaded, settings: Settings) -> None:
 
 
 def load(run: str) -> Loaded:
-    """Load the model that a run has exported; on a GPU where there is one.
+    """Load the model that a run has exported, on a GPU if there is one.
 
     Raises:
         ConfigError: there is no such run, or no model in it yet, or its base is not to be had.
@@ -256,7 +263,7 @@ def _why_none(run: str, storage: Storage) -> str:
 
 
 def _adapted(run: str, path: str, stack: ExitStack) -> Any:
-    """Put adapters on the base that they were trained on."""
+    """Load the adapters in `path` and the base model that they were trained on."""
     import peft
     import transformers
 
@@ -282,7 +289,7 @@ def _adapted(run: str, path: str, stack: ExitStack) -> Any:
 
 
 def _local(folder: Storage, stack: ExitStack) -> str:
-    """Return a path on this machine's disk: the folder's own, or that of a copy."""
+    """Return a path on this machine's disk: the folder itself, or a temporary copy of it."""
     path = folder.local_path("")
     if path is not None:
         return path
@@ -298,7 +305,11 @@ def _local(folder: Storage, stack: ExitStack) -> str:
 def _stream(
     model: Any, tokenizer: Any, ids: torch.Tensor, settings: dict[str, object]
 ) -> Iterator[str]:
-    """Generate in a thread and yield the text; leaving early ends it after the token under way."""
+    """Generate in a thread and yield the text.
+
+    If the caller stops iterating, generation ends after the current token. An error of the thread
+    is raised here.
+    """
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
@@ -320,7 +331,7 @@ def _stream(
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
                 **settings,
             )
-        except BaseException as error:  # raised again by the one who reads
+        except BaseException as error:  # raised again in the reading thread
             failed.append(error)
             streamer.end()
 
@@ -341,7 +352,7 @@ def _kind(storage: Storage) -> str | None:
 
 
 def _config(storage: Storage) -> Sections:
-    """Return a run's config as plain values: that of an older rayapp too; {} without one."""
+    """Return a run's config as plain values, unchecked, as older ones are read too; {} if none."""
     if not storage.exists(CONFIG):
         return {}
     return dict(parse_yaml(storage.read(CONFIG).decode()))

@@ -1,16 +1,16 @@
-"""GPUs and EC2 instances: memory, arithmetic, links, network, price; a number or None, no guess.
+"""GPUs and EC2 instances: memory, FLOP/s, links, network, price; None if unknown, never a guess.
 
     instance("p5.48xlarge").gpu.flops["bf16"]               # 989.4e12: dense, never with sparsity
     gpu_from_device_name("NVIDIA H100 80GB HBM3")           # the same GPU, None if unknown
 
 Sources. GPUs: NVIDIA's data sheets and architecture papers (V100 2020, A100 2021, A10G and L4 2023,
 L40S and H100 2024, H200 2024, Blackwell 2025), dense figures: where only the sparse one is printed
-it is halved. Instances: EC2's DescribeInstanceTypes as of 2026-11; the p3 sizes AWS no longer lists
-there: their page of 2023. Prices: on demand, Linux, from the AWS price list as of 2026-11 (after
-the cut of P4 and P5 of June 2025); p5e is sold in capacity blocks alone and has no such price.
-Measured products: A100, B200, B300 mamf-finder (ml-engineering, its table of 2026), A10G and L4
-gpu_benchmark (2024), H100 and H200 SemiAnalysis (2024-12-22: shapes of a Llama, sustained).
-Units: GiB is 2**30 bytes; FLOP/s, bytes/s and bits/s are decimal.
+it is halved. Instances: EC2's DescribeInstanceTypes as of 2026-11, and for the p3 sizes, which it
+no longer lists, AWS's page of 2023. Prices: on demand, Linux, from the AWS price list as of 2026-11
+(after the price cut of P4 and P5 in June 2025); p5e is sold only in capacity blocks and has no
+on-demand price. Measured matrix products: A100, B200, B300 mamf-finder (ml-engineering, its table
+of 2026), A10G and L4 gpu_benchmark (2024), H100 and H200 SemiAnalysis (2024-12-22: shapes of a
+Llama, sustained). Units: GiB is 2**30 bytes; FLOP/s, bytes/s and bits/s are decimal.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Gpu:
 
     name: str
     memory_gib: float
-    """What EC2 reports; the CUDA context takes its part of it."""
+    """As EC2 reports it; the CUDA context takes a part of it."""
     flops: Mapping[str, float | None]
-    """Dense FLOP/s by precision: fp32 (no tensor cores), tf32, bf16, fp8; None: cannot do it."""
+    """Dense FLOP/s by precision: fp32 (no tensor cores), tf32, bf16, fp8; None: not supported."""
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float | None
-    """Of one GPU in one direction; None: PCIe alone."""
+    """Of one GPU in one direction; None: it has PCIe only."""
     pcie_bytes_per_s: float
     """In one direction, 16 lanes."""
     compute_capability: str
     device_names: tuple[str, ...] = ()
-    """What the driver calls it."""
+    """The driver's names of it."""
     measured_flops: Mapping[str, float] = field(default_factory=dict)
     """Dense FLOP/s that large matrix products were measured to reach; absent: not measured."""
 
@@ -57,27 +57,27 @@ class Instance:
     vcpus: int
     memory_gib: float
     network_bits_per_s: float
-    """What it has at all times, not the burst of "up to"."""
+    """Baseline bandwidth, not the burst of "up to"."""
     usd_per_hour: Mapping[str, float]
-    """By region; a region that is absent is not known to have it. See PRICE_SOURCE, PRICE_DATE."""
+    """On-demand price by region; absent: not known. See PRICE_SOURCE, PRICE_DATE."""
     efa_interfaces: int = 0
-    """At most; each on a network card of its own."""
+    """The most it can have; each on a network card of its own."""
     network_cards: int = 1
     interfaces_per_card: int | None = None
-    """ENA and EFA interfaces that one card takes."""
+    """The most ENA and EFA interfaces that one card can have."""
     first_efa_card: int = 0
-    """p6-b300's card 0 has no EFA."""
+    """Index of the first card with EFA: 1 on p6-b300, whose card 0 has none."""
     local_disk_gib: float | None = None
-    """NVMe instance store, all disks; None: it has none."""
+    """NVMe instance store, all disks together; None: there is none."""
     architectures: tuple[str, ...] = ("x86_64",)
 
 
 class UnknownInstance(ValueError):
-    """There is no such instance type here; the message names the nearest."""
+    """An instance type is not in the table; the message names the nearest one, if any."""
 
 
 def instance(name: str, field: str = "cluster.instance") -> Instance:
-    """Return an instance type.
+    """Return an instance type of the table; `field` is what the message calls its source.
 
     Raises:
         UnknownInstance: it is not listed; says which is nearest.
@@ -93,9 +93,9 @@ def instance(name: str, field: str = "cluster.instance") -> Instance:
 
 
 def gpu_from_device_name(name: str) -> Gpu | None:
-    """Return the GPU that the driver calls so; None for one whose peak is not known.
+    """Return the GPU with this driver name; None if it is not in the table.
 
-    PCIe cards of the same name run at lower clocks, so that only exact names count.
+    Only exact names match, since PCIe cards of the same model run at lower clocks.
 
     >>> gpu_from_device_name("NVIDIA H100 80GB HBM3").name
     'H100'
@@ -110,12 +110,12 @@ def gpu_from_device_name(name: str) -> Gpu | None:
 
 
 def usd_per_hour(one: Instance, region: str) -> float | None:
-    """Return the price of an instance, None where it is not known."""
+    """Return the on-demand price of an instance in USD per hour, None if it is not known."""
     return one.usd_per_hour.get(region)
 
 
 def _flops(fp32: float, tf32: float | None, bf16: float | None, fp8: float | None) -> dict:
-    """Return FLOP/s by precision from TFLOP/s."""
+    """Return FLOP/s by precision, given TFLOP/s."""
     values = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp8": fp8}
     return {name: None if value is None else value * 1e12 for name, value in values.items()}
 
@@ -131,7 +131,7 @@ GPUS = {
         Gpu(
             "V100-16GB",
             _mib(16384),
-            _flops(15.7, None, None, None),  # tensor cores for fp16 alone (125 TFLOP/s)
+            _flops(15.7, None, None, None),  # its tensor cores do fp16 only (125 TFLOP/s)
             900e9,
             150e9,
             16e9,
@@ -251,21 +251,21 @@ GPUS = {
 
 
 def _us(usd: float) -> dict[str, float]:
-    """Return the price of the regions of the United States that cost the same."""
+    """Return a price for the regions of the United States that have the same one."""
     return {"us-east-1": usd, "us-east-2": usd, "us-west-2": usd}
 
 
 def _gb(gigabytes: float) -> float:
-    """Return GiB of a disk that is sold in GB."""
+    """Convert a disk's GB to GiB."""
     return gigabytes * 1e9 / GIB
 
 
 def _one_card(
     gpu: str, rows: tuple[tuple[str, int, int, float, float, int, int, int, float], ...]
 ) -> tuple[Instance, ...]:
-    """Return sizes of a family with EFA, if any, on a card each.
+    """Return the sizes of a family, each with one network card per EFA interface, and at least one.
 
-    Rows: name, GPUs, vCPUs, GiB, Gbit/s, EFA interfaces, interfaces a card takes, disk GB, USD/h.
+    Rows: name, GPUs, vCPUs, GiB, Gbit/s, EFA interfaces, interfaces per card, disk GB, USD/h.
     """
     return tuple(
         Instance(
@@ -403,7 +403,7 @@ _P = (
     ),
 )
 
-# Without GPU, for a Ray head or for preparing data: name, vCPUs, GiB, Gbit/s, USD per hour.
+# Without a GPU, for a Ray head or for preparing data: name, vCPUs, GiB, Gbit/s, USD per hour.
 _CPU = tuple(
     Instance(name, None, 0, vcpus, memory, gigabits * 1e9, _us(usd))
     for name, vcpus, memory, gigabits, usd in (

@@ -1,8 +1,8 @@
-"""Check rendered files as the services would, and for what the services let pass.
+"""Check rendered files before a service does, and for mistakes that the services accept.
 
-ECS refuses a definition by the shape that botocore knows; the API server of Kubernetes by the
-CRD's schema. The rules on top are those of ECS's and KubeRay's own code, which no schema has, and
-ours: token authentication, no secret in plain sight, time enough to save.
+Task definitions are checked against botocore's shape of ECS's API, Kubernetes objects against the
+schemas of their CRDs. Further rules are those that ECS and KubeRay enforce in code, which no schema
+has, and our own: token authentication, no secret as plain text, enough time to drain.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
-STOP_TIMEOUT_MAX_S = 120  # of ECS
-RULED_RESOURCES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")  # limit = request
+STOP_TIMEOUT_MAX_S = 120  # ECS's limit
+RULED_RESOURCES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")  # limit == request
 
 
 def check_task_definition(definition: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the arguments of ECS's RegisterTaskDefinition."""
+    """Return the problems in the arguments of ECS's RegisterTaskDefinition, one string each."""
     from botocore.loaders import Loader
     from botocore.model import ServiceModel
     from botocore.validate import ParamValidator
@@ -68,7 +68,7 @@ def _ray_container_rules(where: str, container: Mapping[str, Any]) -> Iterator[s
 
 
 def check_manifests(documents: Iterable[Mapping[str, Any]], crds: Path | None = None) -> list[str]:
-    """Return what is wrong with Kubernetes objects; with a folder of CRDs, by their schemas too."""
+    """Return the problems in Kubernetes objects; with a folder of CRDs, by their schemas too."""
     documents = list(documents)
     problems = [] if crds is None else _schema_problems(documents, crds)
     for document in documents:
@@ -130,7 +130,7 @@ def _pod_rules(pod: Mapping[str, Any]) -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def _validators(crds: Path) -> dict[tuple[str, str], Any]:
-    """Return {(version, kind): validator} of a folder of CRDs; reading them takes seconds."""
+    """Return {(group/version, kind): validator} of a folder of CRDs; reading it takes seconds."""
     from jsonschema import Draft202012Validator
 
     schemas = {}

@@ -1,8 +1,8 @@
-"""The way into a cluster that nothing reaches from outside: a forwarded port, and the token.
+"""Reach the head of a private cluster: the command that forwards its port, and its token.
 
 ECS: an SSM session into the head's container, which needs the AWS CLI with its session manager
 plug-in. EKS: `kubectl port-forward`. Either way the dashboard and the Jobs API are then on this
-machine's loopback, and whoever asks them shows the token.
+machine's loopback, and every request to them needs the token.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 DASHBOARD_PORT = 8265
 HOMES = ("ecs", "eks")
-SECRET_KEY = "auth_token"  # in the secret that KubeRay makes, named as the cluster
+SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name
 
 
 class NotReachable(RuntimeError):
-    """There is no head to connect to; the message says what to do."""
+    """No head can be found to connect to; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to reach a head: the command that forwards its port, and the token it wants."""
+    """How to reach a head: the command that forwards its port, and the token it requires."""
 
     command: list[str]
     token: str
 
 
 def to_ecs(name: str, region: str, port: int, client: Callable[[str], Any]) -> Way:
-    """Return the way to the head of infra/ecs; `client` makes boto3's.
+    """Return how to reach the head of infra/ecs; `client(service)` returns a boto3 client.
 
     Raises:
         NotReachable: no head is running.
@@ -59,7 +59,7 @@ def to_ecs(name: str, region: str, port: int, client: Callable[[str], Any]) -> W
 
 
 def to_eks(port: int) -> Way:
-    """Return the way to the head of cluster/kuberay, by kubectl's current context.
+    """Return how to reach the head of cluster/kuberay in kubectl's current context.
 
     Raises:
         NotReachable: kubectl finds no such cluster.
@@ -81,7 +81,7 @@ def to_eks(port: int) -> Way:
 
 
 def keep(token: str, home: str, folder: Path) -> Path:
-    """Write the token where only this user reads it; return the file."""
+    """Write the token to a file that only this user can read; return its path."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{home}.token"
     path.unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def keep(token: str, home: str, folder: Path) -> Path:
 
 
 def variables(path: Path, port: int) -> dict[str, str]:
-    """Return what Ray's clients, and with them `rayapp submit`, read from the environment."""
+    """Return the environment variables that Ray's clients, and so `rayapp submit`, connect with."""
     return {
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
         "RAY_AUTH_MODE": "token",

@@ -1,8 +1,8 @@
-"""Which image belongs to these sources: its tag changes with whatever goes into it.
+"""The tag of the image built from these sources; it changes with every file that goes into it.
 
     python -m rayapp.cluster.image       # what `make image` builds and `render` writes
 
-The registry's tags are immutable: an image is pushed once, and a changed source is another tag.
+The registry's tags are immutable: an image is pushed once, and changed sources get another tag.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What cluster/Dockerfile copies, and itself.
+# What cluster/Dockerfile copies, and the Dockerfile itself.
 CONTEXT = (
     "cluster",
     "configs",
@@ -26,7 +26,7 @@ CONTEXT = (
 
 
 def tag(root: Path = ROOT) -> str:
-    """Return rayapp's version and a hash of its sources; where there are none, the version."""
+    """Return rayapp's version and a hash of its sources; without sources, the version alone."""
     release = version("rayapp")
     if not (root / "cluster" / "Dockerfile").is_file():  # installed from a wheel
         return release

@@ -1,15 +1,16 @@
-"""What a cluster costs by the hour: while it trains, and while it waits."""
+"""What a cluster costs in USD per hour: with all its workers, and idle."""
 
 from __future__ import annotations
 
 from rayapp.cluster.sizes import Fleet
 from rayapp.hardware import PRICE_DATE, Instance, usd_per_hour
 
-# us-east-1 and us-west-2. Data through a NAT gateway (0.045 USD per GB) or an interface endpoint
-# (0.01) and stored logs come on top; S3 through its endpoint is free. Sources, 2026-11-22: NAT,
-# zeonedge.com "Eliminating AWS NAT Gateway Costs" (2026-04-10); endpoints, by zone, usage.ai "AWS
-# network costs" (2026-05) and cloudcostkit.com's calculator; EKS, AWS's blog "Amazon EKS extended
-# support for Kubernetes versions pricing", by which a version past its 14 months costs 0.60.
+# us-east-1 and us-west-2. Not included: data through a NAT gateway (0.045 USD per GB) or an
+# interface endpoint (0.01 USD per GB), and stored logs. S3 through its endpoint is free.
+# Sources, 2026-11-22: NAT, zeonedge.com "Eliminating AWS NAT Gateway Costs" (2026-04-10);
+# endpoints, by zone, usage.ai "AWS network costs" (2026-05) and cloudcostkit.com's calculator; EKS,
+# AWS's blog "Amazon EKS extended support for Kubernetes versions pricing", by which a version past
+# its 14 months costs 0.60.
 NAT_USD_PER_HOUR = 0.045
 ENDPOINT_USD_PER_HOUR = 0.01
 EKS_USD_PER_HOUR = 0.10
@@ -17,7 +18,7 @@ ENDPOINTS = {"ecs": 11, "kuberay": 12}  # the lists in infra/ecs/main.tf and inf
 
 
 def cost_line(platform: str, fleet: Fleet, head: Instance, region: str, market: str) -> str:
-    """Return one line for a person who is about to pay."""
+    """Return a line with the cost in USD per hour: with all workers, and idle (head only)."""
     worker, price = fleet.worker.instance, usd_per_hour(fleet.worker.instance, region)
     head_usd = usd_per_hour(head, region)
     fixed = NAT_USD_PER_HOUR + ENDPOINTS[platform] * ENDPOINT_USD_PER_HOUR

@@ -1,4 +1,4 @@
-"""Fill in the files of cluster/ for a config; refuse what no cluster could run."""
+"""Fill in the templates of cluster/ for a config; refuse configs that the cluster could not run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from rayapp.planner.machines import named_instance
 
 ROOT = shipped("cluster")
 PLATFORMS = ("ecs", "kuberay")
-# A spot notice is 2 minutes and so is ECS's longest stopTimeout: Ray drains for less, and is killed
-# after. Kubernetes allows more, but its nodes' notice is the same.
+# Ray drains for DRAIN_S seconds and is killed after GRACE_S. A spot notice comes 2 minutes ahead on
+# either platform, and ECS's longest stopTimeout is 2 minutes too.
 DRAIN_S, GRACE_S = 100, 120
-# From `ray job stop` to SIGKILL, unless the job sets it; the driver saves in it. Ray's own is 3 s.
+# Seconds from `ray job stop` to SIGKILL unless the job sets its own; the driver saves in this time.
+# Ray's default is 3.
 JOB_STOP_S = 600
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
@@ -46,36 +47,36 @@ AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
 COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
 
 Values: TypeAlias = dict[str, Any]
-"""What `${name}` stands for in the files, numbers and texts."""
+"""The values of the `${name}` placeholders in the files."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a config does not say: where the cluster stands and how its machines are bought."""
+    """What a config does not say: AWS account, region, image, head, how machines are bought."""
 
     account: str | None = None
     name: str = "rayapp"
     region: str = DEFAULT_REGION
     tag: str | None = None
-    """Of the image in the account's registry; none is that of these sources."""
+    """Tag of the image in the account's registry; None: that of these sources (`image.tag`)."""
     head: str = "m6i.2xlarge"
     market: str = "on-demand"
     reservation: str | None = None
-    """Capacity reservation, or capacity block with market=capacity-block."""
+    """Id of a capacity reservation, or of a capacity block with market=capacity-block."""
     efa: str = "auto"
-    """auto: where the instance has it."""
+    """auto: use EFA if the instance has it; true: refuse an instance without; false: never."""
     launch: str = "ec2"
     components: tuple[str, ...] = ()
     api_cidrs: tuple[str, ...] = ()
-    """EKS: networks that may reach the API server over the internet; none: the VPC alone."""
+    """EKS: networks that may reach the API server over the internet; empty: the VPC alone."""
     lustre: str | None = None
-    """Terraform's output `lustre` as JSON, for the component."""
+    """Terraform's output `lustre` as JSON, for the component lustre."""
     retries: int = 2
-    """New clusters a RayJob may start after a failure."""
+    """How many new clusters a RayJob may start after failures."""
 
 
 def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]:
-    """Return {path: text} of everything a platform needs, Terraform's variables among it.
+    """Return {path: text} of all files that a platform needs, terraform.tfvars.json included.
 
     Raises:
         ConfigError: with every problem.
@@ -94,7 +95,11 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
 
 
 def cost(platform: str, config: RunConfig, options: Options) -> str:
-    """Return one line: dollars an hour, busy and idle."""
+    """Return one line with the cost in USD per hour, training and idle.
+
+    Raises:
+        ConfigError: the machines cannot be placed; with every problem.
+    """
     problems: list[str] = []
     machines = _machines(platform, config, options, problems)
     if machines is None or problems:
@@ -104,7 +109,7 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
 
 
 def write(files: dict[str, str], folder: Path) -> None:
-    """Write rendered files below a folder."""
+    """Write rendered files into a folder, subfolders included."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,12 +117,12 @@ def write(files: dict[str, str], folder: Path) -> None:
 
 
 def bucket(options: Options) -> str:
-    """Return the name of the bucket that infra/base makes."""
+    """Return the name of the S3 bucket that infra/base creates."""
     return f"{options.name}-{options.account}-{options.region}"
 
 
 def stack(platform: str, options: Options) -> str:
-    """Return the prefix of the names that infra/ecs or infra/eks gives."""
+    """Return the prefix of the names of what infra/ecs or infra/eks creates."""
     return f"{options.name}-{'ecs' if platform == 'ecs' else 'eks'}"
 
 
@@ -186,7 +191,7 @@ def _cidr_problems(cidr: str) -> Iterator[str]:
 def _machines(
     platform: str, config: RunConfig, options: Options, problems: list[str]
 ) -> tuple[Node, Fleet] | None:
-    """Return the head and the workers; add to `problems` what cannot be placed."""
+    """Return the head and the workers; add to `problems` why they are impossible."""
     one = named_instance(config, problems)
     if config.cluster.instance is None:
         problems.append(
@@ -237,7 +242,7 @@ def _machines(
 def _values(
     platform: str, config: RunConfig, options: Options, head: Node, workers: Fleet
 ) -> Values:
-    """Return what `${name}` stands for in the files, the same names on both platforms."""
+    """Return the values of the `${name}` placeholders that both platforms have."""
     worker, name = workers.worker, stack(platform, options)
     registry = f"{options.account}.dkr.ecr.{options.region}.amazonaws.com"
     values: Values = {
@@ -278,7 +283,7 @@ def _fill(path: Path, values: Values) -> str:
 
 
 def _ecs(values: Values) -> dict[str, str]:
-    """Return the task definitions, in the form that `aws ecs register-task-definition` reads."""
+    """Return the task definitions as JSON for `aws ecs register-task-definition`."""
     gpus, efa = values["worker_gpus"], values["worker_efa"]
     values["worker_gpu_requirements"] = json.dumps(
         [{"type": "GPU", "value": str(gpus)}] if gpus else []
@@ -304,7 +309,7 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
     chosen = [name for name in COMPONENTS if name in options.components]
     if options.market == "spot" and "spot" not in chosen:
         chosen.append("spot")
-    if values["nodes"] > 1 and "autoscaling" not in chosen:  # a fixed count, of which one may go
+    if values["nodes"] > 1 and "autoscaling" not in chosen:  # fixed size: one node may drain
         chosen.append("drain")
     if values["worker_gpus"]:
         chosen.append("gpu")
@@ -340,13 +345,13 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
     paths = [path for top in wanted for path in top.rglob("*.yaml")]
     files = {str(path.relative_to(ROOT / "kuberay")): _fill(path, values) for path in sorted(paths)}
     for text in files.values():
-        list(yaml.safe_load_all(text))  # what was filled in has left it YAML
+        list(yaml.safe_load_all(text))  # raises if a filled-in value broke the YAML
     files["cluster/run.yaml"] = config.to_yaml()
     return files
 
 
 def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> dict[str, object]:
-    """Return the sizes of a stack as Terraform's variables."""
+    """Return Terraform's variables of a stack: name, region, head and workers."""
     worker = workers.worker
     group = {
         **_machine(worker, WORKER_DISK_GIB),

@@ -1,4 +1,4 @@
-"""What a head or worker gets of its machine, and how many machines a config asks for."""
+"""How much of its machine a head or worker gets, and how many machines a config needs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from rayapp.config import RunConfig
 from rayapp.hardware import Instance
 
-HOST_CPUS = 2  # left to the operating system, the agents of ECS or Kubernetes, and CloudWatch's
-HOST_MEMORY_SHARE, HOST_MEMORY_GIB = 0.04, 4.0  # kernel and firmware; agents, kubelet's reserve
+HOST_CPUS = 2  # left to the operating system and the agents of ECS or Kubernetes and CloudWatch
+HOST_MEMORY_SHARE, HOST_MEMORY_GIB = 0.04, 4.0  # kernel and firmware; agents and kubelet's reserve
 OBJECT_STORE_SHARE = 0.3  # Ray's own default
 OBJECT_STORE_MAX_BYTES = 200_000_000_000  # Ray's own limit
-NCCL_SHARED_MEMORY_MIB = 8192  # NCCL's and PyTorch's part of /dev/shm, on top of Ray's
-# 5128 pages of 2 MiB on EKS's accelerated AMIs where the node has EFA; a pod asks for its 5 GiB of
+NCCL_SHARED_MEMORY_MIB = 8192  # of /dev/shm, for NCCL and PyTorch, on top of Ray's object store
+# EKS's accelerated AMIs reserve 5128 pages of 2 MiB where the node has EFA; a pod requests 5 GiB of
 # them, as AWS's EFA samples do.
 HUGEPAGES_HOST_MIB, HUGEPAGES_POD_MIB = 10256, 5120
-WORKER_DISK_GIB, HEAD_DISK_GIB = 200, 100  # an image of some 20 GiB, Ray's spilled objects
+WORKER_DISK_GIB, HEAD_DISK_GIB = 200, 100  # an image of some 20 GiB, and Ray's spilled objects
 
 
 @dataclass(frozen=True)
 class Node:
-    """What one container gets that has a machine to itself."""
+    """What a container gets that has a machine to itself: CPUs, memory, network interfaces."""
 
     instance: Instance
     cpus: int
@@ -29,17 +29,17 @@ class Node:
     object_store_bytes: int
     shared_memory_mib: int
     interfaces: tuple[str, ...]
-    """Kind of each network card's interface, in order: interface, efa or efa-only."""
+    """Kind of the interface on each network card in use: interface, efa or efa-only."""
 
     @property
     def efa(self) -> int:
-        """EFA interfaces."""
+        """Number of EFA interfaces."""
         return sum(kind.startswith("efa") for kind in self.interfaces)
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The machines of a config."""
+    """The worker machines of a config, and how many workers fit on each."""
 
     worker: Node
     workers_per_node: int
@@ -48,7 +48,7 @@ class Fleet:
 
 
 def node(one: Instance, efa: bool, reserved_cpus: int = 0, reserved_mib: int = 0) -> Node:
-    """Return what a container may have of a machine, beside what else runs there."""
+    """Return what a container gets of a machine, less the host's share and what is reserved."""
     cpus = one.vcpus - min(HOST_CPUS, one.vcpus // 4) - reserved_cpus
     memory_gib = one.memory_gib * (1 - HOST_MEMORY_SHARE) - HOST_MEMORY_GIB
     memory_mib = math.floor(memory_gib * 1024) - reserved_mib
@@ -58,7 +58,7 @@ def node(one: Instance, efa: bool, reserved_cpus: int = 0, reserved_mib: int = 0
 
 
 def _interfaces(one: Instance, efa: bool) -> tuple[str, ...]:
-    """Return the kind of interface on each network card, IP traffic on card 0.
+    """Return the kind of interface on each network card; card 0 carries the IP traffic.
 
     >>> from rayapp.hardware import instance
     >>> _interfaces(instance("p4d.24xlarge"), efa=True)
@@ -74,10 +74,10 @@ def _interfaces(one: Instance, efa: bool) -> tuple[str, ...]:
 
 
 def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
-    """Return how many machines the config's workers need; add to `problems` what cannot be placed.
+    """Return how many machines the config's workers need; None, and `problems`, if they do not fit.
 
-    A worker needs a CPU, a GPU where there are any, and `cluster.resources`; one CPU in all stays
-    with Ray Data.
+    A worker needs one CPU, one GPU if the instance has GPUs and cluster.gpu is not false, unless
+    `cluster.resources` says otherwise. At least one CPU of the cluster is left to Ray Data.
     """
     one, asked = worker.instance, config.cluster.resources
     gpus = one.gpus if config.cluster.gpu != "false" else 0
@@ -108,5 +108,5 @@ def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
     least = math.ceil(config.cluster.min_workers / per_node)
     most = math.ceil(config.cluster.max_workers / per_node)
     if config.cluster.max_workers * need["CPU"] > most * worker.cpus - 1:
-        most += 1  # all CPUs taken by workers: Ray Data would starve
+        most += 1  # else the workers would take all CPUs and Ray Data would starve
     return Fleet(worker, per_node, least, max(most, 1))

@@ -1,7 +1,8 @@
-"""A cluster as it is asked over HTTP: Ray's Jobs API, with errors that say what to do.
+"""Ray's Jobs API over HTTP, with errors that say what to do.
 
-The address is the caller's, else RAY_API_SERVER_ADDRESS, else RAY_ADDRESS if that is http, else
-port 8265 of this machine. Ray's own client takes the environment over its argument, in silence.
+The address is the caller's, else RAY_API_SERVER_ADDRESS, else RAY_ADDRESS (each only if it is an
+http URL), else port 8265 of this machine. Ray's own client silently prefers the environment
+variables to its argument, so they are hidden while it is made.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 RAY_STOP_WAIT_S = 3.0  # Ray's own default
 HERE = "http://127.0.0.1:8265"
 VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-TRAINS = {kind.MODULE for kind in KINDS.values()}  # modules whose jobs are runs
+TRAINS = {kind.MODULE for kind in KINDS.values()}  # a job that runs one of these modules trains
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
-RECONNECT_S = 60.0  # of a cluster that does not answer while logs are followed
+RECONNECT_S = 60.0  # how long `follow` tries to reach a cluster that does not answer
 
 _environment = threading.Lock()  # held while VARIABLES are hidden from Ray's client
 
@@ -41,7 +42,7 @@ logger = logging.getLogger("rayapp.jobs")
 
 
 class JobError(RuntimeError):
-    """The cluster cannot or will not; the message says why, and what to do."""
+    """The cluster refuses a request or cannot answer it; the message says why and what to do."""
 
 
 class Unreachable(JobError):
@@ -50,19 +51,20 @@ class Unreachable(JobError):
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job as the cluster tells of it."""
+    """What the cluster reports about a job."""
 
     submission_id: str
     status: str
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
     trains: bool
-    """Its command line trains a run."""
+    """Whether its entrypoint trains a run."""
     run_url: str | None
-    """The folder of the run that it is a part of; None: neither metadata nor entrypoint say it."""
+    """Folder of the run that it trains; None: neither the metadata nor the entrypoint name it."""
     storage: str | None
-    """The folder of runs that the entrypoint names, None where it names none."""
+    """run.storage in the entrypoint; None: it names none, or a relative folder."""
     stop_wait_s: float
-    """Seconds from a stop's SIGTERM to SIGKILL, as far as the job's own environment says."""
+    """Seconds between SIGTERM and SIGKILL when it is stopped: from its runtime environment, else
+    Ray's default."""
     tags: dict[str, str]
     message: str
     exit_code: int | None
@@ -71,12 +73,12 @@ class JobInfo:
 
     @property
     def ended(self) -> bool:
-        """Say whether the job is over."""
+        """Whether the job has succeeded, failed or been stopped."""
         return self.status in ENDED
 
 
 def address_of(address: str | None = None) -> tuple[str, str]:
-    """Return the address of the Jobs API that is in effect, and where it comes from.
+    """Return the address of the Jobs API to use, and where it comes from.
 
     Raises:
         ConfigError: it is no address of a Jobs API.
@@ -99,7 +101,7 @@ class JobsClient:
 
     @classmethod
     def at(cls, address: str | None = None, check_version: bool = True) -> JobsClient:
-        """Connect.
+        """Connect to the Jobs API at `address`, or at the default of `address_of`.
 
         Raises:
             JobError: nothing answers, the token is not accepted, or another Ray answers.
@@ -124,7 +126,9 @@ class JobsClient:
         return cls(address, client)
 
     def submit(self, order: Submission) -> str:
-        """Start a run as a job; return its submission id: the run's name, then `name-2` and on.
+        """Start a submission as a Ray job; return its submission id.
+
+        The id is the submission's name, or `name-2`, `name-3` and so on where that is taken.
 
         Raises:
             ConfigError: a job of this run is live.
@@ -157,14 +161,14 @@ class JobsClient:
             )
 
     def jobs(self) -> list[JobInfo]:
-        """Return all submitted jobs, the oldest first."""
+        """Return all jobs that have a submission id, the oldest first."""
         with _said(self.address):
             found = self._client.list_jobs()
         jobs = [_info(job) for job in found if job.submission_id]
         return sorted(jobs, key=lambda job: job.started_s or 0.0)
 
     def info(self, submission_id: str) -> JobInfo:
-        """Return what the cluster knows of a job.
+        """Return what the cluster reports about a job.
 
         Raises:
             JobError: it knows of none.
@@ -178,7 +182,7 @@ class JobsClient:
             return str(self._client.get_job_logs(submission_id))
 
     def follow(self, submission_id: str) -> Iterator[str]:
-        """Yield what a job prints, from its first line, until it ends; reconnect when cut off.
+        """Yield a job's output from its first line until it ends; reconnect when cut off.
 
         Raises:
             JobError: the cluster has not answered for RECONNECT_S seconds.
@@ -195,7 +199,7 @@ class JobsClient:
                         yield rest
                     return
                 silent_since = None
-            except (RuntimeError, OSError) as error:  # also aiohttp's, when the way is cut
+            except (RuntimeError, OSError) as error:  # includes aiohttp's, on a lost connection
                 now = time.monotonic()
                 silent_since = silent_since or now
                 if now - silent_since > RECONNECT_S:
@@ -208,7 +212,7 @@ class JobsClient:
             time.sleep(POLL_S)
 
     def wait(self, submission_id: str, timeout_s: float | None = None) -> JobInfo:
-        """Wait until a job has ended.
+        """Wait until a job has ended; return what the cluster then reports about it.
 
         Raises:
             TimeoutError: it has not, in time.
@@ -221,14 +225,18 @@ class JobsClient:
         return found
 
     def stop(self, submission_id: str) -> None:
-        """Send SIGTERM to a job's driver, which saves and leaves; SIGKILL after its stop_wait_s."""
+        """Stop a job: Ray sends SIGTERM, on which the driver saves, and SIGKILL after stop_wait_s.
+
+        Returns at once.
+        """
         with _said(self.address):
             self._client.stop_job(submission_id)
 
 
 def _chunks(client: JobSubmissionClient, submission_id: str, skip: int) -> Iterator[str]:
-    """Yield a job's output from the websocket, all but the first `skip` characters."""
-    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # "closed" is said
+    """Yield a job's output from the websocket, without the first `skip` characters."""
+    # At INFO, Ray's client logs that the websocket was closed.
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
     loop = asyncio.new_event_loop()
     chunks: Any = client.tail_job_logs(submission_id)
     try:
@@ -269,9 +277,9 @@ def _info(job: Any) -> JobInfo:
 
 
 def run_of(entrypoint: str) -> tuple[str | None, str | None] | None:
-    """Return run.storage and run.name as a command line says them; None: it trains nothing.
+    """Return run.storage and run.name from a command line; None if it does not train.
 
-    A relative folder is one of the cluster's that nothing here can find, and so is left out.
+    A relative run.storage is returned as None: it is a folder on the cluster, out of reach here.
 
     >>> run_of("python -m rayapp.finetune c.yaml --run.storage=s3://b/runs --run.name demo")
     ('s3://b/runs', 'demo')
@@ -279,7 +287,7 @@ def run_of(entrypoint: str) -> tuple[str | None, str | None] | None:
     """
     try:
         words = shlex.split(entrypoint)
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # an unclosed quotation mark
         return None
     if not any(one == "-m" and module in TRAINS for one, module in pairwise(words)):
         return None
@@ -306,7 +314,7 @@ def _with_scheme(address: str) -> str:
 
 @contextmanager
 def _said(address: str, origin: str = "") -> Iterator[None]:
-    """Turn what Ray's client raises into a JobError of one line."""
+    """Turn exceptions of Ray's client into a JobError with a message of one line."""
     import requests
     from ray.exceptions import AuthenticationError
 

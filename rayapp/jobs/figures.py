@@ -1,4 +1,4 @@
-"""A run in a few figures, in the words that all views share."""
+"""The figures of a run's progress as text, shared by the terminal and the notebook view."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rayapp.observe.records import MetricsLine, figure
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN, clock, formed
 
-RECENT = 50  # steps
+RECENT = 50  # steps that `share_of_waiting` covers
 
 
 def figures(now: Progress) -> dict[str, str]:
-    """Return what is shown of a moment, `n/a` for what is not known."""
+    """Return {label: text} of a run's progress; `n/a` for what is not known."""
     line: Mapping[str, object] = now.line or {}
     account, at_end_usd, unit = now.account, now.cost_at_end_usd, unit_of(line)
     return {
@@ -33,7 +33,7 @@ def figures(now: Progress) -> dict[str, str]:
 
 
 def share_of_waiting(lines: list[MetricsLine]) -> str:
-    """Say what the last steps spent on waiting for data and on checkpoints."""
+    """Say how long the last steps took, and the shares of data waits and checkpoint stalls."""
     recent = lines[-RECENT:]
     step_s = sum(line["step_s"] for line in recent) or 1.0
     shares = {

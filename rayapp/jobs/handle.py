@@ -1,5 +1,7 @@
-"""A run's handle. What it tells comes from the run's folder; the cluster is asked for logs, for
-what happens before there is a folder, and whether a job that has gone quiet has ended.
+"""The handle of a run.
+
+It reads the run's folder. It asks the cluster only for logs, for the status before there is a
+folder, and for whether a job whose driver no longer renews its lease has ended.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
     import pandas
 
 POLL_S = 2.0
-SILENCE_S = 60.0  # a cluster that is not heard of for so long is believed to be gone
-QUIET_S = LEASE_RENEWED_S + 5.0  # of a lease that was not renewed: the cluster is asked
+SILENCE_S = 60.0  # `wait` takes a cluster that has not answered for this long to be gone
+QUIET_S = LEASE_RENEWED_S + 5.0  # age of a lease from which the cluster is asked too
 STOPPED_EARLY = "its job was stopped before it had saved: resume it, and it goes on where it was"
 
 logger = logging.getLogger("rayapp.jobs")
@@ -62,8 +64,9 @@ def submit(
 ) -> Job:
     """Send a run to a cluster as a Ray job.
 
-    `config` is a Config or a YAML file; `sections` change fields of it: `run={"name": "demo"}`.
-    The rest is what `rayapp.jobs.Shipment` says.
+    `config` is a Config or the path of a YAML file; `sections` change its fields:
+    `run={"name": "demo"}`. `say` prints the line that names the job. The other arguments are the
+    fields of `rayapp.jobs.SubmitOptions`.
 
     Raises:
         ConfigError: it cannot run there as described; with every problem.
@@ -80,7 +83,7 @@ def submit(
 
 
 def job(run: str, *, storage: str | None = None, address: str | None = None) -> Job:
-    """Find a run again: by its folder, by its name and storage, or by its name on a cluster.
+    """Find a run: by its folder, by its name and storage, or by its name among a cluster's jobs.
 
     Raises:
         ConfigError: there is no such run.
@@ -106,12 +109,12 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
 
 
 class Job:
-    """One run, wherever it trains or has trained."""
+    """The handle of one run, by its folder, wherever it trains or has trained."""
 
     def __init__(
         self, run_url: str, address: str | None = None, submission_id: str | None = None
     ) -> None:
-        """`submission_id` is of a job that is known to be the run's, whatever its folder says."""
+        """`submission_id` is of a job known to be the run's, even if its folder names none."""
         self.run: Storage = open_storage(run_url)
         self._remote = RemoteJob(self.run, address, submission_id)
         self._sent: tuple[RunConfig, SubmitOptions] | None = (
@@ -128,7 +131,7 @@ class Job:
         say: Callable[[str], None] = print,
         check_live: bool = True,
     ) -> Job:
-        """Send a run as described to a cluster; see `submit`."""
+        """Send a run to a cluster and return its handle; see `submit`."""
         found = cls(*send(config, shipment, address, say, check_live))
         found._sent = (config, shipment)
         return found
@@ -141,10 +144,10 @@ class Job:
     def __repr__(self) -> str:
         return f"Job({self.run.url!r})"
 
-    # ---- What it is doing -----------------------------------------------------------------
+    # ---- Status ---------------------------------------------------------------------------
 
     def progress(self) -> Progress:
-        """Return how far it is, at what pace and cost.
+        """Return the run's progress: status, step, last metrics line, time and cost.
 
         Raises:
             NoRun: it has not begun to write.
@@ -153,8 +156,10 @@ class Job:
         return read(self.run, self._followed.lines)
 
     def status(self) -> str:
-        """Return pending, starting, preparing, running, stopping, or how it ended: done, stopped,
-        failed, lost, or refused (a config that the cluster cannot run).
+        """Return the run's status.
+
+        While it lasts: pending, starting, preparing, running or stopping. At its end: done,
+        stopped, failed, lost (its driver is gone) or refused (the config is not valid there).
         """
         return self.snapshot()[0]
 
@@ -193,7 +198,7 @@ class Job:
                 raise NoRun(f"{self.run.url} holds no run, and no job of it is known")
             return now.status
         if now is not None and live and self._remote.started_by() != info.submission_id:
-            return now.status  # another command is at work on it
+            return now.status  # the live driver is another command's, not this job's
         if not info.ended:
             if now is not None and live:
                 return now.status
@@ -208,7 +213,7 @@ class Job:
         return next((s for s, code in EXIT_CODES.items() if code == info.exit_code), FAILED)
 
     def reason(self) -> str | None:
-        """Return why it failed, or was refused."""
+        """Return why the run ended, from its folder; if it failed without, the end of its log."""
         status, now, _ = self.snapshot()
         found = None if now is None else now.reason
         if found is None and status in (FAILED, REFUSED):
@@ -217,29 +222,31 @@ class Job:
         return found
 
     def metrics(self) -> pandas.DataFrame:
-        """Return metrics.jsonl, one row per step."""
+        """Return metrics.jsonl as a DataFrame, one row per step."""
         import pandas
 
         self._followed.poll()
         return pandas.DataFrame(self._followed.lines)
 
     def logs(self) -> str:
-        """Return what the driver has printed, while the cluster keeps it."""
+        """Return the driver's output, as long as the cluster keeps it."""
         cluster, info = self._remote.or_fail()
         return cluster.logs(info.submission_id)
 
     def follow(self) -> Iterator[str]:
-        """Yield what the driver prints, until it ends; a connection that breaks is made again."""
+        """Yield the driver's output until the job ends; reconnect when cut off."""
         cluster, info = self._remote.or_fail()
         return cluster.follow(info.submission_id)
 
-    # ---- What is done to it ---------------------------------------------------------------
+    # ---- Stop, resume, wait ---------------------------------------------------------------
 
     def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
-        """Ask the run to save and leave, wait for it, and end its job if it does not.
+        """Ask the run to save and exit, wait up to `wait_s` seconds, then have Ray end its job.
 
-        Returns the status. `wait_s=0` only asks. Unless `hard` is false Ray is asked as well, which
-        ends a job that has not left in time (600 s where `submit` has sent it).
+        Returns the status. `wait_s=0` asks and does not wait. Ray is asked to stop the job from
+        the start, if it gives the job at least a minute to save (`submit` sets 600 s). With
+        `hard=False` Ray is not asked, and TimeoutError is raised if the run has not ended in time.
+        A job that is still pending is ended by Ray at once, and waited for without a limit.
         """
         before = self.status()
         if before in EXIT_CODES:
@@ -267,10 +274,11 @@ class Job:
         say: Callable[[str], None] = print,
         **given: Unpack[Again],
     ) -> Job:
-        """Send the same run again; it goes on from its newest checkpoint.
+        """Submit the same run again; it continues from its newest checkpoint.
 
-        What another process has uploaded or set with it (`working_dir`, `pip`, `env`, `secrets`)
-        has to be given again, or as empty: a run's folder is not trusted to name that.
+        If another process submitted it with a `working_dir`, `pip`, `env` or `secrets`, these must
+        be given again, or given as empty: they are not taken from the run's folder, which others
+        may be able to write to.
 
         Raises:
             ConfigError: it is live or done already, was never submitted, or lacks such a name.
@@ -292,7 +300,7 @@ class Job:
         return Job.send(config, shipment, address or self._remote.address, say, check_live=False)
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Wait until it has ended; return the status.
+        """Wait until the run has ended; return its status.
 
         Raises:
             TimeoutError: it has not, in time.
@@ -315,10 +323,10 @@ class Job:
                 raise TimeoutError(f"run {self.name} is still {status} after {timeout_s:.0f} s")
             time.sleep(POLL_S)
 
-    # ---- What came of it ------------------------------------------------------------------
+    # ---- Config, result, view -------------------------------------------------------------
 
     def config(self) -> RunConfig:
-        """Return what was asked.
+        """Return the run's config.
 
         Raises:
             ConfigError: the run has not begun, or its config.yaml is not valid.
@@ -326,7 +334,7 @@ class Job:
         return config_of(self.run)
 
     def result(self) -> Result:
-        """Return what came out, once it has ended.
+        """Return the result of a run that has ended.
 
         Raises:
             JobError: it has not ended, or ended before there was a result.
@@ -340,11 +348,11 @@ class Job:
         return result
 
     def watch(self, every_s: float = POLL_S, block: bool = False) -> str | None:
-        """Show the run until it ends.
+        """Show the run until it ends, redrawn every `every_s` seconds.
 
-        A terminal's view returns the status at the end. A notebook's draws on while the next cells
-        run, and returns at once; with `block` it is as in a terminal. An interrupt ends the
-        watching, never the run, and is raised again, so that no later cell runs.
+        In a terminal this returns the status at the end. In a notebook it returns None at once and
+        a thread goes on drawing; with `block` it waits as in a terminal. KeyboardInterrupt ends
+        the view, not the run, and is raised again, so that a notebook runs no further cell.
         """
         from rayapp.jobs import page, terminal
 

@@ -1,8 +1,8 @@
-"""What is sent to a cluster with a run: an entrypoint, an environment, and perhaps a folder.
+"""Build what is sent to a cluster: an entrypoint, a runtime environment, and perhaps a folder.
 
-The config goes as overrides in the entrypoint, so that the dashboard shows what runs and nothing is
-uploaded where nothing local is needed. A folder (`working_dir`) brings local code and data; it is
-packed and measured here, before anything leaves this machine.
+The config is passed as overrides in the entrypoint, so the dashboard shows what runs, and a run
+without local files uploads nothing. Local code and data go in `working_dir`, which is zipped and
+checked on this machine before anything is sent.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.private import link_problems, secret_problems
 from rayapp.jobs.secrets import VARIABLE, encode, problems_of
 
-LIMIT_MIB = 100  # of a package: what the dashboard takes (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
-RUN_KEY = "rayapp.run"  # of a job's metadata: the run's folder
-NAME_KEY = "job_name"  # there too: what Ray's dashboard shows as the name
+LIMIT_MIB = 100  # largest upload the dashboard accepts (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
+RUN_KEY = "rayapp.run"  # in a job's metadata: the run's folder
+NAME_KEY = "job_name"  # in a job's metadata: the name in Ray's dashboard
 TAG_PREFIX = "rayapp.tag."
-STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # from a stop's SIGTERM, which saves, to SIGKILL
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # seconds from SIGTERM, on which a run saves, to SIGKILL
 STOP_WAIT_S = 600  # a save of 70B parameters to S3 takes minutes; Ray's own default is 3
-SKIPPED = (  # lines of workers that ask nothing of a user; Ray's log files keep them
+SKIPPED = (  # lines of workers that need no action; Ray's log files keep them
     r"class name: 'PreemptionWatcher'",
     r"Failed to query Ray Train Controller actor state",  # without a dashboard
     r"Dataset \S+ execution finished in",
     r"torchao/_C_|Detected no triton|register_constant\(\)",  # torchao's import without a GPU
 )
-QUIET = {  # what Ray would otherwise write between a run's own lines
+QUIET = {  # keeps other lines out of the run's own output
     "RAY_DEDUP_LOGS_SKIP_REGEX": "|".join(SKIPPED),
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
@@ -45,44 +45,45 @@ LOOKS_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|(^|_)KEY$|API_KEY)
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """What a run needs beside its config, and where its driver runs."""
+    """What a submission has beside the config: its runtime environment, and its driver's needs."""
 
     working_dir: str | None = None
-    """Folder that is uploaded and becomes the job's working directory; None: nothing is."""
+    """Folder to upload as the job's working directory; None: nothing is uploaded."""
     pip: tuple[str, ...] = ()
     """Pinned requirements that the cluster's image lacks."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, seen by whoever sees the job."""
+    """Environment variables; whoever can see the job can read them."""
     secrets: Mapping[str, str] = field(default_factory=dict)
     """Environment variables by reference: ARNs of Secrets Manager or of SSM parameters."""
     driver_cpus: float = 0.0
-    """Logical CPUs kept for the driver; 0 lets it run on the head."""
+    """Logical CPUs that Ray reserves for the driver; 0 lets it run on the head."""
     driver_memory_gib: float = 0.0
+    """Memory that Ray reserves for the driver, in GiB; 0: none."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Shown with the job."""
+    """Stored in the job's metadata."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run as it is sent: what `Cluster.submit` takes."""
+    """A checked and packed job: what `JobsClient.submit` takes."""
 
     run_url: str
     name: str
     entrypoint: str
     shipment: SubmitOptions
     package: bytes | None
-    """The zipped working directory."""
+    """The zipped working directory; None: there is none."""
     is_run: bool = True
-    """The job trains the run; another looks at its cluster, and may do so beside it."""
+    """Whether the job trains the run; one that does not (preflight) may start while it is live."""
 
     def runtime_env(self, folder: str) -> dict[str, object]:
-        """Return Ray's runtime_env; the package is written into `folder` for the upload."""
+        """Return Ray's runtime environment; write the package into `folder`, to be uploaded."""
         shipment = self.shipment
         variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **shipment.env}
         if shipment.secrets:
             variables[VARIABLE] = encode(shipment.secrets)
         env: dict[str, object] = {"env_vars": variables}
-        if shipment.secrets:  # in every worker process; the driver calls it itself
+        if shipment.secrets:  # Ray calls the hook in worker processes; the driver calls load itself
             env["worker_process_setup_hook"] = "rayapp.jobs.secrets.load"
         if shipment.pip:
             env["pip"] = list(shipment.pip)
@@ -93,7 +94,7 @@ class Submission:
         return env
 
     def metadata(self) -> dict[str, str]:
-        """Return what Ray keeps with the job."""
+        """Return the job's metadata: name, run folder (of a run) and tags."""
         tags = {TAG_PREFIX + name: value for name, value in self.shipment.tags.items()}
         return {NAME_KEY: self.name, **({RUN_KEY: self.run_url} if self.is_run else {}), **tags}
 
@@ -104,10 +105,10 @@ def prepare(
     module: str | None = None,
     options: Sequence[str] = (),
 ) -> Submission:
-    """Check that a cluster could run a config, and pack what it needs.
+    """Check that a config can run on a cluster, zip its working directory, return the submission.
 
-    `module` is what runs there, with its own `options` beside the config's; by default it is what
-    trains.
+    `module` is the Python module that the job runs, by default the one that trains. `options` are
+    appended to its command line, after the config's overrides.
 
     Raises:
         ConfigError: with every problem.
@@ -140,7 +141,7 @@ def prepare(
 
 
 def as_dict(shipment: SubmitOptions) -> dict[str, object]:
-    """Return a shipment as plain values, to be kept with the run; secrets are references."""
+    """Return the options as plain values for the run's submission.json; secrets stay references."""
     return asdict(shipment)
 
 
@@ -180,7 +181,7 @@ def _environment_problems(shipment: SubmitOptions) -> list[str]:
 
 
 def _path_problems(config: RunConfig, shipment: SubmitOptions, packed: set[str]) -> list[str]:
-    """Name local files that the config needs and the cluster would not have."""
+    """Return a line for each local file that the config needs and the cluster would not have."""
     problems = []
     tree = config.model_dump()
     paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.LOCAL]
@@ -188,7 +189,7 @@ def _path_problems(config: RunConfig, shipment: SubmitOptions, packed: set[str])
     base = Path(shipment.working_dir or ".").expanduser()
     for name, path in paths:
         if not path or "://" in path or os.path.isabs(path) or path.startswith("~"):
-            continue  # an absolute path may be one that all nodes share
+            continue  # a URL, or an absolute path, which may be shared by all nodes
         if not (Path(path).exists() or (base / path).exists()):
             continue  # a hub id, a preset, a glob
         if shipment.working_dir is None:
@@ -207,7 +208,7 @@ def _path_problems(config: RunConfig, shipment: SubmitOptions, packed: set[str])
 
 
 def _pack(folder: Path) -> tuple[bytes, set[str]]:
-    """Zip a folder as Ray would, .gitignore and .rayignore respected; return it and its names.
+    """Zip a folder as Ray would, obeying .gitignore and .rayignore; return the zip and its names.
 
     Raises:
         ConfigError: links in it lead elsewhere.

@@ -17,7 +17,7 @@ from rayapp.observe.status import Progress
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job
 
-POINTS = 240  # of a curve; of more steps, the least and the most of each stretch
+POINTS = 240  # drawn of a curve at most; see `thin`
 WIDTH, HEIGHT = 420, 120
 COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe and Ito, 2008)
     "step": "#009e73",
@@ -44,7 +44,7 @@ STYLE = """
 
 
 def in_notebook() -> bool:
-    """Say whether this is a notebook's kernel."""
+    """Say whether this process is a notebook's kernel."""
     try:
         from IPython import get_ipython
     except ImportError:
@@ -54,7 +54,7 @@ def in_notebook() -> bool:
 
 
 def show(job: Job, every_s: float) -> str:
-    """Redraw the view in its cell until the run has ended; return the status."""
+    """Redraw the view in its cell every `every_s` seconds until the run ends; return the status."""
     from IPython.display import HTML, display
 
     handle = display(HTML(LOOKING), display_id=True)
@@ -71,9 +71,9 @@ def show(job: Job, every_s: float) -> str:
 
 
 def show_on(job: Job, every_s: float) -> threading.Thread:
-    """Redraw the view in its cell from a thread, until the run has ended or cannot be asked.
+    """Start a thread that redraws the view in its cell until the run ends or an error occurs.
 
-    The thread needs a handle of its own.
+    The thread uses `job`, so the caller must not.
     """
     from IPython.display import HTML, display
 
@@ -87,7 +87,7 @@ def show_on(job: Job, every_s: float) -> threading.Thread:
                     time.sleep(every_s)
                 status, text = _drawn(job)
                 handle.update(HTML(text))
-        except Exception as error:  # said in the cell, as nothing else can hear it
+        except Exception as error:  # nothing can catch it outside this thread: show it in the cell
             handle.update(HTML(f"<p>not watched any more: {html.escape(str(error))}</p>"))
 
     thread = threading.Thread(target=draw, name=f"watch {job.name}", daemon=True)
@@ -96,7 +96,7 @@ def show_on(job: Job, every_s: float) -> threading.Thread:
 
 
 def _drawn(job: Job) -> tuple[str, str]:
-    """Return the status, and the view of this moment."""
+    """Return the run's status now, and its view as HTML."""
     status, now, lines = job.snapshot()
     reason = job.reason() if status in EXIT_CODES else None
     return status, render(job.name, status, now, lines, reason)
@@ -109,7 +109,7 @@ def render(
     lines: list[MetricsLine],
     reason: str | None = None,
 ) -> str:
-    """Return the view of one moment."""
+    """Return the view of a snapshot as HTML."""
     parts = [f"<style>{STYLE}</style><div class='rayapp'><b>{html.escape(name)}</b> "]
     parts.append(html.escape(status))
     if now is not None:
@@ -152,7 +152,7 @@ def _goodput(now: Progress) -> str:
 
 
 def _curve(label: str, lines: list[MetricsLine], series: list[tuple[str, str]]) -> str:
-    """Draw fields of metrics.jsonl over steps, with their least and greatest value."""
+    """Return an SVG of fields of metrics.jsonl over steps; its label has the least and greatest."""
     known = {
         name: [(line["step"], y) for line in lines if (y := figure(line, name)) is not None]
         for name, _ in series
@@ -192,7 +192,7 @@ def _dot(points: list[tuple[int, float]], color: str, path: Any) -> str:
 
 
 def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Return at most `most` points: the first and last, and of each stretch its two extremes.
+    """Return at most `most` points: the first, the last, the least and greatest of each stretch.
 
     >>> thin([(0, 1.0), (1, 9.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 2.0)], 4)
     [(0, 1.0), (1, 9.0), (2, 0.0), (5, 2.0)]

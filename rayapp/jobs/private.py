@@ -1,7 +1,7 @@
-"""What must not leave this machine in a package: secrets by name or content, and foreign folders.
+"""Find what a package must not contain: secrets, by file name or content, and links out of it.
 
-Ray packs what neither .gitignore nor .rayignore names, hidden files included, and follows links.
-Whoever may submit a job to the cluster can read a package, and Ray keeps it.
+Ray packs every file that neither .gitignore nor .rayignore names, hidden files included, and
+follows links. Ray keeps the package, and whoever can submit a job to the cluster can read it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NAMES = re.compile(
 FOLDERS = {".aws", ".azure", ".gnupg", ".huggingface", ".kube", ".ssh", ".terraform"}
 ENDS = (".docker/config.json", ".ray/auth_token", "huggingface/token", ".streamlit/secrets.toml")
 KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY")
-KEY_BYTES = 64 * 2**10  # a file with a private key is not larger
-SHOWN = 5
+KEY_BYTES = 64 * 2**10  # larger files are not searched for a private key
+SHOWN = 5  # names in a message
 
 
 def link_problems(folder: Path, excludes: list[str], gitignore: bool) -> list[str]:
-    """Name the links that lead out of a folder and would be followed by Ray's packing."""
+    """Return a line that names the links out of a folder that Ray's packing would follow."""
     from ray._private.runtime_env import packaging
 
     root, found = folder.absolute(), list[str]()
@@ -36,7 +36,7 @@ def link_problems(folder: Path, excludes: list[str], gitignore: bool) -> list[st
         for count in range(len(inner) + 1):
             above = root.joinpath(*inner[:count])
             for match in packaging.get_excludes_from_ignore_files(above, gitignore):
-                if match(path) or match(path / "any"):  # a pattern `name/` is of what is in it
+                if match(path) or match(path / "any"):  # `name/` matches only what is inside
                     return True
         return False
 
@@ -59,7 +59,7 @@ def link_problems(folder: Path, excludes: list[str], gitignore: bool) -> list[st
 
 
 def secret_problems(folder: Path, package: bytes) -> list[str]:
-    """Name the files of a packed folder that hold secrets."""
+    """Return a line that names the files of a zipped folder that may hold secrets."""
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
         files = [info for info in archive.infolist() if not info.is_dir()]
         found = [one.filename for one in files if _is_named(one.filename) or _has_key(archive, one)]
@@ -82,7 +82,7 @@ def _is_named(path: str) -> bool:
 
 
 def _has_key(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    """Say whether a file is a private key, whatever its name; a source may speak of one."""
+    """Say whether a file holds a private key; .py, .md and .ipynb may quote one and are skipped."""
     if info.file_size > KEY_BYTES or info.filename.endswith((".py", ".md", ".ipynb")):
         return False
     return KEY.search(archive.read(info)) is not None

@@ -1,4 +1,4 @@
-"""Which Ray cluster a config means, and whether anything answers there.
+"""Find the address of the Ray cluster that a config means, and check that it answers.
 
 address = address_of(config)     # "local": Ray is to be started here
 """
@@ -11,11 +11,14 @@ import socket
 
 from rayapp.config import ConfigError, RunConfig
 
-ANSWER_S = 10.0
+ANSWER_S = 10.0  # limit of a TCP connection
 
 
 def address_of(config: RunConfig) -> str:
-    """Return `local` to start Ray here, else the cluster that is or will be connected to."""
+    """Return the connected cluster's address, else cluster.address, else RAY_ADDRESS, else `local`.
+
+    `local` means that Ray is to be started on this machine.
+    """
     import ray
 
     if ray.is_initialized():
@@ -24,7 +27,9 @@ def address_of(config: RunConfig) -> str:
 
 
 def check_answers(address: str) -> None:
-    """Refuse a host:port where nothing listens; Ray itself would try for a minute.
+    """Refuse a host:port where nothing listens, as Ray itself would keep trying for a minute.
+
+    Addresses of another form, such as `local` or ray://, are not checked.
 
     Raises:
         ConfigError: naming what to set.

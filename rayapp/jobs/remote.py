@@ -1,7 +1,7 @@
-"""The jobs of a run on a cluster: which they are, and what may be asked of them.
+"""Find the Ray jobs of a run on the user's cluster, and stop them.
 
-The run's folder gives the submission's id and nothing else: whoever can write to the folder could
-name any address, which would be sent the cluster's token. The address is the user's.
+Only submission ids are taken from the run's folder. The cluster's address is the user's: whoever
+can write to the folder could name another address, which would then be sent the cluster's token.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from rayapp.observe.goodput import STARTED, read_events
 from rayapp.storage import Storage, StorageError, open_storage
 
 ADDRESS = re.compile(r"https?://[\w.:\[\]-]+")
-GRACE_S = 60.0  # from SIGTERM to SIGKILL; a job with less is not stopped through Ray
+GRACE_S = 60.0  # a job with less time than this from SIGTERM to SIGKILL is not stopped by Ray
 
 logger = logging.getLogger("rayapp.jobs")
 
 
 class RemoteJob:
-    """The newest job of a run on the cluster that the user means."""
+    """The newest Ray job of a run on the user's cluster."""
 
     def __init__(self, run: Storage, address: str | None, known: str | None = None) -> None:
-        """`known` is the id of a submission of which the folder may not tell yet."""
+        """`known` is a submission id of the run that its folder may not name yet."""
         self.run, self.address, self.known = run, address, known
         self._cluster: JobsClient | None = None
 
     def started_by(self) -> str | None:
-        """Return the id of the submission that the run's last command is, None for no job."""
+        """Return the submission id of the run's last command; None if that was no Ray job."""
         started = [event for event in read_events(self.run) if event["event"] == STARTED]
         found = started[-1].get("submission_id") if started else None
         return found if isinstance(found, str) and ID.fullmatch(found) else None
 
     def ids(self) -> list[str]:
-        """Return the ids of the run's submissions: that known, the last sent, the last started."""
+        """Return the run's submission ids: the known one, the last sent, the last started."""
         note = sent(self.run)
         found = [self.known, None if note is None else note.submission_id, self.started_by()]
         return list(dict.fromkeys(filter(None, found)))
 
     def info(self) -> JobInfo | None:
-        """Return what the cluster knows of the newest job; None where there is none.
+        """Return what the cluster reports about the newest job; None if it knows of none.
 
         Raises:
             Unreachable: the cluster does not answer.
@@ -55,12 +55,12 @@ class RemoteJob:
         except Unreachable:
             self._cluster = None
             raise
-        except JobError as error:  # e.g. a token of another cluster
+        except JobError as error:  # e.g. the token is another cluster's
             logger.debug("no job of %s: %s", self.run.url, error)
             return None
 
     def or_fail(self) -> tuple[JobsClient, JobInfo]:
-        """Return the cluster and the newest job.
+        """Return the client of the cluster, and what the cluster reports about the newest job.
 
         Raises:
             JobError: the run is not of a job, or the cluster does not know or tell of it.
@@ -78,9 +78,10 @@ class RemoteJob:
         return cluster, found
 
     def ask_to_stop(self) -> bool:
-        """Ask Ray to stop the job, so that its dashboard says STOPPED; say whether that was done.
+        """Ask Ray to stop the job, so that the dashboard shows STOPPED; return whether it did ask.
 
-        It is not where Ray would kill the job before it can save.
+        Ray is not asked where it would kill the job within GRACE_S, before the run can save, nor
+        if the job has ended, is not known to be the run's, or the cluster cannot be asked.
         """
         try:
             cluster, info = self.or_fail()
@@ -88,12 +89,12 @@ class RemoteJob:
                 return False
             cluster.stop(info.submission_id)
             return True
-        except JobError as error:  # the file STOP asks too
+        except JobError as error:  # not fatal: the run also reads the file STOP
             logger.debug("the job of %s is not asked to stop: %s", self.run.url, error)
             return False
 
     def end(self) -> None:
-        """Have Ray end the job.
+        """Have Ray stop the job, however little time it gives it.
 
         Raises:
             JobError: there is none, or none that is known to be the run's.
@@ -121,7 +122,7 @@ class RemoteJob:
                 info = cluster.info(submission_id)
             except Unreachable:
                 raise
-            except JobError as error:  # another cluster by now, or one that was started anew
+            except JobError as error:  # another cluster, or this one has been restarted
                 logger.debug("no job %s: %s", submission_id, error)
                 continue
             if is_of(info, self.run.url) is not False:
@@ -129,7 +130,7 @@ class RemoteJob:
         return max(found, key=lambda info: info.started_s or 0.0, default=None)
 
     def _elsewhere(self) -> str:
-        """Name the address that the run was sent to, where another is in effect."""
+        """Return a sentence with the address that the run was sent to; empty if it is this one."""
         note = sent(self.run)
         if note is None or not ADDRESS.fullmatch(note.address):
             return ""
@@ -139,7 +140,10 @@ class RemoteJob:
 
 
 def is_of(info: JobInfo, run_url: str) -> bool | None:
-    """Say whether a job is of a run; None: it says of which in no way."""
+    """Say whether a job belongs to a run; None: the job does not tell.
+
+    A job that names run.storage but no run is taken as the run's where the storage is the same.
+    """
     url = open_storage(run_url).url
     if info.run_url is not None:
         return _url(info.run_url) == url
@@ -156,10 +160,10 @@ def _url(text: str) -> str | None:
 
 
 def runs_of(jobs: Sequence[JobInfo]) -> Iterator[tuple[str | None, JobInfo]]:
-    """Yield the newest job of each run, and jobs that train a run which nothing names (None).
+    """Yield (run folder, newest job) of each run; the folder is None if nothing names the run.
 
-    What `ray job submit` has sent says the folder of runs in its command line and perhaps not the
-    run's name: that is then in the config file, and the run is the one whose events have the job.
+    A job sent with `ray job submit` may name run.storage in its command line but not run.name,
+    which is then in its config file. Its run is the one whose events have the submission id.
     """
     by_id = dict[str, str]()
     for storage in {info.storage for info in jobs if info.run_url is None and info.storage}:
@@ -175,14 +179,14 @@ def runs_of(jobs: Sequence[JobInfo]) -> Iterator[tuple[str | None, JobInfo]]:
 
 
 def _started_in(storage: str) -> dict[str, str]:
-    """Return the runs of a folder by the submissions that have started them."""
+    """Return {submission id: URL of the run that it started} for the runs in a folder."""
     found = dict[str, str]()
     try:
         root = open_storage(storage)
         for name in root.dirs():
             try:
                 events = read_events(root / name)
-            except ConfigError as error:  # damaged; the list says so of what it names
+            except ConfigError as error:  # damaged events: leave the run out
                 logger.debug("%s", error)
                 continue
             ids = (event.get("submission_id") for event in events if event["event"] == STARTED)

@@ -1,4 +1,4 @@
-"""What a run's folder says it was asked, and what came out."""
+"""Read a run's config and result from its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayapp.storage import Storage, open_storage
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of a run; `values` is all of its result.json."""
+    """The result of a run; `values` is the whole of its result.json."""
 
     status: str
     steps: int
@@ -29,7 +29,7 @@ class Result:
 
 
 def result_of(run: Storage) -> Result | None:
-    """Return what came out of a run, None where there is no result.json.
+    """Return the result of a run; None if there is no result.json.
 
     Raises:
         Damaged: it is not as a run writes it.
@@ -52,7 +52,7 @@ def result_of(run: Storage) -> Result | None:
 
 
 def config_of(run: Storage) -> RunConfig:
-    """Return what was asked of a run.
+    """Return the config of a run, from its config.yaml.
 
     Raises:
         ConfigError: the run has not begun, or its config.yaml is not valid.
@@ -73,7 +73,7 @@ def config_of(run: Storage) -> RunConfig:
 
 
 def own_config_of(run: Storage) -> RunConfig:
-    """Return the config of a run that is to write to this very folder.
+    """Return the config of a run, checked to write to the folder that it was read from.
 
     Raises:
         ConfigError: it names another folder, or is not valid.

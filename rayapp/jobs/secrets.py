@@ -1,11 +1,11 @@
-"""Secrets by reference: a job carries ARNs, and each of its processes reads their values itself.
+"""Secrets by reference: a job carries ARNs, and each of its processes reads the values from AWS.
 
     RAYAPP_SECRETS={"HF_TOKEN": "arn:aws:secretsmanager:us-west-2:123456789012:secret:hf-AbC123"}
     load()          # HF_TOKEN is now in the environment of this process, and nowhere else
 
-A job's environment is stored by Ray and shown to whoever may see the job. A reference may be seen;
-what it stands for is given by AWS to the role of the nodes alone. `arn:...:secret:NAME#field` takes
-a field of a secret that is a JSON object.
+Ray stores a job's environment variables and shows them to whoever may see the job. An ARN may be
+seen: AWS gives its value to the role of the nodes alone. `arn:...:secret:NAME#field` reads one
+field of a secret that is a JSON object.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class SecretError(RuntimeError):
 
 
 def encode(secrets: Mapping[str, str]) -> str:
-    """Return what VARIABLE holds."""
+    """Return the value of VARIABLE: the references as JSON."""
     return json.dumps(dict(secrets), sort_keys=True)
 
 
 def problems_of(secrets: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with references, a line each; a value is not shown."""
+    """Return a line for each entry that is not an ARN; the line does not show its value."""
     return [
         f"secrets.{name} is not a reference: it must be the ARN of a secret of Secrets Manager or "
         "of an SSM parameter, never the value. Store it there, and set its ARN"
@@ -42,7 +42,7 @@ def problems_of(secrets: Mapping[str, str]) -> list[str]:
 
 
 def load() -> None:
-    """Read what VARIABLE refers to into this process's environment, where it is not set already.
+    """Set the environment variables that VARIABLE refers to, except those that are set already.
 
     Raises:
         SecretError: a reference cannot be read.
@@ -64,7 +64,7 @@ def _value(name: str, arn: str) -> str:
         client = boto3.client(found["service"], region_name=found["region"])
         if found["service"] == "ssm":
             path = found["what"].removeprefix("parameter/")
-            path = f"/{path}" if "/" in path else path  # a name with a path begins with it
+            path = f"/{path}" if "/" in path else path  # ARNs drop the first slash of a path
             text = client.get_parameter(Name=path, WithDecryption=True)["Parameter"]["Value"]
         else:
             text = client.get_secret_value(SecretId=plain)["SecretString"]

@@ -1,7 +1,8 @@
-"""Sending a run to a cluster, and the note in its folder of where it went, and with what.
+"""Send a run to a cluster, and keep a note in its folder: address, submission id and options.
 
-The note is for people and for the submission's id. What it says was uploaded is never sent again
-unasked: whoever can write to the folder could name any folder of the user's machine.
+Of the note, the id, the driver's CPUs and memory, and the tags are used again. A `working_dir`,
+`pip`, `env` or `secrets` of the note is never sent again unless the user names it: whoever can
+write to the folder could have put any folder of the user's machine there.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from rayapp.observe.run_folder import EVENTS, SUBMISSION
 from rayapp.observe.status import NoRun, read
 from rayapp.storage import Storage, StorageError, open_storage
 
-ID = re.compile(r"\w[\w.:@+=~-]*")  # of a submission; it becomes a part of a URL
+ID = re.compile(r"\w[\w.:@+=~-]*")  # a submission id; it becomes part of a URL
 
 
 class Again(TypedDict, total=False):
-    """What a user must name once more to send it again."""
+    """The options that a resume takes from the user only, never from the note."""
 
     working_dir: str | None
     pip: tuple[str, ...]
@@ -38,7 +39,7 @@ class Again(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Note:
-    """What `send` notes of a run."""
+    """The submission.json that `send` writes into a run's folder."""
 
     address: str
     submission_id: str
@@ -54,7 +55,9 @@ def send(
     say: Callable[[str], None] = print,
     check_live: bool = True,
 ) -> tuple[str, str]:
-    """Send a run to a cluster as a Ray job; return the URLs of its folder and of the cluster.
+    """Submit a run as a Ray job and write its note; return the URLs of its folder and the cluster.
+
+    `say` is called with a line that names the job. `check_live` refuses a run with a live driver.
 
     Raises:
         ConfigError: it cannot run there as described, or is running already.
@@ -86,7 +89,7 @@ def _is_live(run: Storage) -> bool:
 
 
 def sent(run: Storage) -> Note | None:
-    """Return what `send` noted of a run; None for one that was not sent, or whose storage is out.
+    """Return the note of a run; None if there is none, or the storage cannot be read.
 
     Raises:
         Damaged: the note is not as `send` writes it.
@@ -109,7 +112,9 @@ def sent(run: Storage) -> Note | None:
 
 
 def shipment_again(run: Storage, given: Again) -> SubmitOptions:
-    """Return what goes with a run that is sent again: what the user names of it, and no more.
+    """Return the options to submit a run with again: those of its note, changed by `given`.
+
+    Of the note, nothing that `Again` lists is used without the user naming it.
 
     Raises:
         ConfigError: the run was sent with something that the user has to name.
@@ -142,7 +147,7 @@ def _as_typed(value: Any) -> str:
 
 
 def changed(config: RunConfig | str | Path, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """Return a config, or a YAML file's, with other values: `{"train": {"lr": 1e-3}}`.
+    """Return a config, or that of a YAML file, with values changed: `{"train": {"lr": 1e-3}}`.
 
     Raises:
         ConfigError: with every problem.

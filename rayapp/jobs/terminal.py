@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal; where there is none, a line now and then."""
+"""The live view of a run in a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = 60
 
 
 def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
-    """Redraw the view until the run has ended; return the status."""
+    """Redraw the view every `every_s` seconds until the run has ended; return the status."""
     console = console or Console()
     try:
         with Live(console=console, auto_refresh=False, transient=False) as live:
@@ -43,7 +43,7 @@ def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
 
 
 def render(name: str, status: str, now: Progress | None, lines: list[MetricsLine]) -> Group:
-    """Return the view of one moment."""
+    """Return the view of a snapshot."""
     parts: list[Any] = [Text.assemble((name, "bold"), f"  {status}")]
     if now is not None:
         done = round(COLUMNS * now.step / now.num_steps) if now.num_steps else 0
@@ -67,7 +67,7 @@ def render(name: str, status: str, now: Progress | None, lines: list[MetricsLine
 
 
 def spark(values: list[float]) -> str:
-    """Draw values as blocks.
+    """Return values as a line of blocks, scaled from the lowest to the highest.
 
     >>> spark([0.0, 1.0, 0.5])
     '▁█▅'

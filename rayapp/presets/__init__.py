@@ -1,11 +1,11 @@
-"""Published model shapes: one config.json each, with what its makers say of it.
+"""Published model shapes: one config.json each, with its published parameters and licence.
 
     PRESETS["llama3.1-8b"].licence            # to be accepted before its weights are used
     config_of("llama3.1-8b")["num_hidden_layers"]
 
-A preset is a shape and brings no weights. `parameters` is what its makers publish: total_size of
-the safetensors index over 2 bytes (2023 files also hold rotary frequencies, taken off here), as
-read on 2026-11-21, not what the shape amounts to: a test compares the two.
+A preset is a shape without weights. `parameters` is the published count and not computed from the
+shape; a test compares the two. It is total_size of the safetensors index, as read on 2026-11-21,
+divided by 2 bytes, less the rotary frequencies that files of 2023 also hold.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Preset:
-    """What its makers publish about a model."""
+    """What is published about a model."""
 
     model_type: str
     block: str
     """Class of a transformer block in transformers."""
     parameters: int | None
-    """Exact where an index gives it; None: only a rounded figure is published."""
+    """Exact count from the safetensors index; None: only a rounded one is published."""
     billions: float
-    """The rounded figure of paper or model card."""
+    """Rounded count from the paper or model card."""
     licence: str
     source: str
+    """Model id on the Hugging Face hub, except for rayapp's own."""
 
 
 _LLAMA2 = "Llama 2 Community Licence"
@@ -75,9 +76,9 @@ PRESETS = {
         "Apache-2.0",
         "mistralai/Mixtral-8x7B-v0.1",
     ),
-    # Only pickled weights are published, without an index of sizes.
+    # Only pickled weights are published, without a safetensors index.
     "dolly-v2-7b": Preset("gpt_neox", "GPTNeoXLayer", None, 6.9, "MIT", "databricks/dolly-v2-7b"),
-    # The two smallest are published with a second copy of the tied matrix, taken off here.
+    # The two smallest are published with a second copy of the tied matrix, subtracted here.
     "qwen3-0.6b": Preset(
         "qwen3",
         "Qwen3DecoderLayer",

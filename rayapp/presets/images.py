@@ -1,11 +1,12 @@
-"""Published shapes of image classifiers: fields of their config.json, and what is known of them.
+"""Published shapes of image classifiers: fields of their config.json, parameters, multiply-adds.
 
     IMAGE_PRESETS["resnet50"].parameters, IMAGE_PRESETS["efficientnet-b7"].size
 
-A preset is a shape and brings no weights. Parameters are those that torchvision publishes for the
-same shapes with 1,000 classes; multiply-adds at `size` pixels are counted on transformers' own
-models: as published for ResNet, and up to 11 % below for EfficientNet, whose padding transformers
-rounds otherwise where a side is odd. A test compares both with what transformers builds and runs.
+A preset is a shape without weights. Parameters are those that torchvision publishes for the same
+shapes with 1,000 classes. Multiply-adds at `size` pixels are counted on transformers' models. They
+equal the published ones for ResNet and are up to 11 % lower for EfficientNet, whose padding
+transformers rounds differently where a side is odd. A test compares both with what transformers
+builds and runs.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ImagePreset:
-    """A shape, and what it amounts to with 1,000 classes."""
+    """A shape, with its parameters and multiply-adds at 1,000 classes."""
 
     model_type: str
     parameters: int
     gmacs: float
-    """Multiply-adds of one image in 10^9; a forward pass takes twice as many FLOPs."""
+    """10^9 multiply-adds of one image; a forward pass takes twice as many FLOPs."""
     size: int
-    """Pixels of an image's sides at which that holds, and at which the paper trains."""
+    """Side of an image in pixels for which `gmacs` holds, and with which the paper trains."""
     fields: Mapping[str, object] = field(default_factory=dict)
-    """Of config.json, where they are not transformers' defaults."""
+    """Fields of config.json that differ from transformers' defaults."""
 
 
 def _basic(parameters: int, gmacs: float, depths: list[int]) -> ImagePreset:
@@ -53,7 +54,7 @@ TINY = {
     "depths": [1, 1, 1],
 }
 IMAGE_PRESETS = {
-    # rayapp's own, for tests and `make vision`: its figures are of 1,000 classes and 48 pixels.
+    # rayapp's own, for tests and `make vision`; its figures are for 1,000 classes and 48 pixels.
     "resnet-tiny": ImagePreset("resnet", 440_200, 0.0096, 48, TINY),
     "resnet18": _basic(11_689_512, 1.81, [2, 2, 2, 2]),
     "resnet34": _basic(21_797_672, 3.66, [3, 4, 6, 3]),

@@ -3,8 +3,8 @@
     write(open_storage("s3://bucket/runs/demo"))        # report.html in the run's folder
     compare([one, another], "comparison.html")
 
-It is made of the run's folder alone, at any time: of a run that has not begun, goes on, was stopped
-or has failed it says what there is, and "n/a" for the rest.
+The report reads nothing but the run's folder, and can be written at any time: while the run trains,
+or after it has ended, stopped or failed. What is not known is "n/a".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("rayapp.report")
 
 
 def write(run: Storage, out: str | None = None) -> str:
-    """Write the report of a run to its folder, or to the file `out`; return where it is.
+    """Write the report of a run to its folder, or to the file `out`; return its path or URL.
 
     Raises:
         NoRun: nothing in this folder is a run's.
@@ -40,7 +40,7 @@ def write(run: Storage, out: str | None = None) -> str:
 
 
 def compare(runs: Sequence[Storage], out: str) -> str:
-    """Write one page of several runs to the file `out`; return where it is.
+    """Write one page of several runs to the file `out`; return its path or URL.
 
     Raises:
         ConfigError: they are not of one kind.
@@ -56,7 +56,7 @@ def compare(runs: Sequence[Storage], out: str) -> str:
 
 
 def write_for(run: Storage) -> None:
-    """Write the report of a run that has just ended, which a storage that fails must not change."""
+    """Write the report of a run that has just ended; log a warning if that fails."""
     try:
         logger.info("report in %s", write(run))
     except (DamagedEvents, StorageError) as error:
@@ -71,7 +71,7 @@ def _save(page: bytes, out: str) -> str:
 
 
 def _told_apart(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
-    """Call runs of one name by their folders."""
+    """Rename runs of the same name to the last two parts of their folders."""
     names = [run.name for run in runs]
     return [
         replace(run, name="/".join(run.url.rstrip("/").split("/")[-2:]))

@@ -1,4 +1,4 @@
-"""The curves of a page: which points, which lines, which figures beside them in words.
+"""The charts of a report: their points, lines, marks, and a summary in words.
 
 charts = of_run(run)           # or of_runs([one, another])
 charts[0].spec()               # what page.js draws
@@ -31,21 +31,21 @@ PHASES |= {"optimizer": "peak_optimizer_gib"}
 
 @dataclass(frozen=True)
 class ChartLine:
-    """One line: where its points are, how it is drawn."""
+    """One line of a chart; `points` is a key of `Chart.points`, `color` and `dash` are indices."""
 
     label: str
     points: str
     y: dict[str, str]
-    """Column by unit; a single one is drawn whatever unit is chosen."""
+    """Column for each unit of the y axis; a single one is drawn whichever unit is chosen."""
     color: int
     role: str = "line"
-    """line, faint (each step behind a smooth line) or dots (held-out losses)."""
+    """line, faint (every step, behind a smoothed line) or dots (held-out losses)."""
     dash: int = 0
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A planned figure, drawn across, with the band it may lie in."""
+    """A planned value, drawn as a horizontal line, with the band that it may lie in."""
 
     label: str
     value: float
@@ -55,27 +55,27 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure of the page."""
+    """One chart of the page."""
 
     id: str
     title: str
     unit: str
     lines: list[ChartLine]
     points: dict[str, dict[str, list[float | int | None]]]
-    """Columns by the name that lines refer to: step, tokens or images, seconds; what is drawn."""
+    """{ChartLine.points: {column: values}}; columns are step, tokens or images, seconds, and y."""
     summary: str
     marks: list[Mark] = field(default_factory=list)
     zero: bool = False
-    """The scale begins at 0."""
+    """Whether the y axis begins at 0."""
     log: bool = False
-    """The scale can be logarithmic."""
+    """Whether the y axis can be made logarithmic."""
     wide: bool = False
-    """It takes the whole width."""
+    """Whether the chart takes the whole width of the page."""
     note: str = ""
 
     @property
     def empty(self) -> bool:
-        """Say whether there is nothing to draw."""
+        """Whether there is nothing to draw."""
         return not any(
             value is not None
             for line in self.lines
@@ -84,7 +84,7 @@ class Chart:
         )
 
     def spec(self) -> dict[str, object]:
-        """Return what page.js draws."""
+        """Return the chart as page.js reads it."""
         return {
             "id": self.id,
             "title": self.title,
@@ -99,12 +99,12 @@ class Chart:
 
     @property
     def head(self) -> list[str]:
-        """Name the columns of `rows`."""
+        """Return the names of the columns of `rows`."""
         return ["step", *(line.label for line in self.lines if line.role != "faint")]
 
     @property
     def rows(self) -> list[list[str]]:
-        """Return some of the points as a table, evenly spread; at held-out losses if there are."""
+        """Return up to TABLE_ROWS points, evenly spaced, as a table; at held-out steps if any."""
         shown = [line for line in self.lines if line.role != "faint"]
         dots = [line for line in shown if line.role == "dots"]
         steps = sorted({int(step or 0) for line in dots or shown for step in self._steps(line)})
@@ -118,7 +118,10 @@ class Chart:
         return self.points[line.points]["step"]
 
     def _at(self, line: ChartLine, step: int) -> str:
-        """Write a line's value at a step, or at the last one drawn before it."""
+        """Return a line's value at a step, or at the last one drawn before it, as text.
+
+        Empty: there is none, or the line is dots and has none at this very step.
+        """
         steps = np.array(self._steps(line), np.float64)
         place = int(np.searchsorted(steps, step, side="right")) - 1
         if place < 0 or step > steps[-1] or (line.role == "dots" and steps[place] != step):
@@ -127,7 +130,7 @@ class Chart:
 
 
 def of_run(run: ReportedRun) -> list[Chart]:
-    """Return the curves of one run."""
+    """Return the charts of one run."""
     return [
         _loss([run]),
         *([_accuracy([run])] if run.unit is IMAGES else []),
@@ -140,7 +143,7 @@ def of_run(run: ReportedRun) -> list[Chart]:
 
 
 def of_runs(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Return the curves of several runs, one over another."""
+    """Return the charts of several runs, overlaid."""
     memory = _overlaid(runs, "memory", "Memory of rank 0", "GiB", "peak_gib", zero=True)
     accuracy = [_accuracy(runs)] if runs[0].unit is IMAGES else []
     return [_loss(runs), *accuracy, _throughput(runs), memory, _gradient(runs), _rate(runs)]
@@ -152,7 +155,10 @@ def points(
     smoothed: Sequence[str] = (),
     buckets: int = BUCKETS,
 ) -> dict[str, list[float | int | None]]:
-    """Return the points to draw of some columns, with their steps, counts and seconds."""
+    """Return the points to draw of some columns, with their steps, counts and seconds.
+
+    A column named in `smoothed` is also returned smoothed, as NAME_smooth.
+    """
     kept = thin(list(columns.values()), buckets)
     axes = {"step": run.columns["step"], run.unit.many: run.counted, "seconds": run.seconds}
     found = {**axes, **columns}
@@ -198,7 +204,7 @@ def _loss(runs: Sequence[ReportedRun]) -> Chart:
 
 
 def _accuracy(runs: Sequence[ReportedRun]) -> Chart:
-    """Return the shares of held-out images that are classified right."""
+    """Return the chart of top-1 and top-5 accuracy on held-out images."""
     every, lines = {}, []
     for place, run in enumerate(runs):
         every[f"{place}"] = _held_points(run)
@@ -212,7 +218,7 @@ def _accuracy(runs: Sequence[ReportedRun]) -> Chart:
 
 
 def _held_points(run: ReportedRun) -> dict[str, list[float | int | None]]:
-    """Return held-out figures with the counts and seconds of their steps."""
+    """Return the held-out figures, with the counts and seconds of their steps."""
     steps = np.array([one.step for one in run.held], np.float64)
     found: dict[str, list[float | int | None]] = {"step": plain(steps)}
     places = np.searchsorted(run.columns["step"], steps, side="right") - 1
@@ -225,7 +231,7 @@ def _held_points(run: ReportedRun) -> dict[str, list[float | int | None]]:
 
 
 def _loss_note(runs: Sequence[ReportedRun], alone: bool) -> str:
-    """Say how the lines came about, and which steps are not in them."""
+    """Say how wide the smoothing is, and how many steps are not finite or were skipped."""
     parts = []
     if alone and runs[0].num_lines:
         run = runs[0]
@@ -305,7 +311,7 @@ def _step_time(run: ReportedRun) -> Chart:
 
 
 def _part(run: ReportedRun, name: str) -> float | None:
-    """Return the share of all steps' time that a field has."""
+    """Return the share of the time of all steps that a field takes."""
     whole = float(np.nansum(run.columns["step_s"]))
     return float(np.nansum(run.columns[name])) / whole if whole else None
 
@@ -329,7 +335,7 @@ def _overlaid(
     log: bool = False,
     smoothed: bool = True,
 ) -> Chart:
-    """Return one line a run, smoothed unless its values are exact."""
+    """Return a chart with one line per run; `peak_gib`, whose values are exact, is not smoothed."""
     smoothed = smoothed and column != "peak_gib"
     every, lines = {}, []
     for place, run in enumerate(runs):
@@ -344,13 +350,13 @@ def _overlaid(
 
 
 def _planned(run: ReportedRun, name: str) -> list[Mark]:
-    """Return a figure of plan.json, if it was planned."""
+    """Return the mark of a figure in plan.json; empty if it was not planned."""
     band = band_of(run.plan, name)
     return [Mark("plan", band["value"], band["low"], band["high"])] if band else []
 
 
 def _trend(run: ReportedRun, column: str, what: str, alone: bool) -> str:
-    """Say in words how a column went."""
+    """Say a column's first and last value, and at which steps."""
     values = run.columns[column]
     known = np.flatnonzero(~np.isnan(values))
     name = "" if alone else f"{run.name}: "

@@ -1,4 +1,4 @@
-"""Several runs side by side: what their configs differ in, and what came of it.
+"""Several runs side by side: the config fields in which they differ, and their results.
 
 differing([one, another])[0]    # Row("train.lr", ["0.001", "0.003"])
 """
@@ -15,12 +15,12 @@ from rayapp.observe.words import UNKNOWN
 from rayapp.report.folder import ReportedRun
 from rayapp.report.tables import flat, shown
 
-OWN = ("run.name", "run.storage")  # differ between any two runs
+OWN = ("run.name", "run.storage")  # not compared: they differ between any two runs
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """A row of the comparison; `best` are the places of the best values."""
+    """A row of the comparison, one cell per run; `best` are the indices of the best values."""
 
     label: str
     cells: list[str]
@@ -28,7 +28,7 @@ class ComparisonRow:
 
 
 def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
-    """Return the fields of the configs that are not the same in all runs."""
+    """Return the config fields that are not the same in all runs."""
     every = [flat(run.config) for run in runs]
     names = list(dict.fromkeys(name for one in every for name in one))
     rows = []
@@ -40,7 +40,7 @@ def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
 
 
 def results(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
-    """Return the figures of several runs side by side."""
+    """Return the results of several runs, one row per figure."""
     unit = runs[0].unit
     counted = [float(run.counted[-1]) if run.num_lines else None for run in runs]
     per_byte = ("held-out loss per byte", [_held(run, "per_byte") for run in runs], _loss, min)
@@ -83,7 +83,7 @@ def _loss(value: float | None) -> str:
 
 
 def _best(values: Sequence[float | None], prefer: Any) -> frozenset[int]:
-    """Return the places of the best value; none where all are alike or nothing is better."""
+    """Return the indices of the best value; none if all are equal or no value counts as better."""
     known = [value for value in values if value is not None]
     if prefer is None or len(known) < 2 or len(set(known)) == 1:
         return frozenset()

@@ -1,10 +1,10 @@
-"""A run's steps as curves that a page can hold: columns, a smooth line, the points worth drawing.
+"""Turn a run's steps into curves small enough for a page: columns, smoothing, thinning.
 
     columns = columns_of(read_steps(run))
     kept = thin([columns["loss"]], buckets=600)
     smooth(columns["loss"])[kept]
 
-A million steps are drawn as the lowest and the highest of each bucket, so that no spike is lost.
+A long run is drawn as the lowest and the highest point of each bucket of steps, which keeps spikes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage
 
 BUCKETS = 600  # about one for each 2 pixels of a wide screen
-SMOOTH_SHARE = 0.02  # of the steps, that a point of the smooth line is the mean of
+SMOOTH_SHARE = 0.02  # width of the smoothing window, as a share of the steps
 BLOCK_BYTES = 16 * 2**20
 TEXTS = ("batch_digest",)
-TYPES = {"skipped": pa.bool_()}  # the others are numbers
+TYPES = {"skipped": pa.bool_()}  # all other columns are float64
 KINDS = (TokenRecord, ImageRecord)
 SCHEMA = pa.schema(
     [
@@ -45,9 +45,9 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def read_steps(run: Storage) -> pa.Table:
-    """Return the numbers of a run's metrics.jsonl, block by block: a table takes 200 bytes a step.
+    """Return the numeric fields of a run's metrics.jsonl, read in blocks; about 200 bytes a step.
 
-    What is not a whole line is left out.
+    An unfinished last line is left out; lines that cannot be parsed are logged and left out.
     """
     size, rest, tables = run.size(METRICS) or 0, b"", [SCHEMA.empty_table()]
     for start in range(0, size, BLOCK_BYTES):
@@ -70,7 +70,7 @@ def _table(data: bytes, where: str) -> pa.Table:
 
 
 def _lines(data: bytes, where: str) -> Iterator[dict[str, object]]:
-    """Yield the lines that can be read, of a block with one that cannot."""
+    """Parse a block line by line; log and leave out the lines that cannot be parsed."""
     for text in data.splitlines():
         try:
             yield json.loads(text)
@@ -79,15 +79,15 @@ def _lines(data: bytes, where: str) -> Iterator[dict[str, object]]:
 
 
 def columns_of(table: pa.Table) -> dict[str, Array]:
-    """Return a table's columns: [steps]; NaN where a line has none."""
+    """Return a table's columns as arrays: [steps], NaN where a line lacks the field."""
     found = {name: table[name].cast(pa.float64()).to_numpy() for name in table.column_names}
     return {name: np.asarray(column, np.float64) for name, column in found.items()}
 
 
 def thin(columns: Sequence[Array], buckets: int = BUCKETS) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return the places to draw: of each bucket where each column is lowest and highest.
+    """Return the indices to draw: in each bucket, where each column is lowest and highest.
 
-    The first and the last are always among them, and all where there are few.
+    The first and the last index are always among them; at up to 2 x `buckets` values, all are.
 
     >>> thin([np.array([3.0, 1.0, 2.0, 9.0, 4.0, 4.0, 5.0, 5.0])], buckets=2).tolist()
     [0, 1, 3, 4, 6, 7]
@@ -106,7 +106,7 @@ def thin(columns: Sequence[Array], buckets: int = BUCKETS) -> np.ndarray[Any, np
 
 
 def window_of(count: int) -> int:
-    """Return how many steps a point of the smooth line is the mean of; odd.
+    """Return the width of the smoothing window for so many steps; it is odd.
 
     >>> [window_of(count) for count in (1, 30, 150, 10_000)]
     [1, 1, 5, 201]
@@ -115,7 +115,7 @@ def window_of(count: int) -> int:
 
 
 def smooth(values: Array, window: int | None = None) -> Array:
-    """Return the mean of the window around each value, shorter at the ends; NaN is left out.
+    """Return the mean of the window around each value; the window is cut at the ends, NaN skipped.
 
     >>> smooth(np.array([1.0, np.nan, 5.0, 3.0]), window=3).tolist()
     [1.0, 3.0, 4.0, 4.0]
@@ -131,7 +131,7 @@ def smooth(values: Array, window: int | None = None) -> Array:
 
 
 def plain(values: Array) -> list[float | int | None]:
-    """Return what JSON can hold: 6 digits, whole numbers as such, None for NaN.
+    """Return values for JSON: 6 significant digits, whole numbers as int, None if not finite.
 
     >>> plain(np.array([1.23456789, 3.0, np.nan]))
     [1.23457, 3, None]

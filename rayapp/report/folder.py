@@ -1,4 +1,4 @@
-"""What a run's folder says, read once for a page; what is not there is None or empty.
+"""Read a run's folder for its report; what is not there is None or empty.
 
 run = read(open_storage("runs/demo"))
 run.status, run.columns["loss"], run.account
@@ -34,12 +34,12 @@ from rayapp.report.curves import Array, columns_of, read_steps
 from rayapp.storage import Storage
 
 ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
-WARM_UP_SHARE = 0.1  # of the steps, left out of mean rates
+WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A time between two commands, in which nothing ran: Unix seconds."""
+    """A time between two commands, when nothing ran, in Unix seconds."""
 
     start: float
     end: float
@@ -47,52 +47,53 @@ class Pause:
 
 @dataclass(frozen=True)
 class Held:
-    """Held-out figures after a step: nats per token and byte, or per image; shares of images."""
+    """Held-out figures after a step: loss in nats per token or image; top-1 and top-5 as 0-1."""
 
     step: int
     loss: float
     per_byte: float | None = None
+    """Nats per UTF-8 byte, of a language model."""
     top1: float | None = None
     top5: float | None = None
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run, as its folder has it."""
+    """A run as its folder describes it."""
 
     name: str
     url: str
     status: str
     reason: str | None
     task: str | None
-    """What is trained; None: a language model."""
+    """`task` of the config; None: a language model."""
     config_yaml: str | None
     config: Sections
     plan: Plan
     result: RunResult
-    """Empty while the run goes on: what an earlier command left is out of date."""
+    """result.json; empty while the run is live, as one of an earlier command is out of date."""
     versions: dict[str, str]
     events: list[Event]
     account: Account | None
-    """None for a run that has left no events, or has only begun."""
+    """Time and cost; None if the run has no events, or no wall time yet."""
     columns: dict[str, Array]
-    """metrics.jsonl by field: [steps], NaN where a line has none."""
+    """metrics.jsonl by field: [steps], NaN where a line lacks the field."""
     held: list[Held]
-    """By step."""
+    """In order of step."""
 
     @property
     def num_lines(self) -> int:
-        """Steps that are recorded."""
+        """Number of steps in metrics.jsonl."""
         return len(self.columns["step"])
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """The last step in metrics.jsonl, 0 without one."""
         return int(self.columns["step"][-1]) if self.num_lines else 0
 
     @property
     def unit(self) -> Unit:
-        """What the run is counted in."""
+        """Whether the run is counted in images or in tokens."""
         return IMAGES if self.task == "vision" else TOKENS
 
     @cached_property
@@ -102,7 +103,10 @@ class ReportedRun:
 
     @cached_property
     def pauses(self) -> list[Pause]:
-        """Times between the run's commands: from the last sign of life to the next start."""
+        """Times between the run's commands: from one's last sign of life to the next one's start.
+
+        Signs of life are events, steps, and `seen_until` of the command that follows.
+        """
         found = []
         every, times = commands(self.events), self.columns["time"]
         for one, following in pairwise(every):
@@ -115,14 +119,14 @@ class ReportedRun:
 
     @cached_property
     def began(self) -> float:
-        """Unix seconds of the first command, else of the first step's start."""
+        """Unix seconds of the first event or the first step's start, whichever is earlier."""
         starts = [event["time"] for event in self.events[:1]]
         if self.num_lines:
             starts.append(float(self.columns["time"][0] - self.columns["step_s"][0]))
         return min(starts, default=0.0)
 
     def active_s(self, times: Any) -> Array:
-        """Return the seconds since the run began in which a command ran, at given Unix times."""
+        """Return the seconds from the run's beginning to given Unix times, without the pauses."""
         found = np.asarray(times, np.float64)
         idle = sum(
             (np.clip(found - pause.start, 0.0, pause.end - pause.start) for pause in self.pauses),
@@ -132,23 +136,25 @@ class ReportedRun:
 
     @cached_property
     def seconds(self) -> Array:
-        """`active_s` of each step; never falling, also where a clock was set back."""
+        """`active_s` of each step, made non-decreasing in case a clock was set back."""
         return np.asarray(np.maximum.accumulate(self.active_s(self.columns["time"])))
 
     @property
     def warm_up(self) -> int:
-        """Number of first steps that mean rates leave out."""
+        """Number of first steps left out of mean rates."""
         return int(self.num_lines * WARM_UP_SHARE)
 
     @cached_property
     def busy_s(self) -> Array:
-        """Seconds of each step without its stalls by saves and evaluations."""
+        """Seconds of each step without its checkpoint stall and evaluation."""
         parts = ("step_s", "checkpoint_stall_s", "eval_s")
         step_s, stall_s, eval_s = (np.nan_to_num(self.columns[part]) for part in parts)
         return np.asarray(step_s - stall_s - eval_s)
 
     def rate(self, name: str) -> float | None:
-        """Return a rate of all steps but the first tenth, weighted by the time they took."""
+        """Return a rate from result.json; else its mean over the steps after warm-up, weighted by
+        their `busy_s`.
+        """
         result = self.result.get(name)
         if isinstance(result, int | float):
             return float(result)
@@ -158,40 +164,40 @@ class ReportedRun:
         return float((values * busy_s)[known].sum()) / weight if weight > 0 else None
 
     def last(self, name: str) -> float | None:
-        """Return a field of the last step, None where it has none."""
+        """Return a field of the last step; None if it has none."""
         column = self.columns[name]
         return None if not len(column) or np.isnan(column[-1]) else float(column[-1])
 
     def highest(self, name: str) -> float | None:
-        """Return a field's highest value."""
+        """Return a field's highest value; None if no step has it."""
         column = self.columns[name]
         return None if not len(column) or np.isnan(column).all() else float(np.nanmax(column))
 
     @property
     def goodput(self) -> dict[str, float] | None:
-        """Fractions of wall time by cause; of an older run those of its last command."""
+        """Fractions of the wall time by cause; without events those of result.json."""
         return self.account.goodput if self.account else self.result.get("goodput")
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds in which a command ran."""
+        """Seconds in which a command ran; without events those of result.json."""
         return self.account.wall_s if self.account else self.result.get("wall_s")
 
     @property
     def cost_usd(self) -> float | None:
-        """What its machines have cost."""
+        """Cost of its machines in USD."""
         return self.account.cost_usd if self.account else self.result.get("cost_usd")
 
     @property
     def interruptions(self) -> list[Interruption]:
-        """Each with time, kind, reason, step, workers, lost_steps and to_first_step_s."""
+        """Dicts of time, kind, reason, step, workers, lost_steps and to_first_step_s."""
         if self.account:
             return self.account.interruptions
         return list(self.result.get("interruptions", []))
 
     @property
     def lost_steps(self) -> int | None:
-        """Steps done in vain."""
+        """Steps whose work was lost at interruptions."""
         return self.account.lost_steps if self.account else self.result.get("lost_steps")
 
 
@@ -211,7 +217,7 @@ def read(storage: Storage) -> ReportedRun:
     text = _text(storage, CONFIG)
     task, config = _mapping(text)
     status, reason = now.status, now.reason
-    if not events and not now.live and result:  # an older run, whose end result.json alone tells
+    if not events and not now.live and result:  # an older run: only result.json has its end
         status, reason = str(result.get("status", status)), result.get("reason")
     current: RunResult = cast(RunResult, {}) if now.live else result
     return ReportedRun(
@@ -235,7 +241,11 @@ def read(storage: Storage) -> ReportedRun:
 def held_out(
     lines: Sequence[Evaluated], validations: Sequence[Validation], result: RunResult
 ) -> list[Held]:
-    """Return the held-out losses by step: from training, from checkpoints, from the end."""
+    """Return the held-out figures in order of step.
+
+    Of several for one step, the result's take precedence over those of training (`lines`), and
+    these over those of checkpoints (`validations`).
+    """
     found: dict[int, Held] = {}
     last = (result.get("steps"), result)
     for step, one in (*((each.get("step"), each) for each in (*validations, *lines)), last):
@@ -247,7 +257,7 @@ def held_out(
 
 
 def _evaluated(columns: dict[str, Array]) -> list[Evaluated]:
-    """Return the steps after which training has evaluated."""
+    """Return the evaluations that training has written to metrics.jsonl."""
     known = ~np.isnan(columns["eval_loss"])
     names = ("step", "eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
     rows = zip(*(columns[name][known].tolist() for name in names), strict=True)
@@ -290,10 +300,10 @@ def _text(storage: Storage, name: str) -> str | None:
 
 
 def _mapping(text: str | None) -> tuple[str | None, Sections]:
-    """Return task and sections of a config, also of an older one, which `load` would refuse."""
+    """Return task and sections of a config as plain values, unchecked: older ones are read too."""
     try:
         tree = parse_yaml(text or "")
-    except yaml.YAMLError:  # the page then shows the text alone
+    except yaml.YAMLError:  # the page then shows only the text
         return None, {}
     if not isinstance(tree, dict):
         return None, {}

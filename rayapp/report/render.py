@@ -1,8 +1,8 @@
-"""Put a page together: one HTML file that needs nothing else and may fetch nothing.
+"""Render the report: one HTML file that loads nothing else.
 
-What a run has written is shown as text wherever it stands (Jinja2's autoescape, and JSON without
-`<`). Besides, the page's policy names its own scripts and styles by their digests, so that a
-browser runs no other, and allows no connection at all.
+Text that a run has written is escaped everywhere (Jinja2's autoescape, and JSON without `<`). In
+addition, the page's Content-Security-Policy allows only the page's own scripts and styles, by their
+SHA-256 digests, and no connections.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCRIPTS = ("vendor/uPlot.iife.min.js", "page/page.js")
 
 
 def run_page(run: ReportedRun) -> bytes:
-    """Return the page of one run."""
+    """Return the HTML page of one run."""
     stretches, data = timeline.segments(run), run.plan.get("data", {})
     total_s = max([one.end_s for one in stretches] + [1e-9])
     return _page(
@@ -65,7 +65,7 @@ def run_page(run: ReportedRun) -> bytes:
 
 
 def comparison_page(runs: Sequence[ReportedRun]) -> bytes:
-    """Return the page of several runs."""
+    """Return the HTML page of several runs."""
     return _page(
         "runs.html",
         runs,
@@ -105,7 +105,7 @@ def _page(
 
 
 def _thinned(runs: Sequence[ReportedRun]) -> str:
-    """Say which curves do not show every step."""
+    """Say how many steps the curves leave out; empty if they show all."""
     most = max(run.num_lines for run in runs)
     if most <= 2 * BUCKETS:
         return ""
@@ -116,7 +116,7 @@ def _thinned(runs: Sequence[ReportedRun]) -> str:
 
 
 def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Return a Content-Security-Policy that allows this page's own parts and nothing else."""
+    """Return a Content-Security-Policy that allows these styles and scripts, and data: images."""
 
     def sources(texts: Sequence[str]) -> str:
         digests = (hashlib.sha256(text.encode()).digest() for text in texts)
@@ -130,7 +130,7 @@ def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
 
 @cache
 def _texts(names: Sequence[str]) -> tuple[Markup, ...]:
-    """Return parts of the package as they go into the page, which must not end their element."""
+    """Return files of the package to embed in <style> and <script>; none may hold a closing tag."""
     texts = tuple(Markup((HERE / name).read_text(encoding="utf-8").strip()) for name in names)
     assert not any("</s" in text.lower() for text in texts), "a part would end its own element"
     return texts

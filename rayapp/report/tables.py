@@ -1,4 +1,4 @@
-"""What a page says in words and figures beside its curves; what is not known is "n/a".
+"""The figures and tables of a report, as text; what is not known is "n/a".
 
 headline(run)[0]                # Figure("held-out loss", "3.2014", "nats per token")
 settings(run)                   # the fields of its config that are not at their defaults
@@ -36,7 +36,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One of the figures at the top."""
+    """One figure, with its label and perhaps a detail."""
 
     label: str
     value: str
@@ -45,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class TableBar:
-    """A row of a table with a bar: `share` of the whole, `width` of the longest, 0-1."""
+    """A row of a table with a bar: `share` of the whole, `width` of the longest bar, both 0-1."""
 
     label: str
     share: float
@@ -55,7 +55,7 @@ class TableBar:
 
 
 def headline(run: ReportedRun) -> list[Figure]:
-    """Return what one looks for first."""
+    """Return the figures at the top of a run's page."""
     rate = None if run.account is None else run.account.usd_per_hour
     price = f"{words.dollars(rate)} per hour" if rate else "no price is known"
     total = run.plan.get("steps")
@@ -84,7 +84,7 @@ def headline(run: ReportedRun) -> list[Figure]:
 
 
 def _held_figures(run: ReportedRun) -> list[Figure]:
-    """Return the held-out figures: the loss, and of images how many are right."""
+    """Return the last held-out loss; for images also top-1 and top-5 accuracy."""
     held = run.held[-1] if run.held else None
     loss = words.fixed(held.loss if held else None, 4)
     if run.unit is IMAGES:
@@ -96,7 +96,7 @@ def _held_figures(run: ReportedRun) -> list[Figure]:
 
 
 def _usd_per_1m(run: ReportedRun) -> str:
-    """Say what a million tokens or images have cost, if that is known."""
+    """Return the cost of a million tokens or images as text; empty if it is not known."""
     if run.cost_usd is None or not run.num_lines or not run.counted[-1]:
         return ""
     price = words.dollars(1e6 * run.cost_usd / float(run.counted[-1]))
@@ -104,7 +104,7 @@ def _usd_per_1m(run: ReportedRun) -> str:
 
 
 def subtitle(run: ReportedRun) -> str:
-    """Say what was trained on what."""
+    """Return model, data, workers, instance and precision in one line."""
     model, data = run.config.get("model", {}), run.config.get("data", {})
     parameters = run.plan.get("parameters")
     workers = run.last("workers")
@@ -123,7 +123,7 @@ def subtitle(run: ReportedRun) -> str:
 
 
 def planned(run: ReportedRun) -> list[list[str]]:
-    """Return figures as planned and as measured: name, plan, measured, ratio, verdict, band."""
+    """Return planned against measured figures: name, plan, measured, ratio, verdict, band."""
     measured = {
         "peak_gib": run.highest("peak_gib"),
         "step_s": _typical_step_s(run),
@@ -160,7 +160,7 @@ def planned(run: ReportedRun) -> list[list[str]]:
 
 
 def _calibrated(run: ReportedRun) -> list[str]:
-    """Return the row of a step as the run's own first ten foretold it, and as those after were."""
+    """Return the row of the step time: predicted from the first ten steps, and measured after."""
     found = run.result.get("step_s")
     foretold_s = found["calibrated"] if found else None
     rest_s = found["measured"] if found else None
@@ -170,13 +170,13 @@ def _calibrated(run: ReportedRun) -> list[str]:
 
 
 def _typical_step_s(run: ReportedRun) -> float | None:
-    """Return the mean seconds of a step, its stalls by saves and evaluations left out."""
+    """Return the mean seconds of a step after warm-up, without checkpoint stall and evaluation."""
     busy_s = run.busy_s[run.warm_up :]
     return float(busy_s.mean()) if len(busy_s) else None
 
 
 def goodput(run: ReportedRun) -> list[TableBar]:
-    """Return where the time went, and the money with it."""
+    """Return each cause's share of the wall time, with its duration and cost."""
     shares = run.goodput or {}
     bars = []
     for cause, label in {**CAUSES, **{name: name for name in shares if name not in CAUSES}}.items():
@@ -191,7 +191,7 @@ def goodput(run: ReportedRun) -> list[TableBar]:
 
 
 def interruptions(run: ReportedRun) -> list[list[str]]:
-    """Return each interruption: when, what, why, at which step, what it cost."""
+    """Return each interruption: time, kind, reason, step, lost steps, time to the next step."""
     return [
         [
             words.moment(one.get("time")),
@@ -206,7 +206,7 @@ def interruptions(run: ReportedRun) -> list[list[str]]:
 
 
 def lengths(counts: dict[str, int]) -> list[TableBar]:
-    """Return documents by length in tokens, with the lengths between that none has.
+    """Return a histogram of documents by length in tokens, empty bins between others included.
 
     >>> [(bar.label, bar.cells[0]) for bar in lengths({"2^3": 1, "2^5": 40})]
     [('8 to 15', '1'), ('16 to 31', '0'), ('32 to 63', '40')]
@@ -235,7 +235,7 @@ def bad_rows(data: DataReport) -> list[TableBar]:
 
 
 def data_facts(run: ReportedRun) -> list[Figure]:
-    """Return what the data are, in figures."""
+    """Return the figures of the prepared data; none if plan.json has no data."""
     data = run.plan.get("data", {})
     if not data:
         return []
@@ -270,7 +270,7 @@ def _image_facts(run: ReportedRun, data: DataReport) -> list[Figure]:
 
 
 def classes(run: ReportedRun) -> list[TableBar]:
-    """Return how much of each class is classified right, the worst first."""
+    """Return the accuracy of each class, the lowest first."""
     found = run.result.get("classes")
     every = found["each"] if found else []
     shares = [(right / count if count else 0.0, name, count, right) for name, count, right in every]
@@ -283,7 +283,7 @@ def classes(run: ReportedRun) -> list[TableBar]:
 
 
 def confusions(run: ReportedRun) -> list[list[str]]:
-    """Return the pairs of classes most often confused: class, taken for, images."""
+    """Return the pairs of classes most often confused: true class, predicted class, images."""
     found = run.result.get("classes")
     return [[true, taken, f"{n:,}"] for true, taken, n in (found["confused"] if found else [])]
 
@@ -307,7 +307,7 @@ def sources(run: ReportedRun) -> list[list[str]]:
 
 
 def environment(run: ReportedRun) -> list[tuple[str, str]]:
-    """Return versions, machines and places."""
+    """Return the run's folder, versions, machines, price and times, by label."""
     first = cast(EventFields, run.events[0] if run.events else {})
     began = run.events[0]["time"] if run.events else None
     last: EventFields = next(
@@ -345,12 +345,12 @@ def settings(run: ReportedRun) -> list[list[str]]:
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, object]:
-    """Return a config as `section.field: value`; a section without fields is left out."""
+    """Return a config as {"section.field": value}; sections without fields are left out."""
     return flatten({name: section for name, section in tree.items() if section != {}})
 
 
 def shown(value: Any) -> str:
-    """Write a value as a config has it.
+    """Return a config value as text.
 
     >>> shown(None), shown(True), shown([1, "a"]), shown({})
     ('none', 'true', '1, a', '{}')

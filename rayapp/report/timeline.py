@@ -1,4 +1,4 @@
-"""When a run trained, and when it started, recovered or ended; the time between commands left out.
+"""A run's time as segments: start, training, recovery, end; the time between commands is left out.
 
 for one in segments(run): one.kind, one.start_s, one.end_s
 """
@@ -16,7 +16,7 @@ START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"
 
 @dataclass(frozen=True)
 class Segment:
-    """A time of one kind: seconds since the run began in which a command ran."""
+    """A stretch of time of one kind, in seconds since the run began, pauses not counted."""
 
     kind: str
     start_s: float
@@ -27,7 +27,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Moment:
-    """An interruption, or a time between two commands."""
+    """An interruption, or a pause between two commands, at `at_s` on the same axis."""
 
     kind: str
     at_s: float
@@ -35,7 +35,7 @@ class Moment:
 
 
 def segments(run: ReportedRun) -> list[Segment]:
-    """Return the times of a run in order; of a run without events those of its attempts alone."""
+    """Return a run's segments in order; without events, one of training for each attempt."""
     if not run.events:
         return _attempts(run)
     found: list[Segment] = []
@@ -72,7 +72,7 @@ def segments(run: ReportedRun) -> list[Segment]:
 
 
 def moments(run: ReportedRun) -> list[Moment]:
-    """Return the interruptions and the pauses between commands."""
+    """Return the interruptions and the pauses between commands, in order of time."""
     found = []
     for one in run.interruptions:
         at_s = float(run.active_s([one["time"]])[0])
@@ -85,7 +85,7 @@ def moments(run: ReportedRun) -> list[Moment]:
 
 
 def _last_sign(run: ReportedRun, since: float, before: float) -> float:
-    """Return the time of the last step that was done between two times, else the first of them."""
+    """Return the time of the last step after `since` and up to `before`, else `since`."""
     times = run.columns["time"]
     inside = times[(times > since) & (times <= before)]
     return float(inside[-1]) if len(inside) else since

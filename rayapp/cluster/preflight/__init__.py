@@ -1,16 +1,16 @@
-"""Check a cluster before money is spent on it.
+"""Check a cluster before a run is started on it.
 
     python -m rayapp.cluster.preflight [CONFIG.yaml] [--section.field=value ...] [--json]
 
-node_probe.py   what a node has: versions, GPUs, limits, disk, storage
-speed.py        what a device does alone
-collectives.py  what workers reach together, as nccl-tests prints it; links between nodes
-nccl.py         which network NCCL really sends through, by its log
-worker.py       an actor that measures the last three
-survey.py       all of it on the connected cluster, nothing waited for without a limit
-facts.py        what was found out, as values
-findings.py     what a cluster is held to, and what is wrong with it
-assessment.py   decides that from the facts: pure
-network.py      the part of it about links and collectives
-page.py         one page of it
+node_probe.py   an actor on each node: versions, GPUs, limits, disk, storage
+speed.py        measures one device: FLOP/s and memory bandwidth
+collectives.py  measures collectives, as nccl-tests prints them, and links between nodes
+nccl.py         reads NCCL's log: which network it really sends through
+worker.py       an actor that runs the last three
+survey.py       runs all of it on the connected cluster, every wait with a limit
+facts.py        what the survey found, as plain values: ClusterFacts
+findings.py     Requirements of a cluster, and Finding, something that fails them
+assessment.py   `assess`: findings from facts and requirements, a pure function
+network.py      its part about EFA, collectives and links
+page.py         prints facts and findings, or gives them as plain values
 """

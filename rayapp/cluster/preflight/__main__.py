@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
-    """Return (Gbit/s of a link, seconds of an answer).
+    """Return (Gbit/s that a link must reach or None, seconds to wait for an answer).
 
     Raises:
         ConfigError: either is no number above 0.
@@ -67,7 +67,7 @@ def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
 
 
 def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
-    """Survey the cluster, print what was found, return the exit code."""
+    """Survey the cluster, print facts and findings, return the exit code."""
     from rayapp.cluster.preflight.assessment import assess
     from rayapp.cluster.preflight.findings import requirements_of
 
@@ -98,7 +98,7 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
 
 @contextmanager
 def _connected(config: RunConfig) -> Iterator[None]:
-    """Connect to the cluster, or start Ray here and end it after."""
+    """Connect to the cluster or start Ray here, and shut down after; reuse a connection."""
     import ray
 
     from rayapp.jobs.ray_address import address_of, check_answers

@@ -1,8 +1,8 @@
-"""Decide what is wrong with a cluster, from facts alone: pure, so that it is tested on drawn ones.
+"""Decide from facts what is wrong with a cluster: a pure function, tested on made-up facts.
 
-    for finding in assess(facts, marks_of(config, min_gbit_per_s=None)): ...
+    for finding in assess(facts, requirements_of(config, min_gbit_per_s=None)): ...
 
-What no mark is known for is reported, and not judged.
+A measurement without a known limit is reported, and not judged.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from rayapp.hardware import GIB, Gpu, gpu_from_device_name
 NCCL_SHARED_MEMORY_BYTES = GIB
 DISK_FREE_SHARE = 0.05  # Ray refuses to write objects beyond 95 % (local_fs_capacity_threshold)
 OPEN_FILES = 4096  # Ray 2.60 warns below it
-CLOCK_S = 1.0  # of a run's timeline; leases take LEASE_TAKEN_S, S3 refuses requests from 15 min on
-# Of a GPU's sheet, for matrix products that were not measured: the lowest that was, H100's 0.73 and
-# L4's 0.76 of theirs, less what one size of matrix instead of the best of many may cost.
+# A run's timeline needs this; leases allow LEASE_TAKEN_S, S3 refuses requests from 15 minutes on.
+CLOCK_S = 1.0
+# Lowest accepted FLOP/s, as a share of the data sheet's or, if known, of the measured ones
+# (`Gpu.measured_flops`). The lowest measured ones are 0.73 (H100) and 0.76 (L4) of the sheet's; the
+# limits are lower, as one size of matrix is measured instead of the best of many.
 FLOPS_SHARE_OF_SHEET, FLOPS_SHARE_OF_MEASURED = 0.55, 0.8
-MEMORY_SHARE = 0.7  # of the sheet's bytes/s; a copy reaches 0.8 to 0.93 of it with ECC on
-OF_MEDIAN = 0.85  # of GPUs of one name, which differ by a few percent
-OF_MEDIAN_CPU = 0.5  # of one core of each node, which may be busy, or of another kind
-MEMORY = "memory"  # the name of a rate beside those of precisions
+MEMORY_SHARE = 0.7  # of the data sheet's bytes/s; a copy reaches 0.8 to 0.93 of it with ECC on
+OF_MEDIAN = 0.85  # of the median of GPUs of the same name, which differ by a few percent
+OF_MEDIAN_CPU = 0.5  # of the median core, as a core may be busy or of another kind
+MEMORY = "memory"  # key of the memory rate, beside the precisions
 
 
 def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
-    """Return everything that is wrong, the gravest kinds first."""
+    """Return all findings, the gravest kinds first."""
     return [
         *_silences(facts),
         *_gpus_at_all(facts, required),
@@ -59,7 +61,7 @@ def _silences(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _gpus_at_all(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Fail where GPUs are wanted and Ray has none."""
+    """Report a cluster in which GPUs are wanted and Ray has none."""
     wanted = (
         bool(required.instance and required.instance.gpus)
         if required.gpus is None
@@ -77,7 +79,10 @@ def _gpus_at_all(facts: ClusterFacts, required: Requirements) -> Iterator[Findin
 
 
 def _versions(facts: ClusterFacts) -> Iterator[Finding]:
-    """Name the nodes that differ from most; the driver decides between equals."""
+    """Report nodes whose version of a package is not the most common one.
+
+    Of equally common versions the driver's counts as wanted, else the first.
+    """
     told = [(node.name, node.facts.versions) for node in facts.nodes if node.facts]
     told += [(name, {"nccl": nccl}) for name, nccl in _nccl(facts).items()]
     for package in dict.fromkeys(name for _, versions in told for name in versions):
@@ -110,7 +115,7 @@ def _nccl(facts: ClusterFacts) -> dict[str, str]:
 
 
 def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Judge one node by itself."""
+    """Judge one node by itself: limits, GPUs, clock, access to run.storage."""
     found = node.facts
     if found is not None:
         yield from _limits(node, facts)
@@ -148,7 +153,7 @@ def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iter
 
 
 def _limits(node: NodeReport, facts: ClusterFacts) -> Iterator[Finding]:
-    """Judge what the operating system or the container gives."""
+    """Judge shared memory, disk, open files and locked memory."""
     found = node.facts
     assert found is not None
     store = int(node.resources.get("object_store_memory", 0))
@@ -191,7 +196,7 @@ def _limits(node: NodeReport, facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _gpus(node: NodeReport, required: Requirements) -> Iterator[Finding]:
-    """Compare the GPUs that are there with what Ray and EC2 count."""
+    """Compare the GPUs that the driver shows, Ray's GPUs and EFA with the instance type's."""
     found, ray = node.facts, int(node.resources.get("GPU", 0))
     assert found is not None
     there = len(found.devices)
@@ -241,7 +246,7 @@ def _is(device: Device, gpu: Gpu | None) -> bool:
 
 
 def _device(node: NodeReport, device: Device) -> Iterator[Finding]:
-    """Judge a GPU's memory."""
+    """Judge the health of a GPU's memory."""
     where = f"GPU {device.index} ({device.name})"
     if device.ecc_errors:
         yield Finding(
@@ -262,7 +267,7 @@ def _device(node: NodeReport, device: Device) -> Iterator[Finding]:
 
 
 def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
-    """Compare every device with its sheet, and with its like."""
+    """Compare every device with its data sheet, and with the median of devices of its name."""
     rates: dict[tuple[str, str], list[float]] = {}
     for rank in facts.ranks:
         for name, value in _rates(rank).items():
@@ -279,15 +284,15 @@ def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _rates(rank: Rank) -> dict[str, float]:
-    """Return what a device reached: FLOP/s by precision, and bytes/s of its memory."""
+    """Return the rates of a device: FLOP/s by precision, and bytes/s of its memory."""
     speed = rank.speed
     return {} if speed is None else {**speed.flops, MEMORY: speed.memory_bytes_per_s}
 
 
 def _mark(gpu: Gpu | None, name: str) -> float | None:
-    """Return the rate that a GPU must reach by its sheet; fp32 and tf32 are not held to it.
+    """Return the rate that a GPU must reach by its data sheet; None for fp32 and tf32.
 
-    Cards such as A10G and L4 are at their power's limit well below the sheet's fp32 figure.
+    Cards such as A10G and L4 reach their power limit well below the sheet's fp32 figure.
     """
     if gpu is None or name in ("fp32", "tf32"):
         return None
@@ -302,7 +307,7 @@ def _mark(gpu: Gpu | None, name: str) -> float | None:
 def _slow(
     facts: ClusterFacts, rank: Rank, name: str, value: float, sheet: float | None, peers: float
 ) -> Iterator[Finding]:
-    """Say which of the two limits a device misses, if any."""
+    """Report a device below the higher of two limits, `sheet` and `peers`, and say which it is."""
     assert rank.speed is not None
     mark = max(sheet or 0.0, peers)
     if value >= mark:

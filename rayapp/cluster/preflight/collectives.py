@@ -1,12 +1,12 @@
-"""What a group of workers reaches together: collectives as nccl-tests prints them, then each link.
+"""Measure a group of workers: collectives as nccl-tests prints them, then each link.
 
     rows = table("all_reduce", sizes(device), device, budget_s=10)      # called by all ranks alike
     links = rates(rounds(leaders), rank, device)
 
-Sizes and rates are those of nccl-tests (doc/PERFORMANCE.md): size is that of the largest buffer
-of a rank, algbw = size / time, busbw = algbw times what the slowest wire carries of it: 2(n-1)/n
-for all-reduce, (n-1)/n for all-gather and reduce-scatter. All ranks agree on the time of a size,
-and so on where to stop: a slow network ends the table early, not late.
+Sizes and rates are defined as in nccl-tests (doc/PERFORMANCE.md): size is that of a rank's largest
+buffer, algbw = size / time, and the bus bandwidth busbw = algbw x 2(n-1)/n for all-reduce, or
+algbw x (n-1)/n for all-gather and reduce-scatter. All ranks use the slowest rank's time, so that
+all stop at the same size; on a slow network the table has fewer sizes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 SIZE_STEP = 4
 FIRST_BYTES = 4096
 LAST_BYTES = {"cuda": 2**30, "cpu": 2**26}
-ROUND_S = 0.3  # of repeating one size
+ROUND_S = 0.3  # seconds to repeat one size for, in at most MAX_REPEATS repeats
 MAX_REPEATS = 20
 LINK_BYTES = {"cuda": 2**29, "cpu": 2**26}
 LINK_TRIAL_BYTES = 2**20
-LINK_S = 1.0  # of sending in one direction
+LINK_S = 1.0  # seconds to send for in one direction
 
 Pair = tuple[int, int]
 """(sending rank, receiving rank)"""
 
 
 def sizes(device: torch.device, world: int) -> list[int]:
-    """Return the sizes of a table, in bytes, each a whole number of floats a rank."""
+    """Return the sizes of a table in bytes, each rounded down to whole fp32 elements per rank."""
     found, size = [], FIRST_BYTES
     while size <= LAST_BYTES[device.type]:
         found.append(size // (4 * world) * 4 * world)
@@ -54,7 +54,10 @@ def bus_factor(operation: str, world: int) -> float:
 def table(
     operation: str, device: torch.device, budget_s: float, at: Callable[[str], None]
 ) -> list[FactRow]:
-    """Measure one operation at growing sizes until the next would not fit into the budget."""
+    """Measure one operation at growing sizes until the next would not fit into `budget_s` seconds.
+
+    `at` is called with the name of each step as it begins.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     rows: list[FactRow] = []
     left_s = budget_s
@@ -79,15 +82,15 @@ def table(
 def _prepared(
     operation: str, numel: int, world: int, rank: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], int]]:
-    """Return the operation, and what counts wrong elements after it ran once.
+    """Return a function that runs the operation, and one that counts wrong elements after one run.
 
-    Rank r gives r + 1, so that a sum is n(n + 1)/2, exact in fp32 up to 5,792 ranks.
+    Rank r contributes r + 1, so that a sum is n(n + 1)/2, exact in fp32 up to 5,792 ranks.
     """
     total = world * (world + 1) / 2
     mine = float(rank + 1)
     if operation == "all_reduce":
         whole = torch.full((numel,), mine, device=device)
-        # In place, so that it grows with each repeat; only the first is looked at.
+        # In place: the values grow with each repeat, so only the first result is checked.
         return lambda: dist.all_reduce(whole), lambda: int((whole != total).sum())
     whole, part = torch.empty(numel, device=device), numel // world
     if operation == "all_gather":
@@ -106,10 +109,10 @@ def _prepared(
 
 
 def rounds(lanes: Sequence[Sequence[int]]) -> list[list[Pair]]:
-    """Return who sends to whom in which round, so that each node is in one link at a time.
+    """Return the (sender, receiver) pairs of each round, each node in at most one link per round.
 
-    `lanes` are the ranks of each node. Nodes stand in a ring; a link is its two nodes' ranks of the
-    same lane at once, since on EFA machines each GPU has network cards of its own.
+    `lanes` are the ranks of each node. The nodes form a ring. A link is measured with all pairs of
+    ranks of the same lane at once, since on EFA machines each GPU has network cards of its own.
 
     >>> rounds([[0], [1]])
     [[(0, 1)], [(1, 0)]]
@@ -121,12 +124,12 @@ def rounds(lanes: Sequence[Sequence[int]]) -> list[list[Pair]]:
         return []
     edges = [(a, (a + 1) % nodes) for a in range(nodes if nodes > 2 else 1)]
     found = []
-    for parity in (0, 1, 2):  # the edge that closes a ring of an odd number is in a third round
+    for parity in (0, 1, 2):  # an odd ring's closing edge needs a third round
         closing = nodes % 2 == 1 and nodes > 2
         chosen = [
             (a, b)
             for a, b in edges
-            if (2 if closing and b == 0 else a % 2) == parity  # (n-1, 0) touches both colours
+            if (2 if closing and b == 0 else a % 2) == parity  # (n-1, 0) meets both parities
         ]
         for pairs in (chosen, [(b, a) for a, b in chosen]):
             if pairs:
@@ -137,7 +140,7 @@ def rounds(lanes: Sequence[Sequence[int]]) -> list[list[Pair]]:
 def rates(
     plan: Sequence[Sequence[Pair]], device: torch.device, at: Callable[[str], None]
 ) -> dict[Pair, float]:
-    """Send in all rounds of a plan; return the bytes/s of the pairs that this rank sent in."""
+    """Take part in all rounds of a plan; return bytes/s of the pairs in which this rank sends."""
     rank, found = dist.get_rank(), {}
     for number, pairs in enumerate(plan):
         for sender, receiver in pairs:
@@ -153,9 +156,9 @@ def rates(
 
 
 def _send(receiver: int, device: torch.device) -> float:
-    """Send a trial, then as much as a second takes by it; return bytes/s."""
+    """Send a trial, then what takes about LINK_S seconds at its rate; return the higher bytes/s."""
     trial = torch.zeros(LINK_TRIAL_BYTES, dtype=torch.uint8, device=device)
-    _sent(trial, receiver, device)  # connects
+    _sent(trial, receiver, device)  # not timed: it opens the connection
     bytes_per_s = trial.numel() / _sent(trial, receiver, device)
     size = int(min(LINK_BYTES[device.type], max(LINK_TRIAL_BYTES, LINK_S * bytes_per_s)))
     dist.send(torch.tensor([size], device=device), receiver)
@@ -164,7 +167,7 @@ def _send(receiver: int, device: torch.device) -> float:
 
 
 def _sent(data: torch.Tensor, receiver: int, device: torch.device) -> float:
-    """Send, and wait for the receiver's answer; return seconds."""
+    """Send, wait for the receiver's answer, return the seconds of both."""
     answer = torch.zeros(1, device=device)
     started = time.perf_counter()
     dist.send(data, receiver)
@@ -194,7 +197,7 @@ def _timed(function: Callable[[], object], repeats: int, device: torch.device) -
 
 
 def _agreed(seconds: float, device: torch.device) -> float:
-    """Return the longest of all ranks' times."""
+    """Return the longest time of all ranks."""
     value = torch.tensor([seconds], device=device, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return max(float(value), 1e-9)

@@ -1,8 +1,8 @@
-"""What is found out about a cluster, as plain values: the input of the assessment and of the page.
+"""What the survey finds out about a cluster, as plain values: the input of `assess` and the page.
 
-The probe of a node gives NodeReport, NodeFacts, GpuClock, Probe; each worker gives Rank and Speed;
-all workers together give FactRow (collectives) and Link. What does not answer is a Silence.
-Units: bytes, bytes/s, FLOP/s, seconds; sizes and rates of collectives as nccl-tests defines them.
+NodeReport, NodeFacts, GpuClock and Probe come from the probe of a node, Rank and Speed from each
+worker, FactRow (collectives) and Link from all workers together. A step that is not answered is a
+Silence. Units: bytes, bytes/s, FLOP/s, seconds; sizes and rates of collectives as in nccl-tests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as NVML tells of it."""
+    """A GPU as NVML describes it."""
 
     index: int
     uuid: str
@@ -22,14 +22,14 @@ class Device:
     sm_clock_mhz: float
     sm_clock_max_mhz: float
     ecc_errors: int | None
-    """Uncorrected since the driver was loaded; None: it has no ECC, or it is off."""
+    """Uncorrected since the driver was loaded; None: the GPU has no ECC, or ECC is off."""
     remap_pending: bool | None
-    """Rows of its memory wait for a reset to be replaced."""
+    """Memory rows wait for a reset to be remapped, or a remap has failed; None: not supported."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a probe sees on its node."""
+    """What the probe finds on its node."""
 
     host: str
     versions: dict[str, str]
@@ -42,7 +42,7 @@ class NodeFacts:
     disk_bytes: int
     disk_free_bytes: int
     open_files: int
-    """The hard limit, to which Ray raises its own."""
+    """The hard limit, to which Ray raises its soft limit."""
     memlock_bytes: int | None
     """None: no limit."""
 
@@ -53,55 +53,55 @@ class GpuClock:
 
     offset_s: float
     error_s: float
-    """Half of the round trip: the offset may be off by as much."""
+    """Half the round trip: the offset may be wrong by as much."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """An object that was written under run.storage, read back and deleted."""
+    """The result of writing an object under run.storage, reading it back and deleting it."""
 
     size_bytes: int
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
     error: str | None = None
     shared: bool | None = None
-    """The driver's file is there; None: not known."""
+    """Whether the node sees the driver's file; None: not known."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node and what it answered; None is no answer."""
+    """One node and its answers; None: no answer."""
 
     id: str
     address: str
     host: str
     resources: dict[str, float]
-    """What Ray has of it: CPU, GPU, object_store_memory (bytes)."""
+    """Ray's resources of the node: CPU, GPU, object_store_memory (bytes)."""
     facts: NodeFacts | None = None
     clock: GpuClock | None = None
     probe: Probe | None = None
 
     @property
     def name(self) -> str:
-        """Name it as people find it again: host, address, the start of Ray's id."""
+        """Its name in findings: host, address, and the first 8 characters of Ray's node id."""
         return f"{self.host} ({self.address}, {self.id[:8]})"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one worker's device does alone."""
+    """The speed of one worker's device alone."""
 
     device: str
-    """As the driver calls it, or cpu (one core)."""
+    """The driver's name of the GPU, or cpu (one core)."""
     index: int | None
-    """Of the GPU on its node."""
+    """NVML's index of the GPU on its node."""
     flops: dict[str, float]
     """FLOP/s of a matrix product by precision."""
     memory_bytes_per_s: float
-    """Read and written, in a copy."""
+    """Bytes read plus bytes written per second of a copy."""
     clock_mhz: float | None = None
     throttled: tuple[str, ...] = ()
-    """Why its clocks were held down while it worked."""
+    """NVML's reasons for reduced clocks under load."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,18 @@ class Rank:
 
     rank: int
     node: str
-    """Node.id."""
+    """NodeReport.id."""
     lane: int
-    """Its place among the workers of its node."""
+    """Its index among the workers of its node."""
     speed: Speed | None = None
     network: str | None = None
-    """What NCCL sends through: efa, another libfabric provider, ib, socket; None: not known."""
+    """Network that NCCL sends through, as `nccl.network_of` names it; None: not known."""
     nccl: str | None = None
 
 
 @dataclass(frozen=True)
 class FactRow:
-    """One collective of one size, as a line of nccl-tests."""
+    """One collective of one size, as a line of nccl-tests; algbw and busbw are in bytes/s."""
 
     operation: str
     size_bytes: int
@@ -129,12 +129,12 @@ class FactRow:
     algbw: float
     busbw: float
     wrong: int
-    """Elements that were not what they had to be, over all workers."""
+    """Number of wrong elements in the results of all workers."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two nodes, all their workers in pairs at once."""
+    """One direction between two nodes: the sum of `pairs` pairs of workers that send at once."""
 
     sender: str
     receiver: str
@@ -144,20 +144,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Silence:
-    """A step that someone did not finish."""
+    """A step that a node or worker did not finish."""
 
     node: str | None
-    """Node.id; None: the group as a whole."""
+    """NodeReport.id; None: the group as a whole."""
     step: str
     why: str
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """All that was found out."""
+    """All that a survey has found."""
 
     versions: dict[str, str]
-    """The driver's."""
+    """Versions on the driver."""
     backend: str
     """nccl or gloo."""
     storage: str
@@ -167,8 +167,8 @@ class ClusterFacts:
     links: tuple[Link, ...] = ()
     silences: tuple[Silence, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
-    """What each part took."""
+    """Duration of each part of the survey."""
 
     def node(self, id: str) -> NodeReport:
-        """Return the node of an id."""
+        """Return the node with an id."""
         return next(node for node in self.nodes if node.id == id)

@@ -1,4 +1,4 @@
-"""What a cluster is held to, and what is found wrong with it."""
+"""What a cluster must reach (Requirements), and what is wrong with it (Finding)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rayapp.planner.machines import named_instance
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a cluster must reach; None: nothing is known to hold it to."""
+    """What a cluster must reach; None: not known, and so not judged."""
 
     instance: Instance | None = None
     gbit_per_s: float | None = None
-    """Of a link, in each direction, as the user asks."""
+    """Rate of a link in each direction that the user asks for."""
     gpus: bool | None = None
-    """What the config says of them: true, false, or None for as they come."""
+    """cluster.gpu: whether GPUs are wanted; None: use them if there are any."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that would cost a run time, or its life."""
+    """Something that would slow a run down, or make it fail."""
 
     node: str
-    """Its name; two with an arrow for a link; `cluster` for all."""
+    """The node's name; two with an arrow for a link; `driver`, or `cluster` for all of it."""
     what: str
     measured: str
     wanted: str
@@ -33,7 +33,7 @@ class Finding:
 
 
 def requirements_of(config: RunConfig, min_gbit_per_s: float | None = None) -> Requirements:
-    """Return what a config's cluster must reach.
+    """Return what the cluster of a config must reach.
 
     Raises:
         ConfigError: cluster.instance is not in the table.
@@ -43,7 +43,7 @@ def requirements_of(config: RunConfig, min_gbit_per_s: float | None = None) -> R
 
 
 def size(count: float) -> str:
-    """Write a number of bytes.
+    """Return a number of bytes as text.
 
     >>> size(33_554_432), size(2**30)
     ('32 MiB', '1 GiB')

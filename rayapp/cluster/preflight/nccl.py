@@ -2,9 +2,9 @@
 
     network_of(["ip-10-0-0-1:79:79 [0] NCCL INFO Using network Socket"])     # "socket"
 
-NCCL tries plugins and transports in turn and goes on with what it finds, so that a broken EFA
-is only slow. The plug-in's own line names libfabric's provider, which may be tcp on a machine
-that has EFA; NCCL's line says whether it took the plug-in at all, and decides.
+NCCL tries plug-ins and transports in turn and uses the first that works, so that a broken EFA is
+slow and no error. The plug-in's line names libfabric's provider, which may be tcp on a machine with
+EFA; NCCL's own line says whether it uses the plug-in at all, and takes precedence.
 Source: logs of NCCL 2.4 to 2.28 and aws-ofi-nccl 1.0 to 1.17 in their projects' issues.
 """
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 
 ENVIRONMENT = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
-FABRICS = ("aws libfabric", "libfabric", "ofi")  # as NCCL calls the plug-in, by its version
+FABRICS = ("aws libfabric", "libfabric", "ofi")  # names of aws-ofi-nccl in NCCL's log, by version
 
 _PROVIDER = re.compile(r"NET/OFI Selected provider is ([\w;-]+)", re.IGNORECASE)
 _NETWORK = re.compile(r"(?:Using network|Assigned NET plugin) (.+?)(?: to comm)?\s*$")
@@ -25,7 +25,7 @@ _VIA = re.compile(r" via NET/(.+?)/\d+")
 def network_of(lines: Iterable[str]) -> str | None:
     """Return efa (or another provider of libfabric), ib, socket, or a plug-in's own name.
 
-    None: the log does not say, as before NCCL has made a communicator.
+    None: the log does not say, for example before NCCL has made a communicator.
     """
     provider = network = transport = via = None
     for line in lines:
@@ -37,7 +37,7 @@ def network_of(lines: Iterable[str]) -> str | None:
             transport = found[1].casefold()
         if found := _VIA.search(line):
             via = found[1].casefold()
-    name = via or network or transport  # what carries a channel, over what was chosen, over found
+    name = via or network or transport  # a channel's, else the chosen, else the found network
     if name in FABRICS:
         return provider or "libfabric"
     return name

@@ -1,4 +1,4 @@
-"""Judge what lies between the GPUs: EFA, collectives, and each link between two nodes."""
+"""Judge the network between the GPUs: EFA, collectives, and each link between two nodes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from rayapp.cluster.preflight.facts import ClusterFacts, Link
 from rayapp.cluster.preflight.findings import Finding, Requirements, size
 
-# Of the network that EC2 states. Two p6-b300 show 0.94 of it in nccl-tests (AWS's samples, 2026);
-# one of 4 network cards lost leaves 0.75 of that, 0.70, which must fail.
+# Lowest accepted share of the network rate that EC2 states. Two p6-b300 reach 0.94 of it in
+# nccl-tests (AWS's samples, 2026); with one of 4 network cards lost that is 0.70, which must fail.
 NETWORK_SHARE = 0.72
-# An all-reduce over 8 A100 shows some 230 of 300 GB/s in nccl-tests, 0.77; below the mark a GPU or
-# a switch has lost links.
+# Lowest accepted share of the NVLink rate. An all-reduce over 8 A100 reaches some 230 of 300 GB/s
+# in nccl-tests, 0.77; below the limit a GPU or a switch has lost links.
 NVLINK_SHARE = 0.65
 # Gloo sends through one TCP flow, and EC2 limits a flow to 5 Gbit/s outside a cluster placement
 # group (10 in one): EC2's guide, "Amazon EC2 instance network bandwidth", 2026.
 FLOW_BITS_PER_S = 5e9
-ONE_SIDED = 3.0  # times slower in one direction: its sender is at fault
+ONE_SIDED = 3.0  # a link more than so many times slower than its way back: the sender is at fault
 
 
 def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Fail where EFA is there and NCCL went another way."""
+    """Report nodes that have EFA, or should by their instance type, where NCCL does not use it."""
     nodes = {rank.node for rank in facts.ranks}
     if facts.backend != "nccl" or len(nodes) < 2 or not facts.rows:
         return
@@ -43,7 +43,7 @@ def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
 
 
 def collectives(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Judge what is wrong at any size, and busbw at the largest."""
+    """Report wrong values at any size, and a busbw below the limit at the largest size."""
     for row in facts.rows:
         if row.wrong:
             yield Finding(
@@ -70,7 +70,7 @@ def collectives(facts: ClusterFacts, required: Requirements) -> Iterator[Finding
 
 
 def busbw_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] | None:
-    """Return the busbw in bytes/s that large collectives must reach, and what it comes from."""
+    """Return the busbw in bytes/s that large collectives must reach, and where it comes from."""
     if required.instance is None or facts.backend != "nccl":
         return None
     if len({rank.node for rank in facts.ranks}) > 1:
@@ -85,7 +85,7 @@ def busbw_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str]
 
 
 def link_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] | None:
-    """Return the bytes/s that a link must reach, and what it comes from."""
+    """Return the bytes/s that a link must reach, and where it comes from."""
     if required.gbit_per_s is not None:
         return required.gbit_per_s * 1e9 / 8, "--min_gbit_per_s"
     if required.instance is None:
@@ -97,7 +97,7 @@ def link_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] 
 
 
 def links(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Name slow links by their nodes; a node all of whose links are slow, by itself."""
+    """Report each slow link by its two nodes, and say which is at fault where that can be told."""
     wanted = link_mark(facts, required)
     if wanted is None:
         return
@@ -115,7 +115,7 @@ def links(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
 
 
 def _culprit(link: Link, facts: ClusterFacts, slow: list[Link]) -> str:
-    """Say which end of a slow link is at fault, where the other links tell."""
+    """Say which end of a slow link is at fault; empty if the other links do not tell."""
     for id in (link.sender, link.receiver):
         ways = [one for one in facts.links if id in (one.sender, one.receiver)]
         others = {one.receiver if one.sender == id else one.sender for one in ways}

@@ -1,4 +1,4 @@
-"""Look at the node that this runs on: an actor of its own on every node, which imports no torch."""
+"""Inspect the node that this runs on: one actor on every node, which imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EFA_DRIVER = "efa"
 
 
 class NodeProbe:
-    """An actor on one node; its methods run side by side, so that one that hangs hides no other."""
+    """An actor on one node; its methods run concurrently, so one that hangs blocks no other."""
 
     def __init__(self) -> None:
         secrets.load()
@@ -36,7 +36,7 @@ class NodeProbe:
         return time.time()
 
     def facts(self, disk: str) -> NodeFacts:
-        """Return what is seen here; `disk` is the folder that Ray spills objects to."""
+        """Return the node's facts; `disk` is the folder that Ray spills objects to."""
         shared = os.statvfs(SHARED_MEMORY)
         usage = shutil.disk_usage(disk)
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -54,7 +54,7 @@ class NodeProbe:
         )
 
     def probe(self, url: str, mark: str) -> Probe:
-        """Write, read back and delete an object under `url`, where the driver has left `mark`."""
+        """Write, read back and delete an object under `url`; look for the driver's file `mark`."""
         return probe(url, mark)
 
 
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def _digest(package: Path) -> str:
-    """Return a digest of a package's modules: two builds of one version may differ."""
+    """Return a digest of a package's modules, as two builds of one version may differ."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
@@ -78,9 +78,10 @@ def _digest(package: Path) -> str:
 
 
 def probe(url: str, mark: str, size: int = PROBE_BYTES) -> Probe:
-    """Write `size` random bytes under a folder, read them back, delete them; say what went wrong.
+    """Write `size` random bytes under a folder, read them back, delete them; time both.
 
-    `mark` is a name below the folder that all nodes must see; empty: there is none.
+    An error is returned in `Probe.error`, not raised. `mark` is a file below the folder that all
+    nodes must see; empty: there is none.
     """
     storage, name = open_storage(url), f"preflight-{uuid.uuid4().hex}/probe"
     data = os.urandom(size)
@@ -101,7 +102,7 @@ def probe(url: str, mark: str, size: int = PROBE_BYTES) -> Probe:
 
 
 def devices() -> tuple[Device, ...]:
-    """Return the GPUs that the driver shows here, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return the GPUs that NVML lists on this node, regardless of CUDA_VISIBLE_DEVICES."""
     import ray._private.thirdparty.pynvml as nvml  # comes with Ray
 
     try:
@@ -134,12 +135,12 @@ def _device(nvml: Any, index: int, driver: str) -> Device:
         sm_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         sm_clock_max_mhz=float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
         ecc_errors=ecc,
-        remap_pending=None if rows is None else bool(rows[2] or rows[3]),  # pending, or it failed
+        remap_pending=None if rows is None else bool(rows[2] or rows[3]),  # is pending, has failed
     )
 
 
 def _asked(nvml: Any, function: Any, *arguments: Any) -> Any:
-    """Return what NVML answers, None where this GPU cannot tell."""
+    """Return NVML's answer; None if this GPU does not support the query."""
     try:
         return function(*arguments)
     except nvml.NVMLError_NotSupported:
@@ -153,7 +154,7 @@ def _text(value: Any) -> str:
 def _efa_devices(
     root: str = "/sys/class/infiniband_verbs", devices: str = "/dev/infiniband"
 ) -> int:
-    """Count the EFA devices that this process may open; a container sees the host's in /sys."""
+    """Count the EFA devices that this process may open; a container's /sys shows all the host's."""
     if not os.path.isdir(root):
         return 0
     return sum(

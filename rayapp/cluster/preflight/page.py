@@ -1,4 +1,4 @@
-"""One page of what was found out, and the same as JSON."""
+"""Print facts and findings as one page, or give them as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rayapp.cluster.preflight.facts import ClusterFacts, NodeReport
 from rayapp.cluster.preflight.findings import Finding, Requirements, size
 from rayapp.cluster.preflight.network import busbw_mark, link_mark
 
-GBIT = 1e9 / 8
+GBIT = 1e9 / 8  # bytes
 
 
 def as_dict(
     facts: ClusterFacts, findings: list[Finding], required: Requirements
 ) -> dict[str, object]:
-    """Return everything as plain values."""
+    """Return facts, findings and what was not judged as plain values."""
     return {
         "passed": not findings,
         "findings": [asdict(one) for one in findings],
@@ -27,7 +27,7 @@ def as_dict(
 
 
 def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
-    """Say what is reported alone, and what would have it judged."""
+    """Return a line for each measurement that is only reported, with what is needed to judge it."""
     notes = []
     if facts.links and link_mark(facts, required) is None:
         notes.append("links: set cluster.instance or --min_gbit_per_s")
@@ -42,7 +42,7 @@ def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
 def show(
     console: Console, facts: ClusterFacts, findings: list[Finding], required: Requirements
 ) -> None:
-    """Print the page; what is wrong comes last, where it is read first."""
+    """Print the page; the findings come last, next to the prompt."""
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in facts.seconds.items())
     console.print(
         f"[bold]preflight[/bold]  {len(facts.nodes)} nodes, {len(facts.ranks)} workers, "

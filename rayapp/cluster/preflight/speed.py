@@ -1,4 +1,4 @@
-"""How fast one device multiplies matrices and moves memory, in a second or two.
+"""Measure how fast one device multiplies matrices and copies memory, in a second or two.
 
 speed = measure(torch.device("cuda", 0), index=0)     # on a CPU: one core
 """
@@ -12,10 +12,10 @@ import torch
 
 from rayapp.cluster.preflight.facts import Speed
 
-SECONDS = 0.4  # of each measurement; the best round of it counts, since only slower is by chance
+SECONDS = 0.4  # of each measurement; its best round counts, since disturbances only slow it down
 SIDES = {"cuda": 8192, "cpu": 512}  # of the square matrices
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # beyond any cache
-# Reasons that are not the user's: what NVML calls idle, application clocks, sync boost, display.
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # larger than any cache
+# NVML's reasons for reduced clocks. Left out: idle, application clocks, sync boost, display clock.
 HELD_DOWN = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -26,7 +26,10 @@ HELD_DOWN = {
 
 
 def measure(device: torch.device, index: int | None = None, uuid: str | None = None) -> Speed:
-    """Measure a device that nobody else uses; `uuid` is NVML's, for its clocks under load."""
+    """Measure a device that nothing else uses.
+
+    `uuid` is NVML's name of the GPU, to read its clock under load; None: the clock is not read.
+    """
     flops = {}
     side = SIDES[device.type]
     for name, dtype, tf32 in (
@@ -60,7 +63,7 @@ def measure(device: torch.device, index: int | None = None, uuid: str | None = N
 
 
 def best(function: Callable[[], object], device: torch.device, seconds: float = SECONDS) -> float:
-    """Return the seconds of one call, those of the best round within a limit of time."""
+    """Return the seconds of one call, from the best round in `seconds` seconds of rounds."""
     function()
     calls, shortest, started = 1, float("inf"), time.perf_counter()
     while time.perf_counter() - started < seconds:
@@ -71,8 +74,8 @@ def best(function: Callable[[], object], device: torch.device, seconds: float = 
         _wait(device)
         taken = time.perf_counter() - begun
         shortest = min(shortest, taken / calls)
-        # A GPU is given enough for the launch not to count; a core that others use too is best seen
-        # in what it does between two of their turns.
+        # A GPU gets more calls per round, so that launch overhead does not count. A core keeps to
+        # one call: if others use it too, some rounds fall between two of their time slices.
         if device.type == "cuda" and taken < seconds / 10:
             calls *= 2
     return shortest
@@ -84,13 +87,13 @@ def _wait(device: torch.device) -> None:
 
 
 def _under_load(function: Callable[[], object], uuid: str) -> tuple[float, tuple[str, ...]]:
-    """Return the clock of a GPU at work, in MHz, and what holds it down."""
+    """Return the SM clock of a GPU under load, in MHz, and the reasons for which it is reduced."""
     import ray._private.thirdparty.pynvml as nvml
 
     nvml.nvmlInit()
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-        for _ in range(20):  # queued, so that it works while it is asked
+        for _ in range(20):  # queued, so that the GPU is at work while NVML is asked
             function()
         clock = float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
         reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))

@@ -1,9 +1,10 @@
-"""Find out about the connected cluster: a probe on every node, then a group of workers.
+"""Gather the facts of the connected cluster: a probe on every node, then a group of workers.
 
     facts = survey(config, timeout_s=180.0)
 
-Every answer is waited for `timeout_s` at most; who has not answered by then is a Silence, and the
-rest goes on without it. Actors are pinned to their nodes, hard: what cannot run there does not run.
+Every wait has a limit: `timeout_s`, plus MARGIN_S for steps of the whole group. A node or worker
+that has not answered by then becomes a Silence, and the survey goes on without it. Actors have hard
+node affinity: one that cannot run on its node runs nowhere.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from rayapp.cluster.preflight.worker import Worker
 from rayapp.config import RunConfig
 from rayapp.storage import StorageError, open_storage
 
-CLOCK_ASKED = 5  # times; the shortest round trip tells the most
-COLLECTIVES_S = 30.0  # of all tables, unless there is less time
-MARGIN_S = 15.0  # the group's own time limit comes first, since its error says more
-WHERE_S = 5.0
+CLOCK_ASKED = 5  # requests; the one with the shortest round trip counts
+COLLECTIVES_S = 30.0  # for all collectives, or a third of timeout_s if that is less
+MARGIN_S = 15.0  # the process group's own timeout (timeout_s) expires first: its error says more
+WHERE_S = 5.0  # limit of quick questions: the clock, and where a worker is
 
 T = TypeVar("T")
 
 
 class Survey:
-    """What has been found out so far."""
+    """The silences and the durations of a survey so far."""
 
     def __init__(self, config: RunConfig, timeout_s: float) -> None:
         self.config, self.timeout_s = config, timeout_s
@@ -52,7 +53,7 @@ class Survey:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part."""
+        """Record how long a part of the survey takes, in seconds."""
         started = time.monotonic()
         yield
         self.seconds[name] = round(time.monotonic() - started, 2)
@@ -64,7 +65,10 @@ class Survey:
         step: str,
         timeout_s: float,
     ) -> dict[str, T]:
-        """Return who answered what; of the others keep why not, by the node each is on."""
+        """Return {name: answer} of those that answered; record a Silence of each that did not.
+
+        `nodes` gives the node of each name, `step` says what was asked.
+        """
         refs = list(asked.values())
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]) if refs else set()
         found = dict[str, T]()
@@ -81,7 +85,7 @@ class Survey:
 
 
 def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
-    """Gather all facts of the connected cluster."""
+    """Return all facts of the connected cluster."""
     seen = Survey(config, timeout_s)
     nodes = [
         NodeReport(
@@ -117,7 +121,7 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
 
 
 def _look(seen: Survey, nodes: Sequence[NodeReport]) -> list[NodeReport]:
-    """Return the nodes with what their probes found."""
+    """Start a probe on each node; return the nodes with their facts, clocks and storage probes."""
     probes = {node.id: _actor(NodeProbe, node, num_cpus=0, max_concurrency=4) for node in nodes}
     home: dict[str, str | None] = {node.id: node.id for node in nodes}
     disk = _spill_folder()
@@ -142,13 +146,13 @@ def _look(seen: Survey, nodes: Sequence[NodeReport]) -> list[NodeReport]:
 
 
 def _spill_folder() -> str:
-    """Return Ray's folder for what does not fit into memory, the same on all nodes."""
-    local: Any = vars(ray._private.worker)["_global_node"]  # in no public call
+    """Return the folder that Ray spills objects to, the same path on all nodes."""
+    local: Any = vars(ray._private.worker)["_global_node"]  # Ray has no public call for it
     return str(local.get_temp_dir_path())
 
 
 def _clock(probe: Any) -> GpuClock | None:
-    """Compare a node's clock with this one's; None: it does not answer at once any more."""
+    """Compare a node's clock with the driver's; None if the first request gets no answer."""
     best = None
     for _ in range(CLOCK_ASKED):
         started = time.time()
@@ -164,26 +168,29 @@ def _clock(probe: Any) -> GpuClock | None:
 
 @contextmanager
 def _mark(url: str) -> Iterator[str]:
-    """Leave a file that all nodes must see; its name, empty where it cannot be written."""
+    """Write a file that all nodes must see, yield its name (empty on failure), delete it after."""
     name = f"preflight-{uuid.uuid4().hex}/driver"
     storage = open_storage(url)
     try:
         storage.check_writable()
         storage.write(name, b"")
         written = True
-    except (StorageError, OSError):  # the nodes' own probes say why
+    except (StorageError, OSError):  # the probes of the nodes report why
         written = False
     try:
         yield name if written else ""
     finally:
-        with suppress(StorageError, OSError):  # as above
+        with suppress(StorageError, OSError):  # the probes report this too
             storage.delete_tree(name.split("/")[0])
 
 
 def _work(
     seen: Survey, places: Sequence[tuple[NodeReport, int]], gpus: bool
 ) -> tuple[tuple[Rank, ...], list[FactRow], list[Link]]:
-    """Start a worker at each place; measure devices, collectives and links."""
+    """Start a worker at each (node, lane) of `places`; measure devices, collectives and links.
+
+    Workers that do not start or cannot measure their device are left out of the group.
+    """
     need = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
     workers = {
         str(number): _actor(Worker, node, gpus, max_concurrency=2, **need)
@@ -222,7 +229,7 @@ def _work(
 def _together(
     seen: Survey, ranks: Sequence[Rank], group: Sequence[Any], address: str, port: int
 ) -> tuple[list[FactRow], list[Link]]:
-    """Have the group meet, then measure collectives and links; stop at the first that hangs."""
+    """Form the process group, then measure collectives and links; stop at a step that fails."""
     world, timeout_s = len(group), seen.timeout_s
     joined = [
         worker.join.remote(address, port, rank, world, timeout_s)
@@ -253,7 +260,11 @@ def _together(
 def _all(
     seen: Survey, ranks: Sequence[Rank], group: Sequence[Any], refs: Sequence[Any], step: str
 ) -> list[Any] | None:
-    """Return what all workers answer; None if any does not, after naming those that lag behind."""
+    """Return the answers of all workers, or None if any fails or does not answer.
+
+    Then record Silences: of workers that do not even answer `where`; if all do, of those that have
+    begun the fewest steps, as they hold up the others.
+    """
     ready, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=seen.timeout_s + MARGIN_S)
     failed: dict[int, RayError] = {}
     for rank, ref in enumerate(refs):
@@ -277,7 +288,7 @@ def _all(
     for rank in sorted(set(range(len(group))) - steps.keys()):
         why = reason_of(failed[rank]) if rank in failed else "it does not answer any more"
         seen.silences.append(Silence(ranks[rank].node, step, why))
-    if len(steps) == len(group):  # all live: the ones that are the least far hold up the others
+    if len(steps) == len(group):  # all are alive: those with the fewest steps hold up the others
         least = min(number for number, _ in steps.values())
         for rank in sorted(rank for rank, (number, _) in steps.items() if number == least):
             why = reason_of(failed[rank]) if rank in failed else f"hangs for {seen.timeout_s:.0f} s"
@@ -288,13 +299,13 @@ def _all(
 
 
 def _actor(kind: type, node: NodeReport, *arguments: Any, **options: Any) -> Any:
-    """Start an actor on this node and no other."""
+    """Start an actor on this node and on no other."""
     there = NodeAffinitySchedulingStrategy(node.id, soft=False)
     return ray.remote(kind).options(scheduling_strategy=there, **options).remote(*arguments)
 
 
 def reason_of(error: RayError) -> str:
-    """Return the last line of what happened, without Ray's own lines around it."""
+    """Return the first line of an error, of its cause if a task or method of an actor raised it."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)

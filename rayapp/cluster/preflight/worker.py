@@ -1,4 +1,4 @@
-"""One worker of the group, in an actor: on a GPU of its own, or on a core of a node without any."""
+"""One worker of the preflight group: an actor on one GPU, or on one core if GPUs are not used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pair = tuple[int, int]
 
 
 class Worker:
-    """An actor with two threads: `where` is answered while the group is at work, or hangs."""
+    """An actor with two threads, so that `where` answers while the group is at work or hangs."""
 
     def __init__(self, gpu: bool) -> None:
         self._log: Path | None = None
@@ -31,13 +31,13 @@ class Worker:
         self._at = (0, "idle")
 
     def port(self) -> int:
-        """Return a free port of this node, for rank 0's store."""
+        """Return a free port on this node, for rank 0's rendezvous store."""
         with socket.socket() as listener:
             listener.bind(("", 0))
             return int(listener.getsockname()[1])
 
     def speed(self) -> Speed:
-        """Measure this worker's device."""
+        """Measure this worker's device alone."""
         from rayapp.cluster.preflight import node_probe
         from rayapp.cluster.preflight.speed import measure
 
@@ -48,10 +48,11 @@ class Worker:
 
         uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
         index = next((one.index for one in node_probe.devices() if one.uuid == uuid), None)
-        return measure(self._device, index, None if index is None else uuid)  # None: a part of one
+        # NVML lists no such uuid if the device is only a part of a GPU (MIG).
+        return measure(self._device, index, None if index is None else uuid)
 
     def join(self, address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
-        """Join the group."""
+        """Join the process group at `address`:`port`, and wait for all ranks at a barrier."""
         import torch
         import torch.distributed as dist
 
@@ -71,7 +72,7 @@ class Worker:
         dist.barrier()
 
     def collectives(self, budget_s: float) -> list[FactRow]:
-        """Return the table of all operations; the same on all ranks."""
+        """Measure all operations in `budget_s` seconds; return the rows, the same on all ranks."""
         from rayapp.cluster.preflight.collectives import OPERATIONS, table
 
         return [
@@ -81,17 +82,17 @@ class Worker:
         ]
 
     def links(self, plan: list[list[Pair]]) -> dict[Pair, float]:
-        """Return the rates of the pairs that this rank sends in."""
+        """Send in all rounds of the plan; return bytes/s of the pairs in which this rank sends."""
         from rayapp.cluster.preflight.collectives import rates
 
         return rates(plan, self._device, self._note)
 
     def where(self) -> tuple[int, str]:
-        """Return how many steps this worker has begun, and which is the last."""
+        """Return how many steps this worker has begun, and the name of the last."""
         return self._at
 
     def network(self) -> tuple[str | None, str | None]:
-        """Return what NCCL sends through, by its own log, and NCCL's version."""
+        """Return the network that NCCL uses, by its log, and NCCL's version; both None on a CPU."""
         if self._log is None:
             return None, None
         import torch
