@@ -140,3 +140,25 @@ def test_a_server_that_hangs_holds_up_nobody(
     assert caplog.records[-1].getMessage() == "recorder was not told all"
     recorder.refuses.clear()  # lets the thread end
     wait_for(recorder, [(1, 1), (1, 2)])
+
+
+class NoGauges:
+    def __init__(self, *_: Any) -> None: ...
+
+    def close(self, status: str) -> None: ...
+
+
+def test_a_damaged_event_ends_no_observer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(observe, "Driver", NoGauges)
+    monkeypatch.setattr(observe, "POLL_S", 0.01)
+    (tmp_path / "events.jsonl").write_text("no JSON\n")
+    spec: Any = SimpleNamespace(config=load(), order=SimpleNamespace(num_steps=1))
+    with observe.Observer(spec, open_storage(str(tmp_path))) as observer:
+        until = time.monotonic() + PATIENCE_S
+        while len(caplog.records) < 2 and observer._thread.is_alive():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert observer._thread.is_alive()
+    assert "cannot look at the run" in caplog.text and "events.jsonl" in caplog.text

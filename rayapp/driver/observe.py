@@ -1,6 +1,6 @@
 """Report a run to Prometheus and the trackers while it trains, from the files in its folder.
 
-    with Observer(job, run) as observer:
+    with Observer(spec, run) as observer:
         summary = fit(...)
         observer.ended(summary)
 
@@ -154,7 +154,10 @@ class Observer:
             last = self._stop.wait(POLL_S if self._run.local_path() else POLL_S3_S)
             try:
                 self._look(last)
-            except OSError as error:
+            except (
+                OSError,
+                goodput.DamagedEvents,
+            ) as error:  # e.g. a line of events.jsonl that is no JSON
                 logger.warning("cannot look at the run: %s", error)
 
     def _look(self, last: bool) -> None:

@@ -54,7 +54,7 @@ class Validator:
         self._looked_at = now
         try:
             self._start()
-        except OSError as error:
+        except (ray.exceptions.RayError, OSError, RuntimeError) as error:
             logger.warning("cannot look for checkpoints to validate: %s", error)
 
     def close(self) -> None:

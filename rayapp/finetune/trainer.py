@@ -1,6 +1,6 @@
 """The Trainer of a language model on one rank.
 
-    summary = run(job, device, open_steps)
+    trainer = build(spec, device)
 
 It builds and shards the model, makes the records of steps, evaluates, samples and exports.
 rayapp.train.rank trains with it, with or without Ray.

@@ -32,7 +32,7 @@ def result_of(run: Storage) -> Result | None:
     """Return the result of a run; None if there is no result.json.
 
     Raises:
-        Damaged: it is not as a run writes it.
+        DamagedEvents: it is not as a run writes it.
     """
     values = read_result(run)
     if not values:

@@ -92,7 +92,7 @@ def sent(run: Storage) -> Note | None:
     """Return the note of a run; None if there is none, or the storage cannot be read.
 
     Raises:
-        Damaged: the note is not as `send` writes it.
+        DamagedEvents: the note is not as `send` writes it.
     """
     try:
         data = run.read(SUBMISSION)

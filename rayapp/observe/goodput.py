@@ -79,7 +79,7 @@ def read_events(run: Storage) -> list[Event]:
     """Return a run's events, an empty list without a file; an incomplete last line is ignored.
 
     Raises:
-        Damaged: a line is no event.
+        DamagedEvents: a line is no event.
     """
     try:
         data = run.read(EVENTS)

@@ -87,7 +87,7 @@ def read(run: Storage, lines: list[MetricsLine] | None = None) -> Progress:
 
     Raises:
         NoRun: nothing there is a run's.
-        Damaged: a file of it is not as a run writes it.
+        DamagedEvents: a file of it is not as a run writes it.
     """
     events = read_events(run)
     lease = run.stat(LEASE)
@@ -167,7 +167,7 @@ def read_object(run: Storage, name: str) -> dict[str, object]:
     """Return the JSON object of a file in the run's folder, empty if there is no such file.
 
     Raises:
-        Damaged: it holds no JSON object.
+        DamagedEvents: it holds no JSON object.
     """
     try:
         value = json.loads(run.read(name))

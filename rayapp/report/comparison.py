@@ -1,6 +1,6 @@
 """Several runs side by side: the config fields in which they differ, and their results.
 
-differing([one, another])[0]    # Row("train.lr", ["0.001", "0.003"])
+differing([one, another])[0]    # ComparisonRow("train.lr", ["0.001", "0.003"])
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def read(storage: Storage) -> ReportedRun:
 
     Raises:
         NoRun: nothing there is a run's.
-        Damaged: a file of it is not as a run writes it.
+        DamagedEvents: a file of it is not as a run writes it.
         StorageError: it cannot be read.
     """
     steps = read_steps(storage)

@@ -1,7 +1,7 @@
 """Measure a group of workers: collectives as nccl-tests prints them, then each link.
 
-    rows = table("all_reduce", sizes(device), device, budget_s=10)      # called by all ranks alike
-    links = rates(rounds(leaders), rank, device)
+    rows = table("all_reduce", device, budget_s, at)        # called by all ranks alike
+    links = rates(plan, device, at)
 
 Sizes and rates are defined as in nccl-tests (doc/PERFORMANCE.md): size is that of a rank's largest
 buffer, algbw = size / time, and the bus bandwidth busbw = algbw x 2(n-1)/n for all-reduce, or

@@ -122,18 +122,18 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
 
 def _look(seen: Survey, nodes: Sequence[NodeReport]) -> list[NodeReport]:
     """Start a probe on each node; return the nodes with their facts, clocks and storage probes."""
-    probes = {node.id: _actor(NodeProbe, node, num_cpus=0, max_concurrency=4) for node in nodes}
+    actors = {node.id: _actor(NodeProbe, node, num_cpus=0, max_concurrency=4) for node in nodes}
     home: dict[str, str | None] = {node.id: node.id for node in nodes}
     disk = _spill_folder()
-    facts = {id: probe.facts.remote(disk) for id, probe in probes.items()}
+    facts = {id: actor.facts.remote(disk) for id, actor in actors.items()}
     found = seen.answers(facts, home, "starting a process and looking around", seen.timeout_s)
-    alive = {id: probe for id, probe in probes.items() if id in found}
-    clocks = {id: _clock(probe) for id, probe in alive.items()}
+    alive = {id: actor for id, actor in actors.items() if id in found}
+    clocks = {id: _clock(actor) for id, actor in alive.items()}
     with _mark(seen.config.run.storage) as mark:
         asked = {id: one.probe.remote(seen.config.run.storage, mark) for id, one in alive.items()}
         probes = seen.answers(asked, home, "writing to run.storage", seen.timeout_s)
-    for probe in probes.values():
-        ray.kill(probe)
+    for actor in actors.values():
+        ray.kill(actor)
     return [
         replace(
             node,
