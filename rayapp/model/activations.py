@@ -23,7 +23,7 @@ from rayapp.model.sharding import find_blocks
 MIN_OFFLOAD_BYTES = 2**16
 
 # Attention kernels by device and mask. Their results are kept: for documents of S tokens,
-# recomputing one costs S / 2 times as many operations as it frees bytes.
+# recomputing one costs S / 2 operations per byte that it frees.
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",

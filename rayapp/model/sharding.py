@@ -134,7 +134,7 @@ def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
-    """Shard experts [experts, rows, ...] along rows if the shards do not divide their number.
+    """Shard experts [experts, rows, ...] along rows if the shards divide only the rows evenly.
 
     Along the first dimension, 8 experts over 32 ranks would be 32 shards of one expert, of which 24
     are padding.

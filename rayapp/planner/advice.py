@@ -21,7 +21,7 @@ from rayapp.planner.memory import Layout
 from rayapp.planner.question import Question
 from rayapp.planner.times import Workload, machine_of
 
-NODE_COUNTS = (1, 2, 4, 8, 16, 32)
+NODE_COUNTS = (1, 2, 4, 8, 16, 32)  # tried by `scaling` and `cheapest`
 Fields: TypeAlias = dict[str, Any]
 """Fields of a layout to replace, by name."""
 Changes: TypeAlias = Iterator[tuple[str, Fields]]
@@ -175,10 +175,10 @@ def _changed(question: Question, change: str, fields: Fields) -> Iterator[tuple[
 
 
 def largest_micro_batch(question: Question) -> int | None:
-    """Return the largest micro-batch in rows that fits; None if none fits or memory is unknown.
+    """Return the best micro-batch in rows that fits; None if none fits or memory is unknown.
 
-    Only sizes that divide the rows of a step are tried. Of those that fit, the sizes that give the
-    busiest worker the fewest rows come first: 12 rows over 5 workers give it 3 rows with a
+    Only sizes that divide the rows of a step are tried. Of those that fit, it is the largest that
+    gives the busiest worker the fewest rows: 12 rows over 5 workers give it 3 rows with a
     micro-batch of 1, but 4 with a micro-batch of 2.
     """
     rows, workers = question.rows_per_step, question.workers

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-STEPS = 10
+STEPS = 10  # number of steps that are measured
 
 
 class Timed(TypedDict):

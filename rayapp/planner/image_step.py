@@ -117,7 +117,7 @@ def _moved_bytes(layout: ImageLayout) -> tuple[float, float]:
     forward, backward = element * NORM_FORWARD, element * NORM_BACKWARD
     if layout.synchronized:
         forward, backward = SYNCHRONIZED_FORWARD, SYNCHRONIZED_BACKWARD
-    share = 0.4 if layout.compiled else 1.0
+    share = 0.4 if layout.compiled else 1.0  # of the bytes that fusion leaves; estimate
     return (
         float(forward * normed + share * element * shape.moved.forward),
         float(backward * normed + share * element * shape.moved.backward),
@@ -126,6 +126,8 @@ def _moved_bytes(layout: ImageLayout) -> tuple[float, float]:
 
 def _host_s(layout: ImageLayout) -> float:
     """Return the seconds that the host takes to launch the kernels of one micro-batch."""
+    # A synchronized batch-norm launches some 20 kernels more (docs/decisions.md). Compiling halves
+    # the others' number; estimate.
     norms = len(layout.shape.normed) * (NORM_KERNELS + (20 if layout.synchronized else 0))
     share = 0.5 if layout.compiled else 1.0
     return LAUNCH_S * (3 * share * layout.shape.moved.kernels + norms)

@@ -11,7 +11,7 @@ from rayapp.planner.answer import Answer, Band
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import CONTEXT_BYTES, PROCESS_BYTES
 
-BAR = 40
+BAR = 40  # characters of the longest bar
 
 
 def show(

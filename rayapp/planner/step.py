@@ -137,7 +137,7 @@ def _compute(job: Workload[Layout]) -> _Compute:
 
 
 def _host_s(job: Workload[Layout]) -> float:
-    """Return the seconds that the host takes to launch the kernels of one micro-batch."""
+    """Return the seconds of kernel launches and FSDP's hooks on the host, per micro-batch."""
     layout = job.layout
     hooks = 2 * HOOKS_S if job.machine.ranks > 1 else 0.0
     return layout.shape.layers * (LAUNCH_S * _kernels(layout) * _passes(layout) + hooks)
@@ -191,6 +191,7 @@ def block_traffic_bytes(layout: Layout) -> float:
 
 def loss_traffic_bytes(layout: Layout) -> float:
     """Return the bytes that the loss moves per token: logits, log-probabilities, gradients."""
+    # Bytes per logit. Estimates.
     return layout.shape.vocabulary * (26.0 if layout.plain_loss else 18.0)
 
 

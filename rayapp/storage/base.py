@@ -123,7 +123,7 @@ class Storage(ABC):
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Try the calls that a run needs on a small probe file, within seconds.
+        """Write, read and delete a small probe file within seconds; on S3 also conditionally.
 
         Raises: StorageError with the reason in the user's words.
         """
