@@ -1,3 +1,3 @@
-"""Rows to train on: read, cut into tokens and packed once, and streamed from any step."""
+"""Prepare training rows once (read, tokenise, pack), and stream them from any step."""
 
-FOLDER = ".prepared"  # beside the runs: what their data were made into
+FOLDER = ".prepared"  # folder of prepared data, beside the runs

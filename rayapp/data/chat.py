@@ -1,11 +1,11 @@
-"""Chats as text: by the tokenizer's own template, with what the assistant says told apart.
+"""Render chats to text with the tokenizer's template, and find the spans the assistant wrote.
 
     text, spans, problem = ChatTemplate(tokenizer).render([{"messages": messages}])[0]
 
-A chat is a record with `messages` and, if it has them, `tools` and `chat_template_kwargs`, which
-the template is given too. Spans come from the template's `{% generation %}` marks where it has
-them, else from the text that each turn adds to the rendered prefix. A chat of which the template
-leaves out tools, calls or a whole answer is a problem.
+A chat is a record with `messages` and optionally `tools` and `chat_template_kwargs`, which are
+passed to the template. Spans come from the template's `{% generation %}` marks if it has them, else
+from the text that each turn adds to the rendered prefix. If the template omits tools, calls or a
+whole answer, the chat is reported as a problem.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Some templates write today's date. Rows must not depend on the day they are made, so such a
-# template sees the date that Llama 3.1's own uses where it is given none.
+# Some templates write today's date. Rows must not depend on the day they are made, so these
+# templates get a fixed date: the default of Llama 3.1's template.
 FIXED_DATE = (
     "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') "
     "| replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') "
@@ -28,7 +28,7 @@ FIXED_DATE = (
     "| replace('%M', '00') | replace('%S', '00') }}{%- endmacro -%}"
 )
 
-# Whether a template tells an absent content (a message that only calls tools) from an empty one.
+# Matches templates that distinguish missing content (a message that only calls tools) from empty.
 TESTS_CONTENT = re.compile(r"content['\"\]\s]*\)?\s+is\s+(not\s+)?none", re.IGNORECASE)
 SPEAKING = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # beside the content
 OWN_TEMPLATE = "Set model.tokenizer to a copy of its folder with a chat_template.jinja that"
@@ -45,15 +45,15 @@ NO_ANSWER = (
 logger = logging.getLogger("rayapp.data")
 
 Spans: TypeAlias = list[tuple[int, int]]  # [first, last) in characters
-Rendered: TypeAlias = tuple[str, Spans, str | None]  # text, what of it bears loss, problem
+Rendered: TypeAlias = tuple[str, Spans, str | None]  # text, spans that bear loss, problem
 
 
 Json: TypeAlias = dict[str, Any]
-"""An object of a user's records, or what a template is given."""
+"""A JSON object: from a user's record, or arguments of a template."""
 
 
 class ChatTemplate:
-    """Render chats, lists of messages with role and content."""
+    """Renders chats, i.e. lists of messages with role and content."""
 
     def __init__(self, tokenizer: Any) -> None:
         template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
@@ -72,7 +72,7 @@ class ChatTemplate:
         self.specials = dict(tokenizer.special_tokens_map)
 
     def render(self, chats: Sequence[Mapping[str, Any]]) -> list[Rendered]:
-        """Return (text, spans of it that bear loss, problem) of each; several cost less at once."""
+        """Return (text, spans that bear loss, problem) per chat; batches are cheaper."""
         plain = not any(chat.get("tools") or chat.get("chat_template_kwargs") for chat in chats)
         if self.marked and plain:
             try:
@@ -82,7 +82,7 @@ class ChatTemplate:
                     self._judged(messages, text, spans)
                     for messages, text, spans in zip(conversations, texts, marks, strict=True)
                 ]
-            except Exception:  # the template refuses one of them: one by one says which
+            except Exception:  # the template refuses one of them; rendering one by one finds it
                 logger.debug("a batch of chats is rendered one by one", exc_info=True)
         return [self._one(chat) for chat in chats]
 
@@ -93,7 +93,7 @@ class ChatTemplate:
             given["tools"] = tools
         made = self._attempt(messages, given)
         if made[2] and (as_text := _with_text_arguments(messages)) != messages:
-            again = self._attempt(as_text, given)  # some templates join arguments to text
+            again = self._attempt(as_text, given)  # some templates concatenate arguments as text
             return made if again[2] else again
         return made
 
@@ -108,12 +108,12 @@ class ChatTemplate:
             if given.get("tools") and self._render(messages, _renamed(given))[0] == text:
                 return "", [], NO_TOOLS
             return self._judged(messages, text, spans)
-        except Exception as error:  # templates run their own code, and refuse in any way they like
+        except Exception as error:  # a template's code may raise anything
             first = (str(error).splitlines() or [""])[0]
             return "", [], f"is refused by the chat template ({type(error).__name__}: {first})"
 
     def _judged(self, messages: list[Any], text: str, spans: Spans) -> Rendered:
-        """Refuse a chat if what the assistant says lacks calls or is empty where it should not."""
+        """Refuse a chat if its spans lack calls, or are empty where messages are not."""
         answers = [message for message in messages if message["role"] == "assistant"]
         calls = Counter(_name(call) for m in answers for call in m.get("tool_calls") or ())
         if calls:
@@ -126,12 +126,12 @@ class ChatTemplate:
         return ("", [], NO_ANSWER) if lost else (text, spans, None)
 
     def _is_empty(self, message: Json) -> bool:
-        """Say whether a message holds nothing at all."""
+        """Return whether a message has no content, calls or reasoning."""
         fields = any(message.get(name) for name in SPEAKING)
         return not fields and self.no_words.fullmatch(message.get("content") or "") is not None
 
     def _spans_by_prefix(self, messages: list[Any], given: Json) -> Rendered:
-        """Find what each assistant turn adds to the text rendered so far."""
+        """Return as spans the text that each assistant turn adds to the rendered prefix."""
         full, _ = self._render(messages, given)
         spans = []
         for index, message in enumerate(messages):
@@ -145,10 +145,10 @@ class ChatTemplate:
             content = (message.get("content") or "").strip()
             alone = full[start:end].lstrip().startswith(content)
             if not alone and before == self._render(messages[:index], given)[0]:
-                # The template ignores add_generation_prompt: the turn's header is no answer.
+                # The template ignores add_generation_prompt: leave the turn's header out.
                 start = max(start, full.find(content, start, end))
             stripped = full[start:end].rstrip()
-            if stripped.endswith(self.turn_ends):  # what follows the end of turn is the template's
+            if stripped.endswith(self.turn_ends):  # text after the end of turn is the template's
                 end = start + len(stripped)
             spans.append((start, end))
         return full, spans, None
@@ -165,7 +165,7 @@ class ChatTemplate:
     def _render_all(
         self, chats: list[list[Any]], given: Json, prompted: bool = False
     ) -> tuple[list[str], list[Spans]]:
-        """Return the text and the marked spans of each chat; several at once cost less."""
+        """Return the text and the marked spans of each chat, rendered as one batch."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: Any = render_jinja_template(
@@ -180,7 +180,7 @@ class ChatTemplate:
         return texts, marks if self.marked else [[] for _ in texts]
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Json]:
-        """Return messages as templates expect them: content as text, arguments as values."""
+        """Return messages as templates expect them: content as text, call arguments as objects."""
         made = []
         for message in messages:
             plain = _without_none(message)
@@ -193,7 +193,7 @@ class ChatTemplate:
 
 
 def tools_of(chat: Mapping[str, Any]) -> list[Json]:
-    """Return the tools of a chat, which may be given as JSON text.
+    """Return the tools of a chat, which may be a list or JSON text.
 
     Raises:
         ValueError: they are not a list of objects.
@@ -207,25 +207,25 @@ def tools_of(chat: Mapping[str, Any]) -> list[Json]:
 
 
 def said_by(message: Mapping[str, Any]) -> str:
-    """Return what a message says: its text, or its parts of text joined."""
+    """Return a message's content as text; a list of text parts is joined."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _without_none(value: Any) -> Any:
-    """Leave out the columns that only other rows have, at any depth."""
+    """Drop None values at any depth: columns that only other rows of a table have."""
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _name(call: Mapping[str, Any]) -> str:
-    """Return the name of the function that a call, or a tool, names."""
+    """Return the function name of a call or tool."""
     return str(call.get("function", call)["name"])
 
 
 def _with_arguments(calls: list[Any], change: Callable[[Any], Any]) -> list[Any]:
-    """Return the calls of a message with their arguments changed."""
+    """Return a copy of a message's calls with changed arguments."""
     calls = copy.deepcopy(calls)
     for call in calls:
         function = call.get("function", call)
@@ -235,7 +235,7 @@ def _with_arguments(calls: list[Any], change: Callable[[Any], Any]) -> list[Any]
 
 
 def _parsed(arguments: Any) -> Any:
-    """Return JSON text as the object that it holds: most templates write it as JSON themselves."""
+    """Parse arguments that are JSON text: most templates serialise the object themselves."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -254,7 +254,7 @@ def _with_text_arguments(messages: list[Any]) -> list[Any]:
 
 
 def _renamed(given: Json) -> Json:
-    """Return what a template is given, with other names of tools."""
+    """Return the template's arguments with renamed tools, to test if it writes tools."""
     tools = copy.deepcopy(given["tools"])
     for tool in tools:
         function = tool.get("function", tool)

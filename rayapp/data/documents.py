@@ -2,9 +2,9 @@
 
     document, problem = Renderer(load_tokenizer(folder), "chat").document({"messages": [...]})
 
-text: every token bears loss. prompt: the completion does. Both begin with what the tokenizer puts
-before a text (BOS) and end with one end-of-text token, which bears loss too. chat: what the
-assistant says does; begin and end are the template's.
+In `text` every token bears loss, in `prompt` those of the completion. Both kinds begin with the
+tokens that the tokenizer puts before a text (BOS), and end with one end-of-text token, which bears
+loss too. In `chat` the assistant's tokens bear loss; the template writes begin and end.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rayapp.data.tokens import token_bytes
 
 COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
 
-MAX_ENCODED = 2**20  # characters encoded in one call
-CUT_REACH = 64 * 2**10  # characters in which a line end is looked for
+MAX_ENCODED = 2**20  # most characters encoded in one call
+CUT_REACH = 64 * 2**10  # characters that are searched for a line end to cut at
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
@@ -33,7 +33,7 @@ Made: TypeAlias = tuple[Document | None, str | None]  # (document, None) or (Non
 
 
 def kind_of(columns: Mapping[str, Any]) -> str | None:
-    """Return the kind whose columns are all there, or None."""
+    """Return the first of chat, prompt, text whose columns all exist, or None."""
     for kind in ("chat", "prompt", "text"):
         if all(name in columns for name in COLUMNS[kind]):
             return kind
@@ -41,7 +41,7 @@ def kind_of(columns: Mapping[str, Any]) -> str | None:
 
 
 def content_of(value: Any, kind: str) -> bytes:
-    """Return what tells a record without a problem from others: its texts, and no other column.
+    """Return the content that identifies a valid record: its text columns, and no others.
 
     >>> content_of({"text": "a", "id": 7}, "text") == content_of("a", "text")
     True
@@ -53,7 +53,7 @@ def content_of(value: Any, kind: str) -> bytes:
 
 
 def problem_of(value: Any, kind: str) -> str | None:
-    """Say what keeps a record from being a document of this kind, or None; needs no tokenizer."""
+    """Return why a record is no valid document of this kind, or None; needs no tokenizer."""
     if isinstance(value, str):
         return _problem_of_text(value) if kind == "text" else f"is plain text, not {kind}"
     for name in COLUMNS[kind]:
@@ -98,7 +98,7 @@ def _problem_of_chat(chat: Mapping[str, Any]) -> str | None:
 
 
 def _problem_of_content(message: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with what a message says; one that only calls or reasons says nothing."""
+    """Return why a message's content or calls are invalid; calls or reasoning may be alone."""
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
         return "has 'tool_calls' that are not a list of calls of functions with names"
@@ -164,12 +164,12 @@ class Renderer:
             )
 
     def document(self, value: Any) -> Made:
-        """Return (document, None) or (None, problem); an empty text is a document of no tokens."""
+        """Return (document, None) or (None, problem); an empty text gives an empty document."""
         (made,) = self.documents([value])
         return made
 
     def documents(self, values: Sequence[Any]) -> list[Made]:
-        """Return what `document` would for each value; several at once cost less."""
+        """Return `document(value)` for each value; a batch is cheaper than single calls."""
         problems = [problem_of(value, self.kind) for value in values]
         good = [value for value, problem in zip(values, problems, strict=True) if problem is None]
         if self.kind == "text":
@@ -203,10 +203,10 @@ class Renderer:
         return documents
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """Return int32 [tokens] of each text, with nothing that the tokenizer puts around it.
+        """Return int32 [tokens] of each text, without special tokens around it.
 
         Encoding takes some 100 bytes of memory per byte of text, so long texts are encoded in
-        parts; not where the tokenizer puts a space before each.
+        parts, unless the tokenizer puts a space before each text.
         """
         if self.adds_space or all(len(text) <= MAX_ENCODED for text in texts):
             return self._encode_whole(texts)
@@ -225,7 +225,7 @@ class Renderer:
         return [np.asarray(plain(text)["input_ids"], np.int32) for text in texts]
 
     def _bytes(self, tokens: Tokens, text: str) -> np.ndarray[Any, Any]:
-        """Return the bytes of each token [n], without the space that some tokenizers put first."""
+        """Return the bytes per token [n], without the space that some tokenizers put first."""
         num_bytes = self.bytes_of[tokens]
         if self.adds_space and len(tokens) and int(num_bytes.sum()) == len(text.encode()) + 1:
             num_bytes[0] -= 1
@@ -234,7 +234,7 @@ class Renderer:
     def _closed(
         self, tokens: Tokens, loss: np.ndarray[Any, Any], num_bytes: np.ndarray[Any, Any]
     ) -> Document:
-        """Put the opening before the tokens and one end of text after them."""
+        """Add the opening tokens (BOS) and one end-of-text token, unless the text has them."""
         if not len(tokens):
             return Document(tokens, loss, num_bytes)
         count = len(tokens)
@@ -279,10 +279,10 @@ class Renderer:
 
 
 def _tokens_of(encoding: Any, count: int, first: int, last: int) -> slice:
-    """Return the tokens of the characters [first, last); one that straddles the start is theirs.
+    """Return the tokens of the characters [first, last), with a token that straddles the start.
 
-    A search asks for the places of some ten tokens, which never go back; `encoding.offsets` would
-    make a tuple for every token.
+    Token offsets are ascending, so a binary search looks at some ten of them; `encoding.offsets`
+    would create a tuple for every token.
     """
     place, tokens = encoding.token_to_chars, range(count)
     begin = bisect_left(tokens, True, key=lambda i: place(i)[0] >= first or place(i)[1] > first)
@@ -290,7 +290,7 @@ def _tokens_of(encoding: Any, count: int, first: int, last: int) -> slice:
 
 
 def _opening(tokenizer: Any, bytes_of: np.ndarray[Any, Any]) -> tuple[Tokens, bool]:
-    """Return what the tokenizer puts before a text, int32 [n], and whether it adds a space too."""
+    """Return the tokens put before a text, int32 [n], and whether a space is added too."""
     around = tokenizer("a", verbose=False)["input_ids"]
     plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     first = next((i for i in range(len(around)) if around[i : i + len(plain)] == plain), 0)

@@ -1,4 +1,4 @@
-"""Read a little of a source before it is prepared: its kind, what is wrong with it, a sample.
+"""Read the heads of a source before it is prepared: find its kind and problems, or a sample.
 
 kind, wrong = problems("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
 texts = sample_texts(source, kind, 16 * 2**20)
@@ -17,20 +17,20 @@ from rayapp.data.chat import said_by
 from rayapp.data.documents import COLUMNS, kind_of, problem_of
 from rayapp.data.prepared import reasons
 
-HEAD_FILES, HEAD_RECORDS, HEAD_BYTES = 16, 64, 2**20  # looked at before anything starts
-HEAD_LIMIT = 0.5  # share of unusable records above which a head speaks for the whole
-SAMPLE_BYTES = 64 * 2**10  # least that is sampled from a unit
+HEAD_FILES, HEAD_RECORDS, HEAD_BYTES = 16, 64, 2**20  # limits of the heads
+HEAD_LIMIT = 0.5  # share of unusable records above which heads are refused
+SAMPLE_BYTES = 64 * 2**10  # least bytes to sample from a unit
 
 
 def problems(
     path: str, source: sources.DataSource, kind: str, limit: float
 ) -> tuple[str, list[str]]:
-    """Read the head of a few files; return the kind (resolved from `auto`) and what is wrong.
+    """Read the head of a few files; return the kind (resolved from `auto`) and the problems.
 
-    A head is the first 64 records of the first piece of up to 16 files, so that a wrong column or a
-    broken file is named before anything starts. Only heads that are mostly unusable are refused:
-    the share in the whole, which is known after preparing, decides the rest. Heads that are the
-    whole are held to `limit`.
+    A head is the first 64 records of a file's first piece, for up to 16 files, so that a wrong
+    column or a broken file is reported before anything starts. Heads are refused if more than half
+    of their records are unusable (or more than `limit`, if that is larger); `limit` itself applies
+    if the heads are all the data, or if it is 0. Other data are judged after preparing.
     """
     heads, whole = _heads(source)
     if kind == "auto":
@@ -57,7 +57,7 @@ def problems(
 
 
 def _heads(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
-    """Return the first records of the first files, and whether these are all there are."""
+    """Return the first records of the first files, and whether these are all the data."""
     if source.format == "hub":
         shard = sources.Piece(source.root, 0, 1, "train")
         return list(islice(sources.read_piece(source, shard), HEAD_RECORDS)), False
@@ -73,9 +73,9 @@ def _heads(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
 
 
 def sample_texts(source: sources.DataSource, kind: str, max_bytes: int) -> Iterator[str]:
-    """Yield about `max_bytes` of the training data, from the heads of units evenly spread over it.
+    """Yield about `max_bytes` of training texts, from the heads of evenly spaced units.
 
-    Reads about as much as it yields, so that a large corpus is not read to train a tokenizer.
+    It reads about as much as it yields, so that training a tokenizer need not read a whole corpus.
     """
     found = sources.units(source, 0.0)
     count = min(len(found), max(max_bytes // SAMPLE_BYTES, 1))

@@ -11,11 +11,11 @@
 >>> packed.fill, int(packed.rows["target_bytes"][0])
 (0.75, 6)
 
-The model: a document of n tokens is n - 1 (input, label) pairs, the label being the next token. A
-document longer than a row is cut into pieces that share out its pairs, so a cut loses no target.
+A document of n tokens gives n - 1 (input, label) pairs, where the label is the next token. A
+document longer than a row is cut into pieces that divide its pairs, so a cut loses no target.
 Pieces are laid into rows by best-fit decreasing: the longest first, each into the open row that it
-leaves fullest. No label is ever the first token of the next document, because pairs are made before
-rows are. `segments` tells the documents of a row apart; attention and positions follow it.
+leaves fullest. No label is the first token of the next document, because pairs are made before
+rows. `segments` marks the documents of a row; attention and positions follow it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_SEGMENTS = 2**16 - 1  # segment numbers are uint16, and 0 is padding
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """Hold one tokenised document; all three arrays are [n]."""
+    """One tokenised document; all three arrays are [n]."""
 
     tokens: npt.NDArray[Any]
     """Token ids, int32."""
@@ -66,22 +66,22 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Hold rows, and the account of what went into them."""
+    """Packed rows, and counts of what went into them."""
 
     rows: npt.NDArray[np.void]
     """Structured array [N] of `row_dtype(seq_len)`."""
     num_documents: int
-    """Documents given, empty ones too."""
+    """Input documents, empty ones included."""
     num_empty: int
-    """Documents of fewer than 2 tokens, which have no target and give nothing."""
+    """Documents of fewer than 2 tokens, which have no target and add nothing to rows."""
     num_split: int
     """Documents that were cut into several pieces."""
     num_truncated: int
-    """Documents that lost their end to `truncate`."""
+    """Documents that `truncate` shortened."""
     cut_tokens: int
-    """Tokens so lost."""
+    """Tokens that `truncate` dropped."""
     num_tokens: int
-    """Positions used, that is input tokens."""
+    """Used positions, i.e. input tokens."""
     num_target_tokens: int
     """Positions that bear loss."""
 
@@ -125,8 +125,8 @@ def pack(
     """Lay documents into rows of `seq_len` positions.
 
     `best_fit=False` gives each piece a row of its own. `truncate=True` keeps the first piece of a
-    long document and drops the rest. Rows are ordered by the first document in them, and documents
-    ascend within a row; the result depends on nothing but the arguments.
+    long document and drops the rest. Rows are ordered by their first document, and documents ascend
+    within a row. The result depends on the arguments only.
     """
     dtype = row_dtype(seq_len)
     docs = list(documents)
@@ -174,7 +174,7 @@ def boundaries(segments: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 
 def attended_pairs(segments: npt.NDArray[Any]) -> int:
-    """Count the pairs of tokens of which one attends to the other: causal, within documents.
+    """Count the (query, key) pairs of tokens that attend: causal, within documents.
 
     >>> attended_pairs(np.array([[1, 1, 2, 0], [1, 1, 1, 1]]))   # 3 + 1, and 10
     14
@@ -194,9 +194,10 @@ def _cut(offsets: Ints, num_positions: Ints, seq_len: int) -> tuple[Ints, Ints]:
 def _best_fit(lengths: Ints, seq_len: int) -> Ints:
     """Choose a row for each piece by best-fit decreasing: [P] -> [P].
 
-    Pieces go from the longest down, equal ones in their own order, each into the open row with the
-    least free space that holds it; of several the one opened first. One int is the set of free
-    sizes that exist (bit i: some row has i free), so that the least that fits is a shift away.
+    Pieces are placed from the longest down, equal ones in their own order, each into the open row
+    with the least free space that still holds it; among equals, into the row opened first. The
+    integer `sizes` is a bit set of the free sizes that exist (bit i: some row has i free), so that
+    a shift finds the smallest one that fits.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     rows_with: dict[int, list[int]] = {}  # free positions -> heap of rows
@@ -230,14 +231,14 @@ def _best_fit(lengths: Ints, seq_len: int) -> Ints:
 def _fill(
     rows: npt.NDArray[np.void], docs: list[Document], starts: Ints, lengths: Ints, row_of: Ints
 ) -> None:
-    """Copy every piece to its row; three slices a piece, whatever its length."""
+    """Copy every piece to its row, with three slice assignments per piece of any length."""
     if not len(lengths):
         return
     tokens = np.concatenate([doc.tokens for doc in docs], dtype=np.int32)  # [T]
     bears_loss = np.concatenate([doc.loss for doc in docs], dtype=np.bool_)  # [T]
     targets = np.where(bears_loss, tokens, np.int32(IGNORE))  # [T]
 
-    no_bytes = np.zeros(1, dtype=np.uint8)  # so that the end of the last piece is an index too
+    no_bytes = np.zeros(1, dtype=np.uint8)  # makes the end of the last piece a valid index
     num_bytes = np.concatenate([*(doc.num_bytes for doc in docs), no_bytes])  # [T + 1]
     num_bytes[:-1] *= bears_loss
     bounds = np.stack([starts + 1, starts + 1 + lengths], axis=1).ravel()  # [P, 2] -> [2 P]

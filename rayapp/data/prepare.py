@@ -1,12 +1,12 @@
-"""Read, tokenise and pack a source once, and keep the rows beside the runs.
+"""Read, tokenise and pack a source once, and store the rows beside the runs.
 
     prepared = prepare(recipe, storage / ".prepared", progress=print)
     rows = prepared.rows("train")
 
-Ray Data runs one task per unit of the source. A task writes the rows of its unit as one shard per
-split and last its own small JSON: a unit is done if and only if that exists. All writes are atomic
-and depend on nothing but the recipe, so a torn preparation is finished by the next run, and two
-runs that prepare at once write the same bytes. The manifest, last of all, names every shard.
+Ray Data runs one task per unit of the source. A task writes its unit's rows as one shard per split,
+then a small JSON summary, which marks the unit as done. All writes are atomic and their content
+depends on the recipe only: the next run completes an interrupted preparation, and two runs that
+prepare at once write the same bytes. The manifest, which names every shard, is written last.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from rayapp.data.report import Counts, Manifest, UnitSummary, summed
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
-VERSION = 2  # of the rows that a recipe gives; part of the fingerprint
+VERSION = 2  # version of the rows made from a recipe; part of the fingerprint
 BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
-MAX_ATTEMPTS = 4  # times that a unit may end the process that prepares it
-READERS = 16  # summaries of units read at once
+MAX_ATTEMPTS = 4  # times that preparing a unit may kill its process
+READERS = 16  # unit summaries read at once
 
 
 @dataclass(frozen=True)
 class RowRecipe:
-    """All that decides the rows of a data set."""
+    """Everything that determines the rows of a data set."""
 
     source: sources.DataSource
     eval_source: sources.DataSource | None
@@ -59,7 +59,7 @@ class RowRecipe:
     eval_fraction: float
 
     def parts(self) -> dict[str, object]:
-        """Return the named parts of the fingerprint: a change of any is another data set."""
+        """Return the named parts of the fingerprint: if any changes, the data set is another."""
         return {
             "files": self.source.digest(),
             "eval_files": self.eval_source.digest() if self.eval_source else None,
@@ -86,7 +86,7 @@ def prepare(
     concurrency: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Prepared:
-    """Return the data set of a recipe, making what is not there yet; needs a running Ray.
+    """Return the data set of a recipe, preparing missing units first; needs a running Ray.
 
     `progress` is called with (bytes done, bytes in all).
 
@@ -120,9 +120,9 @@ def prepare(
 def prepare_unit(
     recipe: RowRecipe, url: str, origin: str, index: int, unit: sources.ReadUnit
 ) -> None:
-    """Read, tokenise and pack one unit: write `<split>-<index>.bin`, then `unit-<index>.json`.
+    """Read, tokenise and pack one unit; write `<split>-<index>.bin`, then `unit-<index>.json`.
 
-    Memory: the unit's bytes and tokens, and no other unit's.
+    It also writes the documents' hashes. Memory: the bytes and tokens of this unit.
     """
     storage = open_storage(url)
     source = recipe.source if origin == "train" else recipe.eval_source
@@ -173,7 +173,7 @@ def _documents(
 def _batches(
     records: Iterator[tuple[sources.Piece, sources.Record]],
 ) -> Iterator[list[tuple[sources.Piece, sources.Record]]]:
-    """Yield runs of records that are tokenised in one call: few if they are large."""
+    """Yield batches of records to tokenise in one call, limited by number and characters."""
     batch: list[tuple[sources.Piece, sources.Record]] = []
     held = 0
     for piece, record in records:
@@ -188,7 +188,7 @@ def _batches(
 
 
 def _size(value: Any) -> int:
-    """Return the characters of all text in a value."""
+    """Return the number of characters of all text in a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -209,7 +209,7 @@ def _hashes_name(index: int) -> str:
 
 
 def _hashes(documents: list[Document]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return 64 bits of each document's tokens: [d]."""
+    """Return a 64-bit hash of each document's tokens: [d]."""
     digests = (hashlib.blake2b(d.tokens.tobytes(), digest_size=8).digest() for d in documents)
     return np.frombuffer(b"".join(digests), np.uint64)
 
@@ -256,14 +256,14 @@ def _run_units(
     import ray.data
 
     def bare(source: sources.DataSource) -> sources.DataSource:
-        """Leave out the list of files, which may be long: a task knows its own."""
+        """Drop the list of files, which may be long: a unit names its own."""
         return replace(source, files=())
 
     held_out = bare(recipe.eval_source) if recipe.eval_source else None
     light = replace(recipe, source=bare(recipe.source), eval_source=held_out)
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
-        if _attempts() >= MAX_ATTEMPTS:  # Ray itself would go on for ever
+        if _attempts() >= MAX_ATTEMPTS:  # Ray itself retries without limit
             return {"index": row["index"], "done": False}
         origin, unit = pickle.loads(row["job"])
         prepare_unit(light, url, origin, row["index"], unit)
@@ -278,15 +278,15 @@ def _run_units(
 
 
 def _attempts() -> int:
-    """Return how often the Ray task that runs here was begun before, on any machine."""
-    from ray._private.worker import global_worker  # in no public call
+    """Return how often the current Ray task was started before, on any machine."""
+    from ray._private.worker import global_worker  # no public API has it
 
     worker: Any = global_worker
     return int(worker.core_worker.get_current_task_attempt_number())
 
 
 def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
-    """Say which part of the data no process could prepare."""
+    """Return the error text for a unit that killed every process that prepared it."""
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None
     first = unit.pieces[0]
@@ -330,7 +330,7 @@ def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Man
 
 
 def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSummary]:
-    """Return the summaries of the units whose shards all have the size that follows from them."""
+    """Return, by unit, the summaries of units that are done, with shards of the right size."""
     sizes = {entry.name: entry.size for entry in storage.list()}
     present = [index for index in range(count) if _unit_name(index) in sizes]
     with ThreadPoolExecutor(READERS) as pool:

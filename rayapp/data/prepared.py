@@ -1,4 +1,4 @@
-"""A finished data set: where its rows lie, what went into them, and several taken as one.
+"""Prepared data sets: where their rows are, what they were made from, and mixtures of several.
 
 prepared = load(storage / ".prepared" / fingerprint)
 rows = prepared.rows("train")
@@ -22,12 +22,12 @@ from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")
 MAX_EXAMPLES = 5
-MAX_HASHES = 2**20  # documents compared when duplicates are counted
+MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A finished data set: where its rows lie and what they are."""
+    """A prepared data set: the location of its rows, and their counts."""
 
     url: str
     fingerprint: str
@@ -38,7 +38,7 @@ class Prepared:
     bad: dict[str, int]
     """Unusable records by reason."""
     examples: list[tuple[str, str]]
-    """(place, reason) of the first few of them."""
+    """(place, reason) of the first few unusable records."""
     records: int
     duplicates: float
     """Share of the training documents that repeat an earlier one, 0-1."""
@@ -58,7 +58,7 @@ class Prepared:
 
     @property
     def held_out(self) -> int:
-        """Number of rows that are held out."""
+        """Number of held-out rows."""
         return self.num_rows("eval")
 
     @property
@@ -67,7 +67,7 @@ class Prepared:
         return sum(self.bad.values()) / self.records if self.records else 0.0
 
     def report(self) -> DataReport:
-        """Return the figures that a person checks before training."""
+        """Return the statistics to check before training."""
         train = self.counts["train"]
         capacity = train["rows"] * self.seq_len
         report = DataReport(
@@ -86,7 +86,7 @@ class Prepared:
 
 
 def reasons(bad: Mapping[str, int], examples: Sequence[tuple[str, str]]) -> str:
-    """Name the most frequent reasons for unusable records, each with its first known place.
+    """Return the most frequent reasons for unusable records, each with its first known place.
 
     >>> reasons({"is not JSON": 3, "is empty": 1}, [("a:7", "is not JSON"), ("a:9", "is empty")])
     'a:7 is not JSON (and 2 more alike); a:9 is empty'
@@ -102,7 +102,7 @@ def reasons(bad: Mapping[str, int], examples: Sequence[tuple[str, str]]) -> str:
 
 
 def load(storage: Storage) -> Prepared | None:
-    """Return a finished data set whose shards all have the size that its manifest gives."""
+    """Return a prepared data set; None if its manifest is missing or a shard has another size."""
     if not storage.exists("manifest.json"):
         return None
     loaded = {**json.loads(storage.read("manifest.json")), "url": storage.url}
@@ -117,13 +117,13 @@ def load(storage: Storage) -> Prepared | None:
 
 
 def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, float]) -> Prepared:
-    """Return finished data sets under `root`, by their paths, as one: its rows are theirs in turn.
+    """Return a mixture of prepared data sets under `root`; its rows are those of each part in turn.
 
-    Nothing is written: each part stays as it is and may be part of other mixtures.
+    `parts` are sorted by path. Nothing is written: a part may be in several mixtures.
     """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
-    parts = dict(sorted(parts.items()))  # the order in which someone names them changes nothing
+    parts = dict(sorted(parts.items()))  # so that the order in the config does not matter
     names: dict[str, object] = {"weights": dict(weights)}
     for path, part in parts.items():
         bad.update(part.bad)
@@ -152,8 +152,8 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
 def duplicate_share(units: Iterable[np.ndarray[Any, Any]], limit: int = MAX_HASHES) -> float:
     """Return the share of documents that repeat another one, from their hashes uint64 [d].
 
-    Exact up to `limit` different documents. Beyond it, documents are sampled by their own hash, so
-    that all copies of one are in or out together and the share stays unbiased.
+    It is exact up to `limit` different documents. Beyond that, documents are sampled by their hash:
+    all copies of a document are in the sample or none, so that the share stays unbiased.
 
     >>> duplicate_share([np.array([1, 2, 3], np.uint64), np.array([2, 2], np.uint64)])
     0.4

@@ -1,4 +1,4 @@
-"""What is told of data before they are trained on: a part of plan.json, and of the manifests."""
+"""Statistics of prepared data, which plan.json and the manifests contain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypedDict
 
 
 class Counts(TypedDict):
-    """What was seen and made of the documents of a split; the counts of its parts add up."""
+    """Counts of a split's documents, tokens and rows; those of its units add up."""
 
     documents: int
     empty: int
@@ -20,23 +20,23 @@ class Counts(TypedDict):
     target_bytes: int
     rows: int
     lengths: dict[str, int]
-    """Documents by length: `2^k` counts those of [2^k, 2^(k+1)) tokens."""
+    """Number of documents by length: key `2^k` is for [2^k, 2^(k+1)) tokens."""
 
 
 class UnitSummary(TypedDict):
-    """What is written of a unit beside its shards."""
+    """The summary of a unit, written beside its shards."""
 
     counts: dict[str, Counts]
-    """By split."""
+    """Counts by split."""
     shards: dict[str, str]
-    """File of the rows by split; none of a split without rows."""
+    """Shard file by split; a split without rows has none."""
     bad: dict[str, int]
     examples: list[tuple[str, str]]
     records: int
 
 
 class Manifest(TypedDict):
-    """What makes a data set finished: see Prepared."""
+    """The manifest of a prepared data set; for the fields see Prepared."""
 
     url: str
     fingerprint: str
@@ -51,37 +51,37 @@ class Manifest(TypedDict):
 
 
 class DataReport(TypedDict, total=False):
-    """The figures that a person checks before training."""
+    """The statistics to check before training."""
 
     records: int
-    """Of a user's files, or files of images, that were looked at."""
+    """Records in the user's files, or image files, that were read."""
     bad: dict[str, int]
-    """Unusable ones by reason."""
+    """Unusable records by reason."""
     examples: list[tuple[str, str]]
-    """(place, reason) of the first few of them."""
+    """(place, reason) of the first few unusable records."""
     duplicates: float
     """Share of the training documents or images that repeat an earlier one, 0-1."""
 
-    # Of text.
+    # For text.
     train: Counts
     eval: Counts
     fill: float
-    """Share of the rows that is no padding, 0-1."""
+    """Share of the rows' positions that are not padding, 0-1."""
     loss_share: float
     """Share of the tokens that bear loss, 0-1."""
     sources: dict[str, DataReport]
-    """Of a mixture, by path."""
+    """Reports of a mixture's sources, by path."""
 
-    # Of images.
+    # For images.
     images: dict[str, int]
-    """By split."""
+    """Number of images by split."""
     classes: int
     class_counts: dict[str, int]
     bytes: int
 
 
 def summed(parts: Iterable[Counts]) -> Counts:
-    """Add counts up."""
+    """Return the sums of all counts."""
     every = list(parts)
     lengths: Counter[str] = Counter()
     for part in every:

@@ -4,8 +4,8 @@
     for batch in local_steps(rows, order, rank=0, world=2, first_step=0): ...
 
 A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`), numbered
-through: row n of the data set is record n - first of the shard that holds it. One row is one
-contiguous read, from a memory map or by a ranged GET, so any order costs the same.
+consecutively: row n is record n - first of the shard whose rows start at `first`. Each row is one
+contiguous read, from a memory map or by a ranged GET, so reading in any order costs the same.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rayapp.data.packing import IGNORE, attended_pairs, boundaries, position_ids
 from rayapp.order import EMPTY, Order, row_digest
 from rayapp.storage import Storage
 
-READERS = 16  # ranged GETs at once
+READERS = 16  # concurrent ranged GETs
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """What one rank takes of one step: m micro-batches of b rows of S tokens."""
+    """One rank's rows of one step: m micro-batches of b rows of S tokens."""
 
     step: int
     input_ids: np.ndarray[Any, Any]
     """int32 [m, b, S]"""
     labels: np.ndarray[Any, Any]
-    """int32 [m, b, S], IGNORE where no loss is borne"""
+    """int32 [m, b, S], IGNORE where a position bears no loss"""
     segments: np.ndarray[Any, Any]
     """uint16 [m, b, S], 1, 2, ... per document of a row, 0 on padding"""
     target_bytes: np.ndarray[Any, Any]
@@ -45,7 +45,7 @@ class StepRows:
     def sums(self) -> tuple[int, int, int, int]:
         """Return loss-bearing tokens, tokens, attended pairs of tokens, and loss-bearing bytes.
 
-        A pair is n (n + 1) / 2 times in a document of n tokens.
+        A document of n tokens has n (n + 1) / 2 pairs.
         """
         return (
             int((self.labels != IGNORE).sum()),
@@ -55,7 +55,7 @@ class StepRows:
         )
 
     def digest(self) -> int:
-        """Return the sum of the rows' digests, by their places in the step."""
+        """Return the sum of the rows' digests, which include their positions in the step."""
         return sum(
             row_digest(int(position), self.input_ids[i, j])
             for (i, j), position in np.ndenumerate(self.positions)
@@ -63,7 +63,7 @@ class StepRows:
         )
 
     def weight(self, i: int, j: int) -> int:
-        """Return by what the loss of one row is divided."""
+        """Return the divisor of one row's loss: its loss-bearing labels."""
         return int((self.labels[i, j] != IGNORE).sum())
 
     def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any] | int]:
@@ -130,7 +130,7 @@ class TokenRows:
 
 
 def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -> StepRows:
-    """Read what `rank` of `world` takes of a step."""
+    """Read the rows that `rank` of `world` takes in a step."""
     ids = order.micro_batches(step, rank, world)  # [m, b]
     numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
     positions = numbers * order.micro_batch + np.arange(order.micro_batch)  # [m, b]

@@ -3,10 +3,10 @@
     TorchTrainer(loop, datasets={"train": first_step}, dataset_config=ExactOrder(open_stream))
     for batch in steps(ray.train.get_dataset_shard("train"), order.micro_batch): ...
 
-Ray calls `first_step` when a group of workers starts, and `ExactOrder.configure` with the size of
-that group. The pipeline that follows has one block per (chunk of steps, rank), in that order; with
-`preserve_order` and equal blocks, `streaming_split(equal=True)` deals them out in turn, so rank r
-gets exactly its part of every step, and a resume starts reading at the step where it resumes.
+When a group of workers starts, Ray calls `first_step`, then `ExactOrder.configure` with the size of
+the group. The pipeline has one block per (chunk of steps, rank), in that order. With
+`preserve_order` and blocks of equal size, `streaming_split(equal=True)` deals them out in turn, so
+rank r gets exactly its part of every step. A resume starts reading at the step where it resumes.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ FIELDS = ("input_ids", "labels", "segments", "target_bytes", "positions", "rows"
 
 
 class ExactOrder(ray.train.DataConfig):
-    """Give each rank its rows of every step from `datasets["train"]`, the first step, onwards."""
+    """Gives each rank its rows of every step, from the first step (`datasets["train"]`) onwards."""
 
     def __init__(self, open_stream: Callable[[int, int], ray.data.Dataset]) -> None:
-        """Take what opens the stream at a step, for a number of workers."""
+        """`open_stream(first_step, world)` returns the stream for a number of workers."""
         super().__init__(enable_shard_locality=False)
         self.open_stream = open_stream
 
     def configure(
         self, datasets: Any, world_size: int, *args: Any, **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """Build the pipeline for this group of workers; Ray calls it."""
+        """Build the pipeline of a group of workers; Ray calls it."""
         ((name, first_step),) = datasets.items()
         splits = self.open_stream(first_step, world_size).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
 
 
 class Numbers(ray.data.Datasource):
-    """The numbers of the blocks, one block each.
+    """The numbers 0 to count - 1, each in a block of its own.
 
-    `ray.data.range` is that too, but its tasks always take a CPU.
+    `ray.data.range` does the same, but each of its tasks reserves a CPU.
     """
 
     def __init__(self, count: int) -> None:
@@ -61,11 +61,11 @@ class Numbers(ray.data.Datasource):
         self.count = count
 
     def estimate_inmemory_data_size(self) -> int:
-        """Return bytes; Ray Data asks."""
+        """Return the bytes of all blocks; Ray Data calls it."""
         return 8 * self.count
 
     def get_read_tasks(self, *args: Any, **kwargs: Any) -> list[ray.data.ReadTask]:
-        """Return what makes each block; Ray Data asks."""
+        """Return one read task per block; Ray Data calls it."""
         one = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
         return [ray.data.ReadTask(partial(_numbered, i), one) for i in range(self.count)]
 
@@ -75,7 +75,7 @@ def _numbered(number: int) -> list[pa.Table]:
 
 
 def spare_cpus(world: int) -> int:
-    """Return how many tasks may read at once beside so many workers: the cluster's other CPUs."""
+    """Return how many tasks may read at once: the CPUs beside `world` workers, at least 2."""
     return max(LEAST_TASKS, int(ray.cluster_resources().get("CPU", 0)) - world)
 
 
@@ -95,12 +95,12 @@ def blocks(
 ) -> ray.data.Dataset:
     """Return the rest of a run as a Dataset of equal blocks, one per (chunk of steps, rank).
 
-    `fill(step, rank, columns)` writes what a rank takes of a step where the block has it, into
-    columns of zeros: [m * b, ...]. Blocks have at most `block_bytes`, and at least one step.
+    `fill(step, rank, columns)` writes a rank's rows of a step into `columns`, slices [m * b, ...]
+    of the block that are zero. A block has at least one step, and aims at `block_bytes` at most.
 
-    At most `concurrency` tasks run at once, by default one for each CPU without a worker. They ask
-    Ray for no CPU: where runs share a cluster, their workers may hold every CPU, and would wait for
-    tasks that wait for a CPU.
+    At most `concurrency` tasks run at once, by default one per CPU without a worker. They reserve
+    no CPU in Ray: the workers of runs that share a cluster may hold every CPU, and would then wait
+    for tasks that wait for a CPU.
     """
     rank_rows = order.num_micro_batches(world) * order.micro_batch
     per_chunk = steps_per_chunk(order, first_step, world, row_bytes, block_bytes)
@@ -110,7 +110,7 @@ def blocks(
         chunk, rank = divmod(int(block["id"][0]), world)
         first = first_step + chunk * per_chunk
         steps = range(first, min(first + per_chunk, order.num_steps))
-        # What is missing at the end has step EMPTY.
+        # Slots after the last step have step EMPTY.
         made: Arrays = {"step": np.full(per_chunk * rank_rows, EMPTY, np.int64)}
         for name, (shape, dtype) in fields.items():
             made[name] = np.zeros((per_chunk * rank_rows, *shape), dtype)
@@ -121,7 +121,7 @@ def blocks(
         return made
 
     count = chunks * world
-    # Alike in both, so that Ray Data makes one task of the two.
+    # The same for both operators, so that Ray Data fuses them into one task.
     tasks: dict[str, object] = {
         "num_cpus": 0,
         "compute": ray.data.TaskPoolStrategy(size=concurrency or spare_cpus(world)),
@@ -129,7 +129,7 @@ def blocks(
     numbers = ray.data.read_datasource(Numbers(count), override_num_blocks=count, **tasks)
     dataset = numbers.map_batches(read, batch_size=None, **tasks)
     dataset.context.execution_options.preserve_order = True
-    dataset.context.target_max_block_size = None  # a block that is cut is dealt to two ranks
+    dataset.context.target_max_block_size = None  # a split block would go to two ranks
     dataset.context.enable_progress_bars = False
     return dataset
 
@@ -143,7 +143,7 @@ def parts(
         for start in range(0, len(block["step"]), size):
             part = slice(start, start + size)
             step = int(block["step"][start])
-            if step == EMPTY:  # the last chunk is filled up to the size of the others
+            if step == EMPTY:  # padding of the last chunk
                 return
             shape = (num_micro_batches, micro_batch)
             yield (
@@ -155,7 +155,7 @@ def parts(
 def steps_per_chunk(
     order: Order, first_step: int, world: int, row_bytes: int, block_bytes: int = CHUNK_BYTES
 ) -> int:
-    """Choose steps per block: by bytes, and never more blocks than Ray Data plans quickly."""
+    """Return steps per block: as many as fit `block_bytes`, more beyond MAX_CHUNKS blocks."""
     step_bytes = row_bytes * order.micro_batch * order.num_micro_batches(world)
     least = math.ceil((order.num_steps - first_step) * world / MAX_CHUNKS)
     return max(1, least, min(MAX_STEPS_PER_CHUNK, block_bytes // step_bytes))
@@ -171,7 +171,7 @@ def stream(
     world: int,
     concurrency: int | None = None,
 ) -> ray.data.Dataset:
-    """Return the rest of the run for so many workers."""
+    """Return the rest of the run from `first_step` as a Dataset for `world` workers."""
     rows = prepared.rows("train")
 
     def fill(step: int, rank: int, columns: Arrays) -> None:

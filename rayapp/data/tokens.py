@@ -1,4 +1,4 @@
-"""Tokenizers: trained here or loaded, what identifies one, how many bytes its tokens stand for."""
+"""Train, load, save and identify tokenizers, and count the bytes that each token stands for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msg
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer that exports as tokenizer.json; deterministic in `texts`."""
+    """Train a byte-level BPE tokenizer; the result depends only on `texts` and `vocab_size`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -45,7 +45,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """Return a tokenizer of one token a byte."""
+    """Return a tokenizer with one token per byte."""
     return train_bpe(iter([""]), vocab_size=256 + len(SPECIALS))
 
 
@@ -85,10 +85,10 @@ def load_tokenizer(url: str) -> Any:
 
 
 def _from_folder(url: str) -> Any:
-    """Load from a folder, or a hub id, without running code that lies there.
+    """Load from a folder or a hub id, without running code from there.
 
-    What save_tokenizer left has no model beside it to decide the class: looking it up by
-    AutoTokenizer would import torch, 2 CPU seconds and 130 MiB in every process that prepares data.
+    A folder that save_tokenizer wrote has no config.json, and its class is known. AutoTokenizer
+    would import torch to find it: 2 CPU seconds and 130 MiB in every process that prepares data.
     """
     settings = Path(url) / "tokenizer_config.json"
     saved = settings.is_file() and not (Path(url) / "config.json").exists()
@@ -102,10 +102,10 @@ def _from_folder(url: str) -> Any:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return 16 hex digits of what decides a token sequence: rules, special tokens, template."""
+    """Return 16 hex digits of what determines tokens: rules, BOS and EOS, chat template."""
     if tokenizer.is_fast:
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        del rules["truncation"], rules["padding"]  # state of the last call, not rules
+        del rules["truncation"], rules["padding"]  # state of the last call, not of the rules
     else:
         rules = sorted(tokenizer.get_vocab().items())
     ids = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -116,8 +116,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def token_bytes(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.uint16]]:
     """Return how many UTF-8 bytes each token stands for: uint16 [vocabulary]; special tokens 0.
 
-    Byte-level tokens hold one letter per byte; sentencepiece-like ones write a space as U+2581 and
-    a raw byte as <0x0A>; tokens added to either are plain text.
+    Byte-level tokens have one character per byte. Sentencepiece-like ones write a space as U+2581
+    and a raw byte as <0x0A>. Tokens added to either are plain text.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     added = tokenizer.added_tokens_decoder

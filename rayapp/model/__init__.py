@@ -10,11 +10,11 @@
     (objective / global_valid_tokens).backward()
     export(model, open_storage("s3://bucket/model"))
 
-The order is the point. `build` gives shapes on the meta device, `shard` decides who owns which
-rows, and only then is memory taken and filled, each rank reading or drawing its own rows. One
-`LanguageModel` wraps the HF model and is the FSDP root. Gradients are summed over ranks, never
-averaged: the caller divides the loss by the valid tokens of the global batch. Names on disk are
-the original ones in both directions, through transformers' own conversion tables.
+The order of the calls matters. `build` creates shapes on the meta device, `shard` assigns rows to
+ranks, and only then is memory allocated and filled: each rank reads its own rows, or draws the
+weights and keeps its own rows. `LanguageModel` wraps the HF model and is the FSDP root. Gradients
+are summed over ranks, never averaged: the caller divides the loss by the valid tokens of the global
+batch. Loading and export use the original names of the tensors, by transformers' conversion tables.
 """
 
 from rayapp.model.activations import checkpoint_activations, offload_activations

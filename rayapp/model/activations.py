@@ -1,10 +1,10 @@
-"""Keep fewer activations for the backward pass: recompute them, or hold them in host memory.
+"""Keep fewer activations in GPU memory: recompute them, or offload them to host memory.
 
     checkpoint_activations(model, "selective")    # before shard()
     offload_activations(model)                    # after shard(), and after compile_blocks()
 
-Both work inside a block's forward, where FSDP's hooks are outside: what is recomputed finds the
-block's parameters gathered once.
+Both wrap a block's forward inside FSDP's hooks, so that a block's recomputation and backward share
+one all-gather of its parameters.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rayapp.model.sharding import find_blocks
 
 MIN_OFFLOAD_BYTES = 2**16
 
-# A kernel of each device and mask; recomputing one costs S / 2 times as many operations a byte as
-# it gives back, for S tokens a document.
+# Attention kernels by device and mask. Their results are kept: for documents of S tokens,
+# recomputing one costs S / 2 operations per byte that it frees.
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -41,10 +41,10 @@ MATMULS = {"aten::mm", "aten::addmm"}
 def checkpoint_activations(model: LanguageModel, mode: str) -> None:
     """Recompute each block in the backward pass: "full", "selective" by operation, or "none".
 
-    selective keeps what costs most to recompute for the memory it takes: the result of attention,
-    and of every matmul into the attention or from it that is no wider than its input (recomputing
-    a value costs as many operations as the input is wide). The feed-forward's wide results, most
-    of a block's activations, and all that is elementwise are computed again.
+    "selective" keeps the results that cost most to recompute per byte: those of attention, and of
+    the attention's projections that are no wider than their input (recomputing one value costs as
+    many multiply-adds as the input is wide). It recomputes the feed-forward's wide results, which
+    are most of a block's activations, and everything elementwise.
     """
     if mode == "none":
         return
@@ -55,8 +55,8 @@ def checkpoint_activations(model: LanguageModel, mode: str) -> None:
         policy = partial(_policy, hidden_size)
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     model.hf.activation_checkpointing_enable(kwargs)
-    # It also makes the embeddings' result require a gradient, which re-entrant checkpoints need.
-    # Beside frozen embeddings it would be computed, and kept, for nobody.
+    # The call above also makes the embeddings' output require a gradient, which only re-entrant
+    # checkpoints need. With frozen embeddings that gradient would be computed and kept for nothing.
     model.hf.disable_input_require_grads()
 
 
@@ -68,19 +68,19 @@ def _policy(hidden_size: int, context: Any, op: Any, *args: Any, **kwargs: Any) 
 
 
 def _is_kept(hidden_size: int, left: Tensor, right: Tensor) -> bool:
-    """Tell a projection of the attention: inner and outer width at most that of the model.
+    """Return whether this matmul is an attention projection: outer <= inner <= hidden_size.
 
     Shapes: left [tokens, inner], right [inner, outer]. The feed-forward's last matmul has a wider
-    inner dimension; its result goes to the residual stream alone and no backward pass needs it.
+    inner dimension; its result only goes to the residual stream and no backward pass needs it.
     """
     inner, outer = right.shape
     return outer <= inner <= hidden_size
 
 
 def offload_activations(model: LanguageModel) -> None:
-    """Hold what blocks save for the backward pass in host memory (pinned, from a GPU).
+    """Offload the tensors that blocks save for the backward pass to (on GPUs: pinned) host memory.
 
-    Parameters are not moved, nor what is smaller than 64 KiB.
+    Parameters, expanded tensors and tensors of less than 64 KiB stay where they are.
     """
     for block in find_blocks(model.hf):
         block.forward = partial(_offloaded, block, block.forward)
@@ -91,7 +91,7 @@ def _offloaded(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any
 
     def pack(tensor: Tensor) -> Any:
         small = tensor.nbytes < MIN_OFFLOAD_BYTES
-        expanded = 0 in tensor.stride()  # less memory than its size says
+        expanded = 0 in tensor.stride()  # it takes less memory than its size says
         if small or expanded or tensor.untyped_storage().data_ptr() in parameters:
             return tensor
         pinned = tensor.device.type == "cuda"

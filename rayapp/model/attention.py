@@ -3,9 +3,9 @@
     name = choose_attention("auto", config, "cuda", torch.bfloat16)  # varlen, if they allow it
     model = build(config, loss=loss, attention=name)
 
-sdpa and flex keep the documents of a row apart by a mask, made from positions that restart. varlen
-and flash take the rows of a micro-batch as one line of documents with their boundaries: the same
-result, and no work or memory for pairs of tokens that do not see one another.
+sdpa and flex keep the documents of a row apart by a mask, which is built from restarting positions.
+varlen and flash take the rows of a micro-batch end to end as one sequence, with the boundaries of
+its documents: the same result, without work or memory for pairs of tokens in different documents.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from transformers import (
 
 
 class Unavailable(ValueError):
-    """This machine cannot do what the config asks; the message says why and what to set."""
+    """The machine does not support what the config asks for; says why and what to set instead."""
 
 
-AMPERE = (8, 0)  # compute capability that FlashAttention needs
-LARGEST_HEAD = 256  # that it takes
+AMPERE = (8, 0)  # lowest compute capability that FlashAttention supports
+LARGEST_HEAD = 256  # largest head size that it supports
 
 IMPLEMENTATIONS = {  # our name -> transformers' name
     "eager": "eager",
@@ -41,14 +41,14 @@ IMPLEMENTATIONS = {  # our name -> transformers' name
     "flash": "flash_attention_2",
     "varlen": "rayapp_varlen",
 }
-FLAGS = {"sdpa": "sdpa", "flex": "flex_attn", "flash": "flash_attn"}  # of the model's class
+FLAGS = {"sdpa": "sdpa", "flex": "flex_attn", "flash": "flash_attn"}  # of `_supports_...`
 BY_BOUNDARIES = ("varlen", "flash")
 
 
 def choose_attention(
     wanted: str, config: PretrainedConfig, device_type: str, dtype: torch.dtype
 ) -> str:
-    """Return the kernel for a model on this machine's devices, in a dtype; `auto` takes the best.
+    """Return the attention kernel for a model, device type and dtype; `auto` picks the best one.
 
     Raises: Unavailable saying why a wanted one cannot be had.
     """
@@ -65,7 +65,7 @@ def choose_attention(
 def attention_problem(
     wanted: str, config: PretrainedConfig, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Say why a kernel cannot be had and what to set; None if it can."""
+    """Return why a kernel is not available and what to set; None if it is."""
     if wanted in ("auto", "eager"):
         return None
     if _capped(config):
@@ -96,7 +96,7 @@ def _capped(config: PretrainedConfig) -> bool:
 
 
 def _supports(config: PretrainedConfig, what: str) -> bool:
-    """Say whether the model's class has a kernel, or takes whatever kernel is registered."""
+    """Return `_supports_{what}` of the model's class; True for classes that are not known."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return known is None or bool(getattr(known, f"_supports_{what}"))
 
@@ -110,7 +110,7 @@ def _varlen_problem(config: PretrainedConfig, device_type: str, dtype: torch.dty
 
 
 def _flash_problem(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
-    """Say why FlashAttention's kernels, which varlen is on GPUs, cannot compute this."""
+    """Return why FlashAttention's kernels (varlen on GPUs uses them) cannot be used, or None."""
     if dtype == torch.float32:
         return "on GPUs it computes in 16 bits, and train.precision is fp32"
     text = config.get_text_config()
@@ -139,7 +139,7 @@ def varlen_attention(
     """Attend causally within each document; transformers calls it for every layer.
 
     Shapes: query [B, heads, S, D], key and value [B, kv_heads, S, D] -> [B, S, heads, D]. With
-    boundaries (cu_seq_lens_q [documents + 1], from 0 to S) B is 1; without, a row is a document.
+    boundaries (cu_seq_lens_q [documents + 1], from 0 to S) B is 1; without, each row is a document.
     """
     assert attention_mask is None, "varlen takes no mask"
     rows, heads, length, size = query.shape
@@ -156,7 +156,7 @@ def varlen_attention(
         )
     assert max_length_q is not None
     value_size = value.shape[-1]
-    if value_size != size:  # kernels take one size of heads
+    if value_size != size:  # kernels take one head size for q, k and v
         value = pad(value, (0, size - value_size))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [B * S, heads, D]
     window = -1 if sliding_window is None else sliding_window - 1
@@ -192,7 +192,7 @@ def _with_dropout(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Do the same by what knows dropout, document by document: [T, heads, D] -> [T, heads, D]."""
+    """Attend with dropout by sdpa, document by document: [T, heads, D] -> [T, heads, D]."""
     parts = []
     for start, end in pairwise(bounds.tolist()):
         q, k, v = _heads_first((query, key, value), start, end, query.dtype)
@@ -214,9 +214,9 @@ def _by_document(
     """Attend causally within each document, to `window` tokens before (-1: all of them).
 
     Shapes: query, key, value [T, heads, D], bounds int32 [documents + 1] -> [T, heads, D] and the
-    logarithm of each softmax's sum [T, heads]. One operation whatever the documents are, so that
-    autograd keeps one node of it and compiled blocks stay whole. It computes in fp32 at least:
-    torch's bf16 kernel takes four times as long, and keeps what it compiled for every length.
+    log-sum-exp of the scores [T, heads]. It is one operator for any documents, so that autograd
+    records one node and compiled blocks have no graph break. It computes in fp32 or wider: torch's
+    bf16 kernel takes four times as long, and caches compiled code for every length.
     """
     out, log_sum = _results(query)
     for start, end in pairwise(bounds.tolist()):
@@ -289,13 +289,13 @@ _by_document.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _slow_in_half(query: Tensor, key: Tensor, dropout: float) -> bool:
-    """Say whether whole rows are better given to `_by_document` too: on CPUs, in 16 bits."""
+    """Return whether `_by_document` is faster for whole rows too: on CPUs in 16 bits."""
     narrow = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
     return narrow and not dropout and query.shape[2] == key.shape[2]
 
 
 def _results(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Make room for what attention gives; the sums are in fp32 at least."""
+    """Allocate attention's output and its log-sum-exp (fp32 or wider)."""
     exact = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=exact)
 
@@ -303,12 +303,12 @@ def _results(query: Tensor) -> tuple[Tensor, Tensor]:
 def _heads_first(
     tensors: Iterable[Tensor], start: int, end: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return one document as the kernel takes it: [T, heads, ...] -> [1, heads, length, ...]."""
+    """Return one document in the kernel's layout: [T, heads, ...] -> [1, heads, length, ...]."""
     return [each[start:end].transpose(0, 1).unsqueeze(0).to(dtype) for each in tensors]
 
 
 def _window_mask(length: int, window: int, like: Tensor) -> Tensor | None:
-    """Return what a window adds to scores, [length, length]; None where causal is enough."""
+    """Return the additive mask [length, length] of a sliding window; None if causal is enough."""
     if not 0 <= window < length - 1:
         return None
     seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril().triu(-window)

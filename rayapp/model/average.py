@@ -1,4 +1,4 @@
-"""A moving average of a model's weights and statistics, sharded as they are.
+"""Keep an exponential moving average of a model's weights and statistics, sharded alike.
 
 average = Average(model, decay=0.9999)
 average.update()                   # after each step
@@ -18,9 +18,10 @@ from rayapp.model.sharding import reshard
 
 
 class Average:
-    """The average; it begins as the weights are, and forgets its beginning quickly.
+    """The moving average; it starts at the current weights.
 
-    The decay of update n is at most (1 + n) / (10 + n), as in TensorFlow's.
+    The decay of update n is at most (1 + n) / (10 + n), as in TensorFlow's, so that the starting
+    values fade quickly.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -33,7 +34,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now."""
+        """Move the average towards the current weights, once per step."""
         updates = self.tensors["updates"]
         updates += 1
         decay = min(self._decay, (1 + int(updates)) / (10 + int(updates)))
@@ -43,7 +44,7 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While inside, let the model be the average."""
+        """Give the model the averaged weights inside the `with` block, its own ones after it."""
         self._swap()
         try:
             yield
@@ -52,7 +53,7 @@ class Average:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        reshard(self._model)  # what a forward pass left whole would stay as it was
+        reshard(self._model)  # gathered parameters would keep their old values
         for name, tensor in self._live.items():
             live, own = local_part(tensor.detach()), local_part(self.tensors[name])
             kept = live.clone()
@@ -61,6 +62,6 @@ class Average:
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters, tied ones once, and the statistics beside them."""
+    """Return the parameters, tied ones once, and the floating-point buffers, by name."""
     buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
     return dict(model.named_parameters()) | buffers

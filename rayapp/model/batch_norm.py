@@ -1,14 +1,14 @@
-"""Batch-norm whose statistics do not depend on the number of workers, unless they are to.
+"""Batch-norm whose statistics do not depend on the number of workers, unless `synchronized`.
 
     use_batch_norm(hf, synchronized=False)       # before sharding
     settling = Settling(batch_norms(hf))         # after a step's last forward pass, on all ranks
     settling.finish()                            # once it is known that the step counts
 
-Each micro-batch is normalised by its own mean and variance; micro-batches are the same for any
-number of workers. So are the running statistics: what all micro-batches of a step had is averaged
-over all ranks, and taken in once a step. `synchronized` takes the statistics over the micro-batches
-that all ranks have at a time, as if they were one: on any device, also with ranks that have none.
-PyTorch's own SyncBatchNorm refuses CPU tensors (2.13).
+Each micro-batch is normalised by its own mean and variance, and micro-batches are the same for any
+number of workers. So are the running statistics: once per step they are updated with the mean over
+all micro-batches of all ranks. `synchronized` normalises the micro-batches that the ranks process
+at the same time by their joint statistics. It works on any device, also if some ranks have no
+images; PyTorch's own SyncBatchNorm refuses CPU tensors (2.13).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from transformers import PreTrainedModel
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """As nn.BatchNorm2d in its parameters, buffers and names, and on one rank in what it computes.
+    """nn.BatchNorm2d with the same parameters, buffers and names, and on one rank the same output.
 
-    A micro-batch without images gives none, and zero gradients.
+    A micro-batch without images gives an empty output and zero gradients.
     """
 
     synchronized = False
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
-    _sums: Tensor | None = None  # elements per channel, times one, mean and variance: [1 + 2 C]
+    _sums: Tensor | None = None  # sums of elements * (1, mean, variance), per channel: [1 + 2 C]
 
     def forward(self, input: Tensor) -> Tensor:
         """Shapes: [b, C, H, W] -> the same."""
@@ -42,22 +42,22 @@ class BatchNorm(nn.BatchNorm2d):
             output, found = _Synchronized.apply(input, self.weight, self.bias, self.eps)
         else:
             output, found = self._local(input)
-        # Synchronized or not, ranks weigh what they found by the images that they had themselves.
+        # Synchronized or not, each rank weights the statistics by its own elements per channel.
         found = found * (input.numel() // input.shape[1])
         self._sums = found if self._sums is None else self._sums + found
         return output
 
     def _local(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, and one, mean and unbiased variance: [1 + 2 C]."""
+        """Return the output, and (1, mean, unbiased variance) as one tensor [1 + 2 C]."""
         channels = input.shape[1]
         found = torch.ones(1 + 2 * channels, dtype=torch.float32, device=input.device)
         mean, variance = found[1 : 1 + channels], found[1 + channels :]
         elements = input.numel() // channels
-        if elements > 1:  # with a momentum of 1 the kernel leaves its own statistics in the buffers
+        if elements > 1:  # momentum 1: the kernel writes the batch's statistics to the buffers
             output = nn.functional.batch_norm(
                 input, mean, variance, self.weight, self.bias, True, 1.0, self.eps
             )
-        else:  # nothing varies
+        else:  # one element per channel has no variance
             shape = (1, -1, 1, 1)
             output = (input - input) * self.weight.view(shape) + self.bias.view(shape)
             variance.zero_()
@@ -67,7 +67,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class _Synchronized(torch.autograd.Function):
-    """Normalise by the statistics of all ranks' micro-batches, by Chan's merge of their parts."""
+    """Normalise by the joint statistics of all ranks' micro-batches, merged by Chan's formula."""
 
     @staticmethod
     def forward(
@@ -112,9 +112,9 @@ class _Synchronized(torch.autograd.Function):
 
 
 def use_batch_norm(hf: PreTrainedModel, synchronized: bool) -> int:
-    """Let every batch-norm of a model be ours, in place; return how many there are."""
-    # transformers takes EfficientNet's momentum from its config as TensorFlow means it, where 0.99
-    # keeps 99 % of the old; to PyTorch it says to keep 1 %.
+    """Replace every nn.BatchNorm2d of a model by `BatchNorm`, in place; return how many."""
+    # transformers hands EfficientNet's momentum of 0.99 to PyTorch unchanged. The config means it
+    # as TensorFlow does, to keep 99 % of the old value; PyTorch would keep 1 %.
     kept = hf.config.model_type == "efficientnet"
     found = [module for module in hf.modules() if type(module) is nn.BatchNorm2d]
     for module in found:
@@ -127,16 +127,16 @@ def use_batch_norm(hf: PreTrainedModel, synchronized: bool) -> int:
 
 
 def batch_norms(model: nn.Module) -> list[BatchNorm]:
-    """Return a model's batch-norms that are ours."""
+    """Return a model's layers of class `BatchNorm`."""
     return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
 class Settling:
-    """What the batch-norms of a step had, on its way to all ranks."""
+    """The batch-norm statistics of one step while they are summed over all ranks."""
 
     @torch.no_grad()
     def __init__(self, layers: Sequence[BatchNorm]) -> None:
-        """Begin to sum it over ranks, which do so together."""
+        """Start an asynchronous all-reduce; all ranks call it together."""
         self._layers = [layer for layer in layers if layer._sums is not None]
         self._work: Any = None
         if self._layers:
@@ -148,7 +148,7 @@ class Settling:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Take it into the running statistics, the same on all ranks."""
+        """Wait, then update the running statistics, equally on all ranks."""
         if self._work is None:
             return
         self._work.wait()
@@ -163,12 +163,12 @@ class Settling:
         torch._foreach_add_([layer.num_batches_tracked for layer in self._layers], 1)
 
     def forget(self) -> None:
-        """Leave the running statistics as they are."""
+        """Wait, and leave the running statistics as they are."""
         if self._work is not None:
             self._work.wait()
 
 
 def discard(layers: Sequence[BatchNorm]) -> None:
-    """Drop what forward passes had that are not to count."""
+    """Drop the statistics of forward passes that must not count."""
     for layer in layers:
         layer._sums = None

@@ -1,8 +1,8 @@
-"""Build a causal language model without memory, around the one of Hugging Face.
+"""Build a causal language model on the meta device, as a wrapper around Hugging Face's.
 
     model = build(source.config, loss=chunked_loss)       # meta device: shapes only
 
-Parameters have no values until init.py or weights.py fill them.
+Parameters have no values until init.py or weights.py fills them.
 
 Letters in shapes: B rows, S seq_len, H hidden size, V vocabulary.
 """
@@ -26,38 +26,38 @@ log = logging.getLogger("rayapp.model")
 
 
 class Loss(Protocol):
-    """Sum over the labels that are not -100, from hidden states: (objective, cross-entropy)."""
+    """Compute summed (objective, cross-entropy) from hidden states; labels of -100 do not count."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor | None, labels: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars.
 
-        Where the model computes its logits itself, they are given as hidden [B, S, V], no weight.
+        If the model computes its logits itself, they are passed as hidden [B, S, V], weight None.
         """
 
 
 def no_loss(
     hidden: Tensor, weight: Tensor | None, labels: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Stand for the loss of a model that is built for its shapes alone."""
+    """Stand in for the loss of a model that is built only for its shapes."""
     raise AssertionError("this model was built for its shapes")
 
 
 class Wrapper(nn.Module):
-    """A module around a Hugging Face model, and the FSDP root."""
+    """A module that wraps a Hugging Face model and is the FSDP root."""
 
     hf: PreTrainedModel
     source_dtype: torch.dtype | None
-    """What the model's config asked for, before training's own."""
+    """The dtype in the model's original config, before training sets its own."""
     offloaded: bool
-    """Sharded parameters live in host memory."""
+    """Sharded parameters are offloaded to host memory."""
 
 
 class LanguageModel(Wrapper):
     """Wrap a Hugging Face causal language model so that its forward returns a summed loss.
 
-    It is the FSDP root: parameters outside the blocks are whole only while its forward runs.
+    It is the FSDP root: its hook gathers the parameters outside the blocks when forward starts.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class LanguageModel(Wrapper):
         boundaries: Tensor | None = None,
         longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Sum over the labels of this micro-batch that are not -100: (objective, cross-entropy).
+        """Return (objective, cross-entropy) of a micro-batch, summed over labels that are not -100.
 
-        The objective is what to differentiate: the loss's own, and what a mixture of experts adds
-        for its router. `labels[b, s]` is the token that follows `input_ids[b, s]`: already shifted.
-        Positions that restart at 0 mark the documents of a packed row; None means one document per
-        row, which takes the plain causal kernel (no mask is built). `boundaries` says the same for
-        the rows laid end to end, `longest` is the longest document in tokens; kernels that take
-        no mask need both with position_ids.
+        Differentiate the objective: the loss's own, plus the router loss of a mixture of experts.
+        `labels[b, s]` is the token that follows `input_ids[b, s]`: already shifted. Positions that
+        restart at 0 mark the documents of a packed row; None means one document per row, for which
+        the plain causal kernel runs (no mask is built). `boundaries` are the same documents' edges
+        with the rows laid end to end, `longest` is the longest document in tokens; kernels without
+        a mask need both with position_ids.
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
         inputs: dict[str, Any] = {"input_ids": input_ids}
-        if position_ids is not None:  # not every model takes them
+        if position_ids is not None:  # not every model takes position_ids
             inputs["position_ids"] = position_ids
         if self.by_boundaries and position_ids is not None:
             assert boundaries is not None, "this attention needs the documents' boundaries"
@@ -129,9 +129,9 @@ def build(
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
 ) -> LanguageModel:
-    """Build the model on the meta device: every shape, no memory (`attention`: attention.py)."""
+    """Build the model on the meta device, without memory; `attention` is as in attention.py."""
     source_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else None
-    config = copy.deepcopy(config)  # from_config writes dtype and attention into what it is given
+    config = copy.deepcopy(config)  # from_config writes dtype and attention into its argument
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(
             config,
@@ -148,14 +148,14 @@ def num_parameters(model: nn.Module) -> int:
 
 
 State: TypeAlias = dict[str, Tensor | Linear4bit]
-"""A state dict; a weight that is held in 4 bits is given as its layer."""
+"""A state dict; a 4-bit weight is represented by its layer."""
 
 
 def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> State:
-    """Return the state dict without adapters, under the names it has without them.
+    """Return the state dict of the base model, without adapters and under its original names.
 
-    peft moves a layer that it adapts into one named base_layer. A weight that is held in 4 bits is
-    given as its layer, whose shape is the weight's.
+    peft moves an adapted layer into a child named base_layer; that part of the name is removed. A
+    4-bit weight is represented by its layer, which has the weight's shape.
     """
     held = {name: m for name, m in hf.named_modules() if isinstance(m, Linear4bit)}
     state: State = {f"{name}.weight": module for name, module in held.items()}
@@ -167,12 +167,12 @@ def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> State:
 
 
 def _head_is_plain(hf: PreTrainedModel) -> bool:
-    """Tell whether the logits are exactly head(hidden states), by running the forward on stubs.
+    """Return whether the logits are exactly head(hidden states), by running the forward on stubs.
 
-    Softcapping, scaling and multipliers have a different config name in every family, so the code
-    itself is asked: the base model is replaced by one that returns known values, the head by the
-    identity. A forward that will not run so is not plain, and then is used whole: correct for any
-    model, at the price of full logits.
+    Softcapping, scaling and multipliers have other config names in every family, so the model's
+    code is run: its base model is replaced by one that returns known values, its head by the
+    identity. If that forward fails or changes the values, the head is not plain; the whole model's
+    forward is then used, which is correct for any model but computes full logits.
     """
     hidden = torch.linspace(-100.0, 100.0, 64).reshape(1, 2, 32)
     head = hf.get_output_embeddings()
@@ -181,23 +181,24 @@ def _head_is_plain(hf: PreTrainedModel) -> bool:
         return False
     probe = copy.copy(hf)
     identity = nn.Identity()
-    identity.register_buffer("weight", torch.zeros(1))  # some ask for its dtype
+    identity.register_buffer("weight", torch.zeros(1))  # some models read its dtype
     stubs: dict[str, nn.Module] = dict.fromkeys(names, identity)
     stubs[hf.base_model_prefix] = _KnownHidden(hidden)
     probe.__dict__["_modules"] = {**hf._modules, **stubs}
     try:
         logits = probe(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
-    except Exception as error:  # any failure of foreign code means the same: not plain
+    except Exception as error:  # any failure of the model's code: not plain
         log.info("%s: full logits are used (%r)", type(hf).__name__, error)
         return False
     return logits.shape == hidden.shape and torch.equal(logits, hidden)
 
 
 def _router_loss(hf: PreTrainedModel) -> Callable[[Any], Tensor] | None:
-    """Return what balances the load of a mixture of experts, from its router logits; or None.
+    """Return the load-balancing loss of a mixture of experts, from router logits; None if none.
 
-    It is the family's own function and coefficient (Switch Transformer's, arXiv 2101.03961), over
-    the tokens of one micro-batch. Micro-batches are the same for any number of workers, so it is.
+    It uses the family's own function and coefficient (Switch Transformer's, arXiv 2101.03961) over
+    the tokens of one micro-batch. Since micro-batches do not depend on the number of workers,
+    neither does this loss.
     """
     config = hf.config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", None)
@@ -218,7 +219,7 @@ class _KnownHidden(nn.Module):
         self.hidden = hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> _Output:
-        """Shapes: returns the hidden states as given, [1, 2, 32]."""
+        """Return the given hidden states, [1, 2, 32]."""
         return _Output(self.hidden)
 
 

@@ -1,10 +1,10 @@
-"""Build an image classifier of transformers, and fill it: the same code for every strategy.
+"""Build, distribute and fill an image classifier of transformers, by any strategy.
 
     classifier = build_classifier(shape, look...)      # meta device: shapes only
     model = distribute(classifier, "ddp", source, seed, device)
     objective, loss, logits = model(images, labels, others, shares)
 
-`Classifier` takes bytes as they come from the data and returns sums over the micro-batch.
+`Classifier` takes uint8 images from the data pipeline and returns sums over the micro-batch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from rayapp.model.weights import load_weights, misfits_of
 from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.storage import Storage
 
-DERIVED = ("out_features", "out_indices", "stage_names")  # of other fields of a config.json
+DERIVED = ("out_features", "out_indices", "stage_names")  # fields that follow from others
 
 
 class Classifier(Wrapper):
-    """Wrap a Hugging Face image classifier so that its forward takes bytes and returns sums."""
+    """Wrap a Hugging Face image classifier: its forward takes uint8 images and returns sums."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Classifier(Wrapper):
         self.offloaded = False
         self.label_smoothing, self.compute = label_smoothing, compute
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
-        # Batch-norm must see nothing of a blank image, and what convolves takes none at all; what
-        # attends reshapes, and cannot.
+        # Whether an empty micro-batch can run. Convolutional models must take it as it is, since a
+        # blank image would enter batch-norm's statistics; attention models cannot reshape it.
         self.takes_none = any(isinstance(module, nn.BatchNorm2d) for module in hf.modules())
         self._mean, self._std = tuple(mean), tuple(std)
         self._scale: tuple[Tensor, Tensor] | None = None  # per channel, on the device
@@ -68,8 +68,8 @@ class Classifier(Wrapper):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sums over the images of the objective and of the cross-entropy, and the logits.
 
-        The objective is what to differentiate: the cross-entropy with label smoothing. An image's
-        target is its label by its share, and the other's class by the rest.
+        Differentiate the objective: the cross-entropy with label smoothing. An image's target is
+        its label with weight `shares`, and the class in `others` with weight 1 - `shares`.
 
         Shapes: images uint8 [b, S, S, 3], labels, others int64 [b], shares float32 [b] -> two
         scalars and [b, classes].
@@ -78,7 +78,7 @@ class Classifier(Wrapper):
         pixels = images.new_zeros(1, *images.shape[1:]) if blank else images
         with torch.autocast(images.device.type, self.compute, enabled=self.mixed):
             logits = self.hf(self.normal(pixels)).logits
-        if blank:  # of no weight, but in the graph: all ranks join the same collectives
+        if blank:  # zero, but in the graph, so that all ranks join the collectives
             nothing = (logits * 0.0).float().sum()
             return nothing, nothing.detach(), logits[:0]
         scores = torch.log_softmax(logits.float(), -1)
@@ -90,11 +90,11 @@ class Classifier(Wrapper):
 
     @property
     def mixed(self) -> bool:
-        """Say whether convolutions and matmuls compute in less than fp32."""
+        """Whether convolutions and matmuls run in a lower precision than fp32."""
         return self.compute != torch.float32
 
     def normal(self, images: Tensor) -> Tensor:
-        """Return bytes [b, S, S, 3] as the model's [b, 3, S, S], with mean 0 and deviation 1."""
+        """Normalise uint8 [b, S, S, 3] to the model's fp32 [b, 3, S, S], by mean and deviation."""
         if self._scale is None or self._scale[0].device != images.device:
             factors = [1.0 / (255.0 * std) for std in self._std]
             shifts = [mean / std for mean, std in zip(self._mean, self._std, strict=True)]
@@ -106,7 +106,7 @@ class Classifier(Wrapper):
 
 
 def resolve_classifier(path: str) -> ModelSource:
-    """Find what `model.path` means for images: a preset of theirs, else as for any model.
+    """Resolve `model.path` as for any model, with an error that names the image presets.
 
     Raises:
         ValueError: it is nothing of the kind.
@@ -120,7 +120,7 @@ def resolve_classifier(path: str) -> ModelSource:
 
 
 def shape_of_classifier(path: str, overrides: Mapping[str, object], classes: Sequence[str]) -> Any:
-    """Return (config of the model with these classes, its source: None for a preset).
+    """Return (the model's config with these classes, its source or None for a preset).
 
     Raises:
         ValueError: it is no image classifier that transformers knows.
@@ -138,7 +138,7 @@ def shape_of_classifier(path: str, overrides: Mapping[str, object], classes: Seq
         )
     if source is not None and not overrides:
         shape = copy.deepcopy(source.config)
-    else:  # made anew: what follows from other fields must not stay as it was
+    else:  # drop the fields that follow from others, so that they are recomputed
         given = {name: value for name, value in given.items() if name not in DERIVED}
         shape = _shape_with(kind, given, overrides)
     if classes:
@@ -168,7 +168,7 @@ def _shape_with(kind: Any, given: Mapping[str, object], overrides: Mapping[str, 
 
 
 def build_classifier(shape: PretrainedConfig, **options: Any) -> Classifier:
-    """Build the model on the meta device: every shape, no memory (options of `Classifier`)."""
+    """Build the model on the meta device, without memory; `options` are those of `Classifier`."""
     with torch.device("meta"):
         hf = AutoModelForImageClassification.from_config(
             copy.deepcopy(shape), dtype=torch.float32, trust_remote_code=False
@@ -177,7 +177,7 @@ def build_classifier(shape: PretrainedConfig, **options: Any) -> Classifier:
 
 
 def classifier_problems(path: str, source: ModelSource | None, shape: Any) -> list[str]:
-    """Say what would keep this model from being built and filled, from headers alone."""
+    """Return the problems that prevent building or filling the model; reads headers only."""
     try:
         classifier = build_classifier(shape, mean=(0, 0, 0), std=(1, 1, 1))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -201,7 +201,10 @@ def distribute(
     device: torch.device,
     replicas: int = 1,
 ) -> nn.Module:
-    """Give the model memory and values, and let its gradients be summed over all ranks."""
+    """Shard or wrap the model, fill it, and make its gradients sums over all ranks.
+
+    It is filled from `source`, or drawn from `seed` if that is None.
+    """
     if strategy != "ddp":
         mesh = device_mesh(device.type, strategy=strategy, replicas=replicas)
         shard(classifier, mesh, strategy=strategy)
@@ -218,23 +221,23 @@ def distribute(
     wrapped = DistributedDataParallel(
         classifier, device_ids=where, forward_sync_buffers=False, gradient_as_bucket_view=True
     )
-    wrapped.register_comm_hook(None, lambda state, bucket: _summed(bucket))  # wants no types
+    wrapped.register_comm_hook(None, lambda state, bucket: _summed(bucket))  # it checks types
     return wrapped
 
 
 @torch.no_grad()
 def _lay_out(classifier: Classifier) -> None:
-    """Lay out the kernels of convolutions as their inputs are, with the channels last."""
+    """Store convolution kernels in channels-last layout, like their inputs."""
     for module in classifier.modules():
         if isinstance(module, nn.Conv2d) and not isinstance(module.weight, DTensor):
-            # Not contiguous(), which leaves a 1 x 1 kernel as it is: its gradient would be laid out
-            # otherwise than DDP's bucket.
+            # Not contiguous(), which leaves a 1 x 1 kernel as it is: its gradient's layout would
+            # differ from that of DDP's bucket.
             laid_out = torch.empty_like(module.weight, memory_format=torch.channels_last)
             module.weight.data = laid_out.copy_(module.weight)
 
 
 def _summed(bucket: Any) -> torch.futures.Future[Tensor]:
-    """Sum a bucket of gradients over ranks: the loss is divided by the global batch already."""
+    """Sum a bucket of gradients over ranks; the loss is already divided by the global batch."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
@@ -242,10 +245,10 @@ def _summed(bucket: Any) -> torch.futures.Future[Tensor]:
 
 @torch.no_grad()
 def _draw_convolutions(hf: PreTrainedModel, seed: int) -> None:
-    """Draw convolutions as He et al. 2015 do (arXiv 1502.01852), and let batch-norms begin as 1, 0.
+    """Draw convolutions as He et al. 2015 (arXiv 1502.01852); set batch-norms to scale 1, shift 0.
 
-    transformers draws EfficientNet's, its batch-norms' scales too, from a deviation of 0.02: from
-    there it does not train.
+    transformers draws EfficientNet's convolutions, and its batch-norms' scales, with a standard
+    deviation of 0.02, from which the model does not train. Models without batch-norm are unchanged.
     """
     if not any(isinstance(module, nn.BatchNorm2d) for module in hf.modules()):
         return
@@ -265,7 +268,7 @@ def _draw_convolutions(hf: PreTrainedModel, seed: int) -> None:
 def write_processor(
     storage: Storage, size: int, crop: float, mean: Sequence[float], std: Sequence[float]
 ) -> None:
-    """Write how images are to be scaled, cropped and normalised, as transformers reads it."""
+    """Write transformers' preprocessor_config.json: how to scale, crop and normalise images."""
     values = {
         "image_processor_type": "ConvNextImageProcessor",
         "size": {"shortest_edge": size},

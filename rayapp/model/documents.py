@@ -1,11 +1,12 @@
-"""Whether a model keeps the documents of a packed row apart, asked of the model itself.
+"""Test whether a model keeps the documents of a packed row apart, by running it.
 
     if not keeps_documents_apart(lm, device): ...
 
-Whether transformers makes a mask of positions that restart, or hands on the documents' boundaries,
-differs from model to model; recurrent layers carry a state on, whatever the mask. So no list of
-names is kept: the loss of a row's second document is differentiated by what the first one's tokens
-are embedded as. Who sees nothing of them has a gradient of zero there, exactly.
+Models differ in whether transformers builds a mask from restarting positions or passes on the
+documents' boundaries, and recurrent layers carry their state across documents whatever the mask. So
+there is no list of model names: the loss of a row's second document is differentiated with respect
+to the embeddings of the first document's tokens. If the model keeps documents apart, that gradient
+is exactly zero.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 
 from rayapp.model.build import LanguageModel
 
-LENGTH = 8  # tokens of either document
+LENGTH = 8  # tokens per document
 
 
 def keeps_documents_apart(model: LanguageModel, device: torch.device) -> bool:
-    """Run one row of two documents forward and backward; all ranks together, no state is changed.
+    """Return whether the second of two documents in a row is independent of the first.
 
-    False too for a model that takes no positions, which could not tell where a document begins.
+    All ranks call it together: it runs one forward and one backward pass, then clears the
+    gradients; weights and random state stay. False also for a model that takes no position_ids,
+    since it cannot tell where a document begins.
     """
     taker = model.hf.base_model if model.plain_head else model.hf
     if "position_ids" not in inspect.signature(taker.forward).parameters:
@@ -41,7 +44,7 @@ def keeps_documents_apart(model: LanguageModel, device: torch.device) -> bool:
 
     handle = model.hf.get_input_embeddings().register_forward_hook(keep)
     training = model.training
-    model.eval()  # without dropout: no random number is drawn
+    model.eval()  # no dropout, so that no random numbers are drawn
     try:
         with torch.compiler.set_stance("force_eager"):  # no compilation for rows of this length
             objective, _ = model(ids, labels, row % LENGTH, ends, LENGTH)

@@ -4,9 +4,9 @@
     AutoModelForCausalLM.from_pretrained("run/model")
 
 Every rank derives the same plan from shapes: which parameters make which tensors on disk (the
-reverse of transformers' loading conversions), in which file, at which offset, owned by which rank.
-Then all ranks gather one parameter at a time, and the owner streams it into its file. Files of
-different ranks are written in turns, so that their uploads overlap.
+reverse of transformers' loading conversions), in which file, at which offset, written by which
+rank. Then all ranks gather one parameter at a time, and the rank that owns its file streams it
+there. Parameters of different ranks' files are gathered in turn, so that their uploads overlap.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_FILE_BYTES = 4 * 2**30
 
 @dataclass
 class Group:
-    """Name the parameters that are written together, and the tensors on disk that they make."""
+    """Parameters that are converted and written together, and the tensors on disk they become."""
 
     converter: WeightConverter | None
     members: list[tuple[str, str]] = field(default_factory=list)
@@ -56,15 +56,15 @@ class Group:
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk."""
+        """Bytes on disk."""
         return sum(shape.numel() * dtype.itemsize for dtype, shape in self.tensors.values())
 
 
 class _Reverse:
     """Undo transformers' loading conversions, one group of parameters at a time.
 
-    Follows transformers' revert_weight_conversion (5.23), which wants the whole state dict. Like
-    it, leaves out prefix changes: whether the original had the prefix is not known, and both load.
+    It follows transformers' revert_weight_conversion (5.23), which needs the whole state dict. Both
+    skip prefix changes: it is unknown whether the original had the prefix, and both forms load.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -76,7 +76,7 @@ class _Reverse:
         self.converters = [t for t in reverse if isinstance(t, WeightConverter)]
 
     def groups(self, dtype: torch.dtype) -> list[Group]:
-        """Group the state dict, tied tensors once, and find names and shapes on meta tensors."""
+        """Group the state dict (tied tensors once); find names and shapes on meta tensors."""
         by_pattern = {p: c for c in self.converters for p in c.source_patterns}
         state = _untied(self.hf)
         groups: dict[str, Group] = {}
@@ -95,7 +95,7 @@ class _Reverse:
         return list(groups.values())
 
     def run(self, group: Group, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Turn the parameters of a group into tensors by their names on disk."""
+        """Convert the parameters of a group to tensors, by their names on disk."""
         first, _ = group.members[0]
         if group.converter is None:
             return {apply_renamings(first, self.renamings): values[first]}
@@ -122,9 +122,9 @@ def export(
 ) -> list[str]:
     """Write the model to `storage`, called by all ranks; return the names of all files.
 
-    Adapters are added to the weights that they change, in fp32.
+    Adapters are merged into the weights that they change, in fp32.
     The dtype defaults to that of the model's original config.json, or fp32 if it names none.
-    Weights come first and config.json last, so that a folder with one is complete.
+    Weights are written first and config.json last, so that a folder with config.json is complete.
     Raises: RuntimeError on every rank if any of them could not write.
     """
     reshard(model)
@@ -135,7 +135,7 @@ def export(
     names = _file_names(len(files))
     state, changes = _untied(model.hf), updates(model.hf)
     error: Exception | None = None
-    for start in range(0, len(files), world):  # a wave: one file for each rank
+    for start in range(0, len(files), world):  # a wave: one file per rank
         wave = files[start : start + world]
         turns = _gather_in_turns(wave, state, changes, dtype)
         try:
@@ -145,9 +145,9 @@ def export(
                     for owner, group, values in turns:
                         if owner == rank:
                             _write(out, group, reverse.run(group, values))
-        except Exception as caught:  # told to all ranks below: they wait for this one's gathers
+        except Exception as caught:  # raised below on all ranks, which wait for this one's gathers
             error = caught
-        for _ in turns:  # a rank that has nothing to write, or failed, still gives its shards
+        for _ in turns:  # a rank with nothing to write, or that failed, joins the gathers
             pass
     _raise_together(error, storage)
     small: list[str] = []
@@ -162,7 +162,7 @@ def export(
 
 
 def _split(groups: list[Group], max_file_bytes: int) -> list[list[Group]]:
-    """Divide groups over files in order; a larger group gets a file of its own."""
+    """Divide groups over files in order; a group above the limit gets a file of its own."""
     files: list[list[Group]] = [[]]
     size = 0
     for group in groups:
@@ -186,7 +186,7 @@ def _gather_in_turns(
     changes: dict[str, LoraUpdate],
     dtype: torch.dtype,
 ) -> Iterator[tuple[int, Group, dict[str, Tensor]]]:
-    """Gather group after group, from each file of a wave in turn; collective."""
+    """Gather the groups of a wave's files, one group of each file in turn; collective."""
     for turn in zip_longest(*wave):
         for owner, group in enumerate(turn):
             if group is not None:
@@ -201,7 +201,10 @@ def _gather_in_turns(
 def _gather(
     tensor: Tensor | Linear4bit, dtype: torch.dtype, change: LoraUpdate | None = None
 ) -> Tensor:
-    """Return the whole of a tensor on every rank, cast before it travels; collective."""
+    """Return a whole tensor on every rank, with its LoRA update if any; collective.
+
+    Without an update, shards are cast before they are gathered.
+    """
     dtype = _stored_as(tensor, dtype)
     if change is None:
         return tensor.whole().to(dtype) if isinstance(tensor, Linear4bit) else _whole(tensor, dtype)
@@ -216,7 +219,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.to(dtype)
-    on = tensor.device_mesh.device_type  # offloaded shards are not where their mesh communicates
+    on = tensor.device_mesh.device_type  # offloaded shards are not on the mesh's device
     return cast(DTensor, tensor.to(device=on, dtype=dtype)).full_tensor()
 
 
@@ -225,7 +228,7 @@ def _stored_as(tensor: Tensor | Linear4bit, dtype: torch.dtype) -> torch.dtype:
 
 
 def _untied(hf: PreTrainedModel) -> State:
-    """Return the state dict with shared tensors once, under their first name."""
+    """Return the state dict to save, with shared tensors once under their first name."""
     seen: set[int] = set()
     state: State = {}
     for name, tensor in base_state(hf, keep_vars=True).items():
@@ -250,7 +253,7 @@ def _write(out: BinaryIO, group: Group, tensors: dict[str, Tensor]) -> None:
 def _raise_together(
     error: Exception | None, storage: Storage, found: list[str] | None = None
 ) -> list[str]:
-    """Wait for all ranks; return what rank 0 found, or raise on every rank what failed on any.
+    """Wait for all ranks; return rank 0's `found`, or raise on every rank if any failed.
 
     Raises: RuntimeError naming the ranks and their errors.
     """
@@ -273,7 +276,7 @@ def _write_small_files(
     generation_config: GenerationConfig | None,
     dtype: torch.dtype,
 ) -> list[str]:
-    """Write everything but weights, drop weights of an earlier export; return the names."""
+    """Write everything but weights, delete weights of an earlier export; return the names."""
     small: dict[str, bytes] = {}
     if len(files) > 1:
         small[INDEX] = _index(files, names)
@@ -313,8 +316,8 @@ def _index(files: list[list[Group]], names: list[str]) -> bytes:
 def _config_json(hf: PreTrainedModel, dtype: torch.dtype) -> bytes:
     """Write config.json so that transformers 4 reads it too.
 
-    Version 5 renamed torch_dtype to dtype and moved the rotary settings into rope_parameters;
-    version 4 ignores what it does not know and would use its default rope_theta in silence.
+    Version 5 renamed torch_dtype to dtype and moved the rotary settings into rope_parameters.
+    Version 4 ignores unknown fields, and would use its default rope_theta without a warning.
     """
     config = deepcopy(hf.config)
     config.architectures = [type(hf).__name__.removeprefix("FSDP")]

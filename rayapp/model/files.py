@@ -42,7 +42,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """Locate one tensor on disk; `offset` is in bytes from the start of the file."""
+    """The location of one tensor on disk; `offset` is in bytes from the start of the file."""
 
     file: str
     dtype: torch.dtype
@@ -127,7 +127,7 @@ def read_header(storage: Storage, file: str) -> dict[str, Stored]:
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:
-    """Return the start of a file up to its data, which follows in this order without gaps."""
+    """Return a file's header length and header; the data follows in this order without gaps."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -135,5 +135,5 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:
         where = {"shape": list(shape), "data_offsets": [begin, end]}
         header[name] = {"dtype": DTYPE_NAMES[dtype], **where}
     data = json.dumps(header, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 8)  # so that the data is aligned
+    data += b" " * (-len(data) % 8)  # aligns the data to 8 bytes
     return struct.pack("<Q", len(data)) + data

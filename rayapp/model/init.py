@@ -1,13 +1,13 @@
-"""Give a sharded model memory, and draw its first weights the same at every world size.
+"""Allocate a sharded model, and draw initial weights that are the same at every world size.
 
     init_weights(model, seed=0, device="cuda")       # from scratch; each rank keeps its own rows
     allocate(model, "cuda")                          # or: memory and buffers, values to be loaded
 
-Transformers fills a model through `_init_weights(module)`, module by module, with no promise about
-which tensors of which children a call writes. Here each call runs on a copy of the module in which
-only what it will write has memory, seeded by (seed, module name); no rank holds more than that and
-its shards. Buffers such as rotary frequencies are rebuilt the same way, since leaving the meta
-device loses them.
+transformers fills a model through `_init_weights(module)`, module by module, without documenting
+which tensors of which children a call writes. Here each call runs on a copy of the module, seeded
+by (seed, module name), in which only the tensors that the call writes have memory. A rank so holds
+no more than those and its shards. Buffers such as rotary frequencies are rebuilt the same way,
+because a model that leaves the meta device loses them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rayapp.model.build import Wrapper
 def init_weights(model: Wrapper, seed: int, device: torch.device | str) -> None:
     """Allocate this rank's shards and draw their values from (seed, module name).
 
-    One module at a time is drawn whole in host memory by the HF model's own `_init_weights`, and
-    only the local rows are kept. Children come first, so that what a parent draws again for them
-    (GPT-2's scaled projections) stands, as it does in transformers.
+    The HF model's own `_init_weights` draws one module at a time whole in host memory, and only the
+    local rows are kept. Children come before parents, as in transformers, so that values which a
+    parent draws for its children (GPT-2's scaled projections) are the final ones.
     Raises: ValueError if the HF model leaves a parameter undefined.
     """
     allocate(model, device)
@@ -55,7 +55,7 @@ def init_weights(model: Wrapper, seed: int, device: torch.device | str) -> None:
 
 @torch.no_grad()
 def allocate(model: Wrapper, device: torch.device | str) -> None:
-    """Give parameters memory (values undefined) and buffers their values; ties stay tied.
+    """Allocate parameters (values undefined) and rebuild buffers; tied parameters stay tied.
 
     Raises: ValueError if a buffer's value cannot be recomputed.
     """
@@ -63,7 +63,7 @@ def allocate(model: Wrapper, device: torch.device | str) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     model.to_empty(device="cpu" if model.offloaded else device)
-    for first, *aliases in names.values():  # to_empty gives every alias a parameter of its own
+    for first, *aliases in names.values():  # to_empty makes a separate parameter of each alias
         for alias in aliases:
             path, _, key = alias.rpartition(".")
             setattr(model.get_submodule(path), key, model.get_parameter(first))
@@ -81,7 +81,7 @@ def allocate(model: Wrapper, device: torch.device | str) -> None:
         f"{name}.{key}"
         for name, module in model.hf.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.is_meta  # an attribute that is no buffer
+        if isinstance(value, Tensor) and value.is_meta  # a tensor attribute that is no buffer
     }
     if undefined:
         raise ValueError(
@@ -91,7 +91,7 @@ def allocate(model: Wrapper, device: torch.device | str) -> None:
 
 
 def local_slice(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find the part of a tensor that this rank holds: (offsets, sizes), one per dimension."""
+    """Return which part of a tensor this rank holds: (offsets, sizes), one per dimension."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -101,7 +101,7 @@ def local_slice(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the memory that this rank holds of a tensor."""
+    """Return this rank's local tensor of a possibly sharded one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -130,11 +130,11 @@ def _modules_bottom_up(
 def _initial_values(
     owner: PreTrainedModel, module: nn.Module, kind: str, seed: int
 ) -> dict[str, Tensor]:
-    """Return what HF's initialisation of one module writes, by path below it, on the CPU.
+    """Return the tensors that HF's initialisation of one module writes, by path, on the CPU.
 
-    `kind` is "_parameters" or "_buffers"; only tensors of this kind get memory, and of the
-    module's children only those that its initialisation reaches into, which a first run on meta
-    tensors finds by their version counters.
+    `kind` is "_parameters" or "_buffers". A first run on meta tensors finds by version counters
+    which tensors of this kind it writes, in the module and its children. Only those get memory for
+    the second run, which is seeded and whose values are returned.
     """
     with torch.random.fork_rng(devices=[]):
         probe = _meta_copy(module)
@@ -160,10 +160,10 @@ def _tensors(module: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _meta_copy(module: nn.Module) -> Any:
-    """Copy a module and its children with empty meta tensors, sharing everything else."""
+    """Copy a module and its children with meta tensors; everything else is shared."""
     kind_of = type(module)
     if isinstance(module, FSDPModule):
-        kind_of = kind_of.__mro__[2]  # the class before sharding, as FSDPModule.__new__ finds it
+        kind_of = kind_of.__mro__[2]  # the class before sharding, found as FSDPModule.__new__ does
     clone = object.__new__(kind_of)
     clone.__dict__.update(module.__dict__)
     for kind in ("_parameters", "_buffers"):
@@ -178,7 +178,7 @@ def _meta_copy(module: nn.Module) -> Any:
 
 
 def _unset_like(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor of this shape full of a value that no initialisation gives."""
+    """Return a tensor filled with a sentinel: NaN, or for integers the smallest value."""
     value: float | int | bool = float("nan")
     if not tensor.is_floating_point():
         value = False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min

@@ -1,4 +1,4 @@
-"""Compute the blocks faster: compiled, or with matmuls in float8.
+"""Speed up the blocks: compile them, or run their matmuls in float8.
 
 use_float8(model, device)                             # before shard()
 compile_blocks(model)                                 # after shard()
@@ -21,18 +21,18 @@ from rayapp.model.attention import Unavailable
 from rayapp.model.build import LanguageModel
 from rayapp.model.sharding import find_blocks
 
-ADA = (8, 9)  # compute capability with float8 matmuls
+ADA = (8, 9)  # lowest compute capability with float8 matmuls
 
 
 def compile_blocks(model: LanguageModel) -> None:
     """Compile the forward pass of each block, inside FSDP's hooks.
 
-    Only after `shard`, which gives the blocks another class: that class's forward is the one that
-    recomputes activations.
+    Call it after `shard`, which gives the blocks a new class: activations are recomputed by the
+    forward of that class.
 
-    All blocks share one code object and are alike but for their parameters, so one compilation
-    serves them all. The layer's number is no guard: only a cache of keys and values asks for it,
-    and training has none.
+    All blocks share one code object and differ only in their parameters, so one compilation serves
+    them all. The layer's index adds no guard: only a key-value cache reads it, and training uses
+    none.
     """
     for block in find_blocks(model.hf):
         block.forward = torch.compile(block.forward)
@@ -40,20 +40,20 @@ def compile_blocks(model: LanguageModel) -> None:
 
 @dataclass(frozen=True)
 class CompileGain:
-    """Forward and backward of one block, by the second pass or later; in seconds."""
+    """Seconds of one block's forward and backward, eager and compiled, measured after a warm-up."""
 
     eager_s: float
     compiled_s: float
     compile_s: float
-    """What the first compiled pass took beyond a later one."""
+    """Extra seconds of the first compiled pass over a later one."""
 
     @property
     def speedup(self) -> float:
-        """How many times as fast it is compiled."""
+        """Eager time over compiled time."""
         return self.eager_s / self.compiled_s
 
     def __str__(self) -> str:
-        """Return the line to print."""
+        """Return the result as one line of text."""
         found = f"{self.speedup:.2f}x faster"
         if self.speedup < 1.0:
             found = f"{1 / self.speedup:.2f}x slower: set train.compile=false"
@@ -61,10 +61,11 @@ class CompileGain:
 
 
 def measure_compile(model: LanguageModel, batch: dict[str, Any]) -> CompileGain:
-    """Time the last block on what it gets of a micro-batch, as it is and compiled.
+    """Time the last block on its inputs of a micro-batch, eager and compiled.
 
-    All ranks call it together. It costs a forward pass and eight passes through one block, and
-    leaves what it compiled to the training; weights, gradients and random numbers stay.
+    All ranks call it together. It costs one forward pass of the model and eight forward and
+    backward passes of one block; training reuses the compiled code. Weights, gradients and random
+    state stay as they were.
     """
     block = find_blocks(model.hf)[-1]
     calls: list[tuple[tuple[Any, ...], dict[str, object]]] = []
@@ -94,12 +95,12 @@ def measure_compile(model: LanguageModel, batch: dict[str, Any]) -> CompileGain:
 def _forward_and_backward(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
 ) -> Callable[[], None]:
-    """Return what runs a block once past FSDP's hooks, with gradients that go nowhere."""
+    """Return a function that runs a block once without FSDP's hooks and discards the gradients."""
     hidden, *others = args
     trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
 
     def run() -> None:
-        start = hidden.detach().requires_grad_().clone()  # no leaf, as inside the model
+        start = hidden.detach().requires_grad_().clone()  # not a leaf, as inside the model
         output = block.forward(start, *others, **kwargs)
         output = output if isinstance(output, Tensor) else output[0]
         torch.autograd.grad(output, [start, *trained], torch.ones_like(output), allow_unused=True)
@@ -117,7 +118,7 @@ def _seconds(run: Callable[[], None], device: torch.device) -> float:
 
 
 def use_float8(model: LanguageModel, device: torch.device, *, emulate: bool = False) -> None:
-    """Do the blocks' matmuls in float8, scaled by rows (torchao); weights stay what they are.
+    """Run the blocks' matmuls in float8 with row-wise scales (torchao); weights keep their dtype.
 
     `emulate` rounds to float8 and multiplies in fp32, on any device.
     Raises: Unavailable if the device has no float8 matmuls.
@@ -139,6 +140,6 @@ def use_float8(model: LanguageModel, device: torch.device, *, emulate: bool = Fa
 
 
 def _fits(module: nn.Module, name: str) -> bool:
-    """Tell whether a matmul is one that float8 kernels take: sides that 16 divides."""
+    """Return whether float8 kernels take this layer: no adapter, both sides multiples of 16."""
     sides = getattr(module, "in_features", 1), getattr(module, "out_features", 1)
     return "lora_" not in name and all(side % 16 == 0 for side in sides)

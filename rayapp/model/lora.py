@@ -1,13 +1,13 @@
-"""Low-rank adapters (peft's LoRA) on a frozen base: add, draw, and export them.
+"""Low-rank adapters (peft's LoRA) on a frozen base: add, initialise and export them.
 
     add_adapters(model, lora)                             # on the meta device, before shard()
     hold_in_4_bits(model, torch.bfloat16)                 # the frozen base, if so wanted
     init_adapters(model, seed=0)                          # after init_weights() or load_weights()
     export_adapters(model, open_storage("s3://bucket/adapter"), base="meta-llama/Llama-3.1-8B")
 
-peft's own layers compute, so what is exported loads in peft with the same result. Adapters train
-in fp32 whatever the base is held in. Base parameters keep their original names on disk: see
-`base_state`.
+The forward runs peft's own layers, so an exported adapter gives the same result in peft. Adapters
+are trained in fp32, whatever the dtype of the base. Base parameters keep their original names on
+disk: see `base_state`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from rayapp.model.quantize import BLOCK, Linear4bit
 from rayapp.model.sharding import find_blocks, reshard
 from rayapp.storage import Storage
 
-ADAPTER = "default"  # peft's name for the only one
+ADAPTER = "default"  # peft's name for a model's only adapter
 FACTORS = ("lora_A", "lora_B")
 
 
 class LoraSettings(Protocol):
-    """What the config says of adapters."""
+    """The adapters' settings in the config."""
 
     rank: int
     alpha: float
@@ -57,7 +57,7 @@ class LoraUpdate:
 
 
 def linear_names(hf: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of all linear layers inside the blocks, e.g. q_proj."""
+    """Return the last name parts (e.g. q_proj) of all linear layers in the blocks, sorted."""
     found = {
         name.rpartition(".")[2]
         for block in find_blocks(hf)
@@ -68,7 +68,7 @@ def linear_names(hf: PreTrainedModel) -> list[str]:
 
 
 def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:
-    """Say which targets are not among the names of the blocks' linear layers; None if all are."""
+    """Return an error text for targets that name no linear layer of the blocks; None if all do."""
     unknown = sorted(set(targets) - set(names))
     if not unknown:
         return None
@@ -79,7 +79,7 @@ def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
-    """Wrap the linear layers of the blocks (or those named in `targets`) and freeze all else.
+    """Add adapters to the blocks' linear layers (or those in `targets`), and freeze all else.
 
     Raises: ValueError if a target is no linear layer of the blocks.
     """
@@ -101,9 +101,9 @@ def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
 
 
 def hold_in_4_bits(model: LanguageModel, dtype: torch.dtype) -> None:
-    """Replace the blocks' frozen linear layers; `dtype` is the compute dtype.
+    """Replace the blocks' frozen linear layers by 4-bit ones; `dtype` is the compute dtype.
 
-    A layer whose width 64 does not divide, or whose weight trains, stays as it is.
+    A layer whose input width is no multiple of 64, or whose weight is trained, stays as it is.
     """
     for block in find_blocks(model.hf):
         for name, module in list(block.named_modules()):
@@ -124,9 +124,10 @@ def trained(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def init_adapters(model: LanguageModel, seed: int) -> None:
-    """Draw the first factor from (seed, name), uniform in +-1/sqrt(in), and clear the second.
+    """Draw factor A from (seed, name), uniform in +-1/sqrt(in), and set factor B to zero.
 
-    So the adapted model starts as its base, at any world size (Hu et al. 2021, arXiv 2106.09685).
+    The adapted model so starts equal to its base (Hu et al. 2021, arXiv 2106.09685), with the same
+    values at any world size.
     """
     for name, parameter in trained(model.hf).items():
         values = torch.zeros(parameter.shape)
@@ -138,7 +139,7 @@ def init_adapters(model: LanguageModel, seed: int) -> None:
 
 
 def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate]:
-    """Return the adapters' updates by the original name of the weight that they change."""
+    """Return the adapters' weight updates by the original name of the weight."""
     return {
         f"{name}.weight": LoraUpdate(
             module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight, module.scaling[ADAPTER]
@@ -152,7 +153,7 @@ def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate]:
 def export_adapters(
     model: LanguageModel, storage: Storage, *, base: str, tokenizer: Any = None
 ) -> list[str]:
-    """Write the adapters as peft does, called by all ranks; return the names of all files."""
+    """Write the adapters in peft's format; all ranks call it. Return the names, [] off rank 0."""
     reshard(model)
     whole = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": _whole(parameter)

@@ -1,12 +1,12 @@
-"""Hold frozen linear layers in 4 bits (NF4 of QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+"""Store frozen linear layers in 4 bits (NF4 of QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
 
     layer = Linear4bit(linear, torch.bfloat16)     # no memory yet
     layer.to_empty(device="cuda").fill(weight)
 
-bitsandbytes quantizes and dequantizes, 64 values of a row at a time, so that rows can be sharded,
-loaded and quantized by themselves. FSDP casts floating parameters to the compute dtype and would
-do so to bytes as well; the bytes are therefore held as numbers of that dtype, which no cast
-touches.
+bitsandbytes quantizes and dequantizes blocks of 64 values within a row, so that each row can be
+sharded, loaded and quantized on its own. FSDP casts parameters to the compute dtype, which would
+destroy packed bytes. The bytes are therefore stored as tensors of that dtype, which FSDP leaves as
+they are.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-BLOCK = 64  # values with one scale
+BLOCK = 64  # values per fp32 scale
 
 
 class Linear4bit(nn.Module):
-    """A frozen linear layer whose weight [out, in] takes 4.5 bits a value."""
+    """A frozen linear layer whose weight [out, in] takes 4.5 bits per value, scales included."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Linear4bit(nn.Module):
         return torch.Size((self.out_features, self.in_features))
 
     def fill(self, rows: Tensor) -> None:
-        """Quantize this rank's rows, [rows, in]."""
+        """Quantize this rank's rows [rows, in] of the weight, and store them."""
         from bitsandbytes.functional import quantize_4bit
 
         packed, state = quantize_4bit(rows.contiguous(), blocksize=BLOCK, quant_type="nf4")
@@ -57,7 +57,7 @@ class Linear4bit(nn.Module):
             part.copy_(values.reshape(-1).view(part.dtype).view(part.shape))
 
     def whole(self) -> Tensor:
-        """Return the weight as it computes, [out, in] in fp32, on all ranks; collective."""
+        """Return the dequantized weight, [out, in] in fp32, on all ranks; collective."""
         parts = (self.packed.detach(), self.scales.detach())
         packed, scales = (
             cast(DTensor, p.to(p.device_mesh.device_type)).full_tensor()
@@ -69,7 +69,7 @@ class Linear4bit(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x times the weight, which is dequantized once more for the backward pass."""
+    """x @ weight.T; the weight is dequantized in the forward and again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Tensor:

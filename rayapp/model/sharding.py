@@ -2,9 +2,9 @@
 
     shard(model, device_mesh("cuda", strategy="full_shard"), param_dtype=torch.bfloat16)
 
-A parameter is sharded over the ranks along its first dimension, one all-gather per transformer
-block; embeddings, final norm and head belong to the root, whose hook gathers them when
-`Wrapper.forward` starts.
+Each parameter is sharded over the ranks along its first dimension (experts in some cases along
+their second), and each transformer block is gathered by one all-gather. Embeddings, final norm and
+head belong to the root, whose hook gathers them when `Wrapper.forward` starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 
 
 def num_nodes() -> int:
-    """Return on how many nodes the ranks are; 1 where they are not spread evenly."""
+    """Return the number of nodes that the ranks run on; 1 if nodes have different rank counts."""
     per_node, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), dist.get_world_size()
     counts: list[int] = [0] * world
     dist.all_gather_object(counts, per_node)
@@ -43,7 +43,7 @@ def num_nodes() -> int:
 
 
 def device_mesh(device_type: str, *, strategy: str, replicas: int = 1) -> DeviceMesh:
-    """Lay all ranks out as the strategy needs: (shard,), or (replicate, shard).
+    """Return the strategy's mesh of all ranks, with dimensions (shard,) or (replicate, shard).
 
     Raises: ValueError if `replicas` does not divide the world.
     """
@@ -108,14 +108,14 @@ def shard(
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the parameters be the shards again: a forward pass leaves some whole, as it computed."""
+    """Free gathered parameters, so that the module holds shards: a forward leaves some gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
-    """Find the transformer blocks: the outermost modules that HF says not to split.
+    """Return the transformer blocks: the outermost modules whose class HF lists as not to split.
 
     Raises: ValueError if the model names none and has no list of layers either.
     """
@@ -134,9 +134,10 @@ def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
-    """Cut experts [experts, ...] along their rows where there are fewer of them than shards.
+    """Shard experts [experts, rows, ...] along rows if the shards divide only the rows evenly.
 
-    8 experts over 32 ranks would be 32 pieces of one expert each, 24 of them padding.
+    Along the first dimension, 8 experts over 32 ranks would be 32 shards of one expert, of which 24
+    are padding.
     """
     if parameter.ndim == 3 and parameter.shape[0] % shards and parameter.shape[1] % shards == 0:
         return Shard(1)
@@ -144,20 +145,20 @@ def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def _prefetch(blocks: list[FSDPModule]) -> None:
-    """Ask for the next block's parameters before a block computes, not when it is done.
+    """Prefetch the next block's parameters before a block computes.
 
-    By itself FSDP does so in the backward pass only; in the forward pass it trusts the host to be
-    ahead of the device.
+    By default FSDP does so in the backward pass only; in the forward pass it relies on the host
+    running ahead of the device.
     """
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Switch off FSDP's division by the world size.
+    """Make FSDP sum gradients over ranks instead of averaging them.
 
-    The loss is already divided by the valid tokens of the global batch. A factor of 1 alone makes
-    FSDP use ReduceOp.PREMUL_SUM, which gloo refuses, hence the explicit SUM.
+    The loss is already divided by the valid tokens of the global batch. With a divide factor of 1
+    alone FSDP would use ReduceOp.PREMUL_SUM, which gloo refuses, so SUM is forced.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

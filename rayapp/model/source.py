@@ -1,10 +1,10 @@
-"""Find the folder that a model path means, and read its configuration and tokenizer.
+"""Resolve a model path to a folder, and read its configuration and tokenizer.
 
     source = resolve("tiny")                 # a preset: architecture only
     source = resolve("s3://bucket/llama")    # a Hugging Face folder anywhere
 
-Tried in this order: s3:// or file:// URL, existing local folder, preset, hub id. Code that a model
-folder brings along is never run.
+A path is tried in this order as: s3:// or file:// URL, existing local folder, preset, hub id. Code
+in a model folder is never run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKENIZER_FILE = re.compile(
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Name one model: its folder, whether that folder has weights, and whose tokenizer it uses."""
+    """One model: its folder, whether it is a preset (no weights), and another tokenizer if set."""
 
     name: str
     folder: Storage
@@ -42,7 +42,7 @@ class ModelSource:
 
     @property
     def storage(self) -> Storage | None:
-        """The folder with the weights, None for a preset."""
+        """The folder with the weights; None for a preset."""
         return None if self.preset else self.folder
 
     @cached_property
@@ -68,13 +68,13 @@ class ModelSource:
 
     @cached_property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation_config.json, None if it has none."""
+        """The folder's generation_config.json; None if it has none."""
         values = _read_json(self.folder, "generation_config.json")
         return None if values is None else GenerationConfig.from_dict(values)
 
 
 def resolve(path: str, tokenizer: str | None = None) -> ModelSource:
-    """Find the model that `path` means; a hub id is downloaded to the Hugging Face cache.
+    """Return the model that `path` names; a hub id is downloaded to the Hugging Face cache.
 
     Raises: ValueError if it is none of URL, folder, preset and hub id, or cannot be fetched.
     """
@@ -96,7 +96,7 @@ def resolve(path: str, tokenizer: str | None = None) -> ModelSource:
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Load the tokenizer that belongs to a source: `source.tokenizer` if set, else its folder's.
+    """Load a source's tokenizer: `source.tokenizer` if set, else the one in its folder.
 
     Raises: ValueError if there is none (a preset brings no tokenizer).
     """

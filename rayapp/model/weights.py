@@ -1,13 +1,13 @@
-"""Check and read a folder of safetensors, every rank only the bytes of its own shards.
+"""Check and read a folder of safetensors; each rank reads only what its own shards need.
 
     for problem in problems(source, from_scratch=False): print(problem)   # headers only, cheap
     stats = load_weights(model, source, device)      # stats.bytes_read is about size / world
 
-Tensors on disk are row-major, so the rows that a rank holds of one are a single byte range. Names
-on disk become parameter names through transformers' conversion tables: mostly a renaming, sometimes
-a conversion (Mixtral's experts are stored one by one and trained as one 3-D parameter). `_plan`
-runs every conversion on meta tensors first, so that what is missing or of the wrong shape is known
-before a byte of data is read.
+Tensors on disk are row-major, so a rank's rows of a tensor are a single byte range. transformers'
+conversion tables map names on disk to parameter names: most tensors are renamed, some are converted
+(Mixtral's experts are stored one by one and trained as one 3-D parameter). `_plan` runs every
+conversion on meta tensors first, which finds missing tensors and wrong shapes before any data is
+read. Some conversions need whole tensors; then every rank reads those.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from rayapp.model.quantize import Linear4bit
 from rayapp.model.source import ModelSource
 from rayapp.storage import Storage
 
-READS_AT_ONCE = 8  # bounds memory to that many slices, and hides the latency of S3
-MAX_NAMED = 5  # of many alike problems, so many are spelled out
+READS_AT_ONCE = 8  # limits memory to as many slices, and hides S3's latency
+MAX_NAMED = 5  # at most this many tensors are named per kind of problem
 
 
 @dataclass
 class Conversion:
-    """Describe how tensors on disk become one or more parameters.
+    """How tensors on disk become one or more parameters.
 
-    Without a converter one tensor is one parameter. `sources` maps the converter's patterns to
+    Without a converter one tensor becomes one parameter. `sources` maps the converter's patterns to
     names on disk, in the order that the converter expects.
     """
 
@@ -58,7 +58,7 @@ class Conversion:
     targets: dict[str, torch.Size] = field(default_factory=dict)
 
     def run(self, hf: PreTrainedModel, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Convert tensors, given by source pattern, to parameters by name."""
+        """Convert tensors, keyed by source pattern, to parameters, keyed by name."""
         first = next(iter(self.targets))
         if self.converter is None:
             return {first: next(iter(tensors.values()))[0]}
@@ -70,7 +70,7 @@ class Conversion:
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
     def is_stack(self) -> bool:
-        """Tell whether row i of the result comes from the i-th tensor of each source alone."""
+        """Return whether row i of the result depends on the i-th tensor of each source only."""
         if self.converter is None or len(self.targets) != 1:
             return False
         merge, *rest = self.converter.operations
@@ -83,14 +83,14 @@ class Conversion:
 
 @dataclass(frozen=True)
 class LoadStats:
-    """Report what this rank read."""
+    """What this rank read."""
 
     bytes_read: int
     seconds: float
     largest_tensor_bytes: int
-    """The most that was read for one conversion: the memory used beside the shards themselves."""
+    """Most bytes read for one conversion: the memory that a read needs beside the shards."""
     extra: tuple[str, ...]
-    """Tensors on disk that the model has no place for."""
+    """Names of tensors on disk that match no parameter."""
 
 
 def load_weights(model: Wrapper, source: ModelSource, device: torch.device | str) -> LoadStats:
@@ -122,7 +122,7 @@ def load_weights(model: Wrapper, source: ModelSource, device: torch.device | str
 
 
 def problems(source: ModelSource, from_scratch: bool) -> list[str]:
-    """Say everything that would keep this model from being built and filled, from headers alone."""
+    """Return every problem that prevents building or filling the model; reads headers only."""
     try:
         config = source.config
     except ValueError as error:
@@ -158,7 +158,7 @@ def problems(source: ModelSource, from_scratch: bool) -> list[str]:
 
 
 def misfits_of(hf: PreTrainedModel, source: ModelSource) -> list[str]:
-    """Say what keeps a model that was built on the meta device from being filled; headers only."""
+    """Return the problems that prevent filling a model on the meta device; reads headers only."""
     if source.storage is None:
         return [f"model.path={source.name} is a preset of language models, and has no weights"]
     try:
@@ -170,7 +170,7 @@ def misfits_of(hf: PreTrainedModel, source: ModelSource) -> list[str]:
 
 
 def _build_problems(source: ModelSource, config: PretrainedConfig) -> list[str]:
-    """Say why transformers cannot build this configuration; [] if it can."""
+    """Return why transformers cannot build this configuration; [] if it can."""
     try:
         build(config, loss=no_loss, attention="eager")
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
@@ -182,9 +182,9 @@ def _build_problems(source: ModelSource, config: PretrainedConfig) -> list[str]:
 
 
 def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conversion], list[str]]:
-    """Assign the tensors on disk to parameters; return the conversions and the names left over.
+    """Assign tensors on disk to parameters; return the conversions and the unused names.
 
-    Follows transformers' convert_and_load_state_dict_in_model (5.23), without its reading.
+    It follows transformers' convert_and_load_state_dict_in_model (5.23), but reads no data.
     """
     transforms = get_model_conversion_mapping(hf)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -196,7 +196,7 @@ def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conve
     extra = []
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted and key in wanted:  # already named as in memory
+        if name not in wanted and key in wanted:  # the name on disk is already the parameter's
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
         if name not in wanted:
             extra.append(key)
@@ -205,7 +205,7 @@ def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conve
         conversion = plan.setdefault(name, Conversion(converter))
         conversion.sources.setdefault(pattern or key, []).append(key)
     for name, conversion in plan.items():
-        conversion.targets[name] = wanted[name].shape  # `run` wants to know the first name
+        conversion.targets[name] = wanted[name].shape  # `run` needs the first name
         meta = {
             pattern: [torch.empty(stored[k].shape, device="meta") for k in keys]
             for pattern, keys in conversion.sources.items()
@@ -216,7 +216,7 @@ def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conve
 
 
 def _misfits(hf: PreTrainedModel, plan: list[Conversion], name: str, url: str) -> list[str]:
-    """Say which parameters no tensor fills, and which are filled with another shape."""
+    """Return the problems of parameters that no tensor fills, or one of another shape."""
     wanted = base_state(hf)
     shapes = {target: shape for conversion in plan for target, shape in conversion.targets.items()}
     missing = [names[0] for names in _tied_names(hf) if not shapes.keys() & set(names)]
@@ -240,7 +240,7 @@ def _misfits(hf: PreTrainedModel, plan: list[Conversion], name: str, url: str) -
 
 
 def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
-    """Return the names of the state dict, those of one shared tensor together."""
+    """Return the state dict's names, grouped by tensor: tied names are in one group."""
     groups: dict[int, list[str]] = {}
     for name, tensor in base_state(hf, keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
@@ -248,7 +248,7 @@ def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
 
 
 class _ShardReader:
-    """Read rows of stored tensors, and count the bytes; used by several threads at once."""
+    """Reads rows of stored tensors and counts the bytes; several threads may use it at once."""
 
     def __init__(self, storage: Storage, stored: Mapping[str, Stored]) -> None:
         self.storage = storage
@@ -270,7 +270,7 @@ class _ShardReader:
         return torch.frombuffer(data, dtype=where.dtype).reshape(shape)
 
 
-@torch.no_grad()  # per thread, so here and not around the pool
+@torch.no_grad()  # gradient mode is per thread
 def _load_one(
     hf: PreTrainedModel, conversion: Conversion, tensors: State, reader: _ShardReader
 ) -> int:
@@ -316,9 +316,9 @@ def _load_one(
 def _rows_of_experts(
     conversion: Conversion, reader: _ShardReader, start: int, count: int
 ) -> Tensor:
-    """Read the same rows of all experts, [experts, count, ...], of a stack cut along dimension 1.
+    """Read the same rows of all experts, [experts, count, ...], of a stack sharded in dimension 1.
 
-    Where several tensors make an expert (gate and up), their rows follow one another.
+    If several tensors make up an expert (gate and up), their rows are concatenated.
     """
     parts, first = [], 0
     for keys in conversion.sources.values():
@@ -337,7 +337,7 @@ def _num_bytes(tensors: Mapping[str, list[Tensor]]) -> int:
 def _split_ties(
     hf: PreTrainedModel, plan: list[Conversion]
 ) -> tuple[list[Conversion], list[tuple[str, str, Conversion]]]:
-    """Part the plan into what to load and (name, alias, conversion) of tensors stored twice."""
+    """Split the plan into conversions to load and (name, alias, conversion) of duplicate ties."""
     by_target = {target: conversion for conversion in plan for target in conversion.targets}
     twice = []
     for names in _tied_names(hf):
@@ -353,7 +353,7 @@ def _check_ties(
     reader: _ShardReader,
     name: str,
 ) -> None:
-    """Refuse a folder that stores two different tensors for what config.json says is one.
+    """Compare tensors that config.json ties but that are stored twice.
 
     Raises: ValueError naming both.
     """

@@ -1,4 +1,4 @@
-"""Say which row is where: the order of training data as a function of (seed, epoch, step).
+"""The order of training data as a function of (seed, epoch, step).
 
 >>> order = Order.for_steps(num_rows=10, rows_per_step=4, micro_batch=2, seed=7, num_steps=5)
 >>> order.rows(2).tolist()                             # the last 2 of epoch 0, the first 2 of 1
@@ -8,11 +8,11 @@
 >>> order.cursor(2, fingerprint="") == Cursor(epoch=0, row=8, seed=7, fingerprint="")
 True
 
-The model: a keyed bijection of [0, num_rows) per (seed, epoch), which can be asked at any position
+Each (seed, epoch) has a keyed bijection of [0, num_rows), which can be evaluated at any position
 without computing the others. Epochs follow one another in one endless sequence, steps cut it into
-equal pieces, micro-batches cut a step, and ranks take micro-batches in turn. Nothing else decides
-where a row goes, so the batch of a step is the same for every number of workers and after every
-resume, and a resume costs the same at any position.
+equal parts, micro-batches cut a step, and ranks take micro-batches in turn. Nothing else determines
+where a row goes. So the batch of a step is the same for any number of workers and after any resume,
+and a resume costs the same at any position.
 """
 
 from __future__ import annotations

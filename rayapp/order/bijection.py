@@ -1,4 +1,4 @@
-"""A keyed bijection of [0, size), which can be asked at any position without the others."""
+"""A keyed bijection of [0, size), which can be evaluated at single positions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NUM_ROUNDS = 16  # 8 and 12 are measurably uneven for 5 to 8 rows: see tests/tes
 def permutation(positions: npt.ArrayLike, num_rows: int, seed: int, epoch: int) -> Ints:
     """Return the row at each position of one epoch: a bijection of [0, num_rows).
 
-    Any positions may be asked, in any shape and number: no other position is computed or stored.
-    Integer arithmetic only, so the answer is the same on every machine.
+    `positions` may have any shape; no other position is computed or stored. All arithmetic is on
+    integers, so the result is the same on every machine.
 
     >>> permutation(range(5), num_rows=5, seed=0, epoch=0).tolist()
     [4, 3, 2, 0, 1]
@@ -35,7 +35,7 @@ def permutation(positions: npt.ArrayLike, num_rows: int, seed: int, epoch: int) 
 
 
 def permute(places: Ints, size: int, keys: Words) -> Ints:
-    """Walk each place through the cipher until it lands inside [0, size).
+    """Encrypt each place repeatedly until it lands inside [0, size) (cycle walking).
 
     The cipher permutes the smallest power of two >= size, so fewer than 2 passes are needed on
     average. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", method 2.
@@ -70,11 +70,11 @@ def _mix(words: Words) -> Words:
 def round_keys(purpose: str, seed: int, epoch: int) -> Words:
     """Derive the keys of one permutation; each purpose draws from a stream of its own."""
     text = f"{purpose} {seed} {epoch}".encode()
-    digest = shake_256(text).digest(8 * NUM_ROUNDS)  # a stream of any length, unlike blake2b
+    digest = shake_256(text).digest(8 * NUM_ROUNDS)  # output of any length, unlike blake2b
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def outside(name: str, value: int, low: int, high: int | None) -> str:
-    """Say that a number is out of its range; without `high` there is no upper end."""
+    """Return the error text for a number out of range; `high=None` means no upper limit."""
     rule = f">= {low}" if high is None else f"in [{low}, {high}]"
     return f"{name}={value} is out of range: {name} must be {rule}. Set {name} {rule}"

@@ -1,4 +1,4 @@
-"""Proof of what was read: fingerprints of data, digests of rows and batches."""
+"""Fingerprints of data sets, and digests of rows and batches: proof of what was read."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[st
 
 
 def row_digest(position: int, input_ids: npt.ArrayLike) -> int:
-    """Return 64 bits that stand for one row at one position of its step.
+    """Return a 64-bit digest of one row at one position of its step.
 
-    The position is part of it, so that two rows that change places change the sum.
+    It includes the position, so that swapping two rows changes the sum of the digests.
     Source: blake2b over the position as 8 bytes and the ids as int32, both little-endian.
     """
     ids = np.ascontiguousarray(input_ids, dtype="<i4")
@@ -45,7 +45,7 @@ def row_digest(position: int, input_ids: npt.ArrayLike) -> int:
 
 
 def combine(digests: Iterable[int]) -> str:
-    """Return the `batch_digest` of a step from its rows' digests, or from the ranks' sums of them.
+    """Return the `batch_digest` of a step: the sum of its rows' digests, or of the ranks' sums.
 
     >>> combine([1, 2**64 - 1, 5]) == combine([6, 2**64 - 1]) == "0000000000000005"
     True

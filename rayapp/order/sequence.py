@@ -28,7 +28,7 @@ MAX_STEPS = 2**31  # also of rows per step, so that every position fits an int64
 
 @dataclass(frozen=True)
 class Cursor:
-    """Hold the position of a run in its data: everything needed to go on from there."""
+    """The position of a run in its data: everything that is needed to resume there."""
 
     epoch: int
     """Epochs completed."""
@@ -37,10 +37,10 @@ class Cursor:
     seed: int
     """Seed of the order."""
     fingerprint: str
-    """What the rows were made from, as `fingerprint()` gives it."""
+    """The `fingerprint()` of what the rows were made from."""
 
     def to_dict(self) -> dict[str, int | str]:
-        """Return plain values for JSON."""
+        """Return JSON values."""
         return asdict(self)
 
     @classmethod
@@ -51,7 +51,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Order:
-    """Answer which rows a step, a rank and a micro-batch take.
+    """The rows of every step, rank and micro-batch of a run.
 
     Raises ValueError, with the values to set, for sizes that do not fit together.
     """
@@ -63,7 +63,7 @@ class Order:
     micro_batch: int
     """Rows in one forward pass of one rank; divides `rows_per_step`."""
     seed: int
-    """Chooses the order, together with the epoch."""
+    """Determines the order, together with the epoch."""
     num_steps: int
     """Steps in the run."""
     total_rows: int | None = None
@@ -150,8 +150,8 @@ class Order:
     ) -> Order:
         """Train on rows of several sources in the shares of their weights.
 
-        Each source goes through its own epochs, so that none of its rows comes twice before all
-        have come once. The cursor's epoch counts as many rows as all sources have together.
+        Each source has its own epochs: none of its rows repeats before all have come once. An epoch
+        of the cursor is as many rows as all sources have together.
         """
         sizes, weights = tuple(sizes), tuple(weights)
         return cls(
@@ -159,12 +159,12 @@ class Order:
         )
 
     def rows(self, step: int) -> Ints:
-        """Return the row ids of a step's global batch, int64[R]; -1 where a last step is short."""
+        """Return the row ids of a step's global batch, int64[R]; -1 fills a short last step."""
         first = self._first_position(step)
         return self._row_ids(np.arange(first, first + self.rows_per_step))
 
     def num_micro_batches(self, world: int) -> int:
-        """Return how many micro-batches every rank runs per step: the same for all of them."""
+        """Return how many micro-batches each rank runs per step; it is the same for all ranks."""
         if world < 1:
             raise ValueError(outside("world", world, 1, None))
         return _ceil_div(self.rows_per_step // self.micro_batch, world)
@@ -190,7 +190,7 @@ class Order:
         return ids
 
     def cursor(self, step: int, fingerprint: str) -> Cursor:
-        """Return the position before `step`; step num_steps gives the position after the run."""
+        """Return the position before `step`; num_steps gives the position after the run."""
         if not 0 <= step <= self.num_steps:
             raise ValueError(outside("step", step, 0, self.num_steps))
         epoch, row = divmod(self._position_before(step), self.num_rows)
@@ -199,7 +199,7 @@ class Order:
     def step_of(self, cursor: Cursor) -> int:
         """Return the step that comes next at a cursor of this order: the inverse of `cursor()`.
 
-        The fingerprint is not looked at: compare it, and name the `differences()`, before.
+        It ignores the fingerprint: compare that first, and report the `differences()`.
         """
         if cursor.seed != self.seed:
             raise ValueError(

@@ -1,10 +1,11 @@
-"""Which position of a sequence belongs to which of several sources, by their shares.
+"""Assign the positions of a sequence to several sources, by their shares.
 
-Positions are cut into blocks. With W_j the share of the sources before j, block k gives source j
-the slots from  floor(W_j (k+1) B) - floor(W_j k B)  up to the same of W_j+1, and a permutation of
-the block says at which position each slot comes. The floors telescope: after any number of whole
-blocks each source is less than one position away from its exact share. B is at least 1 / share of
-every source, without which a block's count, a difference of such edges, might be negative.
+Positions are cut into blocks of length B. With W_j the total share of the sources before j, block k
+gives source j the slots from  floor(W_j (k+1) B) - floor(W_j k B)  up to the same with W_j+1, and a
+permutation of the block gives the position of each slot. The floors telescope: after any number of
+whole blocks each source is less than one position away from its exact share. B is at least
+1 / share of every source; otherwise a source's count in a block, a difference of two such edges,
+could be negative.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ MAX_BLOCK = 2**20
 def mixture(weights: Sequence[float], positions: Ints, seed: int) -> tuple[Ints, Ints]:
     """Return, for positions int64[n], their sources [n] and which item of its source each is [n].
 
-    Weights need not sum to 1. Shares are exact in the long run and to one position per block; the
-    order within a block is a seeded permutation. The positions of source j, in order, hold its
-    items 0, 1, 2, ... The cost is that of the blocks that are touched, whatever the positions.
+    Weights need not sum to 1. After every block the shares are exact to one position; the order
+    within a block is a seeded permutation. The positions of source j, in order, hold its items
+    0, 1, 2, ... The cost is proportional to the number of blocks that the positions touch.
 
     >>> sources, items = mixture([3, 1], np.array([0, 5, 6, 7, 4096]), seed=0)
     >>> sources.tolist(), items.tolist()
@@ -65,7 +66,7 @@ def shares_and_block(weights: Sequence[float]) -> tuple[list[Fraction], int]:
             f"weights={list(weights)} is not a mixture: each is finite and >= 0, and one is > 0. "
             f"Set one such number per source"
         )
-    # The decimals as written: 0.7 and 0.3 share exactly 7 to 3, which their binary values do not.
+    # Decimals as written: 0.7 and 0.3 give exactly 7 to 3, unlike their binary values.
     exact = [Fraction(repr(float(w))) for w in weights]
     total = sum(exact)
     smallest = min(w for w in exact if w) / total

@@ -1,15 +1,15 @@
-"""Will it fit, how long will it take, what will it cost: before a machine is paid for.
+"""Predict whether a run fits, how long it takes and what it costs, before paying for a machine.
 
     found = plan(rayapp.load("configs/llama3_8b_sft.yaml"))
     found.fits, found.peak_gib, found.hours, found.cost_usd        # each with a band
     cheapest(found.question, deadline_hours=24).question.instance.name
 
-question.py  the config, with shape and machines looked up; image_question.py: of a classifier
-step.py      seconds of a step; image_step.py: of a classifier; times.py: what both reckon with
+question.py  look up a config's model shape and machines; image_question.py: for classifiers
+step.py      seconds of a step; image_step.py: for classifiers; times.py: what both share
 answer.py    memory, time, cost, checkpoints, goodput
-advice.py    what would fit or be faster, other node counts, the cheapest
-trained.py   the vocabulary of what is trained, and whether it starts from random weights
-report.py    tables for people
+advice.py    what would fit or be faster, other node counts, the cheapest machines
+trained.py   the vocabulary of the trained model, and whether it starts from random weights
+show.py      tables in the terminal
 
 No torch, no network, well under a second.
 """
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def plan(config: Config | VisionConfig, **more: Any) -> Answer:
-    """Plan a run; `more` is what `ask` or `ask_images` takes: region, usd_per_hour, steps, model.
+    """Plan a run; `more` goes to `ask` or `ask_images`: region, usd_per_hour, steps, model.
 
     Raises:
         ConfigError: the config cannot be planned; with every problem.
@@ -76,7 +76,7 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
 def as_dict(
     found: Answer, others: list[Suggestion], table: list[Answer], best: Answer | None
 ) -> dict[str, object]:
-    """Return what `plan --json` prints: the plan, suggestions, scaling, and the cheapest."""
+    """Return what `plan --json` prints: the plan, suggestions, scaling, and cheapest machines."""
     return {
         **found.as_dict(),
         "suggestions": [one.as_dict() for one in others],

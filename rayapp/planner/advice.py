@@ -1,4 +1,4 @@
-"""What else could be done: what makes it fit or faster, more nodes, and the cheapest machines.
+"""Find alternatives to a plan: settings that fit or are faster, node counts, cheapest machines.
 
 suggestions(question)                     # ranked: the fastest that fits first
 scaling(question)                         # tokens/s, hours and cost over node counts
@@ -21,22 +21,23 @@ from rayapp.planner.memory import Layout
 from rayapp.planner.question import Question
 from rayapp.planner.times import Workload, machine_of
 
-NODE_COUNTS = (1, 2, 4, 8, 16, 32)
+NODE_COUNTS = (1, 2, 4, 8, 16, 32)  # tried by `scaling` and `cheapest`
 Fields: TypeAlias = dict[str, Any]
-"""Of a layout, to be replaced."""
+"""Fields of a layout to replace, by name."""
 Changes: TypeAlias = Iterator[tuple[str, Fields]]
-GAIN = 1.03  # less is within the noise of the model
+# Smallest speed-up (a ratio) worth a suggestion; less is within the model's noise. Estimate.
+GAIN = 1.03
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change of the config and what the plan says of it."""
+    """A change of the config, and the plan with that change."""
 
     change: str
     answer: Answer
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values."""
+        """Return JSON values."""
         rate = self.answer.rate
         return {
             "set": self.change,
@@ -47,7 +48,7 @@ class Suggestion:
 
 
 def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
-    """Return changes that fit, the fastest first; where the plan fits already, only faster ones."""
+    """Return up to `most` changes that fit, fastest first; only faster ones if the plan fits."""
     if question.job is None:
         return []
     now = answer(question)
@@ -65,7 +66,7 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
         found = [one for one in found if _per_worker(one) > limit]
     found.sort(key=_per_worker, reverse=True)
     shown = found[:most]
-    # More of the same machines changes nothing in what is trained: it is always named.
+    # More nodes leave the training itself unchanged, so one such change is always listed.
     nodes = [one for one in found if one.answer.workers > question.workers]
     if nodes and nodes[0] not in shown:
         shown = [*shown[:-1], nodes[0]]
@@ -73,7 +74,7 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
 
 
 def size_problem(found: Answer | None) -> str | None:
-    """Say why a run cannot fit, and what would; None if it may."""
+    """Return an error text: why the run does not fit, and what would. None if it may fit."""
     if found is None or found.fits is not False:
         return None
     question = found.question
@@ -94,7 +95,7 @@ def _per_worker(one: Suggestion) -> float:
 
 
 def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
-    """Yield (what to set, the question with it): a change alone, or with full checkpointing."""
+    """Yield (what to set, the changed question): each change alone and with full checkpointing."""
     layout = question.layout
     full: Fields = {}
     if isinstance(layout, ImageLayout):
@@ -126,7 +127,7 @@ def _micro_batches(now: int, *more: int) -> Changes:
 
 
 def _text_changes(layout: Layout, fits: bool) -> Changes:
-    """Yield what may be set otherwise in the run of a language model."""
+    """Yield (what to set, layout fields) for each alternative setting of a language model."""
     for mode in ("none", "selective", "full"):
         if mode != layout.checkpointing:
             yield f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}
@@ -141,12 +142,12 @@ def _text_changes(layout: Layout, fits: bool) -> Changes:
         yield "parallel.cpu_offload=true", {"cpu_offload": True}
     if not layout.activation_offload:
         yield "parallel.activation_offload=true", {"activation_offload": True}
-    if layout.lora_rank is None and not fits:  # another task, worth it only where all else fails
+    if layout.lora_rank is None and not fits:  # another training task: a last resort
         yield "model.lora={rank: 16}", {"lora_rank": 16}
 
 
 def _image_changes(layout: ImageLayout) -> Changes:
-    """Yield what may be set otherwise in the run of an image classifier."""
+    """Yield (what to set, layout fields) for each alternative setting of an image classifier."""
     yield from _micro_batches(layout.micro_batch, layout.micro_batch // 4)
     if layout.synchronized:
         yield "parallel.sync_batch_norm=false", {"synchronized": False}
@@ -159,7 +160,7 @@ def _image_changes(layout: ImageLayout) -> Changes:
 
 
 def _changed(question: Question, change: str, fields: Fields) -> Iterator[tuple[str, Question]]:
-    """Yield the question on the same machines with fields of the layout changed."""
+    """Yield the question with changed layout fields; nothing if the micro-batch divides no step."""
     layout = replace(question.layout, **fields)
     if question.rows_per_step % layout.micro_batch:
         return
@@ -174,10 +175,11 @@ def _changed(question: Question, change: str, fields: Fields) -> Iterator[tuple[
 
 
 def largest_micro_batch(question: Question) -> int | None:
-    """Return the most rows of a micro-batch that fit; None if not even one does, or unknown.
+    """Return the best micro-batch in rows that fits; None if none fits or memory is unknown.
 
-    Micro-batches that a step divides into, and of them those that deal it out most evenly: 12 rows
-    for 5 workers are 3 for the busiest one by one, but 4 in pairs.
+    Only sizes that divide the rows of a step are tried. Of those that fit, it is the largest that
+    gives the busiest worker the fewest rows: 12 rows over 5 workers give it 3 rows with a
+    micro-batch of 1, but 4 with a micro-batch of 2.
     """
     rows, workers = question.rows_per_step, question.workers
     fitting = [
@@ -191,13 +193,17 @@ def largest_micro_batch(question: Question) -> int | None:
 
 
 def with_micro_batch(question: Question, size: int) -> Question:
-    """Return the question with another micro-batch, which must divide the rows of a step."""
+    """Return the question with another micro-batch, which must divide the rows of a step.
+
+    Raises:
+        ValueError: it does not divide them.
+    """
     (changed,) = _changed(question, "", {"micro_batch": size})
     return changed[1]
 
 
 def scaling(question: Question) -> list[Answer]:
-    """Return the plan for other node counts of the same instance, the same step on each."""
+    """Return the plan of the same step on other node counts of the same instance."""
     if question.instance is None or question.job is None:
         return []
     counts = sorted({*NODE_COUNTS, question.nodes})
@@ -216,10 +222,10 @@ def cheapest(
     deadline_hours: float | None = None,
     budget_usd: float | None = None,
 ) -> Answer:
-    """Return the cheapest machines and settings that meet both limits.
+    """Return the plan on the cheapest machines and settings that meet both limits.
 
-    Every instance with a price in the region, node counts up to 32, activation checkpointing and
-    micro-batch are tried; the model, the rows of a step and all else stay.
+    It tries every GPU instance with a price in the region, node counts up to 32, and for language
+    models activation checkpointing and micro-batch. Everything else stays as it is.
 
     Raises:
         ConfigError: none does; says what the fastest and the cheapest would be.
@@ -260,9 +266,9 @@ def cheapest(
 
 
 def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
-    """Yield (USD, hours, answer) of the fastest setting that fits, for all machines."""
+    """Yield (USD, hours, answer) of the fastest setting that fits, per instance and node count."""
     base = question
-    if base.job is None:  # no instance is named: any will do to start from
+    if base.job is None:  # no instance is named: start from any
         one = INSTANCES["p5.48xlarge"]
         start = replace(base, job=_any_job(base))
         base = start.on(one, 1) or start
@@ -287,8 +293,8 @@ def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
 
 
 def _settings(layout: Layout | ImageLayout) -> Iterator[Fields]:
-    """Yield what is tried on each machine."""
-    if isinstance(layout, ImageLayout):  # batch-norm is over a micro-batch: another is another task
+    """Yield the layout fields that are tried on each machine."""
+    if isinstance(layout, ImageLayout):  # batch-norm: its size changes training
         yield {"micro_batch": layout.micro_batch}
         return
     for size in {1, 2, 4, 8, layout.micro_batch}:

@@ -1,8 +1,8 @@
-"""The answer: does it fit, how long, what does it cost; each figure with the band it may lie in.
+"""Answer a planning question: does it fit, how long does it take, what does it cost, with bands.
 
     answer(question).as_dict()                # what plan.json and `plan --json` hold
 
-A band is what the figures of published runs were off by (docs/plan.md), not a guarantee.
+A band is the relative error against published runs (docs/plan.md), not a guarantee.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ from rayapp.planner.question import Question
 from rayapp.planner.step import step_time
 from rayapp.planner.times import PINNED, StepTime, Workload
 
-# GPUs whose published training runs the model was compared with, and how far off speed may be:
-# the 90th percentile of docs/plan.md's rows; others have no such rows.
+# GPUs that have published runs in docs/plan.md, and half-widths of bands as fractions. 0.15 for
+# speed is the 90th percentile of those rows' errors; 0.50, for other GPUs, is an estimate.
 COMPARED = ("A100-40GB", "A100-80GB", "H100", "H200")
 SPEED_BAND, SPEED_BAND_OTHERS = 0.15, 0.50
-MEMORY_BAND = 0.08
-# The same for images; what a GPU holds then has not been compared with a run's.
+MEMORY_BAND = 0.08  # the largest error of memory in those rows
+# The same for images: 0.20 for speed, where the 38 rows are off by 17 % at worst; A100-40GB has no
+# rows of its own. 0.15 for memory is an estimate: no run on a GPU was compared.
 IMAGES_COMPARED = ("V100-16GB", "V100-32GB", "A100-40GB", "A100-80GB")
 IMAGES_SPEED_BAND, IMAGES_MEMORY_BAND = 0.20, 0.15
-PROCESS_BAND = 0.20  # of a process on a CPU: six runs (docs/plan.md)
-# S3's share of a node's network, and its most.
+PROCESS_BAND = 0.20  # of memory without a GPU: six runs of 2026-11-24 (docs/plan.md)
+# Fraction of a node's network that uploads to S3 reach, and their maximum in bytes/s per node.
+# Estimates.
 S3_SHARE, S3_BYTES_PER_S = 0.3, 5e9
-# From a failure to the next new step: measured with a small model (README), plus its reading back.
+# Seconds from a failure to the next new step with a small model (README: 15 to 41 s by fault with
+# bench/faults.py, 2026-11-23). _goodput adds the time to read a large checkpoint back.
 RECOVERY_S = 30.0
-# Seconds of a vCPU for a photograph of 500 x 375 pixels: what any size takes, and a pixel of the
-# model's input. A core of this project's machine took 2.1 ms at 224 pixels and 6.6 ms at 600 with
-# two operations of RandAugment; a vCPU is half a core.
+# vCPU seconds to decode and augment a photograph of 500 x 375 pixels: a constant, and a part per
+# pixel of the model's input. One core of this project's machine took 2.1 ms at 224 pixels and
+# 6.6 ms at 600, with two operations of RandAugment (docs/plan.md); a vCPU counts as half a core.
 DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
+# Seconds from the command to the first step, added to every run. Estimate.
 START_S = 120.0
 
 
 class BandValues(TypedDict):
-    """A band as plain values."""
+    """A band as JSON values."""
 
     value: float
     low: float
@@ -49,7 +53,7 @@ class BandValues(TypedDict):
 
 
 class Forecast(TypedDict, total=False):
-    """An answer as plain values; of bands those that are known, in the unit of the run."""
+    """An answer as JSON values; a run has the keys of its own unit only, tokens or images."""
 
     fits: bool | None
     peak_gib: BandValues
@@ -85,40 +89,40 @@ class Forecast(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Band:
-    """A figure and what it may be instead."""
+    """A predicted value with its lower and upper bound."""
 
     value: float
     low: float
     high: float
 
     def times(self, factor: float) -> Band:
-        """Scale all three."""
+        """Multiply all three values by a factor."""
         return Band(self.value * factor, self.low * factor, self.high * factor)
 
     def inverse(self, factor: float = 1.0) -> Band:
-        """Return factor over each: a fast run is a short one."""
+        """Return factor / value for all three; low and high swap places."""
         return Band(factor / self.value, factor / self.high, factor / self.low)
 
     def as_dict(self) -> BandValues:
-        """Return plain values, 6 digits of each."""
+        """Return JSON values with 6 significant digits."""
         value, low, high = (float(f"{one:.6g}") for one in (self.value, self.low, self.high))
         return {"value": value, "low": low, "high": high}
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What checkpoints cost."""
+    """Cost of checkpoints: size in GiB, stall, upload and interval in seconds."""
 
     size_gib: float
     stall_s: float
     upload_s: float
     every_s: float
-    """The interval that costs least: Daly's formula, and no shorter than an upload."""
+    """The cheapest interval by Daly's formula, but no shorter than an upload or a stall."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a plan says."""
+    """The result of a plan; None marks what is unknown, and `reasons` says why."""
 
     question: Question
     fits: bool | None
@@ -131,16 +135,16 @@ class Answer:
     mfu: Band | None = None
     hours: Band | None = None
     epoch_hours: Band | None = None
-    """Of images, where their number is known."""
+    """Hours per epoch, for images of a known number."""
     cost_usd: Band | None = None
     usd_per_1m: Band | None = None
     saving: Saving | None = None
     goodput: float | None = None
     reasons: list[str] = field(default_factory=list)
-    """What is not known and why, what is tight."""
+    """Notes: what is unknown and why, and where memory is tight."""
 
     def as_dict(self) -> Forecast:
-        """Return plain values."""
+        """Return JSON values."""
         question = self.question
         unit = question.unit
         per_gpu = None if self.rate is None else self.rate.times(1 / self.workers)
@@ -178,16 +182,16 @@ class Answer:
             "goodput": self.goodput,
             "reasons": self.reasons,
         }
-        return cast(Forecast, values)  # some names are made of the unit's
+        return cast(Forecast, values)  # some keys are built from the unit's name
 
     @property
     def workers(self) -> int:
-        """Workers that train."""
+        """Number of workers that train."""
         return self.question.workers
 
 
 def answer(question: Question) -> Answer:
-    """Compute everything that the question's facts allow; what is unknown is None, with a reason.
+    """Compute everything that the question allows; what is unknown is None, with a reason.
 
     Raises:
         ValueError: the GPU cannot compute in this precision.
@@ -200,7 +204,7 @@ def answer(question: Question) -> Answer:
 
 
 def _memory(question: Question) -> Answer:
-    """Say whether it fits."""
+    """Return the answer with peak memory, its band, and whether it fits."""
     peak = with_slack(question.layout.peak(), cuda=not question.layout.on_cpu)
     size = peak.total / GIB
     width = IMAGES_MEMORY_BAND if _of_images(question) else MEMORY_BAND
@@ -219,7 +223,7 @@ def _memory(question: Question) -> Answer:
 
 
 def _time_and_cost(found: Answer, job: Workload[Any]) -> Answer:
-    """Add what a step takes, and the run where its steps are known."""
+    """Add time, cost, checkpoints and goodput; hours and cost need a known number of steps."""
     question, reasons, images = found.question, found.reasons, _of_images(found.question)
     layout, gpu = question.layout, job.machine.gpu
     time = image_step_time(job) if images else step_time(job)
@@ -266,7 +270,7 @@ def _time_and_cost(found: Answer, job: Workload[Any]) -> Answer:
 
 
 def _hours(found: Answer, rate: Band, goodput: float) -> Band | None:
-    """Return hours from start to end, where the number of steps is known."""
+    """Return the hours of the whole run, start-up included; None if its steps are unknown."""
     question = found.question
     if question.steps is None:
         what = "data.count (of images)" if _of_images(question) else "train.max_steps"
@@ -284,7 +288,7 @@ def _of_images(question: Question) -> bool:
 
 
 def _feeding(question: Question, per_s: float) -> list[str]:
-    """Say what the CPUs must decode and augment, where that is more than they may be able to."""
+    """Return a warning if the spare CPUs may not decode and augment images fast enough."""
     layout = question.layout
     assert question.spare_cpus is not None and isinstance(layout, ImageLayout)
     each, least = per_s / question.spare_cpus, 1 / decode_s(layout.shape.size)
@@ -298,7 +302,7 @@ def _feeding(question: Question, per_s: float) -> list[str]:
 
 
 def decode_s(size: int) -> float:
-    """Return seconds of a CPU to decode and augment a photograph of half a megapixel."""
+    """Return the vCPU seconds to decode and augment a photograph of 500 x 375 to `size` pixels."""
     return DECODE_S + DECODE_PIXEL_S * size**2
 
 
@@ -309,7 +313,7 @@ def _no_time(question: Question) -> str:
 
 
 def _capacity_gib(question: Question) -> float | None:
-    """Return what a worker may hold; None where the machine is not known."""
+    """Return the GiB available to a worker; None if the machine is unknown."""
     one = question.instance
     if one is None:
         return question.capacity_gib
@@ -332,7 +336,10 @@ def _saving(question: Question) -> Saving:
 
 
 def _goodput(question: Question, saving: Saving) -> float:
-    """Return the share of time, 0-1, in steps that count, at the assumed rate of failures."""
+    """Return the share of time, 0-1, spent in steps that count, at the assumed failure rate.
+
+    A failure loses half a checkpoint interval, RECOVERY_S, and one transfer of the checkpoint.
+    """
     mtbf_s = 3600 * question.mtbf_hours / question.workers
     lost = saving.every_s / 2 + RECOVERY_S + saving.upload_s
     return max(0.01, 1 - saving.stall_s / saving.every_s - lost / mtbf_s)

@@ -1,4 +1,4 @@
-"""A run's own first steps say how long the others take: the plan, corrected by what was measured.
+"""Predict the seconds of a run's later steps from the median of its own first ten.
 
 found = calibrate(lines)              # of metrics.jsonl; None while there are too few
 found.step_s, rest_s(lines, found)    # what was foretold, and what came
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-STEPS = 10
+STEPS = 10  # number of steps that are measured
 
 
 class Timed(TypedDict):
-    """What is asked of a line of metrics.jsonl."""
+    """The fields of a line of metrics.jsonl that calibration reads."""
 
     step: int
     attempt: int
@@ -27,20 +27,21 @@ class Timed(TypedDict):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What ten steps say of a step."""
+    """The step time predicted from ten measured steps."""
 
     step_s: float
-    """Their median in seconds, saves and evaluations left out."""
+    """Median of the ten in seconds, without saves and evaluations."""
     last: int
-    """The last of the ten."""
+    """Number of the last of the ten steps."""
     workers: int
-    """How many trained; others take another time."""
+    """How many workers trained; the prediction holds for this number only."""
 
 
 def calibrate(lines: Sequence[Timed]) -> Calibration | None:
-    """Look at the first ten steps that as many workers made as train now.
+    """Return the calibration from the first ten steps with the current number of workers.
 
-    The first step of each attempt is left out: it compiles, and fills what later ones reuse.
+    The first step of each attempt is left out, because it compiles and warms up caches. None while
+    there are fewer than ten such steps.
 
     >>> fields = {"checkpoint_stall_s": 0.0, "eval_s": 0.0, "workers": 2, "attempt": 1}
     >>> lines = [{"step": i, "step_s": 9.0 if i == 1 else 1.0, **fields} for i in range(1, 12)]
@@ -62,9 +63,10 @@ def calibrate(lines: Sequence[Timed]) -> Calibration | None:
 
 
 def rest_s(lines: Sequence[Timed], found: Calibration) -> float | None:
-    """Return the mean seconds of the steps after those, None before there is one.
+    """Return the mean seconds of the steps after the calibration's ten; None if there is none.
 
-    By as many workers; saves and evaluations are left out, and the first step of each attempt.
+    It counts steps with the same number of workers, without saves and evaluations, and leaves out
+    the first step of each attempt.
     """
     took, attempt = [], 0
     for line in lines:
@@ -75,5 +77,5 @@ def rest_s(lines: Sequence[Timed], found: Calibration) -> float | None:
 
 
 def busy_s(line: Timed) -> float:
-    """Return the seconds of a step without its stalls by a save and an evaluation."""
+    """Return the seconds of a step without checkpoint stall and evaluation."""
     return float(line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"])

@@ -1,12 +1,12 @@
-"""FLOPs a token: what the model needs (model FLOPs, for MFU) and what the GPU does on top of it.
+"""FLOPs per token: model FLOPs (for MFU), and hardware FLOPs with recomputation.
 
     forward = forward_flops(shape, context=mean_context([4096]))
     model_flops(shape, context)                          # what MFU counts
     hardware_flops(shape, context, checkpointing="full") # recomputation and flash attention's own
 
-A multiplication and its addition are 2 FLOPs. Attention is counted as it is: causal, within
-documents. Others count it without the causal mask (PaLM, appendix B, arXiv 2204.02311; torchtitan,
-llm-foundry): their MFU is above ours at the same speed, by 12 % for 8B at 8k tokens.
+A multiply-add is 2 FLOPs. Attention is counted causally and within documents. Others count it
+without the causal mask (PaLM, appendix B, arXiv 2204.02311; torchtitan, llm-foundry): at the same
+speed their MFU is higher than ours, by 12 % for 8B at 8k tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rayapp.planner.shape import Shape, targeted
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one token, by what computes them."""
+    """FLOPs per token, split by part of the model."""
 
     linears: float
     attention: float
-    """Scores and weighted values: S * S work, not the projections."""
+    """Scores and weighted values (the S * S work), without the projections."""
     head: float
     adapters: float = 0.0
 
     @property
     def total(self) -> float:
-        """The sum."""
+        """FLOPs of all parts."""
         return self.linears + self.attention + self.head + self.adapters
 
     def __add__(self, other: Flops) -> Flops:
@@ -43,7 +43,7 @@ class Flops:
 
 
 def mean_context(lengths: Sequence[int]) -> float:
-    """Return how many tokens a token attends to on average, itself included: documents' lengths in.
+    """Return how many tokens a token attends to on average, itself included, in such documents.
 
     >>> mean_context([4]), mean_context([1, 1, 2])
     (2.5, 1.25)
@@ -54,7 +54,7 @@ def mean_context(lengths: Sequence[int]) -> float:
 def forward_flops(
     shape: Shape, context: float, lora_rank: int | None = None, targets: Sequence[str] = ()
 ) -> Flops:
-    """Return FLOPs of a token's forward; `context` is C, the tokens it attends to on average."""
+    """Return a token's forward FLOPs; `context` (C) is the mean number of tokens it attends to."""
     weights = sum(one.active * one.inputs * one.outputs for one in shape.linears)
     adapters = 0
     if lora_rank is not None:
@@ -68,7 +68,7 @@ def forward_flops(
 
 
 def backward_flops(forward: Flops, *, frozen: bool) -> Flops:
-    """Return FLOPs of the backward: gradients of inputs, and of weights unless they are frozen."""
+    """Return the backward FLOPs: gradients of inputs, and of weights unless they are frozen."""
     times = 1.0 if frozen else 2.0
     return Flops(
         times * forward.linears,
@@ -79,10 +79,10 @@ def backward_flops(forward: Flops, *, frozen: bool) -> Flops:
 
 
 def recomputed_flops(shape: Shape, forward: Flops, checkpointing: str, kept: float = 1.0) -> Flops:
-    """Return FLOPs of activation checkpointing's second forward, without what autograd saves.
+    """Return the FLOPs that activation checkpointing recomputes per token.
 
-    A whole block is run again up to the input of its last matrix (PyTorch stops there: early_stop).
-    selective keeps the results of the matrices (`kept`: what share of their FLOPs) and attention.
+    "full" reruns each block up to the input of its last matrix, where PyTorch stops (early_stop).
+    "selective" keeps attention's result and matrix results worth the share `kept` of their FLOPs.
     """
     if checkpointing == "none":
         return Flops(0.0, 0.0, 0.0)
@@ -97,9 +97,9 @@ def recomputed_flops(shape: Shape, forward: Flops, checkpointing: str, kept: flo
 def model_flops(
     shape: Shape, context: float, lora_rank: int | None = None, targets: Sequence[str] = ()
 ) -> float:
-    """Return the FLOPs that training on a token needs, however it is done: those of MFU.
+    """Return the model FLOPs per training token, which MFU counts: no recomputation.
 
-    With LoRA the frozen weights have no gradients: 4 per weight, not 6.
+    With LoRA the frozen weights get no gradients: 4 FLOPs per weight, not 6.
 
     >>> from rayapp.planner.shape import shape_of
     >>> from rayapp.presets import config_of
@@ -120,9 +120,9 @@ def hardware_flops(
     lora_rank: int | None = None,
     targets: Sequence[str] = (),
 ) -> float:
-    """Return the FLOPs that the GPU does for a token: recomputation, and flash attention's scores.
+    """Return the FLOPs that the GPU executes per training token, with all recomputation.
 
-    Flash attention's backward computes the scores again, half of attention's forward.
+    Flash attention's backward recomputes the scores, which is half of attention's forward.
     """
     forward = forward_flops(shape, context, lora_rank, targets)
     again = recomputed_flops(shape, forward, checkpointing)
@@ -133,9 +133,9 @@ def hardware_flops(
 def mfu(
     tokens_per_s: float, flops_per_token: float, *, gpus: int, peak_flops: float | None
 ) -> float | None:
-    """Return model FLOP/s over the peak of all GPUs, 0-1; None where the peak is not known.
+    """Return model FLOP/s over the peak FLOP/s of all GPUs, 0-1; None if the peak is unknown.
 
-    `tokens_per_s` is of all GPUs, `flops_per_token` from model_flops, `peak_flops` of one GPU.
+    `tokens_per_s` is for all GPUs, `flops_per_token` from model_flops, `peak_flops` for one GPU.
 
     >>> round(mfu(8 * 6667, 51.47e9, gpus=8, peak_flops=989.4e12), 3)
     0.347

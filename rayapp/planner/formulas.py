@@ -1,10 +1,10 @@
 """Exact counts of a transformer from its config.json: parameters, FLOPs, bytes; no torch.
 
-shape.py   what a config.json amounts to: linears, parameters, LoRA
-flops.py   FLOPs a token, the model's and the hardware's; MFU
-memory.py  bytes on a GPU, term by term
+shape.py   linear layers, parameters and LoRA's adapters, from a config.json
+flops.py   FLOPs per token, of the model and of the hardware; MFU
+memory.py  peak bytes on a GPU, term by term (import it from there)
 
-Letters: S seq_len, H hidden size, V vocabulary, C tokens that a token attends to on average.
+Letters: S seq_len, H hidden size, V vocabulary, C mean number of tokens that a token attends to.
 """
 
 from rayapp.planner.flops import (

@@ -1,8 +1,8 @@
-"""Bytes on a GPU while an image classifier trains, term by term, when a step holds most.
+"""Peak bytes on a GPU while an image classifier trains, term by term.
 
     peak = image_peak(ImageLayout(image_shape_of(config, 224), shards=1, micro_batch=64))
 
-That moment is the end of the forward pass, when all is there that the backward pass wants.
+The peak is at the end of the forward pass, when everything that the backward pass needs is alive.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from rayapp.planner.image_shape import ImageShape
 from rayapp.planner.memory import FP32, Peak
 
-# fp32 states of a parameter in the optimizer.
+# fp32 numbers that the optimizer keeps per parameter.
 STATES = {"sgd": 1, "lars": 1, "adamw": 2}
-# What cuDNN works in, where the algorithm that is fastest wants room.
+# Bytes of cuDNN's workspace for its fastest algorithm. Estimate: half a GiB, not measured.
 WORKSPACE_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """A classifier, how it is laid out over ranks, and how it is trained."""
+    """An image classifier with its sharding and its training settings."""
 
     shape: ImageShape
     shards: int
-    """Ranks that hold a part of each parameter: all, those of a replica, or 1."""
+    """Ranks that each parameter is sharded over: all ranks, those of one replica, or 1."""
     micro_batch: int
     strategy: str = "ddp"
     precision: str = "bf16"
@@ -33,46 +33,46 @@ class ImageLayout:
     averaged: bool = False
     """A moving average of the weights is kept."""
     synchronized: bool = False
-    """Batch-norm over all ranks, in fp32."""
+    """Batch-norm takes its statistics over all ranks, in fp32."""
     accumulates: bool = False
-    """More than one micro-batch a step."""
+    """A step has several micro-batches."""
     on_cpu: bool = False
 
     @property
     def tokens(self) -> int:
-        """Images of a micro-batch."""
+        """Images in a micro-batch."""
         return self.micro_batch
 
     @property
     def row(self) -> int:
-        """Images of a row: it is one."""
+        """Images per row: always 1."""
         return 1
 
     @property
     def element(self) -> int:
-        """Bytes of a number in compute."""
+        """Bytes per number in the compute precision."""
         return FP32 if self.precision == "fp32" else 2
 
     @property
     def trainable(self) -> int:
-        """Parameters that have a gradient: all."""
+        """Number of parameters that have a gradient: all of them."""
         return self.shape.parameters
 
     def peak(self) -> Peak:
-        """Return the moment of a step that holds most."""
+        """Return the moment of a step with the most memory."""
         return image_peak(self)
 
     def checkpoint_bytes(self) -> float:
-        """Return the bytes of a checkpoint of all ranks."""
+        """Return the bytes of one checkpoint, all ranks together."""
         return FP32 * self.trainable * (1.0 + STATES[self.optimizer] + self.averaged)
 
     def model_flops(self, context: float) -> float:
-        """Return the FLOPs that training on an image needs."""
+        """Return the model FLOPs per training image; `context` is unused."""
         return self.shape.model_flops
 
 
 def kept_image_bytes(layout: ImageLayout) -> float:
-    """Return what is kept of one image between forward and backward."""
+    """Return the bytes kept per image between forward and backward."""
     kept = layout.shape.kept
     of_norms = FP32 if layout.synchronized else layout.element
     return float(
@@ -81,9 +81,9 @@ def kept_image_bytes(layout: ImageLayout) -> float:
 
 
 def image_peak(layout: ImageLayout) -> Peak:
-    """Return the moment of a step that holds most, without the allocator's own."""
+    """Return the bytes at the end of the forward pass, without the allocator's fragmentation."""
     parameters, shards = float(layout.shape.parameters), layout.shards
-    copies = layout.element * parameters if layout.element < FP32 else 0.0  # autocast's
+    copies = layout.element * parameters if layout.element < FP32 else 0.0  # autocast's casts
     gathers = 0.0 if layout.strategy == "ddp" else FP32 * parameters
     of_norm = 3 * FP32 if layout.synchronized else 2 * layout.element
     working = of_norm * layout.shape.largest * layout.micro_batch

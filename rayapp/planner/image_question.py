@@ -1,10 +1,10 @@
-"""What is asked of the plan of an image classifier: the config, its layers and machines looked up.
+"""Turn an image classifier's config into a question: look up its layers and machines.
 
     question = ask_images(config, region="us-west-2", images=1_281_167)
 
-Only local files are read, never the network: how many images there are, the config says
-(`data.count`), the caller, or nobody. It is asked for as many workers as the config allows: what
-lies on a GPU is the same for any number of them, unless weights are sharded.
+Only local files are read, never the network. The number of images comes from the caller or from
+`data.count`, else it is unknown. With DDP the plan is for the most workers that the config allows,
+since a GPU's memory does not depend on their number; with sharded weights it is for the fewest.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def ask_images(
     images: int | None = None,
     on_cpu: bool = False,
 ) -> Question:
-    """Look up what the config names; `model` is a config.json where the caller has it.
+    """Return the question of a config; `model` is its config.json if the caller has it.
 
-    Where no instance is named, `on_cpu` says that a worker has no GPU.
+    `on_cpu` says that workers have no GPU; it counts only if the config names no instance.
 
     Raises:
         ConfigError: with every problem.
@@ -77,7 +77,7 @@ def ask_images(
 
 
 def _steps(config: VisionConfig, images: int | None) -> int | None:
-    """Return the steps of the run: as configured, or those of its epochs."""
+    """Return train.max_steps, else the steps of all epochs; None if the images are not known."""
     train = config.train
     if train.max_steps is not None or images is None:
         return train.max_steps

@@ -1,11 +1,11 @@
-"""What the config.json of an image classifier amounts to: its layers, parameters, multiply-adds.
+"""Read an image classifier's config.json: its layers, parameters, multiply-adds, kept activations.
 
     shape = image_shape_of({"model_type": "resnet"}, size=224)
     shape.parameters, shape.macs, shape.kept
 
-ResNets and EfficientNets as transformers builds and runs them, layer by layer; another family is
-refused, as a guess would be wrong in silence. What a layer keeps for its backward pass was counted
-from its operations, and tests hold it to what autograd keeps.
+ResNets and EfficientNets are laid out layer by layer as transformers builds them; any other family
+is refused, because a guess could be wrong without notice. What a layer keeps for its backward pass
+is counted from its operations, and tests compare it with what autograd keeps.
 """
 
 from __future__ import annotations
@@ -19,81 +19,81 @@ from typing import Any
 
 from rayapp.planner.shape import UnknownShape
 
-CLASSES = 1000  # where a config.json does not say: ImageNet's
+CLASSES = 1000  # ImageNet's, where a config.json names none
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution with what follows it; a linear layer is one of a single pixel."""
+    """A convolution with its batch-norm and activation; a linear layer is a 1 x 1 on one pixel."""
 
     inputs: int
     outputs: int
     kernel: int
     side: int
-    """Pixels of a side of its result."""
+    """Side length of the output in pixels."""
     side_in: int
-    """Of its input, with what was padded by a copy."""
+    """Side length of the input in pixels, explicit padding (a padded copy) included."""
     groups: int = 1
     bias: bool = False
     norm: bool = True
-    """Batch-norm follows."""
+    """Batch-norm follows the convolution."""
     activation: bool = True
-    """An activation follows that."""
+    """An activation follows the convolution or its batch-norm."""
 
     @property
     def parameters(self) -> int:
-        """Kernel, bias, and batch-norm's scale and shift."""
+        """Parameters of the kernel, the bias, and batch-norm's scale and shift."""
         kernel = self.outputs * self.inputs // self.groups * self.kernel**2
         return kernel + self.outputs * (self.bias + 2 * self.norm)
 
     @property
     def macs(self) -> int:
-        """Multiply-adds of an image's forward pass."""
+        """Multiply-adds of the forward pass, per image."""
         return self.outputs * self.inputs // self.groups * self.kernel**2 * self.side**2
 
     @property
     def depthwise(self) -> bool:
-        """A kernel for each channel."""
+        """Whether it is grouped: each channel has its own kernel."""
         return self.groups > 1
 
     @property
     def read(self) -> int:
-        """Numbers of its input."""
+        """Elements of the input, per image."""
         return self.inputs * self.side_in**2
 
     @property
     def written(self) -> int:
-        """Numbers of its result."""
+        """Elements of the output, per image."""
         return self.outputs * self.side**2
 
 
 @dataclass
 class Kept:
-    """Numbers of an image that are kept for the backward pass."""
+    """Elements per image that are kept for the backward pass, by kind."""
 
     values: int = 0
-    """As they were computed."""
+    """Activations in the compute precision."""
     norms: int = 0
-    """By batch-norm: its inputs, or in fp32 what a synchronized one made of them."""
+    """Kept by batch-norm: its inputs, or the normalised fp32 values if synchronized."""
     indices: int = 0
-    """Of 8 bytes: what max-pooling took."""
+    """Max-pooling's indices, 8 bytes each."""
     masks: int = 0
-    """Of a byte: what dropout left."""
+    """Dropout's masks, 1 byte each."""
 
 
 @dataclass
 class Moved:
-    """Numbers of an image that elementwise kernels read and write, batch-norm's apart."""
+    """Elements per image that elementwise kernels read and write, without batch-norm's."""
 
     forward: int = 0
     backward: int = 0
     kernels: int = 0
-    """Of the forward pass."""
+    """Kernel launches of a forward pass, convolutions and batch-norms included."""
 
 
 @dataclass(frozen=True)
 class ImageShape:
-    """A stack of convolutions and a linear layer, for images of one size."""
+    """An image classifier for one image size: convolutions, then a linear layer."""
 
     model_type: str
     size: int
@@ -104,36 +104,36 @@ class ImageShape:
 
     @cached_property
     def parameters(self) -> int:
-        """All of them."""
+        """Number of parameters of the model."""
         return sum(one.parameters for one in self.layers)
 
     @cached_property
     def macs(self) -> int:
-        """Multiply-adds of an image's forward pass; a FLOP is half of one."""
+        """Multiply-adds of the forward pass, per image; each is 2 FLOPs."""
         return sum(one.macs for one in self.layers)
 
     @property
     def normed(self) -> tuple[Convolution, ...]:
-        """Layers with batch-norm."""
+        """The layers that have a batch-norm."""
         return tuple(one for one in self.layers if one.norm)
 
     @cached_property
     def largest(self) -> int:
-        """Numbers of the largest result of a layer, for one image."""
+        """Elements of the largest layer output, per image."""
         return max(one.written for one in self.layers)
 
     @property
     def model_flops(self) -> float:
-        """FLOPs that training on an image needs: a backward pass takes twice a forward pass."""
+        """Model FLOPs per training image; the backward pass costs twice the forward pass."""
         return 6.0 * self.macs
 
 
 def image_shape_of(
     config: Mapping[str, Any], size: int, classes: int | None = None, same: bool = False
 ) -> ImageShape:
-    """Return the shape of a config.json for images of `size` x `size` pixels.
+    """Return the shape that a config.json describes, for images of `size` x `size` pixels.
 
-    `same` pads EfficientNet's odd sides as its paper does, where transformers drops a row.
+    `same` pads EfficientNet's odd sides as its paper does; transformers drops a row instead.
 
     Raises:
         UnknownShape: the family is another, or the images are too small for it.
@@ -154,14 +154,14 @@ def image_shape_of(
 
 
 def classes_of(config: Mapping[str, Any]) -> int:
-    """Return the number of classes: what the config says, else ImageNet's."""
+    """Return the number of classes in the config, or ImageNet's 1000."""
     if config.get("num_labels"):
         return int(config["num_labels"])
     return len(config.get("id2label") or ()) or CLASSES
 
 
 class _Stack:
-    """Layers as they are put on one another."""
+    """Collects the layers while a model is laid out, and tracks the current side length."""
 
     def __init__(self, size: int) -> None:
         self.side = size
@@ -178,7 +178,7 @@ class _Stack:
         side_in: int | None = None,
         **more: Any,
     ) -> Convolution:
-        """Put a layer on; `side_in` is of an input that was padded by a copy, or another branch."""
+        """Append a layer; `side_in` is the side of an explicitly padded input."""
         before = self.side if side_in is None else side_in
         pad = kernel // 2 if side_in is None or stride == 1 else 0
         side = (before + 2 * pad - kernel) // stride + 1
@@ -194,7 +194,7 @@ class _Stack:
 
 
 def _resnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
-    """Put on a ResNet; return the width of its last features. ReLU keeps its result."""
+    """Append a ResNet's layers; return the width of its last features. ReLU keeps its output."""
     depths = config.get("depths") or (3, 4, 6, 3)
     widths = config.get("hidden_sizes") or (256, 512, 1024, 2048)
     kind = config.get("layer_type") or "bottleneck"
@@ -204,7 +204,7 @@ def _resnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
     kept.values += channels * stack.side**2
     stem = stack.add(channels, width, 7, 2)
     kept.values += stem.written
-    stack.side = (stack.side - 1) // 2 + 1  # 3 x 3 max-pooling, stride 2, 1 around
+    stack.side = (stack.side - 1) // 2 + 1  # 3 x 3 max-pooling, stride 2, padding 1
     pooled = width * stack.side**2
     kept.indices += pooled
     kept.values += pooled
@@ -236,13 +236,13 @@ def _residual(
         stack.kept.values += stack.add(inputs, outputs, 3, stride).written
         last = stack.add(outputs, outputs, 3)
     stack.kept.values += last.written
-    stack.moved.forward += 3 * last.written  # the sum, in place; ReLU is counted with the layer
+    stack.moved.forward += 3 * last.written  # the residual sum, in place; ReLU is counted in `add`
     stack.moved.backward += 3 * last.written
     stack.moved.kernels += 1
 
 
 def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
-    """Put on an EfficientNet; return the width of its features. SiLU keeps its input."""
+    """Append an EfficientNet's layers; return the width of its features. SiLU keeps its input."""
     divisor = int(config.get("depth_divisor") or 8)
     wider = float(config.get("width_coefficient") or 2.0)
     deeper = float(config.get("depth_coefficient") or 3.1)
@@ -250,7 +250,7 @@ def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
     channels = int(config.get("num_channels") or 3)
 
     def width(base: int) -> int:
-        """Round to the divisor, and not down by more than 10 %."""
+        """Scale a width and round it to the divisor, but not down by more than 10 %."""
         scaled = base * wider
         rounded = max(divisor, int(scaled + divisor / 2) // divisor * divisor)
         return rounded + divisor if rounded < 0.9 * scaled else rounded
@@ -265,7 +265,7 @@ def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
     for stage in _stages(config):
         inputs, outputs, stride = width(stage["inputs"]), width(stage["outputs"]), stage["stride"]
         for repeat in range(math.ceil(deeper * stage["repeats"])):
-            even = number in square  # padded alike on both sides
+            even = number in square  # padded by the same amount on both sides
             shortcut = stride == 1 and repeat > 0
             drops = shortcut and number > 0 and float(config.get("drop_connect_rate", 0.2)) > 0
             extra = 0 if not even else 1
@@ -309,14 +309,14 @@ def _mobile(
     drops: bool,
     extra: int,
 ) -> None:
-    """Put on a block: expansion, a depthwise convolution, squeeze and excitation, projection."""
+    """Append a block: expansion, depthwise convolution, squeeze-and-excitation, projection."""
     kept, moved, kernel = stack.kept, stack.moved, stage["kernel"]
     inner = inputs * stage["expand"]
     if stage["expand"] != 1:
         kept.values += inputs * stack.side**2
         kept.values += stack.add(inputs, inner).written  # SiLU's input
     padded = stack.side
-    if stride == 2:  # a copy with zeros around
+    if stride == 2:  # a zero-padded copy
         padded += 2 * (kernel // 2) - 1 + extra
         moved.forward += 2 * inner * padded**2
         moved.backward += 2 * inner * padded**2
@@ -325,15 +325,15 @@ def _mobile(
     depthwise = stack.add(
         inner, inner, kernel, stride, side_in=padded if stride == 2 else None, groups=inner
     )
-    kept.values += 2 * depthwise.written  # SiLU's input; its result, which the gate multiplies
+    kept.values += 2 * depthwise.written  # SiLU's input; its output, which the gate multiplies
     side, narrow = stack.side, max(1, int(inputs * squeeze))
     stack.side = 1
     stack.add(inner, narrow, bias=True, norm=False)
     stack.add(narrow, inner, bias=True, norm=False)
     kept.values += 2 * narrow + 3 * inner
     stack.side = side
-    moved.forward += 3 * depthwise.written  # the mean reads, the gate reads and writes
-    moved.backward += 10 * depthwise.written  # of both factors, of the mean, and their sum
+    moved.forward += 3 * depthwise.written  # the mean reads; the gate reads and writes
+    moved.backward += 10 * depthwise.written  # gradients of both factors, of the mean, their sum
     moved.kernels += 4
     kept.values += depthwise.written
     last = stack.add(inner, outputs, activation=False)

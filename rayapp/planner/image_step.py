@@ -1,9 +1,10 @@
-"""How long a step of an image classifier takes: convolutions, memory traffic, communication.
+"""Seconds of a step of an image classifier: convolutions, memory traffic, communication.
 
-Links are those of planner/step.py. Each convolution takes the time of its multiply-adds or that of
-its bytes, whichever is longer; batch-norm, activations, sums and gates take that of their bytes; if
-that is less than the host needs to launch their kernels, that. Gradients are summed behind the
-backward pass of a step's last micro-batch.
+Links are modelled in planner/times.py. Each convolution takes the time of its multiply-adds or of
+its memory traffic, whichever is longer; batch-norm, activations, sums and gates take the time of
+their memory traffic. Where the host needs longer to launch a micro-batch's kernels, the micro-batch
+takes that long. With DDP, the all-reduce of the gradients overlaps with the backward pass of the
+step's last micro-batch.
 """
 
 from __future__ import annotations
@@ -29,29 +30,32 @@ from rayapp.planner.times import (
     no_precision,
 )
 
-# These shares are fitted to the published runs of docs/plan.md, one set for all.
-# Share of the peak that convolutions reach: of tensor cores in bf16; of TF32, which cuDNN takes for
-# fp32 where it is there; of plain fp32. And of memory bandwidth, where that is what bounds them.
+# The eight shares below are fitted to the 38 counted image runs of docs/plan.md (NVIDIA
+# DeepLearningExamples and timm, read 2026-11-22): one set for all, not checked on other runs.
+# Fraction of peak FLOP/s that convolutions reach: of tensor cores in bf16; of TF32, which cuDNN
+# uses for fp32 where the GPU has it; of plain fp32. Then the fraction of memory bandwidth that they
+# reach where bandwidth bounds them.
 CONVOLUTIONS = {"bf16": 0.75, "tf32": 0.25, "fp32": 0.85}
 CONVOLUTIONS_TRAFFIC = 0.49
-# A depthwise convolution has no use for tensor cores: share of the plain fp32 peak, by bytes of a
-# number, and of memory bandwidth.
+# A depthwise convolution does not use tensor cores: fraction of the plain fp32 peak FLOP/s, keyed
+# by bytes per number (2: bf16, 4: fp32), and of memory bandwidth.
 DEPTHWISE = {2: 0.055, 4: 0.0225}
 DEPTHWISE_TRAFFIC = 0.38
-# Share of memory bandwidth that batch-norm and elementwise kernels reach, as their bytes are
-# counted here: what one writes, the next may still find in the cache.
+# Fraction of memory bandwidth that batch-norm and elementwise kernels reach for the bytes counted
+# here. It is high because a kernel may read from the cache what the previous one wrote.
 ELEMENTWISE = 0.90
-# Times that batch-norm reads or writes a number: forward, backward. Synchronized in fp32, in bytes.
+# Batch-norm's reads and writes of each element: forward, backward. Counted, not fitted. For
+# synchronized batch-norm in fp32, bytes per element. Estimates: not measured on a GPU.
 NORM_FORWARD, NORM_BACKWARD = 3, 5
 SYNCHRONIZED_FORWARD, SYNCHRONIZED_BACKWARD = 44, 70
-# Kernels of batch-norm's statistics beside its own.
+# Kernels that a batch-norm launches for its statistics. Estimate.
 NORM_KERNELS = 6
-# Bytes of gradients that DDP sums together, the last of which nothing hides.
+# Bytes of gradients in one DDP bucket: PyTorch's default of 25 MiB. Compute does not hide the last.
 BUCKET_BYTES = 25 * 2**20
 
 
 def image_step_time(job: Workload[ImageLayout]) -> StepTime:
-    """Return how long a step takes.
+    """Return the seconds of a step, split by cause.
 
     Raises:
         ValueError: the GPU cannot compute in this precision.
@@ -61,7 +65,7 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
     rate = convolution_rate(gpu, layout.precision)
     bandwidth = ELEMENTWISE * gpu.memory_bytes_per_s
     passes = [_convolution_s(one, layout, rate, gpu) for one in layout.shape.layers]
-    convolutions = count * (3 * sum(passes) - passes[0])  # pixels have no gradient
+    convolutions = count * (3 * sum(passes) - passes[0])  # pixels need no gradient
     forward, backward = _moved_bytes(layout)
     moved = count * (forward + backward) / bandwidth
     waiting = max(0.0, _host_s(layout) - convolutions - moved)
@@ -80,7 +84,7 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
 
 
 def convolution_rate(gpu: Gpu, precision: str) -> float:
-    """Return FLOP/s that convolutions reach.
+    """Return the FLOP/s that convolutions reach.
 
     Raises:
         ValueError: the GPU cannot compute so.
@@ -94,7 +98,7 @@ def convolution_rate(gpu: Gpu, precision: str) -> float:
 
 
 def _convolution_s(one: Convolution, layout: ImageLayout, rate: float, gpu: Gpu) -> float:
-    """Return seconds of a pass over an image; forward, and twice backward, as many numbers move."""
+    """Return the seconds of one pass of a layer over one image; a backward counts as two passes."""
     moved = layout.element * (one.read + one.written) / gpu.memory_bytes_per_s
     if one.depthwise:
         plain = gpu.flops["fp32"]
@@ -104,16 +108,16 @@ def _convolution_s(one: Convolution, layout: ImageLayout, rate: float, gpu: Gpu)
 
 
 def _moved_bytes(layout: ImageLayout) -> tuple[float, float]:
-    """Return bytes of an image that all but convolutions move, forward and backward.
+    """Return the bytes that everything but convolutions moves per image, (forward, backward).
 
-    Compiled, what follows a batch-norm is done with its last pass.
+    Compiled, the elementwise operations after a batch-norm are fused into its last pass.
     """
     shape, element = layout.shape, layout.element
     normed = sum(one.written for one in shape.normed)
     forward, backward = element * NORM_FORWARD, element * NORM_BACKWARD
     if layout.synchronized:
         forward, backward = SYNCHRONIZED_FORWARD, SYNCHRONIZED_BACKWARD
-    share = 0.4 if layout.compiled else 1.0
+    share = 0.4 if layout.compiled else 1.0  # of the bytes that fusion leaves; estimate
     return (
         float(forward * normed + share * element * shape.moved.forward),
         float(backward * normed + share * element * shape.moved.backward),
@@ -121,26 +125,31 @@ def _moved_bytes(layout: ImageLayout) -> tuple[float, float]:
 
 
 def _host_s(layout: ImageLayout) -> float:
-    """Return seconds that the host takes to launch a micro-batch."""
+    """Return the seconds that the host takes to launch the kernels of one micro-batch."""
+    # A synchronized batch-norm launches some 20 kernels more (docs/decisions.md). Compiling halves
+    # the others' number; estimate.
     norms = len(layout.shape.normed) * (NORM_KERNELS + (20 if layout.synchronized else 0))
     share = 0.5 if layout.compiled else 1.0
     return LAUNCH_S * (3 * share * layout.shape.moved.kernels + norms)
 
 
 def _exposed_s(layout: ImageLayout, machine: Machine, times: int, backward_s: float) -> float:
-    """Return seconds of a step in which nothing but communication goes on."""
+    """Return the seconds per step of communication that compute does not hide.
+
+    Hidden communication slows compute down: CONTENTION of its seconds count as exposed too.
+    """
     ranks = machine.ranks
     if ranks == 1:
         return 0.0
     exposed = 0.0
-    if layout.synchronized:  # statistics of each layer, there and back
+    if layout.synchronized:  # all-gather and all-reduce of each layer's statistics: latency
         latency = (ranks - machine.nodes) * HOP_S + (machine.nodes - 1) * NODE_HOP_S
         exposed += times * 2 * len(layout.shape.normed) * 2 * latency
     size = float(FP32 * layout.trainable)
     if layout.strategy == "ddp":
         whole = 2 * collective_s(machine, ranks, size)
         last = 2 * collective_s(machine, ranks, min(size, BUCKET_BYTES))
-    else:  # weights are gathered for both passes, gradients scattered, each micro-batch
+    else:  # per micro-batch: two all-gathers of weights, one reduce-scatter of gradients
         whole = times * 3 * collective_s(machine, layout.shards, size)
         if layout.shards < ranks:
             across = Machine(machine.gpu, 1, machine.nodes, machine.network_bits_per_s, machine.efa)
@@ -152,8 +161,8 @@ def _exposed_s(layout: ImageLayout, machine: Machine, times: int, backward_s: fl
 
 
 def _optimizer_s(layout: ImageLayout, gpu: Gpu) -> float:
-    """Return seconds of the optimizer and of the moving average."""
+    """Return the seconds of the optimizer step and the update of the moving average."""
     states = STATES[layout.optimizer]
-    times = 3 + 2 * states + (3 if layout.averaged else 0)  # reads and writes of fp32 numbers
+    times = 3 + 2 * states + (3 if layout.averaged else 0)  # fp32 reads and writes per parameter
     moved = FP32 * times * layout.trainable / layout.shards
     return moved / (TRAFFIC * gpu.memory_bytes_per_s)

@@ -1,4 +1,4 @@
-"""The machines that a config names: which, how many, and what they cost.
+"""Look up the machines of a config: instance type, node count, price.
 
 one = named_instance(config, problems)
 workers, nodes = workers_of(config, one)
@@ -13,9 +13,10 @@ from rayapp.hardware import Instance, UnknownInstance
 
 
 def named_instance(config: RunConfig, problems: list[str] | None = None) -> Instance | None:
-    """Return `cluster.instance`, None where none is named.
+    """Return the instance that `cluster.instance` names; None if it names none.
 
-    One that is not in the table is a problem, and None; without `problems` it is an error.
+    An instance that is not in the table is appended to `problems` and gives None; without
+    `problems` it raises.
 
     Raises:
         ConfigError: it is not in the table.
@@ -32,12 +33,12 @@ def named_instance(config: RunConfig, problems: list[str] | None = None) -> Inst
 
 
 def nodes_of(one: Instance | None, workers: int) -> int:
-    """Return how many machines so many workers take: one for each GPU, all on one without any."""
+    """Return how many nodes the workers need: one worker per GPU, or one node without GPUs."""
     return 1 if one is None or not one.gpus else -(-workers // one.gpus)
 
 
 def workers_of(config: RunConfig, one: Instance | None, most: bool = False) -> tuple[int, int]:
-    """Return how many workers are planned for, and their nodes: the fewest, or the most."""
+    """Return (workers, nodes) for the fewest workers that the config allows, or for the most."""
     workers = config.cluster.max_workers if most else config.cluster.min_workers
     return workers, nodes_of(one, workers)
 
@@ -45,7 +46,10 @@ def workers_of(config: RunConfig, one: Instance | None, most: bool = False) -> t
 def price_of(
     config: RunConfig, one: Instance | None, region: str, usd_per_hour: float | None = None
 ) -> float | None:
-    """Return what an instance costs: as given, as configured, else as listed."""
+    """Return USD per hour of one instance: the argument, else the config, else the price list.
+
+    None if none of them has a price.
+    """
     price = usd_per_hour or config.cluster.usd_per_hour
     if price is None and one is not None:
         price = hardware.usd_per_hour(one, region)
@@ -53,7 +57,7 @@ def price_of(
 
 
 def per_worker(rows: int, size: int, workers: int) -> int:
-    """Return the micro-batches of `size` rows that a worker runs in a step, as Order deals them.
+    """Return how many micro-batches of `size` rows a worker runs per step, as Order deals them.
 
     >>> per_worker(12, 2, 5)
     2

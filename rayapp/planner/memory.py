@@ -1,14 +1,14 @@
-"""Bytes on a GPU, term by term, when a step holds most.
+"""Peak bytes on a GPU during a step, term by term.
 
     peak = peak_memory(Layout(shape, shards=8, micro_batch=2, seq_len=8192, checkpointing="full"))
     peak.terms["activations"], peak.total, peak.phase
 
-A step is followed through four moments, and the largest is the peak: the loss (all activations are
-kept, logits exist), the backward of a block (its recomputation and gradients on top), the backward
-of what lies outside the blocks (embedding and head, gathered whole), and the optimizer's step.
-What a block keeps for its backward is counted by operation from transformers' own modules and
-PyTorch's autograd; rayapp/train/trace.py runs the real step on fake tensors, and tests hold this to
-it.
+Memory is computed at five moments of a step, and the largest is the peak: the loss (all
+activations are kept and logits exist), the start of the blocks' backward (recomputed activations
+and gradients on top), its end (gradients of all blocks exist), the backward of the root (embedding,
+head and final norm), and the optimizer's step. The bytes that a block keeps for its backward are
+counted operation by operation from transformers' modules and PyTorch's autograd.
+rayapp/train/trace.py runs the real step on fake tensors, and tests compare these formulas with it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ from rayapp.hardware import GIB
 from rayapp.planner.flops import model_flops
 from rayapp.planner.shape import Linear, Shape, lora_parameters
 
-FP32 = 4
-LOSS_WORDS = 16_384  # of the head's gradient that one product makes at once
-# CUDA context, NCCL's channels and cuBLAS' workspace: outside PyTorch's allocator.
+FP32 = 4  # bytes of an fp32 number
+LOSS_WORDS = 16_384  # vocabulary rows of the head's gradient that one product computes
+# Bytes outside PyTorch's allocator: CUDA context, NCCL's channels, cuBLAS' workspace. Estimate.
 CONTEXT_BYTES = 1.3 * GIB
-# What a worker on CPUs holds beside its tensors: 0.5 GiB of Python, torch, transformers and Ray,
-# rows ahead, gloo's buffers, and what glibc keeps of what was freed. Measured, see docs/plan.md.
+# Bytes that a worker without a GPU holds beside its tensors: 0.5 GiB of Python, torch, transformers
+# and Ray; then prefetched rows, gloo's buffers, and freed memory that glibc does not return.
+# Measured on 2026-11-24, six runs of 20 to 150 steps (docs/plan.md).
 PROCESS_BYTES = 0.85 * GIB
-# What the caching allocator holds beyond what is alive, as a share of what comes and goes.
+# Bytes that the caching allocator reserves beyond live tensors, as a fraction of activations,
+# logits and gathered parameters. Estimate; compared with published runs' GiB in docs/plan.md.
 FRAGMENTATION = 0.05
-# 8-bit moments have an fp32 scale for each 256 (torchao), nf4 one for each 64 (bitsandbytes).
+# Bytes per value, with scales: 8-bit moments have one fp32 scale per 256 values (torchao), nf4 has
+# one per 64 (bitsandbytes).
 BYTES_8BIT = 1 + 4 / 256
 BYTES_NF4 = 0.5 + 4 / 64
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model, how it is laid out over ranks, and how it is trained."""
+    """A language model with its sharding and its training settings."""
 
     shape: Shape
     shards: int
-    """Ranks that hold a part of each parameter: all, those of a replica, or 1."""
+    """Ranks that each parameter is sharded over: all ranks, those of one replica, or 1."""
     micro_batch: int
     seq_len: int
     strategy: str = "full_shard"
@@ -55,13 +58,13 @@ class Layout:
     cpu_offload: bool = False
     activation_offload: bool = False
     accumulates: bool = False
-    """More than one micro-batch a step: gradients are there from the second one on."""
+    """A step has several micro-batches: from the second one on, gradients are already allocated."""
     kept: tuple[str, ...] | None = None
-    """Linears whose results selective checkpointing keeps; None: rayapp's own choice."""
+    """Linears whose results selective checkpointing keeps; None: those of `kept_linears`."""
     on_cpu: bool = False
-    """CPUs convert bf16 logits to fp32 before the softmax, GPUs inside it."""
+    """No GPU: CPUs convert bf16 logits to fp32 before the softmax, GPUs inside it."""
     plain_loss: bool = False
-    """All logits at once, by torch's cross_entropy: what others do."""
+    """All logits at once by torch's cross_entropy, as other frameworks compute the loss."""
 
     @property
     def tokens(self) -> int:
@@ -74,25 +77,25 @@ class Layout:
         return self.seq_len
 
     def peak(self) -> Peak:
-        """Return the moment of a step that holds most."""
+        """Return the moment of a step with the most memory."""
         return peak_memory(self)
 
     def checkpoint_bytes(self) -> float:
-        """Return the bytes of a checkpoint of all ranks."""
+        """Return the bytes of one checkpoint, all ranks together."""
         return checkpoint_bytes(self)
 
     def model_flops(self, context: float) -> float:
-        """Return the FLOPs that training on a token needs."""
+        """Return the model FLOPs per training token."""
         return model_flops(self.shape, context, self.lora_rank, self.lora_targets)
 
     @property
     def element(self) -> int:
-        """Bytes of a number in compute."""
+        """Bytes per number in the compute precision."""
         return FP32 if self.precision == "fp32" else 2
 
     @property
     def trainable(self) -> int:
-        """Parameters that have a gradient."""
+        """Number of parameters that have a gradient."""
         if self.lora_rank is None:
             return self.shape.parameters
         return lora_parameters(self.shape, self.lora_rank, self.lora_targets)
@@ -100,22 +103,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class Peak:
-    """What a rank holds when it holds most, in bytes."""
+    """The bytes of one rank at its peak: the moment's name and the terms."""
 
     phase: str
     terms: dict[str, float]
 
     @property
     def total(self) -> float:
-        """The sum of the terms."""
+        """Sum of the terms in bytes."""
         return sum(self.terms.values())
 
 
 def kept_linears(shape: Shape) -> tuple[str, ...]:
     """Return the linears whose results rayapp's selective checkpointing keeps.
 
-    A result costs as many operations as the input is wide: kept are projections no wider than
-    their input, and that no wider than the model.
+    Recomputing one value costs as many multiply-adds as its input is wide. Kept are projections
+    whose output is no wider than their input, and whose input is no wider than the model.
     """
     return tuple(
         one.name
@@ -125,12 +128,12 @@ def kept_linears(shape: Shape) -> tuple[str, ...]:
 
 
 def block_bytes(layout: Layout) -> float:
-    """Return what one block keeps of one token for its backward, nothing recomputed.
+    """Return the bytes that one block keeps per token for its backward, without checkpointing.
 
-    bf16, H hidden, A heads * head_dim, K kv_heads * head_dim, I intermediate: a norm keeps its
-    input in fp32, the normalised and the scaled values (8 H); attention q, k, v, its result and
-    the fp32 log-sum-exp of each head; a gated MLP gate, its activation, up and their product (8 I).
-    Compiled, norms and elementwise results are computed again from the matrices' results.
+    In bf16, with H hidden and I intermediate: a norm keeps its input in fp32, the normalised and
+    the scaled values (8 H); attention keeps q, k, v, its result and the fp32 log-sum-exp of each
+    head; a gated MLP keeps gate, its activation, up and their product (8 I). Compiled blocks
+    recompute norms and elementwise results from the results of the matrices.
     """
     shape, e = layout.shape, layout.element
     hidden, inner = shape.hidden, shape.intermediate
@@ -140,20 +143,20 @@ def block_bytes(layout: Layout) -> float:
     if layout.compiled:
         norms, mlp = 2 * e * hidden, (2 if shape.gated else 1) * e * inner * experts
         return norms + attention + mlp + FP32 * 2
-    if not shape.fp32_norms:  # gpt_neox: LayerNorm, q and k turned in part, biases, one residual
+    if not shape.fp32_norms:  # gpt_neox: LayerNorm, q and k rotated in part, biases, one residual
         return e * (10 * hidden + 2 * inner) + FP32 * shape.heads
     norm = 2 * e * hidden + (FP32 * hidden if e < FP32 else 0)  # in fp32 the copy is the input
     mlp = 4 * e * inner * experts
     routed = 2 * e * hidden * experts if shape.experts > 1 else 0
     per_head = 0
-    if shape.block_norm_parameters > 2 * hidden:  # qwen3: q and k are normalised, head by head
+    if shape.block_norm_parameters > 2 * hidden:  # qwen3: q and k have a norm per head
         heads = shape.heads + shape.kv_heads
         per_head = (e + (FP32 if e < FP32 else 0)) * (queries + keys) + FP32 * heads
     return 2 * norm + attention + mlp + routed + per_head + FP32 * 2
 
 
 def kept_bytes(layout: Layout) -> float:
-    """Return what one block keeps of one token between forward and backward, on the GPU."""
+    """Return the bytes that one block keeps on the GPU per token between forward and backward."""
     shape, e = layout.shape, layout.element
     block_input = e * shape.hidden
     if layout.activation_offload:
@@ -170,7 +173,7 @@ def kept_bytes(layout: Layout) -> float:
 
 
 def peak_memory(layout: Layout) -> Peak:
-    """Return the moment of a step that holds most, without the allocator's own (see `with_slack`).
+    """Return the moment of a step with the most live bytes; `with_slack` adds the overhead.
 
     Raises:
         UnknownShape: a target of LoRA is no linear layer of the blocks.
@@ -180,14 +183,14 @@ def peak_memory(layout: Layout) -> Peak:
 
 
 def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
-    """Add what the allocator holds beyond what is alive, and what CUDA or the process takes."""
+    """Add `slack`: the allocator's fragmentation, and CUDA's context or the CPU process."""
     moving = sum(peak.terms[name] for name in ("activations", "logits", "gathers"))
     slack = FRAGMENTATION * moving + (CONTEXT_BYTES if cuda else PROCESS_BYTES)
     return Peak(peak.phase, {**peak.terms, "slack": slack})
 
 
 def state_bytes(layout: Layout) -> dict[str, float]:
-    """Return the bytes of one rank's parameters, gradients and optimizer state."""
+    """Return the bytes of one rank's parameters, gradients and optimizer state, by name."""
     shape, shards = layout.shape, layout.shards
     trainable, frozen = float(layout.trainable), 0.0
     if layout.lora_rank is not None:
@@ -203,9 +206,9 @@ def state_bytes(layout: Layout) -> dict[str, float]:
 
 
 def checkpoint_bytes(layout: Layout) -> float:
-    """Return the bytes of a checkpoint of all ranks: parameters and optimizer state, once.
+    """Return the bytes of a checkpoint: trained parameters and optimizer state, each stored once.
 
-    Moments of 8 bits are saved as fp32 values, which any number of ranks can shard.
+    8-bit moments are saved as fp32 values, because any number of ranks can shard those.
     """
     trainable = float(layout.trainable)
     wide = replace(layout, optimizer="adamw") if layout.optimizer == "adamw8bit" else layout
@@ -224,10 +227,10 @@ def _optimizer_bytes(layout: Layout, trainable: float) -> float:
 
 
 def _adapter_bytes(layout: Layout) -> float:
-    """Return what adapters keep of a token in a block: the first factor's result.
+    """Return the bytes that adapters keep per token and block: the results of their first factor.
 
-    Adapters are fp32 or bf16 as compute is; peft's own copy of the input in the adapter's dtype is
-    the input itself.
+    Adapters compute in the compute precision, so peft's cast of the input to the adapter's dtype
+    makes no copy.
     """
     if layout.lora_rank is None:
         return 0.0
@@ -253,28 +256,28 @@ def _moments(layout: Layout) -> list[Peak]:
     trains_all = layout.lora_rank is None
     block = _gathered_block(layout)
     stays = layout.strategy in ("shard_grad_op", "no_shard")
-    root = e * shape.root_parameters  # gathered from the first to the last moment of a micro-batch
+    root = e * shape.root_parameters  # stays gathered for the whole micro-batch
     whole = (shape.layers * e * block if stays else 0.0) + root
-    ahead = 0.0 if stays else 2 * e * block  # the block at work and the next one
+    ahead = 0.0 if stays else 2 * e * block  # the current block and the prefetched one
     kept = kept_bytes(layout) * shape.layers * tokens
     first = gradients if layout.accumulates else 0.0
 
-    # The loss: final norm, hidden states, their gradient; logits of a chunk; the head's gradient.
+    # The loss: final norm, hidden states, their gradient; a chunk's logits; the head's gradient.
     around = tokens * (4 * e * hidden + (FP32 * hidden if e < FP32 else 0))
     chunk = min(layout.loss_chunk or tokens, tokens)
     if layout.plain_loss:  # bf16 logits, an fp32 copy, its log-softmax and the gradient
         logits = tokens * shape.vocabulary * (e + 3 * FP32)
     else:
-        # Logits and their fp32 log-probabilities; the gradient of the chunk before is still there.
+        # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
         wide = e + FP32 * (2 if layout.on_cpu and e < FP32 else 1) + (e if chunk < tokens else 0)
         logits = chunk * shape.vocabulary * wide
-        if trains_all:  # the product that is added to the head's gradient
+        if trains_all:  # a product, which is then added to the head's fp32 gradient
             part = e * min(head, LOSS_WORDS * hidden) if e < FP32 else 0
             logits = max(logits, chunk * shape.vocabulary * e + part) + FP32 * head
     loss = {"gradients": first, "activations": kept + around, "logits": logits}
     loss["gathers"] = whole + ahead / 2
 
-    # A block's backward: what it recomputes, gradients of what flows through it, of its weights.
+    # A block's backward: recomputed activations, gradients of activations and of weights.
     again = 0.0
     if layout.checkpointing != "none" or layout.activation_offload:
         again = (block_bytes(layout) + _adapter_bytes(layout)) * tokens
@@ -289,8 +292,8 @@ def _moments(layout: Layout) -> list[Peak]:
         "gathers": working,
     }
 
-    # The root's backward: its parameters are gone, their gradients and the fp32 copy that is
-    # reduced are there.
+    # The root's backward: its gathered parameters are freed; their gradients and the fp32 copy for
+    # the reduction exist.
     roots = (e + FP32) * shape.root_parameters if trains_all else 0.0
     root_end = {
         "gradients": max(first, of_blocks),
@@ -310,7 +313,7 @@ def _moments(layout: Layout) -> list[Peak]:
 
 
 def _gathered_block(layout: Layout) -> float:
-    """Return the parameters of a block as they are gathered, in numbers of compute precision."""
+    """Return how many parameters the all-gather of one block delivers, adapters included."""
     block = float(layout.shape.block_parameters)
     if layout.lora_rank is not None:
         block += layout.trainable / layout.shape.layers

@@ -1,4 +1,4 @@
-"""What is asked of a plan: the config, with the model's shape and the machines looked up.
+"""Turn a config into a question for the planner: look up the model's shape and the machines.
 
     question = ask(config, region="us-west-2")
     question.job.layout, question.machine, question.usd_per_hour
@@ -27,11 +27,11 @@ from rayapp.presets import PRESETS, config_of
 
 @dataclass(frozen=True)
 class Question:
-    """A run as the planner sees it."""
+    """A run with everything that the planner needs to know."""
 
     name: str
     job: Workload[Any] | None
-    """None: no instance is named, or one without a GPU."""
+    """The step's work; None if the config names no instance, or one without a GPU."""
     layout: Layout | ImageLayout
     instance: Instance | None
     nodes: int
@@ -40,31 +40,31 @@ class Question:
     steps: int | None
     region: str
     usd_per_hour: float | None
-    """Of one instance."""
+    """Price of one instance."""
     mtbf_hours: float
-    """Of one worker."""
+    """Mean time between failures of one worker."""
     capacity_gib: float | None = None
-    """What a worker may hold, where a machine was asked; None: what the instance has."""
+    """GiB available to a worker, as its machine reports; None: the instance's memory."""
 
     epoch_rows: int | None = None
-    """Images there are to train on, where that is known."""
+    """Training images per epoch, if known."""
     spare_cpus: int | None = None
-    """Of all nodes, beside a CPU for each worker: they read, decode and augment images."""
+    """CPUs of all nodes beside one per worker: they read, decode and augment images."""
 
     @property
     def unit(self) -> Unit:
-        """What the run is counted in."""
+        """The unit of the run: tokens or images."""
         return IMAGES if isinstance(self.layout, ImageLayout) else TOKENS
 
     @property
     def amount_per_step(self) -> int:
-        """Tokens or images of a step of all workers."""
+        """Tokens or images per step, all workers together."""
         return self.rows_per_step * self.layout.row
 
     def on(self, one: Instance, nodes: int, **changes: Any) -> Question | None:
-        """Return the question for other machines; None where the step cannot be dealt out so.
+        """Return the question for other machines, with one worker per GPU.
 
-        `changes` are fields of the layout. One worker on each GPU.
+        `changes` are fields of the layout. None if the micro-batch does not divide the step's rows.
         """
         workers = nodes * one.gpus
         layout = replace(self.layout, **changes)
@@ -90,13 +90,13 @@ class Question:
 
 
 def shards_of(strategy: str, workers: int, replica: int) -> int:
-    """Return how many workers hold a part of each parameter; `replica` is a copy's workers."""
+    """Return how many workers each parameter is sharded over; `replica` is a replica's workers."""
     whole = {"full_shard": workers, "shard_grad_op": workers, "no_shard": 1, "ddp": 1}
     return whole.get(strategy, replica)
 
 
 def spare_cpus(one: Instance, nodes: int, workers: int) -> int:
-    """Return the CPUs that workers leave, less two of each node for the machine itself."""
+    """Return the CPUs that are left over, with one per worker and two per node for the system."""
     return max(1, nodes * max(1, one.vcpus - 2) - workers)
 
 
@@ -110,10 +110,10 @@ def ask(
     capacity_gib: float | None = None,
     on_cpu: bool = False,
 ) -> Question:
-    """Look up what the config names; `usd_per_hour` (of one instance) is for spot and contracts.
+    """Return the question of a config; `usd_per_hour` overrides the price of one instance.
 
-    `model` is the model's config.json where the caller has it, overrides included. Where no
-    instance is named, `capacity_gib` is what a worker may hold, `on_cpu` that it has no GPU.
+    `model` is the model's config.json, overrides included, if the caller has it. If the config
+    names no instance, `capacity_gib` is the memory of a worker and `on_cpu` says it has no GPU.
 
     Raises:
         ConfigError: with every problem.
@@ -127,7 +127,7 @@ def ask(
     if problems or shape is None:
         raise ConfigError(problems)
     rows = config.rows_per_step
-    size = config.train.micro_batch or 1  # auto is tried out from one row on
+    size = config.train.micro_batch or 1  # auto starts at one row
     micro_batches = per_worker(rows, size, workers)
     layout = _layout(config, tree, shape, one, shards, size, micro_batches)
     layout = replace(layout, on_cpu=layout.on_cpu or (one is None and on_cpu))
@@ -154,7 +154,7 @@ def ask(
 def replica_shards(
     config: Config | VisionConfig, workers: int, nodes: int, problems: list[str]
 ) -> int:
-    """Return how many workers hold a part of each parameter; add to `problems`."""
+    """Return how many workers each parameter is sharded over; append to `problems`."""
     replicas = config.parallel.replicas or nodes
     strategy = config.parallel.strategy
     if strategy == "hybrid_shard" and workers % replicas:
@@ -167,16 +167,16 @@ def replica_shards(
 
 
 def counts_of(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Return the steps, and the training images, that a run's plan has counted, by name."""
+    """Return the `steps` and training `images` that a prepared run's plan.json holds, by name."""
     images = (plan.get("data") or {}).get("images") or {}
     found = {"steps": plan.get("steps"), "images": images.get("train")}
     return {name: int(count) for name, count in found.items() if count is not None}
 
 
 def _context(config: Config) -> float:
-    """Return the tokens that a token attends to: of whole rows, as documents' lengths are unknown.
+    """Return the mean tokens that a token attends to, as if every row held one document.
 
-    Packed rows hold shorter documents, so that attention takes less than this.
+    Documents' lengths are unknown here. Packed rows hold shorter ones, which need less attention.
     """
     return mean_context([config.data.seq_len])
 

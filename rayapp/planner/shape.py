@@ -1,10 +1,10 @@
-"""What a config.json amounts to: linear layers of a block, parameters, LoRA's adapters.
+"""Read a config.json: the linear layers of a block, parameter counts, LoRA's adapters.
 
     shape = shape_of(json.load(open("config.json")))
     shape.parameters, shape.active_parameters, lora_parameters(shape, rank=16)
 
-Families are those that transformers 5 calls llama, mistral, mixtral, qwen2, qwen3 and gpt_neox;
-another one is refused, as a guess at its shape would be wrong in silence.
+Supported are the model types llama, mistral, mixtral, qwen2, qwen3 and gpt_neox of transformers 5.
+Any other is refused, because a guess at its shape could be wrong without notice.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 
 class UnknownShape(ValueError):
-    """The config.json does not say, or not in words known here, what the model is."""
+    """The config.json is unsupported or incomplete, or LoRA targets or images do not suit it."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix of a block, [outputs, inputs], and how often a block has it."""
+    """A weight matrix [outputs, inputs] of a block, and how many copies a block has."""
 
     name: str
     inputs: int
     outputs: int
     bias: bool = False
     copies: int = 1
-    """More than 1: experts."""
+    """Number of experts; 1 for a dense layer."""
     active: int = 1
-    """Copies that one token goes through."""
+    """Copies that one token is routed through."""
     module: bool = True
-    """False: not a linear module of its own, so that no adapter can be put on it."""
+    """False: it is no nn.Linear of its own, so it cannot get an adapter."""
 
     @property
     def parameters(self) -> int:
@@ -42,7 +42,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of equal blocks between an embedding and a head."""
+    """A decoder: an embedding, identical blocks, a final norm and a head."""
 
     model_type: str
     hidden: int
@@ -55,13 +55,13 @@ class Shape:
     tied: bool
     """Embedding and head are one matrix."""
     linears: tuple[Linear, ...]
-    """Of one block, in the order of their use."""
+    """Linear layers of one block, in order of use."""
     gated: bool
-    """Two matrices into the MLP, one through the activation."""
+    """The MLP has a gate and an up projection; the activation is applied to the gate."""
     fp32_norms: bool
     """Norms compute in fp32 and keep an fp32 copy of their input."""
     rotary: float
-    """Share of a head's dimensions that positions turn, 0-1."""
+    """Fraction of a head's dimensions that rotary embeddings rotate, 0-1."""
     block_norm_parameters: int
     final_norm_parameters: int
     experts: int = 1
@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, and so of the head."""
+        """Parameters of the embedding; the head has as many."""
         return self.vocabulary * self.hidden
 
     @property
@@ -91,7 +91,7 @@ class Shape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token goes through: all but the experts not chosen."""
+        """Parameters that one token uses: all but those of the experts it is not routed to."""
         idle = sum(
             (one.copies - one.active) * one.inputs * one.outputs
             for one in self.linears
@@ -101,7 +101,7 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Read a config.json.
+    """Return the shape that a config.json describes.
 
     Raises:
         UnknownShape: another family, or a field is missing; says which.
@@ -121,7 +121,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def lora_parameters(shape: Shape, rank: int, targets: Sequence[str] = ()) -> int:
-    """Count the adapters' parameters: rank * (inputs + outputs) for each linear.
+    """Count the adapters' parameters: rank * (inputs + outputs) per adapted linear.
 
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
@@ -217,7 +217,7 @@ def _qwen2(config: Mapping[str, Any]) -> Shape:
 def _qwen3(config: Mapping[str, Any]) -> Shape:
     bias = bool(config.get("attention_bias", False))
     linears = _attention(config, bias, bias) + _mlp(config)
-    # q and k have a norm of their own, over a head.
+    # q and k each have a norm over head_dim.
     return _shape(config, linears, 2 * config["hidden_size"] + 2 * _head_dim(config))
 
 
@@ -227,7 +227,7 @@ def _mixtral(config: Mapping[str, Any]) -> Shape:
     linears = (
         *_attention(config, False, False),
         Linear("router", hidden, experts, module=False),
-        # transformers 5 keeps an expert's gate and up as one matrix.
+        # transformers 5 stores an expert's gate and up projections as one matrix.
         Linear("gate_up_proj", hidden, 2 * inner, copies=experts, active=active, module=False),
         Linear("down_proj", inner, hidden, copies=experts, active=active, module=False),
     )

@@ -1,4 +1,4 @@
-"""A plan as people read it: tables and bars in the terminal."""
+"""Print a plan as tables and bars in the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rayapp.planner.answer import Answer, Band
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import CONTEXT_BYTES, PROCESS_BYTES
 
-BAR = 40
+BAR = 40  # characters of the longest bar
 
 
 def show(
@@ -21,7 +21,7 @@ def show(
     table: list[Answer],
     best: Answer | None,
 ) -> None:
-    """Print the answer: memory, time and cost, what else could be done."""
+    """Print memory, time, cost, suggestions, scaling, cheapest machines, and notes."""
     _headline(console, found)
     _memory(console, found)
     if found.step is not None:
@@ -40,7 +40,7 @@ def show(
 
 
 def machines(one: Answer) -> str:
-    """Name nodes and workers."""
+    """Return the nodes and workers of a plan as text."""
     question = one.question
     if question.instance is None:
         return f"{question.workers} workers"
@@ -48,7 +48,7 @@ def machines(one: Answer) -> str:
 
 
 def band(value: Band | None, form: str = ",.3g", unit: str = "") -> str:
-    """Write a figure with its band.
+    """Format a value with its band; "n/a" for None.
 
     >>> band(Band(2.0, 1.5, 2.5), ".1f", " h")
     '2.0 h (1.5 to 2.5)'

@@ -1,14 +1,14 @@
-"""How long a step takes: matrices, attention, memory traffic, and communication that is not hidden.
+"""Seconds of a step: matrix products, attention, memory traffic, and exposed communication.
 
     time = step_time(Job(layout, machine, context=mean_context([4096]), micro_batches=4))
     time.total_s, time.compute_s, time.exposed_s
 
-The model is physical and has one set of constants (below) for all systems. Each block's forward
-and backward takes the time of its matrix products (at the rate that large products were measured
-to reach, times MATRICES), of attention, and of the bytes that everything elementwise moves; or, if
-that is longer, the time that the host needs to launch that pass's kernels. A block's gather runs
-beside the block before it, and what is longer than that block is exposed; gradients leave the same
-way.
+The model follows the hardware and uses one set of constants (below and in times.py) for all
+systems. The forward and the backward pass of the blocks each take the sum of three times: matrix
+products (at MATRICES times the rate measured for large products), attention, and the memory traffic
+of elementwise kernels. Where the host needs longer to launch a pass's kernels, the pass takes that
+long. The all-gather of a block overlaps with the block before it; only what outlasts that block is
+exposed. Reduce-scatters of gradients overlap in the same way.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from rayapp.planner.times import (
     no_precision,
 )
 
-# Share of the measured rate of large products that the products of a step reach.
+# Fraction of a GPU's measured FLOP/s of large products (hardware.measured_flops) that a step's
+# products reach. Fitted by a grid of MATRICES and the two attention fractions over the 56 published
+# runs of docs/plan.md (read 2026-11-21): flat around these round numbers (docs/decisions.md).
 MATRICES = 0.80
-# Where no product was measured: the share of the peak taken in its place.
+# Fraction of the data sheet's FLOP/s that stands in for a rate that was not measured. Estimate.
 UNMEASURED = 0.75
-# Flash attention's forward and backward (with its recomputation), as shares of MATRICES' rate.
+# Flash attention's forward, and its backward with the recomputed scores, as fractions of the rate
+# of matrix products (matmul_rate). Fitted together with MATRICES.
 ATTENTION_FORWARD = 0.45
 ATTENTION_BACKWARD = 0.35
-# Kernels of a block's forward.
+# Kernels of a block's forward: eager with fp32 norms, eager without, compiled. Estimates.
 KERNELS_EAGER, KERNELS_PLAIN, KERNELS_COMPILED = 60, 25, 15
-# Memory bandwidth that the host gives one rank, for an optimizer on the CPU.
+# Host memory bandwidth of one rank in bytes/s, for an optimizer on the CPU. Estimate.
 HOST_BYTES_PER_S = 20e9
-# Seconds of FSDP's hooks, each block and direction.
+# Seconds of FSDP's hooks per block and direction (forward, backward). Estimate.
 HOOKS_S = 2e-4
 
 
 def matmul_rate(gpu: Gpu, precision: str) -> float:
-    """Return FLOP/s that a step's matrix products reach.
+    """Return the FLOP/s that the matrix products of a step reach.
 
     Raises:
         ValueError: the GPU cannot compute so.
@@ -62,7 +65,7 @@ def matmul_rate(gpu: Gpu, precision: str) -> float:
 
 
 def step_time(job: Workload[Layout]) -> StepTime:
-    """Return how long a step takes.
+    """Return the seconds of a step, split by cause.
 
     Raises:
         ValueError: the GPU cannot compute in this precision.
@@ -76,7 +79,7 @@ def step_time(job: Workload[Layout]) -> StepTime:
     exposed = _exposed_s(job, forward_s, backward_s)
     loss = layout.tokens * loss_traffic_bytes(layout) / (TRAFFIC * gpu.memory_bytes_per_s)
     moved = compute.elementwise_s + loss + _copies_s(job)
-    # The slowest of n normal draws is about sqrt(2 ln n) standard deviations behind.
+    # The slowest of n normal draws is about sqrt(2 ln n) standard deviations behind the mean.
     behind = SPREAD * math.sqrt(2 * math.log(job.machine.ranks))
     count = job.micro_batches
     return StepTime(
@@ -92,13 +95,13 @@ def step_time(job: Workload[Layout]) -> StepTime:
 
 @dataclass(frozen=True)
 class _Compute:
-    """Seconds of the blocks and the head in one micro-batch."""
+    """Compute seconds of the blocks and the head in one micro-batch, both passes."""
 
     matrices_s: float
     attention_s: float
     elementwise_s: float
     forward_s: float
-    """The forward's part of all three."""
+    """The share of the forward pass in all three."""
 
     @property
     def total_s(self) -> float:
@@ -112,7 +115,7 @@ def _compute(job: Workload[Layout]) -> _Compute:
     backward = backward_flops(forward, frozen=layout.lora_rank is not None)
     again = recomputed_flops(shape, forward, layout.checkpointing, _kept_share(layout))
     rate = matmul_rate(gpu, layout.precision)
-    # fp8 is for the blocks' linear layers; head, adapters and attention stay bf16.
+    # Only the blocks' linear layers run in fp8; head, adapters and attention stay in bf16.
     plain = matmul_rate(gpu, "bf16") if layout.precision == "fp8" else rate
 
     def matrices(flops: Flops) -> float:
@@ -120,7 +123,7 @@ def _compute(job: Workload[Layout]) -> _Compute:
 
     flash = tokens * forward.attention / (ATTENTION_FORWARD * plain)
     flash_again = tokens * again.attention / (ATTENTION_FORWARD * plain)
-    # The backward computes the scores again: 2.5 forwards, of which 2 are counted.
+    # The backward recomputes the scores: it costs 2.5 forwards, of which backward_flops counts 2.
     flash_back = 1.25 * tokens * backward.attention / (ATTENTION_BACKWARD * plain)
     once = shape.layers * tokens * block_traffic_bytes(layout)
     once /= TRAFFIC * gpu.memory_bytes_per_s
@@ -134,14 +137,14 @@ def _compute(job: Workload[Layout]) -> _Compute:
 
 
 def _host_s(job: Workload[Layout]) -> float:
-    """Return seconds that the host takes to launch a micro-batch."""
+    """Return the seconds of kernel launches and FSDP's hooks on the host, per micro-batch."""
     layout = job.layout
     hooks = 2 * HOOKS_S if job.machine.ranks > 1 else 0.0
     return layout.shape.layers * (LAUNCH_S * _kernels(layout) * _passes(layout) + hooks)
 
 
 def _copies_s(job: Workload[Layout]) -> float:
-    """Return seconds of copying into and out of the buffers of collectives."""
+    """Return the seconds of copies into and out of collective buffers, per micro-batch."""
     if job.machine.ranks == 1:
         return 0.0
     layout = job.layout
@@ -152,24 +155,24 @@ def _copies_s(job: Workload[Layout]) -> float:
 
 
 def _transfers_s(job: Workload[Layout]) -> float:
-    """Return seconds of moving what is offloaded between host and GPU, which nothing hides."""
+    """Return the seconds of host-GPU copies for offloading per micro-batch; compute hides none."""
     layout, rate = job.layout, PINNED * job.machine.gpu.pcie_bytes_per_s
     moved = 0.0
     if layout.activation_offload:
         kept = kept_bytes(replace(layout, activation_offload=False))
         moved += 2 * kept * layout.shape.layers * layout.tokens
-    if layout.cpu_offload:  # fp32 shards to the GPU for each gather, gradients back
+    if layout.cpu_offload:  # fp32 shards go to the GPU for each gather, gradients come back
         gathers = 2 if _frees(layout) else 1
         moved += FP32 * (gathers * layout.shape.parameters + layout.trainable) / layout.shards
     return moved / rate
 
 
 def block_traffic_bytes(layout: Layout) -> float:
-    """Return bytes that the elementwise kernels of a block's forward move for one token.
+    """Return the bytes that the elementwise kernels of a block's forward move per token.
 
-    Eager, as transformers writes them: an fp32 RMSNorm is 7 kernels (36 H), LayerNorm is one; a
-    residual sum reads two and writes one; rotary positions copy and turn q and k; a gated
-    activation reads and writes five times. Compiled, each becomes one kernel.
+    Eager, as transformers writes it: an fp32 RMSNorm is 7 kernels (36 H bytes in bf16), a LayerNorm
+    is one; a residual sum reads two tensors and writes one; rotary embeddings copy and rotate q and
+    k; a gated activation makes five reads and writes. Compiled, each of these is one kernel.
     """
     shape, half = layout.shape, layout.element / 2
     hidden = shape.hidden
@@ -181,18 +184,19 @@ def block_traffic_bytes(layout: Layout) -> float:
     moved = norms + 12 * hidden + 20 * turned + (10 if shape.gated else 4) * inner
     routed = 16 * hidden * shape.active_experts if shape.experts > 1 else 0
     adapters = 0.0
-    if layout.lora_rank is not None:  # peft adds a scaled result to that of each linear
+    if layout.lora_rank is not None:  # peft adds a scaled result to the output of each linear
         adapters = 8.0 * sum(one.outputs + one.inputs for one in shape.linears if one.module)
     return half * (moved + routed) + adapters
 
 
 def loss_traffic_bytes(layout: Layout) -> float:
-    """Return bytes that the loss moves for one token: logits and what becomes of them."""
+    """Return the bytes that the loss moves per token: logits, log-probabilities, gradients."""
+    # Bytes per logit. Estimates.
     return layout.shape.vocabulary * (26.0 if layout.plain_loss else 18.0)
 
 
 def _passes(layout: Layout) -> int:
-    """Return how often a block's kernels run, in units of its forward; the backward is two."""
+    """Return the cost of a block's kernels in forwards: backward is 2, recomputation is 1."""
     return 3 if layout.checkpointing == "none" else 4
 
 
@@ -201,9 +205,9 @@ def _frees(layout: Layout) -> bool:
 
 
 def _kept_share(layout: Layout) -> float:
-    """Return what share of a block's matrix FLOPs selective checkpointing does not do again."""
+    """Return the share of a block's matrix FLOPs that selective checkpointing does not repeat."""
     names = kept_linears(layout.shape) if layout.kept is None else layout.kept
-    last = layout.shape.linears[-1].name  # never done again: nothing after it needs its result
+    last = layout.shape.linears[-1].name  # never recomputed: no backward needs its result
 
     work = {one.name: one.active * one.inputs * one.outputs for one in layout.shape.linears}
     return sum(size for name, size in work.items() if name in names or name == last) / sum(
@@ -219,7 +223,8 @@ def _kernels(layout: Layout) -> int:
 
 
 def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
-    """Return seconds of clipping and of a fused step: each number is read and written once."""
+    """Return the seconds of gradient clipping and a fused step, bound by memory traffic."""
+    # Bytes read and written per trainable parameter. Estimates.
     bytes_each = {"adamw": 40, "adamw8bit": 26, "muon": 60}[layout.optimizer]
     shard = layout.trainable / layout.shards
     if layout.cpu_offload:
@@ -228,14 +233,17 @@ def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
 
 
 def _exposed_s(job: Workload[Layout], forward_s: float, backward_s: float) -> float:
-    """Return seconds of a micro-batch in which nothing but communication goes on."""
+    """Return the seconds per micro-batch of communication that compute does not hide.
+
+    Hidden communication slows compute down: CONTENTION of its seconds count as exposed too.
+    """
     layout, machine, shape = job.layout, job.machine, job.layout.shape
     shards, replicas = layout.shards, machine.ranks // layout.shards
     frozen = layout.lora_rank is not None
     reduced = layout.trainable / shape.layers if frozen else shape.block_parameters
     gather = collective_s(machine, shards, layout.element * shape.block_parameters)
     scatter = collective_s(machine, shards, FP32 * reduced)
-    if replicas > 1:  # and an all-reduce of the shards over replicas, which lie on other nodes
+    if replicas > 1:  # plus an all-reduce of the shards between replicas, which are on other nodes
         across = Machine(machine.gpu, 1, replicas, machine.network_bits_per_s, machine.efa)
         together = min(shards, machine.gpus)  # ranks of a node that share its network
         sent = FP32 * reduced / shards * together

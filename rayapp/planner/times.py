@@ -1,4 +1,4 @@
-"""What a step's time is reckoned with, of whatever kind: machines, their shares, collectives.
+"""What the step-time models of text and images share: machines, efficiencies, collectives.
 
 collective_s(machine_of(instance("p4d.24xlarge"), 3), ranks=24, sent=1e9)
 """
@@ -14,43 +14,50 @@ from rayapp.planner.memory import Layout
 
 LayoutType = TypeVar("LayoutType", bound=Layout | ImageLayout)
 
-# Share of memory bandwidth that elementwise kernels reach.
+# "Estimate": no measurement is recorded. The whole set, with that of step.py, is compared with the
+# 56 published language-model runs of docs/plan.md (sources read 2026-11-21).
+
+# Fraction of peak memory bandwidth (bytes/s) that elementwise kernels reach. Estimate.
 TRAFFIC = 0.75
-# Shares of the links' rates that collectives reach, and seconds a hop of a ring takes.
+# Fractions of each link's peak rate that collectives reach. Estimates.
 NVLINK, PCIE, EFA, TCP = 0.75, 0.35, 0.75, 0.6
-# Share of PCIe that copies between pinned host memory and a GPU reach.
+# Fraction of PCIe's rate that copies between pinned host memory and a GPU reach. Estimate.
 PINNED = 0.4
+# Seconds of latency per hop of a ring: inside a node, and between nodes. Estimates.
 HOP_S, NODE_HOP_S = 2e-6, 15e-6
-# What a collective beside it takes of a block's compute: SMs and memory bandwidth.
+# Seconds of compute lost per second that a collective overlaps with it: the collective takes SMs
+# and memory bandwidth. Estimate.
 CONTENTION = 0.12
-# Spread of GPUs' speed (standard deviation over mean): all wait for the slowest. 5 % and more
-# between the fastest and the slowest of a node are usual (ml-engineering's table of products).
+# Standard deviation over mean of the speed of GPUs of one model; every step waits for the slowest.
+# 5 % and more between the fastest and the slowest of a node are usual (ml-engineering's table of
+# products). 0.015 is an estimate: with it 128 GPUs keep 98.6 % of 8 GPUs' speed each, where
+# torchtitan published 97.7 % (docs/decisions.md).
 SPREAD = 0.015
-# Seconds the host needs for a kernel.
+# Seconds that the host needs to launch one kernel. Estimate.
 LAUNCH_S = 6e-6
-# Seconds of a step outside its micro-batches.
+# Seconds of a step outside its micro-batches and its optimizer. Estimate.
 STEP_S = 5e-3
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of one kind, with a rank on each GPU."""
+    """Identical nodes, with one rank per used GPU."""
 
     gpu: Gpu
     gpus: int
-    """GPUs of a node that have a rank."""
+    """GPUs used per node, one rank each."""
     nodes: int
     network_bits_per_s: float
     efa: bool
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Total number of ranks over all nodes."""
         return self.gpus * self.nodes
 
 
 def machine_of(one: Instance, nodes: int, gpus: int | None = None) -> Machine:
-    """Return the machine that `nodes` instances of a kind make."""
+    """Return `nodes` instances of one type as a machine; `gpus` are used of each (None: all)."""
     assert one.gpu is not None, one.name
     used = one.gpus if gpus is None else gpus
     return Machine(one.gpu, used, nodes, one.network_bits_per_s, one.efa_interfaces > 0)
@@ -58,39 +65,39 @@ def machine_of(one: Instance, nodes: int, gpus: int | None = None) -> Machine:
 
 @dataclass(frozen=True)
 class Workload(Generic[LayoutType]):
-    """What a step does."""
+    """The work of one step: the layout, the machine, and how many micro-batches."""
 
     layout: LayoutType
     machine: Machine
     context: float = 0.0
-    """Tokens that a token attends to on average; of images none."""
+    """Mean number of tokens that a token attends to; 0 for images."""
     micro_batches: int = 1
-    """Of one rank in a step."""
+    """Micro-batches that the busiest rank runs per step."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what takes them."""
+    """Seconds of one step, split by cause."""
 
     matrices_s: float
     attention_s: float
     traffic_s: float
     host_s: float
-    """Waiting for the host to launch kernels."""
+    """The GPU waits for the host to launch kernels."""
     exposed_s: float
-    """Communication that is not behind compute, and what it slows compute by."""
+    """Communication that compute does not hide, plus the slowdown of compute by what it hides."""
     stragglers_s: float
-    """Waiting for the slowest GPU."""
+    """The other GPUs wait for the slowest one."""
     optimizer_s: float
 
     @property
     def total_s(self) -> float:
-        """The sum."""
+        """Seconds of the whole step: the sum of all parts."""
         return sum(vars(self).values())
 
 
 def no_precision(gpu: Gpu, precision: str) -> ValueError:
-    """Return the error that says what a GPU can compute in instead."""
+    """Return an error that lists the precisions that this GPU supports."""
     known = ", ".join(name for name, value in gpu.flops.items() if value and name != "tf32")
     return ValueError(
         f"train.precision={precision} is not available: {gpu.name} has no {precision} "
@@ -99,9 +106,10 @@ def no_precision(gpu: Gpu, precision: str) -> ValueError:
 
 
 def collective_s(machine: Machine, ranks: int, sent: float) -> float:
-    """Return seconds of an all-gather or reduce-scatter of `sent` bytes in all over `ranks`.
+    """Return the seconds of a ring all-gather or reduce-scatter over `ranks` ranks.
 
-    A ring: each rank receives all but its own part; a node's network is shared by its GPUs' rings.
+    `sent` is the size of the whole buffer in bytes; each rank receives all of it but its own part.
+    All rings of a node share its network.
     """
     if ranks <= 1:
         return 0.0

@@ -1,9 +1,9 @@
-"""Which model a run trains: its vocabulary, and whether its weights are drawn at random.
+"""Find the vocabulary of the model that a run trains, and whether it starts from random weights.
 
     vocabulary_of(config, own=128_256, preset=True)      # before a tokenizer is loaded or trained
     vocabulary_of(config, own=128_256, preset=True, tokens=len(tokenizer))
 
-The plan, the checks before a run, and the run itself all ask here.
+The plan, the checks before a run, and the run itself all use these functions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rayapp.config import Config
 from rayapp.presets import PRESETS
 
 BYTES_TOKENS = 259
-"""Of the tokenizer `bytes`, and the fewest of one that is trained: bytes and special tokens."""
+"""Tokens of the tokenizer `bytes`, and the minimum of a trained one: 256 bytes and 3 specials."""
 
 
 def is_preset(path: str) -> bool:
-    """Tell whether a model path means a preset: a folder of that name comes first."""
+    """Return whether a model path names a preset; a local folder of that name takes precedence."""
     return path in PRESETS and not os.path.isdir(os.path.expanduser(path))
 
 
 def read_config_json(
     path: str, presets: Iterable[str], problems: list[str]
 ) -> Mapping[str, Any] | None:
-    """Return the config.json of a model's local folder; None, and a problem, where it has none."""
+    """Return the config.json of a local folder; None, with a new problem, if missing or invalid."""
     file = Path(os.path.expanduser(path)) / "config.json"
     if file.is_file():
         try:
@@ -45,23 +45,23 @@ def read_config_json(
 
 
 def tokenizer_of(config: Config, own: int, preset: bool) -> str:
-    """Return the tokenizer that is used: a preset without one trains one of the model's size.
+    """Return the tokenizer's name: model.tokenizer, else `bpe:N` for a preset, else the model path.
 
-    `own` is the vocabulary that the model's config.json says.
+    N is model.overrides.vocab_size, else `own`, the vocabulary in the model's config.json.
     """
     own = cast(int, config.model.overrides.get("vocab_size", own))
     return config.model.tokenizer or (f"bpe:{own}" if preset else config.model.path)
 
 
 def is_made(tokenizer: str) -> bool:
-    """Tell a tokenizer that is made for the run from one that is loaded."""
+    """Return whether the tokenizer is made for the run (`bytes`, `bpe:N`) and not loaded."""
     return tokenizer == "bytes" or tokenizer.startswith("bpe:")
 
 
 def tokens_of(tokenizer: str) -> int | None:
-    """Return how many tokens it has; None where it is not a local folder with tokenizer.json.
+    """Return a tokenizer's number of tokens; None if it is no local folder with tokenizer.json.
 
-    One that is trained has at most so many: fewer where the data gives no more.
+    For `bpe:N` this is an upper bound: training on little data may find fewer tokens.
     """
     if tokenizer == "bytes":
         return BYTES_TOKENS
@@ -77,11 +77,12 @@ def tokens_of(tokenizer: str) -> int | None:
 
 
 def vocabulary_of(config: Config, own: int, preset: bool, tokens: int | None = None) -> int | None:
-    """Return for how many tokens the trained model has embeddings; None if that is not at hand.
+    """Return the number of embeddings of the trained model; None if the tokenizer is not at hand.
 
-    `own` is what the model's config.json says, `tokens` the size of its tokenizer where that is
-    loaded. A preset takes the vocabulary of a tokenizer that is made for the run, and room for one
-    that is not; model.overrides come first, and a model folder keeps its own.
+    `own` is the vocabulary in the model's config.json, `tokens` the tokenizer's size if it is
+    loaded. model.overrides.vocab_size comes first, and a model folder keeps its own vocabulary. A
+    preset takes the size of a tokenizer made for the run, else the larger of `own` and the
+    tokenizer's size.
     """
     own = cast(int, config.model.overrides.get("vocab_size", own))
     if not preset or "vocab_size" in config.model.overrides:
@@ -94,7 +95,7 @@ def vocabulary_of(config: Config, own: int, preset: bool, tokens: int | None = N
 
 
 def random_weights(config: Config) -> str | None:
-    """Say that a run starts from random weights and what to set; None if it does not."""
+    """Return a note that a run starts from random weights and what to set; None if it does not."""
     path = config.model.path
     if is_preset(path):
         source = PRESETS[path].source

@@ -1,16 +1,16 @@
-"""Read and write one folder of bytes, on a local disk or under s3://, with the same behaviour.
+"""Read and write files in one folder, on a local disk or under s3://, with the same behaviour.
 
     storage = open_storage("s3://bucket/runs") / "demo"
     with storage.open_write("model/weights.bin") as out:  # streamed, in bounded memory
         out.write(chunk)
     [(entry.name, entry.size) for entry in storage.list("model")]
 
-A storage holds named bytes; names are relative and '/'-separated, and folders exist only because
-names do. Whatever is written appears whole or not at all, also after a crash: locally by fsync
-and rename, on S3 because an object appears when its upload completes. `create` and `replace_if`
-are the two atomic decisions that leases are built from. Prefixes are folders, never parts of a
-word. A storage is a URL and nothing more, so it pickles; S3 clients belong to the process and
-read the standard AWS variables. Absent is FileNotFoundError, every other failure is StorageError.
+A storage holds named bytes. Names are relative and '/'-separated, and a folder exists only while a
+file in it does. A write appears whole or not at all, also after a crash: locally by fsync and
+rename, on S3 because an object appears when its upload completes. Leases are built on two atomic
+conditional writes, `create` and `replace_if`. A prefix is a whole folder name, never part of one. A
+storage holds only its URL, so it pickles; S3 clients belong to the process and read the standard
+AWS variables. Reading an absent file raises FileNotFoundError, every other failure StorageError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def open_storage(url: str) -> Storage:
-    """Open s3://bucket/prefix, file:///folder or a local path, without touching it yet.
+    """Open s3://bucket/prefix, file:///folder or a local path, without accessing it.
 
     Raises: StorageError if the URL is of another kind or malformed.
     """

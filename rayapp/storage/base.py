@@ -1,4 +1,4 @@
-"""What every storage is: its methods, its entries, its error and its seekable reader."""
+"""The base class of storages, with its entries, its error and its seekable reader."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias
 
-READ_BLOCK = 2**20  # bytes fetched at once by open_read
-HIDDEN = ".rayapp-"  # names of temporary, lock and probe files start so; they are never listed
+READ_BLOCK = 2**20  # bytes that open_read fetches per request
+HIDDEN = ".rayapp-"  # prefix of temporary, lock and probe files, which are never listed
 
 
 class StorageError(OSError):
-    """Say what could not be done to which URL, why, and what to do about it."""
+    """An operation on a URL failed; says which, why, and what to do about it."""
 
     def __init__(self, what: str, url: str, why: str, fix: str = "") -> None:
         super().__init__(f"cannot {what} {url}: {why}." + (f" {fix}." if fix else ""))
@@ -29,7 +29,7 @@ class StorageError(OSError):
 
 @dataclass(frozen=True)
 class Entry:
-    """Describe one file. The etag changes whenever the content does; only its equality counts."""
+    """One file. Its etag changes whenever the content does; compare etags for equality only."""
 
     name: str
     size: int
@@ -54,12 +54,12 @@ class Storage(ABC):
     __truediv__ = child
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, replacing it in one instant."""
+        """Write a file; an existing one is replaced atomically."""
         with self.open_write(name) as out:
             out.write(data)
 
     def open_read(self, name: str) -> BinaryIO:
-        """Open a seekable reader that fetches what is read, in blocks of READ_BLOCK bytes.
+        """Open a seekable reader that fetches blocks of READ_BLOCK bytes as they are read.
 
         Raises: FileNotFoundError.
         """
@@ -69,12 +69,12 @@ class Storage(ABC):
         return io.BufferedReader(Reader(self.read, name, size), READ_BLOCK)
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, None if it is absent."""
+        """Return the size of a file in bytes; None if it is absent."""
         entry = self.stat(name)
         return None if entry is None else entry.size
 
     def exists(self, name: str) -> bool:
-        """Tell whether a file (not a folder) of this name exists."""
+        """Return whether a file (not a folder) of this name exists."""
         return self.stat(name) is not None
 
     def _url(self, name: str) -> str:
@@ -92,11 +92,11 @@ class Storage(ABC):
 
     @abstractmethod
     def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a writer; the file appears when the block ends, and not if it raises."""
+        """Open a writer; the file appears when the `with` block ends, unless it raises."""
 
     @abstractmethod
     def stat(self, name: str) -> Entry | None:
-        """Return size, etag and time of one file, None if it is absent.
+        """Return size, etag and time of one file; None if it is absent.
 
         For a compare-and-swap call stat, then read, then replace_if with stat's etag.
         """
@@ -107,30 +107,30 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> str | None:
-        """Write a file only if it is absent; its etag for the one caller who did, else None."""
+        """Write a file only if it is absent; return its etag, or None if it existed."""
 
     @abstractmethod
     def replace_if(self, name: str, data: bytes, etag: str) -> str | None:
-        """Write a file only if it still has this etag; the new one if that was done, else None."""
+        """Write a file only if it still has this etag; return the new etag, or None if not."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete a file; absent is fine."""
+        """Delete a file; an absent one is no error."""
 
     @abstractmethod
     def delete_tree(self, prefix: str) -> None:
-        """Delete everything below a folder; absent is fine, a whole bucket or disk is refused."""
+        """Delete everything below a folder, which may be absent; refuse a whole bucket or disk."""
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Make every kind of call that a run makes, on a small probe, within seconds.
+        """Write, read and delete a small probe file within seconds; on S3 also conditionally.
 
         Raises: StorageError with the reason in the user's words.
         """
 
     @abstractmethod
     def local_path(self, name: str = "") -> str | None:
-        """Return the path on this machine's disk, None on S3."""
+        """Return the path on this machine's disk; None on S3."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Entries:
@@ -138,7 +138,7 @@ class Storage(ABC):
 
 
 class Reader(io.RawIOBase):
-    """A seekable file over ranged reads: `read(name, offset, length)` returns those bytes."""
+    """A seekable file on top of ranged reads by `read(name, offset, length)`."""
 
     def __init__(self, read: Callable[[str, int, int], bytes], name: str, size: int) -> None:
         self._read, self._name, self._size, self._position = read, name, size, 0
@@ -158,7 +158,7 @@ class Reader(io.RawIOBase):
         return self._position
 
     def readall(self) -> bytes:
-        """Fetch the rest in one request; the base class would ask for 8 KiB at a time."""
+        """Fetch the rest in one request; the base class would fetch 8 KiB at a time."""
         data = self._read(self._name, self._position, max(0, self._size - self._position))
         self._position += len(data)
         return data
@@ -173,7 +173,7 @@ class Reader(io.RawIOBase):
 
 
 def checked(name: str) -> str:
-    """Refuse names that would mean different things on a disk and on S3."""
+    """Return a name; raise ValueError if it would mean different things on a disk and on S3."""
     parts = name.split("/")
     if any(p in ("", ".", "..") or p.startswith(HIDDEN) or "\0" in p for p in parts):
         why = f"it has an empty part, '.', '..', or a part that starts with '{HIDDEN}'"
@@ -182,12 +182,12 @@ def checked(name: str) -> str:
 
 
 def hidden(name: str) -> bool:
-    """Say whether a file is one of storage's own, which no listing shows."""
+    """Return whether a file is one of the storage's own, which listings omit."""
     return name.rpartition("/")[2].startswith(HIDDEN)
 
 
 def cut(url: str, data: bytes, length: int | None) -> bytes:
-    """Return data, having checked that a read of known length got it all."""
+    """Return data; raise StorageError if a read of known length did not get all of it."""
     if length is not None and len(data) != length:
         why = f"expected {length} bytes, the file had {len(data)}"
         raise StorageError("read", url, why, "It is truncated: restore it or use an older copy")

@@ -1,4 +1,4 @@
-"""Keep a storage in a folder of the local disk."""
+"""A storage in a folder of the local disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rayapp.storage.base import (
 
 
 class LocalStorage(Storage):
-    """A folder of a file system that has rename, hard links and flock."""
+    """A folder of a file system that supports rename, hard links and flock."""
 
     def local_path(self, name: str = "") -> str:
         return self._folder_url(name)
@@ -85,7 +85,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def _staged(self, name: str, publish: Callable[[str, str], None]) -> Iterator[BinaryIO]:
-        """Yield a writer to a temporary file; on success make it durable and publish it."""
+        """Yield a writer to a temporary file; on success fsync it and call `publish`."""
         path = self._url(name)
         folder = os.path.dirname(path)
         temporary = f"{folder}/{HIDDEN}{uuid.uuid4().hex}.tmp"
@@ -163,7 +163,7 @@ class LocalStorage(Storage):
 
 
 class _LocalWriter(io.FileIO):
-    """Write all that is given; unbuffered, so that closing after an error cannot fail again."""
+    """Writes all of its data; unbuffered, so that closing after an error cannot fail again."""
 
     def __init__(self, temporary: str, path: str) -> None:
         super().__init__(temporary, "xb")
@@ -200,7 +200,7 @@ def _files(path: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _make_folder(path: str) -> None:
-    """Create a folder and its parents so that they too survive a power cut."""
+    """Create a folder and its parents, and fsync each one's parent: they survive a power cut."""
     if not os.path.isdir(path):
         _make_folder(os.path.dirname(path))
         try:
@@ -213,16 +213,16 @@ def _make_folder(path: str) -> None:
 
 
 def _share(path: str) -> None:
-    """Let the group of the folder above write to a new folder or lock file too, if it may there.
+    """Give a new folder or lock file the group and group permissions of its parent, if writable.
 
-    With the usual umask of 022 a shared folder's next user could not. A sticky folder such as /tmp
-    is not shared.
+    With the usual umask of 022 the next user of a shared folder could not write. A sticky parent
+    such as /tmp is not shared.
     """
     above, own = os.stat(os.path.dirname(path)), os.stat(path)
     if not above.st_mode & stat.S_IWGRP or above.st_mode & stat.S_ISVTX:
         return
     given = stat.S_ISGID | stat.S_IRWXG | stat.S_IRWXO if stat.S_ISDIR(own.st_mode) else 0o066
-    # A file system without owners allows neither; check_writable tells who is then kept out.
+    # A file system without owners allows neither; check_writable then reports who cannot write.
     with suppress(PermissionError, NotImplementedError):
         os.chown(path, -1, above.st_gid)
     with suppress(PermissionError, NotImplementedError):
@@ -239,9 +239,9 @@ def _sync_folder(path: str) -> None:
 
 @contextmanager
 def _locked(path: str, make: bool) -> Iterator[None]:
-    """Hold the lock file that replace_if makes beside a file; without `make`, only if it exists.
+    """Lock the lock file beside a file; only with `make` (replace_if) is a missing one created.
 
-    The lock file stays, since deleting one lets two holders in; flock also works over NFS.
+    The lock file is never deleted, since that would let two holders in. flock works over NFS too.
     """
     folder, _, name = path.rpartition("/")
     lock = None

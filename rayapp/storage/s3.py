@@ -1,4 +1,4 @@
-"""Keep a storage under a prefix of an S3 bucket."""
+"""A storage under a prefix of an S3 bucket."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ log = logging.getLogger("rayapp.storage")
 T = TypeVar("T")
 Keys: TypeAlias = list[dict[str, str]]
 
-upload_threads = 4  # per open file
-page_keys = 1000  # at most this many, in a listing's page and in a deletion
+upload_threads = 4  # upload threads per open file
+page_keys = 1000  # most keys in a page of a listing and in a deletion
 MIN_PART_BYTES = 8 * 2**20
-DIGESTS = ("ChecksumCRC32", "ChecksumSHA1", "ChecksumSHA256")  # those that botocore always compares
-TOKEN = "rayapp-token"  # object metadata by which a writer knows its own object again
+DIGESTS = ("ChecksumCRC32", "ChecksumSHA1", "ChecksumSHA256")  # botocore always verifies them
+TOKEN = "rayapp-token"  # metadata key by which a writer recognises its own object
 
 
 class S3Storage(Storage):
-    """A prefix of a bucket of Amazon S3 or of anything that speaks its protocol."""
+    """A prefix of a bucket, in Amazon S3 or a compatible store."""
 
     def local_path(self, name: str = "") -> None:
         return None
@@ -75,13 +75,14 @@ class S3Storage(Storage):
         return cut(self._url(name), data, length)
 
     def _check_whole(self, name: str, end: int, answer: Answer, client: Any) -> None:
-        """Compare where a read to the end has ended with the object's size, unless it is digested.
+        """Raise ConnectionError if a read to the end stopped short, so that it is retried.
 
-        A truncated answer whose headers agree with it is a proxy's, and worth another try.
+        `end` is compared with the object's size, unless botocore has verified a checksum. A proxy
+        may truncate an answer and adapt its headers.
         """
         if "ContentRange" in answer:
             size = int(answer["ContentRange"].rpartition("/")[2])
-        elif any("-" not in answer.get(digest, "-") for digest in DIGESTS):  # botocore compared it
+        elif any("-" not in answer.get(digest, "-") for digest in DIGESTS):  # botocore verified it
             return
         else:
             head = self._head(self._key(name), client)
@@ -110,7 +111,7 @@ class S3Storage(Storage):
     def _put_if(
         self, name: str, key: dict[str, str], data: bytes, patient: bool = True, **condition: str
     ) -> str | None:
-        """Put an object if the condition holds; return its ETag, None if the condition does not."""
+        """Put an object if the condition holds; return its ETag, or None if it does not hold."""
         token = uuid.uuid4().hex
         request = {**key, **condition, "Body": data, "Metadata": {TOKEN: token}}
 
@@ -123,11 +124,11 @@ class S3Storage(Storage):
 
         refused: dict[str, str | None] = {"PreconditionFailed": None, "NoSuchKey": None}
         etag = self._call("write", name, put, refused, patient)
-        # Refused, but perhaps because of our own object, whose first answer was lost on the way.
+        # Refused, but perhaps because our own first request succeeded and its answer was lost.
         return etag or self._call("read", name, head, refused, patient)
 
     def _holds(self, name: str, token: str) -> bool:
-        """Tell whether the object is the one that was written with this token."""
+        """Return whether the object is the one that was written with this token."""
 
         def head(client: Any) -> bool:
             return bool(self._head(self._key(name), client)["Metadata"].get(TOKEN) == token)
@@ -143,7 +144,7 @@ class S3Storage(Storage):
         return self._call("read", name, head, nothing)
 
     def _head(self, key: dict[str, str], client: Any) -> Answer:
-        """Ask for an object's head; a refusal says why only in answer to a GET."""
+        """Send a HEAD; if it is refused, send a GET, whose answer contains the reason."""
         from botocore.exceptions import ClientError
 
         try:
@@ -182,11 +183,11 @@ class S3Storage(Storage):
         except ClientError as error:
             if error_code(error) != "AccessDenied":
                 raise
-            # Ceph asks whether the whole bucket may be emptied; a role may empty its prefix alone.
+            # Ceph checks permission on the whole bucket; a role may have it on its prefix only.
             for key in keys:
                 client.delete_object(Bucket=self._bucket, **key)
             return
-        if errors:  # S3 answers 200 even so; as an exception it is retried or explained
+        if errors:  # S3 answers 200 all the same; an exception is retried or explained
             raise ClientError({"Error": errors[0]}, "DeleteObjects")
 
     def list(self, prefix: str = "") -> Entries:
@@ -200,7 +201,7 @@ class S3Storage(Storage):
         return sorted(found, key=lambda entry: entry.name)
 
     def _pages(self, prefix: str, **request: Any) -> Iterator[Answer]:
-        """Yield the pages of a folder's listing, each retried by itself."""
+        """Yield the pages of a folder's listing; each is retried on its own."""
         folder = f"{self._folder_url(prefix)}/".split("/", 3)[3]
         request |= {"Bucket": self._bucket, "Prefix": folder}
         while True:
@@ -223,7 +224,7 @@ class S3Storage(Storage):
 
         etag = call("write", lambda c: proven(c.put_object(**where, Body=data[:1]))["ETag"])
         try:
-            # Who may not list the bucket is told 403 of an absent name, not 404.
+            # Without permission to list the bucket, an absent name gives 403, not 404.
             absent = {**where, "Key": f"{probe}-absent"}
             nothing: dict[str, Answer] = {"NoSuchKey": {}}
             call("read", lambda client: self._head(absent, client), nothing)
@@ -240,7 +241,7 @@ class S3Storage(Storage):
             call("delete", lambda client: client.delete_object(**where))
 
     def _unconditional(self, header: str, what: str) -> StorageError:
-        """Return the error for a store on which no run can be owned."""
+        """Return the error for a store without conditional writes, which leases need."""
         why = f"the store does not hold to {header}: it {what}, so two drivers could own one run"
         fix = "Use a bucket without versioning if it is Ceph's, or a store with conditional writes"
         return StorageError("write", self.url, why, fix)
@@ -257,10 +258,10 @@ class S3Storage(Storage):
 
 
 class _S3Writer(io.RawIOBase):
-    """Send a stream as one PUT if it is small, else as a multipart upload on a few threads.
+    """Sends a stream as one PUT if it is small, else as a multipart upload on a few threads.
 
-    Memory: upload_threads + 2 parts. What a killed process leaves of a multipart upload is
-    invisible, but S3 bills it until the bucket's lifecycle rule aborts incomplete uploads.
+    Memory: upload_threads + 2 parts. If the process is killed, the parts of its upload are
+    invisible, but S3 bills them until the bucket's lifecycle rule aborts incomplete uploads.
     """
 
     def __init__(self, storage: S3Storage, name: str) -> None:
@@ -268,7 +269,7 @@ class _S3Writer(io.RawIOBase):
         self._token = uuid.uuid4().hex
         self._pending = bytearray()
         self._written = 0
-        self._upload: dict[str, str] = {}  # names the multipart upload once it is begun
+        self._upload: dict[str, str] = {}  # bucket, key and id, once it has begun
         self._sending: deque[Future[Answer]] = deque()
         self._sent: list[Answer] = []
         self._pool: ThreadPoolExecutor | None = None
@@ -298,7 +299,7 @@ class _S3Writer(io.RawIOBase):
         return self._storage._call("write", self._name, request, answers)
 
     def _send(self) -> None:
-        """Hand the pending bytes to the threads, waiting for the oldest part if all are busy."""
+        """Submit the pending bytes as a part; if all threads are busy, wait for the oldest."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(upload_threads, "upload")
             begin = {**self._key, "Metadata": {TOKEN: self._token}}
@@ -318,7 +319,7 @@ class _S3Writer(io.RawIOBase):
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     def commit(self) -> None:
-        """Make the file appear."""
+        """Complete the upload, which makes the file appear."""
         if self._pool is None:
             body = bytes(self._pending)
             self._call(lambda client: proven(client.put_object(**self._key, Body=body)))
@@ -334,14 +335,14 @@ class _S3Writer(io.RawIOBase):
             proven(client.complete_multipart_upload(**self._upload, **whole), "Key")
             return True
 
-        # A repeated completion finds no upload if the first one's answer was lost.
+        # If the first completion's answer was lost, a repeated one finds no upload.
         done = self._call(complete, {"NoSuchUpload": False})
         if not done and not self._storage._holds(self._name, self._token):
             why, fix = "the multipart upload was aborted by someone else", "Write it again"
             raise StorageError("write", self._storage._url(self._name), why, fix)
 
     def abort(self) -> None:
-        """Drop the parts sent so far; a failure to do so is logged, as an error is on its way."""
+        """Abort the upload; a failure is only logged, because another error is being raised."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)  # waits: a part may land after an abort
         if self._upload:
@@ -354,7 +355,7 @@ class _S3Writer(io.RawIOBase):
 def part_bytes(written: int) -> int:
     """Return the size of the part that follows `written` bytes of a multipart upload.
 
-    8 MiB up to 10 GiB, then 1/1250 of the file: 10,000 parts reach beyond 5 TiB. Source: limits
+    8 MiB up to 10 GiB, then 1/1250 of `written`: 10,000 parts reach beyond 5 TiB. Source: limits
     of 10,000 parts of at most 5 GiB, docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
     """
     return max(MIN_PART_BYTES, written // 1250)
@@ -365,10 +366,10 @@ def _page(request: Answer, client: Any) -> Answer:
 
 
 def bare(etag: str) -> str:
-    """Return an ETag as If-Match has it everywhere: Ceph takes the quotes for a part of it."""
+    """Return an ETag without quotes for If-Match: Ceph would take quotes as part of it."""
     return etag.strip('"')
 
 
 def _object_entry(name: str, size: int, found: Answer) -> Entry:
-    modified = found["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds alone
+    modified = found["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds only
     return Entry(name, size, found["ETag"], modified.timestamp())

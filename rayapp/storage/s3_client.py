@@ -1,4 +1,4 @@
-"""Send requests to S3 until they succeed, or say in the user's words why they cannot."""
+"""Send requests to S3, retry transient failures, and explain the others to the user."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rayapp.storage.base import StorageError
 log = logging.getLogger("rayapp.storage")
 T = TypeVar("T")
 
-retry_s = 120.0  # how long an S3 request is repeated, counted from its first failure
-first_pause_s = 0.2  # before the second try; doubled before each further one, up to 20 s
-s3_attempts = 10  # tries that botocore makes within one of ours
-probe_timeout_s = 3.0  # to connect, and to get an answer, when check_writable asks
+retry_s = 120.0  # seconds that a request is retried, from its first failure
+first_pause_s = 0.2  # seconds before the second try; doubled each time, up to 20
+s3_attempts = 10  # attempts that botocore makes within one of ours
+probe_timeout_s = 3.0  # seconds to connect, and to read, for check_writable
 
 
 def send(
@@ -32,7 +32,8 @@ def send(
 ) -> T:
     """Send a request, which must be safe to repeat, until it succeeds.
 
-    `answers` maps S3 error codes that mean something here to what they mean.
+    `answers` maps expected S3 error codes to the values to return for them. Without
+    `patient` only botocore retries, once, with short timeouts.
     Raises: FileNotFoundError; StorageError at once, or after retry_s of transient failures.
     """
     from botocore.exceptions import BotoCoreError, ClientError
@@ -76,7 +77,7 @@ _clients_lock = threading.Lock()
 
 
 def _client(patient: bool) -> Any:
-    """Return this process's client for the AWS_ variables as they stand; an impatient one probes.
+    """Return this process's cached client for the current AWS_ variables.
 
     A client must not cross a fork, hence the process id in the key.
     """
@@ -103,18 +104,21 @@ def _client(patient: bool) -> Any:
 
 
 def _forget(client: Any) -> None:
-    """Let the next request make a client anew, which reads credentials that were renewed."""
+    """Drop a client, so that the next request makes one that reads renewed credentials."""
     with _clients_lock:
         for key in [key for key, known in _clients.items() if known is client]:
             del _clients[key]
 
 
 Answer: TypeAlias = dict[str, Any]
-"""Of botocore, which has no types: a request's fields, or what S3 has answered."""
+"""Fields of a request or an answer of S3, which botocore leaves untyped."""
 
 
 def proven(answer: Answer, field: str = "ETag") -> Answer:
-    """Return an answer that has what S3 always sends; a proxy's log-in page is also a 200."""
+    """Return an answer that has a field S3 always sends; else raise ConnectionError.
+
+    A proxy's log-in page is a 200 too.
+    """
     if not answer.get(field) and answer.get(field) is not False:
         raise ConnectionError(f"the answer has no {field}, so it is not S3's")
     return answer
@@ -127,7 +131,7 @@ def _log_failure(
     attempts: int = 0,
     **_: Any,
 ) -> None:
-    """Log what botocore is about to repeat by itself (it asks after every attempt)."""
+    """Log failed attempts that botocore retries itself; it calls this after every attempt."""
     why: object = caught_exception
     if response is not None and (response[0].status_code >= 500 or response[0].status_code == 429):
         why = f"{response[0].status_code} {response[1].get('Error', {}).get('Code', '')}"
@@ -136,7 +140,7 @@ def _log_failure(
 
 
 def error_code(error: Exception) -> str:
-    """Return the S3 error code, '' if S3 did not answer. HEAD has no body, only a status."""
+    """Return the S3 error code, '' if S3 did not answer; of a HEAD, by its status."""
     from botocore.exceptions import ClientError
 
     code = str(error.response["Error"].get("Code")) if isinstance(error, ClientError) else ""
@@ -145,7 +149,7 @@ def error_code(error: Exception) -> str:
 
 THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 UNSTEADY = {"InternalError", "ServiceUnavailable", "RequestTimeout"}
-STALE = {"ExpiredToken", "RequestTimeTooSkewed"}  # renewed or set right within a minute or two
+STALE = {"ExpiredToken", "RequestTimeTooSkewed"}  # renewed or corrected within minutes
 CONTENDED = {"OperationAborted", "ConditionalRequestConflict"}
 
 
@@ -164,7 +168,7 @@ def _is_transient(error: Exception) -> bool:
             504,
         )
     lost = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, ConnectionError)
-    # urllib3's own, where botocore reads the text of a refused download: it lets them out.
+    # urllib3's errors, which botocore lets through while it reads the body of a refused download.
     spoilt = (HTTPError, ResponseParserError, boto.FlexibleChecksumError)
     return isinstance(error, (*lost, *spoilt, boto.CredentialRetrievalError))
 
@@ -188,7 +192,7 @@ S3_REASONS = {  # code -> (why, what to do)
 
 
 def _s3_reason(error: Exception, bucket: str) -> tuple[str, str]:
-    """Explain an S3 failure in the user's words: why, and what to do."""
+    """Return (why, what to do) of an S3 failure, for the user."""
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError

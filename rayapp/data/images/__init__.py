@@ -1,4 +1,4 @@
-"""Labelled images: find, index once, and read, decode and augment in the run's exact order.
+"""Labelled images: find and index them once; read, decode and augment in the run's order.
 
 images = prepare(recipe, storage / ".prepared")          # every file is decoded once
 dataset = stream(images, look, order, first_step, world) # Ray Data tasks decode and augment

@@ -1,4 +1,4 @@
-"""Decode an image and augment it, by a seed alone: no state, no order, the same in every process.
+"""Decode and augment an image by a seed alone: the same in any order and in any process.
 
     pixels = augmented(data, look, seed)        # uint8 [size, size, 3]
     pixels = centred(data, look)                # a held-out image: the middle
@@ -23,30 +23,30 @@ from PIL import Image, ImageEnhance, ImageOps, UnidentifiedImageError
 
 CROP_TRIES = 10
 ASPECT = (3 / 4, 4 / 3)
-BINS = 30  # of RandAugment's magnitudes
-GREY = (128, 128, 128)  # what geometry leaves uncovered
-MAX_PIXELS = 2**28  # of an image: more is taken for an attack, or a mistake
+BINS = 30  # RandAugment's number of magnitudes
+GREY = (128, 128, 128)  # fill colour of geometric operations
+MAX_PIXELS = 2**28  # most pixels of an image; more is taken for an attack or a mistake
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What the model sees of an image."""
+    """How images are cropped, augmented and mixed."""
 
     size: int
     eval_crop: float = 0.875
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip: float = 0.5
     layers: int = 0
-    """Operations of RandAugment; 0 for none."""
+    """Number of RandAugment operations per image; 0 for none."""
     magnitude: int = 9
     mixup: float = 0.0
     cutmix: float = 0.0
 
 
 def seed_of(seed: int, epoch: int, image: int) -> int:
-    """Return 64 bits that decide all that is random about an image in an epoch.
+    """Return the 64-bit seed of all random choices for an image in an epoch.
 
     >>> seed_of(0, 0, 1) != seed_of(0, 1, 1) != seed_of(1, 1, 1)
     True
@@ -56,12 +56,12 @@ def seed_of(seed: int, epoch: int, image: int) -> int:
 
 
 def problem_of(data: bytes) -> str | None:
-    """Decode all of a file and say why it is no image to train on; None: it is one."""
+    """Read a whole file as an image; return why it is unusable, or None if it is usable."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             if image.width * image.height > MAX_PIXELS:
                 return "too many pixels"
-            image.draft("RGB", (1, 1))  # a JPEG's data are all read, and little of it computed
+            image.draft("RGB", (1, 1))  # a JPEG is read completely, but decoded small
             image.convert("RGB")
     except UnidentifiedImageError:
         return "not an image"
@@ -71,7 +71,7 @@ def problem_of(data: bytes) -> str | None:
 
 
 def augmented(data: bytes, look: Transform, seed: int) -> Pixels:
-    """Return an image as it is trained on: uint8 [size, size, 3]."""
+    """Return an image as training sees it, cropped and augmented: uint8 [size, size, 3]."""
     draw = random.Random(seed)
     with Image.open(io.BytesIO(data)) as opened:
         box = _crop(opened.size, look.crop_scale, draw)
@@ -84,7 +84,7 @@ def augmented(data: bytes, look: Transform, seed: int) -> Pixels:
 
 
 def centred(data: bytes, look: Transform) -> Pixels:
-    """Return an image as it is evaluated: the middle of it, uint8 [size, size, 3]."""
+    """Return an image as evaluation sees it, its centre crop: uint8 [size, size, 3]."""
     with Image.open(io.BytesIO(data)) as opened:
         return np.asarray(_resized(opened, _middle(opened.size, look.eval_crop), look.size))
 
@@ -125,7 +125,7 @@ def _blend(first: Pixels, second: Pixels, share: float) -> Pixels:
 
 
 def _patch(size: int, share: float, draw: random.Random) -> tuple[slice, slice, float]:
-    """Return (rows, columns) that the other image takes, and the share that the own one keeps."""
+    """Return the (rows, columns) to replace, and the share of the image that is left."""
     side = math.sqrt(1.0 - share) * size
     edges = []
     for middle in (draw.random() * size, draw.random() * size):
@@ -136,7 +136,7 @@ def _patch(size: int, share: float, draw: random.Random) -> tuple[slice, slice, 
 
 
 def _crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random) -> Box:
-    """Draw a part of an image by area and aspect; the middle, if none fits in some tries."""
+    """Draw a crop by area and aspect ratio; the centre square if none fits in CROP_TRIES."""
     width, height = size
     if scale[0] >= 1:
         return _middle(size, 1.0)
@@ -153,17 +153,17 @@ def _crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random
 
 
 def _middle(size: tuple[int, int], share: float) -> Box:
-    """Return the square in the middle whose side is a share of the shorter one."""
+    """Return the centre square whose side is `share` of the shorter side."""
     side = min(size) * share
     left, top = (size[0] - side) / 2, (size[1] - side) / 2
     return left, top, left + side, top + side
 
 
 def _resized(image: Image.Image, box: Box, size: int) -> Image.Image:
-    """Return a part of an image as size x size pixels of RGB."""
+    """Return a box of an image, resized to size x size pixels of RGB."""
     width, height = image.size
     across, down = size / (box[2] - box[0]), size / (box[3] - box[1])
-    if max(across, down) < 1:  # whole pixels of 2, 4 or 8 are decoded as one
+    if max(across, down) < 1:  # a JPEG is decoded at 1/2, 1/4 or 1/8
         image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
     rgb = image.convert("RGB")
     x, y = rgb.width / width, rgb.height / height
@@ -185,7 +185,7 @@ OPERATIONS += ("posterize", "solarize", "autocontrast", "equalize")
 
 
 def _operate(image: Image.Image, magnitude: int, draw: random.Random) -> Image.Image:
-    """Do one operation, drawn evenly; what has a direction has a drawn one."""
+    """Apply one operation, drawn uniformly; directions are drawn too."""
     name = OPERATIONS[int(draw.random() * len(OPERATIONS))]
     strength = magnitude / BINS
     sign = 1.0 if draw.random() < 0.5 else -1.0
@@ -203,7 +203,7 @@ def _operate(image: Image.Image, magnitude: int, draw: random.Random) -> Image.I
 
 
 def _move(image: Image.Image, name: str, strength: float) -> Image.Image:
-    """Shear by up to 0.3, shift by up to 150/331 of the side, or turn by up to 30 degrees."""
+    """Shear by up to 0.3, shift by up to 150/331 of the side, or rotate by up to 30 degrees."""
     if name == "rotate":
         return image.rotate(30.0 * strength, Image.Resampling.NEAREST, fillcolor=GREY)
     shear, shift = 0.3 * strength, 150 / 331 * strength * image.width

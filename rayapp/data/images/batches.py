@@ -1,4 +1,4 @@
-"""Images of the steps of one rank, decoded and augmented; held-out ones, decoded.
+"""Decode and augment the images of one rank's steps, and decode held-out images.
 
 batch = step_images(images.rows("train"), look, order, step, rank=0, world=2)
 for batch in held_out_batches(images.rows("eval"), look, micro_batch, rank, world): ...
@@ -18,12 +18,12 @@ from rayapp.data.images.augment import Pixels, Transform, augmented, centred, mi
 from rayapp.data.images.index import ImageRows
 from rayapp.order import EMPTY, Order
 
-DECODERS = 4  # threads of a training worker that decode held-out images
+DECODERS = 4  # threads per training worker that decode held-out images
 
 
 @dataclass(frozen=True)
 class StepImages:
-    """What one rank takes of one step: m micro-batches of b images of S x S pixels."""
+    """One rank's images of one step: m micro-batches of b images of S x S pixels."""
 
     step: int
     images: np.ndarray[Any, Any]
@@ -31,11 +31,11 @@ class StepImages:
     labels: np.ndarray[Any, Any]
     """int32 [m, b]"""
     others: np.ndarray[Any, Any]
-    """int32 [m, b], class of the image that this one is mixed with, else its own"""
+    """int32 [m, b], class of the image that is mixed in, else the own class"""
     shares: np.ndarray[Any, Any]
-    """float32 [m, b], share of its own class in the target, 0-1"""
+    """float32 [m, b], share of the own class in the target, 0-1"""
     digests: np.ndarray[Any, Any]
-    """uint64 [m, b], of place, bytes, class and seed; 0 where there is no image"""
+    """uint64 [m, b], digest of place, bytes, class and seed; 0 where there is no image"""
     rows: np.ndarray[Any, Any]
     """int64 [m, b], number of the image in the data set, EMPTY where there is none"""
 
@@ -48,11 +48,11 @@ class StepImages:
         return sum(self.digests.ravel().tolist())
 
     def weight(self, i: int, j: int) -> int:
-        """Return by what the loss of one image is divided."""
+        """Return the divisor of one image's loss: 1."""
         return 1
 
     def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any]]:
-        """Return what the model takes of a micro-batch, or of some of it: the images that exist."""
+        """Return the model's inputs for (some rows of) a micro-batch, without empty slots."""
         there = np.flatnonzero(self.rows[i][rows] != EMPTY)
         return {
             "images": self.images[i][rows][there],
@@ -71,9 +71,9 @@ def step_images(
     world: int,
     pixels: Pixels | None = None,
 ) -> StepImages:
-    """Read, decode and augment what `rank` of `world` takes of a step.
+    """Read, decode and augment the images that `rank` of `world` takes in a step.
 
-    The images are written into `pixels`, if given: zeros, uint8 [m * b, S, S, 3].
+    The images are written into `pixels` if given: uint8 [m * b, S, S, 3], all zero.
     """
     ids = order.micro_batches(step, rank, world)  # [m, b]
     numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
@@ -100,7 +100,7 @@ def step_images(
 
 
 def image_digest(place: int, content: int, label: int, seed: int) -> int:
-    """Return 64 bits that stand for one image, as it is augmented, at one place of its step."""
+    """Return a 64-bit digest of one augmented image at one place of its step."""
     numbers = np.array([place, content, label, seed], np.uint64)
     return int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little")
 
@@ -108,7 +108,7 @@ def image_digest(place: int, content: int, label: int, seed: int) -> int:
 def local_steps(
     rows: ImageRows, look: Transform, order: Order, rank: int, world: int, first_step: int
 ) -> Iterator[StepImages]:
-    """Yield the rest of a run's steps for one rank, made in this process, without Ray."""
+    """Yield the rest of a run's steps for one rank, computed in this process, without Ray."""
     for step in range(first_step, order.num_steps):
         yield step_images(rows, look, order, step, rank, world)
 
@@ -118,7 +118,7 @@ def held_out_batches(
 ) -> Iterator[StepImages]:
     """Yield every image once, in order, one micro-batch at a time; all ranks yield equally often.
 
-    The next micro-batch is decoded while one is used.
+    The next micro-batch is decoded while the current one is used.
     """
     count = -(-len(rows) // micro_batch)
 

@@ -1,11 +1,11 @@
-"""The index of a set of images: where each lies, its class, and a digest of its bytes.
+"""The index of a set of images: the place, class and digest of each.
 
     images = load(storage / ".prepared" / fingerprint)
     images.rows("train").read(ids)          # bytes and labels, by number
 
-An image is one contiguous read from where it was found, so that any order costs the same; images of
-Parquet files, which have no place of their own, are copied into files beside the index. Bytes that
-are not those which were indexed are refused by name, whenever they are read.
+Each image is one contiguous read from where it was found, so reading in any order costs the same.
+Images of Parquet files, which have no byte range of their own, are copied into files beside the
+index. Every read checks the digest: an image that changed is refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayapp.data.report import DataReport
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, StorageError, open_storage
 
-VERSION = 2  # of what a recipe gives; part of the fingerprint
+VERSION = 2  # version of the index; part of the fingerprint
 SPLITS = ("train", "eval")
 READERS, READERS_OF_DISKS = 16, 4  # images read at once; more threads cost more than they read
 MANIFEST = "manifest.json"
@@ -48,14 +48,14 @@ Records = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class ImageRecipe:
-    """All that decides which images there are, and which are held out."""
+    """Everything that determines the images, and which of them are held out."""
 
     source: sources.ImageSource
     eval_source: sources.ImageSource | None
     eval_fraction: float
 
     def parts(self) -> dict[str, object]:
-        """Return the named parts of the fingerprint: a change of any is another set."""
+        """Return the named parts of the fingerprint: if any changes, the set is another."""
         return {
             "files": self.source.digest(),
             "eval_files": self.eval_source.digest() if self.eval_source else None,
@@ -78,22 +78,22 @@ class Images:
     fingerprint: str
     parts: dict[str, object]
     roots: tuple[str, str, str]
-    """Where the training images, the held-out ones, and those copied from Parquet lie."""
+    """Folders of the training images, the held-out ones, and those copied from Parquet."""
     classes: tuple[str, ...]
     counts: dict[str, int]
-    """Images by split."""
+    """Number of images by split."""
     class_counts: tuple[int, ...]
-    """Training images by class."""
+    """Number of training images by class."""
     bad: dict[str, int]
-    """Files that cannot be trained on, by reason."""
+    """Number of unusable files by reason."""
     examples: list[tuple[str, str]]
-    """(place, reason) of the first few of them."""
+    """(place, reason) of the first few unusable files."""
     records: int
-    """Files that were looked at."""
+    """Number of files that were read."""
     num_bytes: int
-    """Of the images of both splits."""
+    """Bytes of the images of both splits."""
     duplicates: float
-    """Share of the training images whose bytes are those of an earlier one, 0-1."""
+    """Share of the training images whose bytes equal those of another one, 0-1."""
 
     def rows(self, split: str) -> ImageRows:
         """Open the images of `train` or `eval`."""
@@ -101,16 +101,16 @@ class Images:
 
     @property
     def held_out(self) -> int:
-        """Number of images that are held out."""
+        """Number of held-out images."""
         return self.counts["eval"]
 
     @property
     def bad_share(self) -> float:
-        """Share of the files that cannot be trained on, 0-1."""
+        """Share of the files that are unusable, 0-1."""
         return sum(self.bad.values()) / self.records if self.records else 0.0
 
     def report(self) -> DataReport:
-        """Return the figures that a person checks before training."""
+        """Return the statistics to check before training."""
         return {
             "images": self.counts,
             "classes": len(self.classes),
@@ -134,7 +134,7 @@ class ImageRows:
 
     @cached_property
     def records(self) -> Records:
-        """Where each image lies, `RECORD` [images]; read once in each process."""
+        """The place of each image, `RECORD` [images]; read once per instance."""
         return np.frombuffer(self._storage.read(f"{self._split}.records"), RECORD)
 
     @cached_property
@@ -159,13 +159,13 @@ class ImageRows:
         return {name: self.__dict__[name] for name in kept}
 
     def name(self, number: int) -> str:
-        """Name the file that an image lies in, and its place there."""
+        """Return the file that contains an image, and the image's byte offset there if not 0."""
         record = self.records[number]
         file, offset = self._file(record), int(record["offset"])
         return f"{self._roots[record['root']]}/{file}" + (f" at byte {offset}" if offset else "")
 
     def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """Return the bytes of images.
+        """Return the bytes of images, read by several threads.
 
         Raises:
             StorageError: one is gone, or is not what was indexed.
@@ -200,17 +200,17 @@ RESTORE = f"Restore it, or start a new run after removing {FOLDER} beside the ru
 
 @lru_cache(maxsize=4)
 def _rows(url: str, roots: tuple[str, ...], split: str) -> ImageRows:
-    """Open an index once in each process: Ray Data runs many tasks in it."""
+    """Open an index once per process, in which Ray Data runs many tasks."""
     return ImageRows(url, roots, split)
 
 
 def digest_of(data: bytes) -> int:
-    """Return 64 bits that stand for a file's bytes."""
+    """Return a 64-bit digest of a file's bytes."""
     return xxh3_64_intdigest(data)
 
 
 def load(storage: Storage) -> Images | None:
-    """Return a finished index, if it is there."""
+    """Return a finished index; None if there is none."""
     if not storage.exists(MANIFEST):
         return None
     values = json.loads(storage.read(MANIFEST))
@@ -221,7 +221,7 @@ def load(storage: Storage) -> Images | None:
 
 
 def packed(records: Records, names: list[str], labels: list[str]) -> bytes:
-    """Return one task's part of an index; `label` of its records is a place in its labels."""
+    """Serialise one task's part of an index; its records' `label` is an index into `labels`."""
     out = io.BytesIO()
     text = json.dumps({"names": names, "labels": labels}).encode()
     np.savez(out, records=records, text=np.frombuffer(text, np.uint8))
@@ -229,7 +229,7 @@ def packed(records: Records, names: list[str], labels: list[str]) -> bytes:
 
 
 def unpacked(data: bytes) -> tuple[Records, list[str], list[str]]:
-    """Return (records, file names, labels) of `packed`; `name_at` is a place in the names."""
+    """Return (records, file names, labels) of `packed`; `name_at` is an index into the names."""
     with np.load(io.BytesIO(data), allow_pickle=False) as parts:
         text = json.loads(parts["text"].tobytes())
         return parts["records"], text["names"], text["labels"]

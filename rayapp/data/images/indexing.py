@@ -1,10 +1,10 @@
-"""Look at every file once, decode it, and write down where the images lie and what they are.
+"""Decode every file once, and write an index of the images' places, labels and digests.
 
     images = prepare(recipe, storage / ".prepared", concurrency=None, progress=print)
 
-Ray Data runs one task per unit of files. A task writes its part of the index, and last its own
-small JSON: a unit is done if and only if that exists. Whatever is no image, or damaged, is counted
-and named, and is in no index. The manifest, last of all, says that the index is whole.
+Ray Data runs one task per unit of files. A task writes its part of the index, then a small JSON
+summary, which marks the unit as done. Files that are damaged or no images are counted and named,
+and are not in the index. The manifest, which marks the index as complete, is written last.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def prepare(
     concurrency: int | None = None,
     progress: Progress | None = None,
 ) -> Images:
-    """Return the index of a recipe, making what is not there yet; needs a running Ray.
+    """Return the index of a recipe, indexing missing units first; needs a running Ray.
 
     `progress` is called with (bytes done, bytes in all).
 
@@ -127,13 +127,13 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Say whether an image is held out, by a hash of its name."""
+    """Return whether an image is held out, by a hash of its name."""
     digest = blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 def class_names(labels: set[str]) -> list[str]:
-    """Sort the classes: by number where all are numbers, else by name.
+    """Sort the classes: by value if all are numbers, else by name.
 
     >>> class_names({"10", "9"}), class_names({"10", "9", "cat"})
     (['9', '10'], ['10', '9', 'cat'])
@@ -151,7 +151,7 @@ def _run_units(
     import ray.data
 
     def bare(source: sources.ImageSource | None) -> Any:
-        """Leave out the list of files, which may be long: a task knows its own."""
+        """Drop the list of files, which may be long: a unit names its own."""
         return source and sources.ImageSource(source.root, source.format, ())
 
     light = ImageRecipe(bare(recipe.source), bare(recipe.eval_source), recipe.eval_fraction)
@@ -173,7 +173,7 @@ def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
         summaries = [json.loads(text) for text in texts]
         failed = [(n, each["error"]) for n, each in enumerate(summaries) if "error" in each]
         if failed:
-            for number, _ in failed:  # or the next command would believe it again
+            for number, _ in failed:  # so that the next command reads the unit again
                 storage.delete(_summary_name(number))
             raise SourceError(failed[0][1])
         parts = {
@@ -219,7 +219,7 @@ def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
 def _joined(
     parts: list[tuple[Records, list[str], list[str]]], classes: list[str]
 ) -> tuple[Records, bytes]:
-    """Return the records of all units, and the names that they refer to.
+    """Return the records of all units, and the file names that they refer to.
 
     Raises:
         SourceError: held-out images are of a class that no training image has.

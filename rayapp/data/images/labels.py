@@ -1,13 +1,13 @@
-"""The classes of a flat folder of images, such as ImageNet's validation set, by a file of labels.
+"""Find the classes of a flat folder of images, e.g. ImageNet's validation set, in a label file.
 
     labels = read_labels(open("LOC_val_solution.csv").read())
     folders_of(labels, names, synsets=None)         # {"ILSVRC2012_val_00000001.JPEG": "n01751748"}
 
-What is read: a name and its label on each line, with commas or blanks between (Kaggle's
-LOC_val_solution.csv, whose further words are boxes, and lists such as val.txt), or labels alone,
-one a line in the order of the images' names (ILSVRC2012_validation_ground_truth.txt, TensorFlow's
-imagenet_2012_validation_synset_labels.txt). Labels that are numbers need the names of the classes
-in their order: the training folders have names.
+Two formats are read: a name and its label per line, separated by commas, semicolons or blanks
+(Kaggle's LOC_val_solution.csv, whose further words are boxes, and lists such as val.txt); or one
+label per line, in the order of the images' names (ILSVRC2012_validation_ground_truth.txt,
+TensorFlow's imagenet_2012_validation_synset_labels.txt). Numeric labels need the list of class
+names in their order, because the training folders have names.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MAX_NAMED = 3
 
 
 class LabelError(ValueError):
-    """A file of labels is not what it should be; the message says what to do."""
+    """A label file is invalid or does not match; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a file of labels says: by the images' names, or in their order."""
+    """The content of a label file: labels by image name, or in the order of the names."""
 
     named: dict[str, str]
-    """By name without its ending; empty where they are in order."""
+    """Label by image name without suffix; empty if the labels are in order."""
     ordered: tuple[str, ...]
 
     @property
@@ -102,14 +102,14 @@ def folders_of(
 
 
 def read_synsets(text: str) -> tuple[str, ...]:
-    """Return the first word of each line: the names of the classes, in the order of the numbers."""
+    """Return the first word of each line: the class names in the order of their numbers."""
     return tuple(
         re.split(r"[,;\s]+", line.strip())[0] for line in text.splitlines() if line.strip()
     )
 
 
 def _numbered(found: dict[str, str | None], synsets: Sequence[str] | None) -> dict[str, str | None]:
-    """Return the names of classes that have numbers, which begin at 1 unless there is a 0."""
+    """Replace numeric labels by class names; numbers start at 1, unless there is a 0."""
     numbers = {name: int(label) for name, label in found.items() if label is not None}
     if synsets is None:
         raise LabelError(

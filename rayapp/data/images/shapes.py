@@ -41,7 +41,7 @@ Points = list[tuple[float, float]]
 
 
 def draw(root: Storage) -> str:
-    """Draw the set below a folder, unless it is there; return its URL."""
+    """Draw the data set below a folder, unless it exists; return its URL."""
     storage = root / f"{NAME}-{VERSION}"
     if not storage.exists(DONE):
         with ThreadPoolExecutor(WRITERS) as pool:
@@ -69,7 +69,7 @@ def one(name: str, number: int) -> tuple[str, bytes]:
 
 
 def damaged() -> list[tuple[str, bytes]]:
-    """Return files that lie among the images and cannot be trained on."""
+    """Return the unusable files that are placed among the images."""
     cut = [(f"{name}/cut-short.jpg", _jpeg(name)[: 200 + 50 * n]) for n, name in enumerate(CLASSES)]
     return [
         *cut[:4],
@@ -85,7 +85,7 @@ def _jpeg(name: str) -> bytes:
 
 
 def picture(name: str, dice: random.Random) -> Image.Image:
-    """Draw a shape in a colour that stands out from its ground."""
+    """Draw a shape in a colour that contrasts with its background."""
     width, height = dice.randint(48, 96), dice.randint(48, 96)
     ground = _color(dice)
     front = _color(dice)

@@ -1,12 +1,12 @@
-"""Find labelled images: a folder for each class, tar shards, or Parquet, here or under s3://.
+"""Find labelled images: a folder per class, tar shards or Parquet, on a disk or under s3://.
 
     source = find("s3://bucket/imagenet/train")
     for unit in units(source): ...            # lists of files that one task reads
     for image in read(source, unit): image.name, image.label, image.data
 
-Labels are text here: the name of the folder, what a tar's `.cls` or `.json` beside an image says,
-else the folder in the tar, else the tar's own name; Parquet's column `label`. Which number a label
-has is known once all of them are.
+Labels are text here. In folders it is the top folder's name; in a tar the content of `.cls` or
+`.json` beside the image, else the folder in the tar, else the tar's own name; in Parquet the column
+`label`. Labels are numbered later, when all of them are known.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class ImageSource:
         return sum(file.size for file in self.files)
 
     def digest(self) -> str:
-        """Return 16 hex digits of every file's name and size; what is in them, the index has."""
+        """Return 16 hex digits of all files' names and sizes; the index has digests of contents."""
         listing = json.dumps([asdict(file) for file in self.files])
         return blake2b(listing.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """A file that may be an image, where it lies, and what it is called."""
+    """A file that may be an image: its place, name, label and bytes."""
 
     file: str
     offset: int
     name: str
-    """For people, and for the choice of what is held out."""
+    """Name in messages; its hash also decides whether the image is held out."""
     label: str | None
-    """None: nothing says of which class it is."""
+    """None if no label was found."""
     data: bytes
 
 
@@ -102,7 +102,7 @@ def find(path: str, format: str = "auto") -> ImageSource:
 
 
 def units(source: ImageSource) -> list[tuple[ImageFile, ...]]:
-    """Cut the files into runs of about UNIT_BYTES, whatever lies in them."""
+    """Group the files into runs of up to UNIT_BYTES (more if there would be many), by size only."""
     limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
     found: list[tuple[ImageFile, ...]] = []
     run: list[ImageFile] = []
@@ -117,7 +117,7 @@ def units(source: ImageSource) -> list[tuple[ImageFile, ...]]:
 
 
 def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[FoundFiles]:
-    """Read what the files of a unit hold, one after another."""
+    """Yield the images in the files of a unit, in order."""
     storage = open_storage(root)
     reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[format]
     for file in files:
@@ -125,7 +125,7 @@ def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[Found
 
 
 def format_of(names: list[str]) -> str:
-    """Tell by the names of files how most of them hold images."""
+    """Return the format of more than half of the files by their names, else `folder`."""
     counts = {
         format: sum(name.lower().endswith(ends) for name in names)
         for format, ends in SUFFIXES.items()
@@ -135,7 +135,7 @@ def format_of(names: list[str]) -> str:
 
 
 def hidden(name: str) -> bool:
-    """Say whether a file is nobody's data: it, or a folder of it, begins with a dot or a _."""
+    """Return whether a file is to be ignored: its name or a folder of it begins with `.` or `_`."""
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
@@ -144,7 +144,7 @@ def _read_file(storage: Storage, name: str) -> Iterator[FoundFiles]:
 
 
 def _read_tar(storage: Storage, name: str) -> Iterator[FoundFiles]:
-    """Read a tar from its first member to its last; what belongs together lies together.
+    """Read a tar in order; an image and its label files must be adjacent members.
 
     Raises:
         SourceError: it is no tar.
@@ -181,14 +181,14 @@ def _read_tar(storage: Storage, name: str) -> Iterator[FoundFiles]:
 
 
 def _labelled(waiting: list[FoundFiles], label: str | None) -> Iterator[FoundFiles]:
-    """Give the images of a sample the label that a file beside them has told."""
+    """Give the images of a sample the label of the file beside them, if it has one."""
     for found in waiting:
         own = found.label if label is None else label
         yield FoundFiles(found.file, found.offset, found.name, own, found.data)
 
 
 def _label_of(ending: str, data: bytes) -> str | None:
-    """Return what `.cls` (text) or `.json` (`label` or `cls`) says; None: nothing."""
+    """Return the label in a `.cls` (text) or `.json` (field `label` or `cls`) file, or None."""
     text = data.decode("utf-8", "replace").strip()
     if ending == "cls":
         return text or None
@@ -201,7 +201,7 @@ def _label_of(ending: str, data: bytes) -> str | None:
 
 
 def _read_parquet(storage: Storage, name: str) -> Iterator[FoundFiles]:
-    """Read the images of a Parquet file, row group by row group; none has a place to be read at.
+    """Read the images of a Parquet file in batches; their offset is -1, as they have none.
 
     Raises:
         SourceError: it is not Parquet, or its columns are others.

@@ -1,11 +1,11 @@
-"""Copy a set of images from one storage to another, verified, and go on where a copy was cut off.
+"""Copy a set of images from one storage to another, verify it, and resume interrupted copies.
 
     report = stage("s3://bucket/imagenet/val", "/lustre/imagenet/val", labels=labels)
 
-Every file is read once, decoded, written, and read back: size and SHA-256 must be those of what was
-read. What was done is written down below `.staged` in the target: a file is not copied again while
-source and target are as they were then. Files that are no images, or damaged, are counted, named
-and left out; tar and Parquet files are copied whole, and what lies in them is looked at.
+Every file is read once, decoded, written, and read back; its size and SHA-256 must equal those of
+what was read. A ledger below `.staged` in the target records finished files: a file is not copied
+again while source and target are unchanged. Files that are damaged or no images are counted, named
+and left out. Tar and Parquet files are copied whole, and the images in them are decoded as a check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayapp.data.sources import SourceError
 from rayapp.storage import Entry, Storage, StorageError, open_storage
 
 LEDGER = ".staged"
-SEGMENT_FILES, SEGMENT_S = 5000, 10.0  # what a copy that is cut off does again, at most
+SEGMENT_FILES, SEGMENT_S = 5000, 10.0  # ledger intervals: most work that a resumed copy repeats
 BLOCK_BYTES = 8 * 2**20
 UNLABELLED, NO_CLASS = "without a label", "in no folder of a class"
 Progress = Callable[[int, int], None]
@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Done:
-    """One file, as it was dealt with."""
+    """What was done with one file."""
 
     target: str
     source_etag: str
@@ -44,33 +44,33 @@ class Done:
     size: int
     digest: str
     problem: str | None = None
-    """Why it was left out."""
+    """Why the file was left out; None if it was copied."""
     within: tuple[tuple[str, str], ...] = ()
-    """(place, reason) of what a tar or Parquet file holds that cannot be trained on."""
+    """(place, reason) of the unusable images in a tar or Parquet file."""
     images: int = 1
 
 
 @dataclass
 class Report:
-    """What a copy came to."""
+    """The result of a copy."""
 
     source: str
     target: str
     copied: int = 0
     copied_bytes: int = 0
     there: int = 0
-    """Files that a command before has copied."""
+    """Files that an earlier command had copied."""
     images: int = 0
     classes: int = 0
     bad: Counter[str] = field(default_factory=Counter)
-    """Files that cannot be trained on, by reason."""
+    """Number of unusable files or images by reason."""
     examples: list[tuple[str, str]] = field(default_factory=list)
     foreign: int = 0
-    """Files in the target that the source has not."""
+    """Files in the target that are not in the source."""
     foreign_examples: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values."""
+        """Return JSON values."""
         return asdict(self) | {"bad": dict(self.bad)}
 
 
@@ -88,9 +88,9 @@ def stage(
     parallel: int = 32,
     progress: Progress | None = None,
 ) -> Report:
-    """Copy the images of `source` to `target`, flat ones with `labels` into folders of classes.
+    """Copy the images of `source` to `target`; with `labels`, flat images go to class folders.
 
-    `bad_images` is the share of files, 0-1, that may be left out. `progress` is called with
+    `bad_images` is the share of files, 0-1, that may be unusable. `progress` is called with
     (bytes done, bytes in all).
 
     Raises:
@@ -144,7 +144,7 @@ def _check_apart(here: Storage, there: Storage) -> None:
 def _places(
     names: Sequence[str], format: str, labels: Labels | None, synsets: Sequence[str] | None
 ) -> dict[str, str | None]:
-    """Return where each file goes; None: it is of no class."""
+    """Return the target name of each file; None if it has no class or another format."""
     if format != "folder":
         kept = sources.SUFFIXES[format]
         return {name: name if name.lower().endswith(kept) else None for name in names}
@@ -170,7 +170,7 @@ def _each(
     copy: _Copy,
     parallel: int,
 ) -> Iterator[tuple[Entry, Done, bool]]:
-    """Yield each file with what became of it, and whether that is new, as they end."""
+    """Yield (file, what was done, whether this command did it) as files finish."""
     waiting: dict[Future[Done], Entry] = {}
     with ThreadPoolExecutor(parallel, thread_name_prefix="stage") as pool:
         try:
@@ -224,10 +224,10 @@ class _Copy:
 
     def __init__(self, here: Storage, there: Storage, format: str, homeless: str) -> None:
         self.here, self.there, self.format = here, there, format
-        self.homeless = homeless  # why an image that goes nowhere is left out
+        self.homeless = homeless  # reason for leaving out an image without a target
 
     def file(self, entry: Entry, place: str | None) -> Done:
-        """Copy one file and verify it, unless it is not to be trained on."""
+        """Copy one file and verify it, unless it is unusable."""
         if self.format != "folder":
             return self._whole(entry, place)
         data = self.here.read(entry.name)
@@ -241,7 +241,7 @@ class _Copy:
         return self._verified(entry, place, digest)
 
     def _whole(self, entry: Entry, place: str | None) -> Done:
-        """Copy a tar or Parquet file block by block, and look at what lies in it."""
+        """Copy a tar or Parquet file block by block, verify it, and decode its images."""
         if place is None:
             return Done("", entry.etag, "", entry.size, "", f"not a {self.format} file")
         digest, size = sha256(), 0
@@ -270,7 +270,7 @@ class _Copy:
         return Done(**values)
 
     def _verified(self, entry: Entry, place: str, digest: str) -> Done:
-        """Read back what was written.
+        """Read back what was written, and compare its size and SHA-256.
 
         Raises:
             StorageError: it is something else.
@@ -291,7 +291,7 @@ class _Copy:
 
 
 class _Ledger:
-    """What earlier commands have dealt with, and this one."""
+    """The record of files that earlier commands and this one have finished."""
 
     def __init__(self, target: Storage) -> None:
         self._storage, self._id = target / LEDGER, uuid.uuid4().hex
@@ -308,7 +308,7 @@ class _Ledger:
         self._known[(done.target, done.source_etag, done.size)] = done
 
     def of(self, entry: Entry, place: str | None, present: dict[str, Entry]) -> Done | None:
-        """Return what became of a file, if it and its copy are as they were then."""
+        """Return what was done with a file, if it and its copy are unchanged since; else None."""
         done = self._known.get((place or "", entry.etag, entry.size))
         if done is None or done.problem is not None:
             return done
@@ -316,7 +316,7 @@ class _Ledger:
         return done if copy is not None and copy.etag == done.target_etag else None
 
     def add(self, done: Done) -> None:
-        """Take down what became of a file."""
+        """Record a finished file; write a segment when it is large or old enough."""
         self._new.append(done)
         late = time.monotonic() - self._written > SEGMENT_S
         if len(self._new) >= SEGMENT_FILES or late:
@@ -326,12 +326,12 @@ class _Ledger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Write down the rest; where something else has failed, that is what is told."""
+        """Write the rest; after another error, a StorageError of this write is suppressed."""
         with nullcontext() if kind is None else suppress(StorageError):
             self.write()
 
     def write(self) -> None:
-        """Write down what is new."""
+        """Write the new records as one segment."""
         if self._new:
             text = "".join(json.dumps(asdict(done)) + "\n" for done in self._new)
             self._storage.write(f"{self._id}-{self._segment:06d}.jsonl", text.encode())

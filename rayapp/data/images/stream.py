@@ -16,9 +16,9 @@ from rayapp.data.images.index import Images
 from rayapp.data.stream import Arrays, Fields, blocks, parts
 from rayapp.order import Order
 
-# A task of Ray Data takes 10 to 30 ms of CPU whatever it makes: as much as 16 images of 224 pixels.
+# A Ray Data task costs 10 to 30 ms of CPU whatever it does: as much as 16 images of 224 pixels.
 BLOCK_BYTES = 64 * 2**20
-STORE_SHARE = 1 / 16  # of the object store, for one block
+STORE_SHARE = 1 / 16  # largest share of the object store for one block
 FIELDS = ("images", "labels", "others", "shares", "digests", "rows")
 
 
@@ -30,7 +30,7 @@ def stream(
     world: int,
     concurrency: int | None = None,
 ) -> ray.data.Dataset:
-    """Return the rest of the run for so many workers; its tasks read, decode and augment."""
+    """Return the rest of the run for `world` workers; its tasks read, decode and augment."""
     pixels = (look.size, look.size, 3)
     fields: Fields = {
         "images": (pixels, np.uint8),

@@ -1,4 +1,4 @@
-"""Find training data and read it as raw records, piece by piece, in an order that never changes.
+"""Find training data and read it as raw records, piece by piece, in a fixed order.
 
     source = find("s3://bucket/chats/*.jsonl")
     for unit in units(source, eval_fraction):
@@ -7,8 +7,8 @@
 
 A source is a sorted list of files (or a hub dataset). A piece is a part of one file that can be
 read alone: a byte range cut at line ends (text, JSONL), a row group (Parquet), a shard (hub). A
-unit is a run of pieces of about `UNIT_BYTES`: what one task reads, tokenises and packs. Pieces and
-units follow from file sizes alone, so they are the same on every machine and in every attempt.
+unit is a run of pieces of about `UNIT_BYTES` or more: what one task reads, tokenises and packs.
+Pieces and units depend on the files alone, so they are the same on every machine and attempt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cut a source into pieces that can be read alone, and these into what one task prepares."""
+"""Cut a source into pieces that can be read alone, and group them into units, one per task."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ READERS = 16  # Parquet footers read at once
 
 
 def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
-    """Cut a source into units; `eval_fraction` 0-1 is held out.
+    """Cut a source into units; the fraction `eval_fraction` (0-1) is held out.
 
-    A single text file gives its last bytes to `eval`; anything else decides document by document.
+    A single text file gives its last bytes to `eval`; otherwise each document is assigned by hash.
+
+    Raises:
+        SourceError: a Parquet file is broken, or the hub has no such dataset.
     """
     unit_bytes = max(UNIT_BYTES, -(-source.num_bytes // MAX_UNITS))
     pieces: list[tuple[Piece, int]] = []
@@ -40,7 +43,7 @@ def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
 
 
 def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]:
-    """Put runs of pieces, given with their sizes, into units; one is larger if its piece is."""
+    """Group consecutive (piece, bytes) into units of at most `unit_bytes`, or one larger piece."""
     grouped: list[ReadUnit] = []
     current: list[Piece] = []
     size = 0

@@ -26,12 +26,12 @@ COMPRESSED = {
     ".xz": "compressed with xz",
     ".zip": "a ZIP archive",
 }
-CONVERTED = {  # data that only a conversion makes readable -> (format, why it is not read)
+CONVERTED = {  # suffixes of data that needs conversion -> (format, why)
     ".csv": ("CSV", "would be raw text"),
     ".tsv": ("TSV", "would be raw text"),
     ".arrow": ("Arrow", "is what datasets' save_to_disk writes, and is not read"),
 }
-MAX_OPENED = 16  # files whose first bytes are looked at
+MAX_OPENED = 16  # most files whose first bytes are checked
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -106,14 +106,14 @@ def _is_pattern(path: str) -> bool:
 
 
 def _looks_like_hub_id(path: str) -> bool:
-    """Tell `org/name`, dots included, from a file that is missing or a folder that exists."""
+    """Return whether a path is `org/name`, and no missing data file or existing folder."""
     parts = path.split("/")
     named_as_file = path.lower().endswith(tuple(e for ends in SUFFIXES.values() for e in ends))
     return len(parts) == 2 and all(parts) and not named_as_file and not os.path.isdir(parts[0])
 
 
 def _one_file(storage: Storage) -> tuple[Storage, list[Entry]]:
-    """Return the parent of what turned out to be no folder, and its entry in it if it is a file."""
+    """Return the parent of a path that is no folder, and the path's entry if it is a file."""
     parent, _, name = storage.url.rpartition("/")
     if not name or parent == "s3:/":  # the root of the disk, or a whole bucket
         return storage, []
@@ -133,7 +133,7 @@ def _split_glob(path: str) -> tuple[str, list[str] | None]:
 
 
 def _matches(names: list[str], patterns: list[str]) -> bool:
-    """Match folder by folder as a shell does: `*` stops at a `/`, `**` is any number of folders."""
+    """Match folder by folder like a shell: `*` stops at `/`, `**` matches any number of folders."""
     if not patterns:
         return not names
     if patterns[0] == "**":
@@ -190,7 +190,7 @@ def _hidden(name: str) -> bool:
 
 
 def _digest(storage: Storage, entry: Entry) -> str:
-    """Digest a local file: all of it up to 8 MiB, else its ends and its time of change."""
+    """Digest a local file: its content up to 8 MiB, else its first and last MiB and its mtime."""
     if entry.size <= 8 * 2**20:
         return blake2b(storage.read(entry.name), digest_size=8).hexdigest()
     ends = storage.read(entry.name, 0, 2**20) + storage.read(entry.name, entry.size - 2**20, 2**20)

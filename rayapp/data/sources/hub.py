@@ -9,7 +9,7 @@ from rayapp.data.sources.records import Record, SourceError
 
 
 def num_shards(name: str) -> int:
-    """Return how many shards can be read apart.
+    """Return how many shards of a dataset can be read separately.
 
     Raises:
         SourceError: there is no such dataset, or nobody to ask.

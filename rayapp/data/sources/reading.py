@@ -1,4 +1,4 @@
-"""Read a piece as raw records, say where each stands, and which are held out."""
+"""Read a piece as raw records, name their places, and choose those that are held out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayapp.data.sources import hub
 from rayapp.data.sources.records import DataSource, Piece, Record, opened
 from rayapp.storage import Storage
 
-MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is named by its byte, not by its line
+MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 
 
 def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
@@ -38,7 +38,7 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
 
 
 def is_eval(piece: Piece, content: bytes, eval_fraction: float) -> bool:
-    """Say whether a record of this content is held out: wherever it stands, and all its copies."""
+    """Return whether a record is held out, by a hash of its content: so are all its copies."""
     if piece.split != "hash":
         return piece.split == "eval"
     drawn = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
@@ -46,7 +46,7 @@ def is_eval(piece: Piece, content: bytes, eval_fraction: float) -> bool:
 
 
 def _line_number(source: DataSource, file: str, offset: int) -> int:
-    """Return the number of the line, from 1, that starts at a byte offset."""
+    """Return the number (from 1) of the line that starts at a byte offset."""
     storage, lines, position = opened(source.root), 1, 0
     while position < offset:
         chunk = storage.read(file, position, min(8 * 2**20, offset - position))
@@ -56,7 +56,7 @@ def _line_number(source: DataSource, file: str, offset: int) -> int:
 
 
 def _line_bytes(source: DataSource, piece: Piece) -> tuple[int, bytes]:
-    """Read the lines that begin inside [start, end); return their first byte's offset and bytes."""
+    """Return the offset and bytes of the lines that begin inside the piece's [start, end)."""
     storage, start, end = opened(source.root), piece.start, piece.end
     if start:  # a line begins at `start` only if the byte before it ends one
         start = _after_newline(storage, piece.file, start - 1, piece.size)

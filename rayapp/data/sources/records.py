@@ -1,4 +1,4 @@
-"""What a source consists of: files, pieces and units of them, and the records in those."""
+"""The parts of a source: files, pieces, units and records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DataFile:
     name: str
     size: int
     version: str
-    """Changes when the content does: an S3 etag, or a digest of a local file."""
+    """Changes with the content: an S3 etag, or a digest of a local file."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DataSource:
         return sum(file.size for file in self.files)
 
     def digest(self) -> str:
-        """Return 16 hex digits of every file's name, size and version; the root may move."""
+        """Return 16 hex digits of all files' names, sizes and versions, but not of their root."""
         listing = json.dumps([asdict(file) for file in self.files] or self.root)
         return blake2b(listing.encode(), digest_size=8).hexdigest()
 
@@ -52,14 +52,14 @@ class Piece:
     start: int
     end: int
     split: str
-    """`train`, `eval`, or `hash`: each document goes where the digest of its content says."""
+    """`train`, `eval`, or `hash`: each document's split is chosen by a hash of its content."""
     size: int = 0
-    """Bytes of the whole file, so that reading a piece needs no list of files."""
+    """Bytes of the whole file, so that a piece can be read without the list of files."""
 
 
 @dataclass(frozen=True)
 class ReadUnit:
-    """What one task prepares."""
+    """The pieces that one task prepares."""
 
     index: int
     pieces: tuple[Piece, ...]
@@ -80,5 +80,5 @@ class Record:
 
 @lru_cache(maxsize=8)
 def opened(root: str) -> Storage:
-    """Return the storage of a root, which many pieces share."""
+    """Return the storage of a root, cached because many pieces share it."""
     return open_storage(root)
