@@ -10,8 +10,6 @@ import time
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,10 +70,10 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(
     before = [(entry.name, entry.etag) for entry in run.list()]
     monkeypatch.setattr(command, "connected", lambda *options: nullcontext())
     monkeypatch.setattr(command, "uses_gpus", lambda config: False)
-    nothing = {"check": lambda *here: None, "settle": lambda gpus: None}
-    kind: Any = SimpleNamespace(config=load(), run=run, **nothing)
+    ready = command.CheckedRun(load(), run)
+    kind = command.Kind(lambda *here: ready, lambda ready, gpus: ready, prepare=None)  # type: ignore[arg-type]
     with pytest.raises(RunFailed, match=r"step-00000003: COMMITTED is damaged.*from a copy"):
-        command.run(kind, None, None)
+        command.run(load(), kind, None, None)
     assert [(entry.name, entry.etag) for entry in run.list()] == before
 
 

@@ -42,7 +42,7 @@ def slow(times: int, asked: list[str]) -> Callable[..., None]:
 def test_a_slow_start_of_ray_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(1, asked))
-    ray_session._init("local", {})
+    ray_session._init("local")
     assert asked == ["local", "local"]
 
 
@@ -50,7 +50,7 @@ def test_two_slow_starts_of_ray_are_one_line(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(2, asked))
     with pytest.raises(RunFailed, match="Ray is slow to start on this machine") as failure:
-        ray_session._init("local", {})
+        ray_session._init("local")
     assert asked == ["local", "local"] and "\n" not in str(failure.value)
 
 
@@ -58,5 +58,5 @@ def test_a_cluster_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.M
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(1, asked))
     with pytest.raises(Exception, match=ray_session.SLOW_START):
-        ray_session._init("10.0.0.1:6379", {})
+        ray_session._init("10.0.0.1:6379")
     assert len(asked) == 1

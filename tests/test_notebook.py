@@ -176,8 +176,8 @@ def test_submit_watch_stop_resume_finish(
         assert stopped.stdout == "demo stopped\n"
         assert follower.wait(timeout=PATIENCE_S) == 3
     relay.close()
-    code = "import json; from rayapp.jobs import Cluster\n"
-    code += "print(json.dumps(Cluster.at().info('demo').status))"
+    code = "import json; from rayapp.jobs import JobsClient\n"
+    code += "print(json.dumps(JobsClient.at().info('demo').status))"
     assert kernel(cluster, code) == "STOPPED", "a stop that was asked for is no failure"
     logs = rayapp(cluster, "logs", "demo").stdout
     assert (tmp_path / "followed.txt").read_text() == logs
@@ -233,8 +233,8 @@ def test_the_readmes_block_runs_as_written(
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     assert json.loads(done.stdout.splitlines()[-1]) == ["done", 6]
-    code = "import json; from rayapp.jobs import Cluster\n"
-    code += "print(json.dumps({one.submission_id: one.status for one in Cluster.at().jobs()"
+    code = "import json; from rayapp.jobs import JobsClient\n"
+    code += "print(json.dumps({one.submission_id: one.status for one in JobsClient.at().jobs()"
     code += " if one.run_url == 's3://bucket/runs/demo'}))"
     statuses = list(kernel(cluster, code).values())
     assert statuses == ["STOPPED", "SUCCEEDED"], "a stop that was asked for is no failure"
@@ -261,17 +261,16 @@ def test_a_secret_reaches_every_process_and_no_listing(
 import boto3, json, ray
 from ray.job_submission import JobSubmissionClient
 from rayapp import load
-from rayapp.jobs import Cluster, Shipment, prepare
-from rayapp.jobs.package import Order
+from rayapp.jobs import JobsClient, SubmitOptions, prepare
 from dataclasses import replace
 made = boto3.client("secretsmanager", region_name="us-west-2").create_secret(
     Name="reaches-every-process", SecretString="the value")
-shipment = Shipment(secrets={"HUB": made["ARN"]})
+shipment = SubmitOptions(secrets={"HUB": made["ARN"]})
 order = prepare(load(None, {"run.storage": "s3://b/r", "run.name": "secret"}), shipment)
-task = "import os, ray; from rayapp import credentials; credentials.load(); ray.init(); "
+task = "import os, ray; from rayapp.jobs import secrets; secrets.load(); ray.init(); "
 task += "print(os.environ['HUB'] == ray.get(ray.remote(lambda: os.environ['HUB']).remote()), "
 task += "len(os.environ['HUB']))"
-cluster = Cluster.at()
+cluster = JobsClient.at()
 job = cluster.submit(replace(order, entrypoint=f'python -c "{task}"'))
 info = cluster.wait(job, 120)
 told = json.dumps([str(vars(j)) for j in JobSubmissionClient(cluster.address).list_jobs()])

@@ -35,7 +35,7 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
     shutil.copytree(ROOT / "rayapp", package / "rayapp")
     shutil.copytree(ROOT / "configs", package / "configs")
     # A mark by which the workers' metrics tell that they run the code that was submitted.
-    training = package / "rayapp" / "finetune" / "training.py"
+    training = package / "rayapp" / "finetune" / "trainer.py"
     mark, code = "mfu=mfu(tokens, pairs, busy_s)", training.read_text()
     assert mark in code
     training.write_text(code.replace(mark, "mfu=0.125"))

@@ -1,6 +1,6 @@
 """Read prepared rows by number, and cut them into the steps of one rank.
 
-    rows = Rows(storage, manifest.shards("train"), seq_len)
+    rows = prepared.rows("train")
     for batch in local_steps(rows, order, rank=0, world=2, first_step=0): ...
 
 A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`), numbered

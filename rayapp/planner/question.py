@@ -1,7 +1,7 @@
 """Turn a config into a question for the planner: look up the model's shape and the machines.
 
     question = ask(config, region="us-west-2")
-    question.job.layout, question.machine, question.usd_per_hour
+    question.job.layout, question.job.machine, question.usd_per_hour
 
 Only local files are read, never the network.
 """

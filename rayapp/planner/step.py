@@ -1,7 +1,7 @@
 """Seconds of a step: matrix products, attention, memory traffic, and exposed communication.
 
-    time = step_time(Job(layout, machine, context=mean_context([4096]), micro_batches=4))
-    time.total_s, time.compute_s, time.exposed_s
+    time = step_time(Workload(layout, machine, mean_context([4096]), micro_batches=4))
+    time.total_s, time.exposed_s
 
 The model follows the hardware and uses one set of constants (below and in times.py) for all
 systems. The forward and the backward pass of the blocks each take the sum of three times: matrix
