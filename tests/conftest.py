@@ -19,6 +19,8 @@ from patience import PATIENCE_S
 # Ray's workers are nice by default and would starve beside tests that are not.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
 
+CEPH = pytest.param("ceph", marks=pytest.mark.full)
+
 # What takes minutes goes first, so that the workers of pytest-xdist end together.
 LONG = (
     "test_drills.py",
@@ -141,14 +143,14 @@ def ceph_bucket(s3_server: str, ceph: Ceph, monkeypatch: pytest.MonkeyPatch) -> 
     return new_bucket(ceph.url)
 
 
-@pytest.fixture(params=["moto", "ceph"])
+@pytest.fixture(params=["moto", CEPH])
 def either_bucket(request: pytest.FixtureRequest) -> str:
     """Create an empty bucket on each S3 server in turn, and return its name."""
     name = "s3_bucket" if request.param == "moto" else "ceph_bucket"
     return str(request.getfixturevalue(name))
 
 
-@pytest.fixture(params=["local", "moto", "ceph"])
+@pytest.fixture(params=["local", "moto", CEPH])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return the URL of an empty folder: of this machine, then of each S3 server."""
     if request.param == "local":

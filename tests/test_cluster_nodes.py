@@ -30,6 +30,8 @@ from rayapp.config import load
 from rayapp.observe import metrics
 from rayapp.storage import open_storage
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 CONFIG = {

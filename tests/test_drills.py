@@ -102,6 +102,7 @@ STORM = {"slow": 0.02, "reset": 0.01, "lose": 0.005, "cut": 0.005, "stall": 0.00
 GALE = {"slow": 0.2, "reset": 0.1, "lose": 0.05, "cut": 0.05, "stall": 0.002}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("at_first", "later"),
     [
@@ -134,6 +135,7 @@ def test_training_goes_on_while_s3_fails(
     assert found is not None and found.step == drill.lines()[-1]["step"] and not skipped
 
 
+@pytest.mark.full
 def test_a_killed_driver_changes_nothing_on_ceph(
     folder: Path,
     expected: Undisturbed,

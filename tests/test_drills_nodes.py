@@ -10,6 +10,8 @@ from drill import Drill, Undisturbed, assert_alike, worker_counts
 from nodes import Node, join, seats
 from patience import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 # Longer than any of these drills, which stop when they have seen enough; slow enough in learning
 # that another order of summing fp32 gradients stays within 1e-4 for so many steps.
 LONG: dict[str, Any] = {"train.epochs": 40, "train.lr": 1e-4, "cluster.max_failures": 1}

@@ -13,6 +13,8 @@ import pytest
 from nbclient import NotebookClient
 from patience import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
 

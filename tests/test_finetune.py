@@ -286,6 +286,7 @@ def test_a_mixture_is_the_same_for_any_number_of_workers(
     assert digests[1:] == digests[:1] * 2 and len(set(digests[0])) == 20
 
 
+@pytest.mark.full
 def test_checkpoints_are_validated_beside_training(
     files: Path,
     tmp_path: Path,
@@ -349,6 +350,7 @@ def test_a_run_that_waits_for_room_can_be_stopped(
     assert (result["status"], result["steps"]) == ("stopped", 0)
 
 
+@pytest.mark.full
 def test_a_stop_in_the_first_moments_ends_the_run(
     files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,6 +372,7 @@ def test_a_stop_in_the_first_moments_ends_the_run(
     assert main(command(files, tmp_path, "early", "--train.max_steps=3")) == 0
 
 
+@pytest.mark.full
 def test_workers_that_do_no_step_can_be_ended(ray_here: None, tmp_path: Path) -> None:
     import ray.train.torch
 

@@ -36,6 +36,8 @@ from rayapp.train import loop
 from rayapp.train.loss import liger_cross_entropy
 from rayapp.train.trace import trace
 
+pytestmark = pytest.mark.full
+
 STEPS, LONG, MICRO_BATCHES, ROWS, SEQ_LEN = 20, 50, 4, 2, 16
 HELD_OUT = 8  # micro-batches after the last step's
 LR = 2e-3

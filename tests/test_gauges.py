@@ -136,6 +136,7 @@ def test_a_worker_that_ends_at_once_has_told_why(scrape: Scrape) -> None:
     assert scrape("ended") == {"bad_steps_total": 2}
 
 
+@pytest.mark.full
 def test_a_gauge_stays_through_a_long_step_and_goes_with_the_run(scrape: Scrape) -> None:
     with Steps("slow", 0) as told:
         told.step(record(1, eval_loss=3.0))

@@ -255,6 +255,7 @@ def test_what_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert what in " ".join((told.out + told.err).split()), argv
 
 
+@pytest.mark.full
 def test_prompts_from_the_command_and_from_a_pipe(folder: Path, tmp_path: Path) -> None:
     run = finished(open_storage(str(tmp_path)))
     put(folder, run)

@@ -46,7 +46,7 @@ GPU_METRICS = {  # of the CloudWatch agent; the seeds' list
 needs_terraform = pytest.mark.skipif(
     shutil.which("terraform") is None, reason="terraform is not installed"
 )
-pytestmark = needs_terraform
+pytestmark = [pytest.mark.full, needs_terraform]
 
 
 def config(instance_type: str, workers: str = "8:16") -> RunConfig:

@@ -283,6 +283,7 @@ def test_a_run_resumes_bitwise_where_it_was(
         assert [line[name] for line in lines] == [line[name] for line in expected], name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -435,6 +436,7 @@ def spiked_worker(rank: int, world: int, spec: LanguageSpec, bad_row: int) -> No
     assert list(before) == [19]
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     inputs: Path, two_workers: tuple[list[Any], Any]
 ) -> None:

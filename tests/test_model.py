@@ -620,6 +620,7 @@ def test_adapters_start_at_the_base_and_the_same_for_any_name(folder: Path) -> N
             assert values.abs().max() <= bound and values.std() > bound / 3
 
 
+@pytest.mark.full
 def test_measuring_what_compilation_gains_compiles_nothing_in_vain(folder: Path) -> None:
     """Training goes on with the one graph that was measured, from the numbers before it."""
     from torch._dynamo.utils import counters

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import processes
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -95,6 +96,7 @@ def measure(rank: int, world: int, root: str) -> None:
     Path(root, "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.full
 def test_compiling_and_offloading_leave_checkpointing_on(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=259,

@@ -126,6 +126,7 @@ def kernel(cluster: dict[str, str], code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_submit_watch_stop_resume_finish(
     cluster: dict[str, str], s3_bucket: str, tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def test_submit_watch_stop_resume_finish(
     assert f"step {STEPS} / {STEPS}" in gone.stdout
 
 
+@pytest.mark.full
 def test_the_readmes_block_runs_as_written(
     cluster: dict[str, str], s3_server: str, tmp_path: Path
 ) -> None:
@@ -240,6 +242,7 @@ def test_the_readmes_block_runs_as_written(
     assert statuses == ["STOPPED", "SUCCEEDED"], "a stop that was asked for is no failure"
 
 
+@pytest.mark.full
 def test_what_the_cluster_cannot_run_is_said(
     cluster: dict[str, str], s3_bucket: str, tmp_path: Path
 ) -> None:
@@ -254,6 +257,7 @@ def test_what_the_cluster_cannot_run_is_said(
     assert "run=nobody is unknown" in unknown.stderr
 
 
+@pytest.mark.full
 def test_a_secret_reaches_every_process_and_no_listing(
     cluster: dict[str, str], s3_server: str
 ) -> None:

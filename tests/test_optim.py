@@ -134,6 +134,7 @@ def test_a_muon_update_is_orthogonal_and_as_large_as_adamws() -> None:
     assert torch.cosine_similarity(polar.flatten(), update.flatten(), 0) > 0.97
 
 
+@pytest.mark.full
 def test_moments_in_8_bits_train_as_in_32() -> None:
     """The moments are a quarter of the bytes, and a regression ends where it does with AdamW."""
     ends, sizes = {}, {}

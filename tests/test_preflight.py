@@ -572,6 +572,7 @@ def no_namespaces() -> str | None:
 needs_namespaces = pytest.mark.skipif(no_namespaces() is not None, reason=str(no_namespaces()))
 
 
+@pytest.mark.full
 def test_two_nodes_pass(head: Node, tmp_path: Path) -> None:
     with node(head, tmp_path):
         code, found = preflight(head, str(tmp_path / "runs"), "--min_gbit_per_s=0.1")

@@ -28,6 +28,7 @@ def cluster(s3_server: str, tmp_path: Path) -> Iterator[dict[str, str]]:
         yield environment
 
 
+@pytest.mark.full
 def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_path: Path) -> None:
     storage = f"s3://{s3_bucket}/runs"
     # What a user submits is a checkout; here without what its tests and builds leave in it.

@@ -695,6 +695,7 @@ def test_check_writable_refuses_a_store_on_which_two_could_own_a_run(
     assert open_storage(f"s3://{either_bucket}").list() == []
 
 
+@pytest.mark.full
 def test_check_writable_refuses_a_versioned_bucket_on_ceph(ceph_bucket: str) -> None:
     import boto3
 

@@ -128,6 +128,7 @@ print(json.dumps((peak_kib() - before) * 1024))
 """
 
 
+@pytest.mark.full
 def test_the_trace_is_what_a_step_takes_on_this_machine() -> None:
     values = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
     values |= {"num_attention_heads": 8, "num_key_value_heads": 8}

@@ -324,6 +324,7 @@ def test_statistics_are_those_of_torch_batch_norm(folder: Path, images: Images) 
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.full
 def test_without_synchronizing_the_number_of_workers_changes_nothing(
     folder: Path, images: Images
 ) -> None:
@@ -364,6 +365,7 @@ def test_a_compiled_model_trains_as_it_is(folder: Path, images: Images) -> None:
 # ---- Resume ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_resume_is_bitwise_and_at_any_number_of_workers(folder: Path, images: Images) -> None:
     """Weights, momentum, statistics, average: all that a step needs is in the checkpoint.
 

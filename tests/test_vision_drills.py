@@ -34,6 +34,8 @@ from rayapp.train.spec import ImageSpec
 from rayapp.vision.prepare import order_of
 from rayapp.vision.rows import transform_of
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parent.parent
 
 
