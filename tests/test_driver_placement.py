@@ -70,7 +70,7 @@ def wait(monkeypatch: pytest.MonkeyPatch, room: dict[float, int]) -> tuple[int, 
     """Return (workers, seconds waited, notes)."""
     clock, notes = Clock(room), []
     monkeypatch.setattr(placement, "time", clock)
-    monkeypatch.setattr(placement, "room", clock.room)
+    monkeypatch.setattr(placement, "free_workers", clock.room)
     monkeypatch.setattr(placement, "taken", lambda: "6 of 8 CPUs are taken by job one")
     workers = placement.wait_for_room(elastic(), notes.append, lambda: None)
     return workers, clock.now - 100.0, notes
@@ -97,7 +97,7 @@ def test_a_wait_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     clock = Clock({0.0: 0})
     monkeypatch.setattr(placement, "time", clock)
-    monkeypatch.setattr(placement, "room", clock.room)
+    monkeypatch.setattr(placement, "free_workers", clock.room)
     monkeypatch.setattr(placement, "taken", lambda: "all")
     with pytest.raises(RuntimeError, match="lease"):
         placement.wait_for_room(elastic(), lambda text: None, lost)
@@ -120,7 +120,7 @@ def test_a_fixed_number_is_waited_for_and_asked_of_ray(monkeypatch: pytest.Monke
         asked.append(0)
 
     monkeypatch.setattr(placement, "time", clock)
-    monkeypatch.setattr(placement, "room", clock.room)
+    monkeypatch.setattr(placement, "free_workers", clock.room)
     monkeypatch.setattr(placement, "demand", demand)
     monkeypatch.setattr(placement, "taken", lambda: "4 of 4 CPUs are taken by job one")
     assert placement.wait_for_room(elastic("3"), notes.append, lambda: None) == 3
@@ -129,6 +129,6 @@ def test_a_fixed_number_is_waited_for_and_asked_of_ray(monkeypatch: pytest.Monke
 
 
 def test_room_that_ray_holds_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "room", lambda config: 0)
+    monkeypatch.setattr(placement, "free_workers", lambda config: 0)
     monkeypatch.setattr(placement, "demand", lambda config, workers: nullcontext(lambda: True))
     assert placement.wait_for_room(elastic("3"), lambda text: None, lambda: None) == 3
