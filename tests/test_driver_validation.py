@@ -1,0 +1,36 @@
+"""What the driver does about checkpoints that are validated beside training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from rayapp.config import load
+from rayapp.driver import validation
+from rayapp.driver.validation import Validator
+from rayapp.storage import open_storage
+
+
+@pytest.mark.parametrize("error", [RayError("no answer"), RuntimeError("no answer")])
+def test_a_cluster_that_does_not_say_its_room_ends_no_training(
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def free_workers(config: object) -> int:
+        raise error
+
+    newest = SimpleNamespace(step=3, name="step-00000003")
+    monkeypatch.setattr(validation, "POLL_S", 0.0)
+    monkeypatch.setattr(validation, "newest_committed", lambda run: newest)
+    monkeypatch.setattr(validation.placement, "free_workers", free_workers)
+    spec: Any = SimpleNamespace(config=load())
+    Validator(spec, open_storage(str(tmp_path)), print).poll()
+    assert [each.getMessage() for each in caplog.records] == [
+        "cannot look for checkpoints to validate: no answer"
+    ]
