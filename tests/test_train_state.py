@@ -1,4 +1,4 @@
-"""Check what a checkpoint holds while training goes on; test_loop and test_vision resume."""
+"""Check what a checkpoint holds while training goes on; test_train_loop and test_vision resume."""
 
 from __future__ import annotations
 
