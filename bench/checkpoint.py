@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from rayapp import model
-from rayapp.driver.supervise import CPU_ENVIRONMENT
+from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.loss import chunked_cross_entropy

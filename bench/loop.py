@@ -20,7 +20,7 @@ from pathlib import Path
 
 from loop_alone import steady_rate
 
-from rayapp.driver.supervise import CPU_ENVIRONMENT
+from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 

@@ -41,7 +41,7 @@ from loop_alone import spec_of
 
 from rayapp.data.rows import local_steps
 from rayapp.driver.observe import Observer
-from rayapp.driver.supervise import CPU_ENVIRONMENT
+from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 from rayapp.observe import trackers
 from rayapp.observe.gauges import Steps
 from rayapp.observe.metrics import StepRecord

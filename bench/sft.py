@@ -35,7 +35,7 @@ import corpus
 import numpy as np
 from loop_alone import steady_rate
 
-from rayapp.driver.supervise import CPU_ENVIRONMENT
+from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, MICRO_BATCH, SEQUENCES = 512, 8, 16

@@ -255,7 +255,7 @@ def measure(options: argparse.Namespace, row: Row) -> dict[str, float]:
         command += [f"--{name}", str(getattr(options, name))]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if options.device == "cpu" and (row[0] == "rayapp" or options.same_malloc):
-        from rayapp.driver.supervise import CPU_ENVIRONMENT
+        from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 
         environment |= CPU_ENVIRONMENT
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

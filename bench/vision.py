@@ -35,7 +35,7 @@ import psutil
 
 from rayapp.config import VisionConfig, load
 from rayapp.driver.ray_session import ENVIRONMENT
-from rayapp.driver.supervise import CPU_ENVIRONMENT
+from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 ARMS = ("rayapp", "same", "torchvision")

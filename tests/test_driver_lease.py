@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from rayapp.config import ConfigError
 from rayapp.driver import lease
 from rayapp.finetune.__main__ import main
 from rayapp.observe.result import RunFailed
-from rayapp.storage import Storage, open_storage
+from rayapp.storage import Storage, StorageError, open_storage
 
 
 @pytest.fixture
@@ -24,7 +26,12 @@ def run(place: str) -> Storage:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("LEASE_RENEWED_S", 0.1), ("LEASE_TAKEN_S", 2.0), ("POLL_S", 0.05)):
+    for name, seconds in (
+        ("LEASE_RENEWED_S", 0.1),
+        ("LEASE_STOPPED_S", 1.5),
+        ("LEASE_TAKEN_S", 2.0),
+        ("POLL_S", 0.05),
+    ):
         monkeypatch.setattr(lease, name, seconds)
 
 
@@ -93,15 +100,15 @@ def test_a_lease_that_is_taken_right_after_a_renewal_is_not_adopted(
     def then_taken(self: Storage, name: str, data: bytes, etag: str) -> str | None:
         new = replace(self, name, data, etag)
         monkeypatch.setattr(type(run), "replace_if", replace)
-        self.write(name, b"another's")
+        self.write(name, b'{"id": "another\'s"}')
         return new
 
     with lease.held(run) as mine:
         monkeypatch.setattr(type(run), "replace_if", then_taken)
-        assert mine._lost.wait(PATIENCE_S)
+        assert mine._ended.wait(PATIENCE_S)
         with pytest.raises(RunFailed, match="another driver has taken over"):
             mine.check()
-    assert run.read(lease.LEASE) == b"another's"
+    assert b"another's" in run.read(lease.LEASE)
 
 
 def test_a_run_that_died_here_is_not_waited_for(
@@ -109,12 +116,103 @@ def test_a_run_that_died_here_is_not_waited_for(
 ) -> None:
     script = (
         "import os, sys; from rayapp.driver import lease; from rayapp.storage import *;"
-        "lease._acquire(open_storage(sys.argv[1]), print); os._exit(9)"
+        "lease._acquire(open_storage(sys.argv[1]), print, lease.CLOCK); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", script, run.url])
     assert done.returncode == 9 and run.exists(lease.LEASE)
     monkeypatch.setattr(lease, "LEASE_TAKEN_S", 1000.0)
     with lease.held(run) as mine:
+        mine.check()
+
+
+def test_a_renewal_that_was_carried_out_late_is_its_own(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gives up, the storage does it all the same: the etag is one it never saw."""
+    replace = type(run).replace_if
+
+    def late(self: Storage, name: str, data: bytes, etag: str) -> str | None:
+        monkeypatch.setattr(type(run), "replace_if", replace)
+        replace(self, name, data, etag)
+        raise StorageError("write", self.url, "no answer")
+
+    with lease.held(run) as mine:
+        before = mine._etag
+        monkeypatch.setattr(type(run), "replace_if", late)
+        deadline = time.monotonic() + PATIENCE_S
+        while mine._etag == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        mine.check()
+        assert mine._etag != before
+
+
+def test_a_holder_whose_requests_hang_counts_by_its_own_clock(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    with lease.held(run) as mine:
+        replace = type(run).replace_if
+
+        def hang(*options: object) -> str | None:
+            hangs.wait(PATIENCE_S)
+            return replace(*options)  # type: ignore[arg-type]
+
+        assert mine.is_fresh()
+        monkeypatch.setattr(type(run), "replace_if", hang)
+        began = time.monotonic()
+        while mine.is_fresh():
+            assert time.monotonic() - began < PATIENCE_S
+            time.sleep(0.05)
+        assert time.monotonic() - began < lease.LEASE_TAKEN_S
+        mine.check()  # not lost: nobody has taken it
+        hangs.set()
+        mine.wait_until_fresh()
+        assert mine.is_fresh()
+
+
+def test_an_unknown_error_of_the_thread_ends_the_run(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lease.held(run) as mine:
+        monkeypatch.setattr(type(run), "replace_if", lambda *options: 1 // 0)
+        assert mine._ended.wait(PATIENCE_S)
+        with pytest.raises(RunFailed, match="cannot be renewed: ZeroDivisionError"):
+            mine.check()
+        monkeypatch.undo()
+
+
+def test_a_driver_without_its_lease_writes_nothing(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was suspended between its look at the lease and the write."""
+    with lease.held(run) as mine:
+        fenced = mine.fence(run)
+        fenced.write("events.jsonl", b"mine\n")
+        fenced.write("events.jsonl", b"mine again\n")
+        run.write("events.jsonl", b"edited by hand\n")
+        fenced.write("events.jsonl", b"mine after all\n")
+        assert run.read("events.jsonl") == b"mine after all\n"
+        run.write(lease.LEASE, json.dumps(lease.this_process()).encode())
+        run.write("events.jsonl", b"the other's\n")
+        with pytest.raises(RunFailed, match="another driver has taken over"):
+            fenced.write("events.jsonl", b"mine\n")
+        for refused in (
+            lambda: fenced.delete("events.jsonl"),
+            lambda: (fenced / "checkpoints").delete_tree("step-1"),
+            lambda: fenced.create("x", b""),
+        ):
+            with pytest.raises(RunFailed, match="another driver has taken over"):
+                refused()
+        assert run.read("events.jsonl") == b"the other's\n"
+    assert run.exists(lease.LEASE)  # it is the other's
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"pid": 1}'])
+def test_a_lease_that_is_not_readable_is_waited_for(run: Storage, content: bytes) -> None:
+    run.write(lease.LEASE, content)
+    began = time.monotonic()
+    with lease.held(run) as mine:
+        assert time.monotonic() - began >= lease.LEASE_TAKEN_S
         mine.check()
 
 

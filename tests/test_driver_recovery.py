@@ -6,25 +6,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayapp.driver.recovery import LONGEST_PAUSE_S, LOOP, GiveUp, Recovery
-from rayapp.observe.ending import AGAIN, FAILURE, NO_ROOM, PREEMPTION, RESIZE, Ending
+from rayapp.config.sections import Cluster
+from rayapp.driver.recovery import LONGEST_PAUSE_S, LOOP, OUTAGES, RESIZES, GiveUp, Recovery
+from rayapp.observe.clock import Clock
+from rayapp.observe.ending import (
+    AGAIN,
+    FAILURE,
+    NETWORK,
+    NO_ROOM,
+    NODE,
+    PREEMPTION,
+    RESIZE,
+    START,
+    STEP,
+    STORAGE,
+    Ending,
+)
 from rayapp.order import Order
 
 ORDER = Order.for_steps(100, 4, 2, seed=3, num_steps=50)
 
 
-def recovery(max_failures: int = 1000, max_preemptions: int | None = None) -> Recovery:
-    return Recovery(max_failures, max_preemptions, ORDER)
+class Hands(Clock):
+    """A clock that a test moves."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
-def failure(step: int, trained: bool = True) -> Ending:
-    return Ending(FAILURE, "rank 1: out of memory", step, trained)
+def recovery(
+    max_failures: int = 1000, max_preemptions: int | None = None, clock: Clock | None = None
+) -> Recovery:
+    cluster = Cluster(max_failures=max_failures, max_preemptions=max_preemptions)
+    return Recovery(cluster, ORDER, clock or Clock())
+
+
+def failure(step: int, trained: bool = True, cause: str = STEP) -> Ending:
+    return Ending(FAILURE, "rank 1: out of memory", step, trained, cause=cause)
 
 
 def test_failures_that_make_progress_go_on_at_once_until_the_budget_ends() -> None:
     budget = recovery(max_failures=3)
     assert [budget.after(failure(step)) for step in (4, 9, 10)] == [0.0, 0.0, 0.0]
-    with pytest.raises(GiveUp, match=r"out of memory; cluster.max_failures=3 are used up"):
+    with pytest.raises(GiveUp, match=r"out of memory; cluster.max_failures=3 are used up within "):
         budget.after(failure(20))
 
 
@@ -67,13 +93,64 @@ def test_a_step_that_was_passed_is_forgotten() -> None:
 
 
 def test_attempts_that_do_no_step_blame_no_rows() -> None:
-    """Ray's temporary folder, a library or the network is at fault before a step is done."""
+    """Ray's temporary folder or a library is at fault before a step is done."""
     budget = recovery()
-    assert [budget.after(failure(41, trained=False)) for _ in range(2)] == [0.0, 2.0]
+    assert [budget.after(failure(41, False, START)) for _ in range(2)] == [0.0, 2.0]
     with pytest.raises(GiveUp) as caught:
-        budget.after(failure(41, trained=False))
-    assert str(caught.value).startswith("3 attempts have failed before they had done a step: rank")
+        budget.after(failure(41, False, START))
+    assert str(caught.value).startswith(
+        "3 attempts have failed alike before they had done a step: rank"
+    )
     assert "rows" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cause", [NETWORK, STORAGE])
+def test_an_outage_is_waited_out_for_minutes(cause: str) -> None:
+    """A minute without DNS or S3 at the start must not end a run of days."""
+    budget = recovery(max_failures=3)
+    pauses = [budget.after(failure(41, False, cause)) for _ in range(OUTAGES)]
+    assert pauses == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert sum(pauses) > 180.0
+    with pytest.raises(GiveUp, match=r"out of memory; that is 9 times within"):
+        budget.after(failure(41, False, cause))
+
+
+def test_kinds_of_failures_have_budgets_of_their_own() -> None:
+    budget = recovery(max_failures=2)
+    for step, cause in enumerate((STEP, NODE, STEP, NODE, STORAGE, STORAGE, STORAGE)):
+        budget.after(failure(step, True, cause))
+    with pytest.raises(GiveUp, match=r"max_failures=2 are used up"):
+        budget.after(failure(20, True, NODE))
+
+
+def test_machines_that_are_lost_in_the_same_step_blame_no_rows() -> None:
+    budget = recovery(max_failures=5)
+    for _ in range(5):
+        budget.after(failure(41, True, NODE))
+    with pytest.raises(GiveUp, match=r"^rank 1: out of memory; cluster.max_failures=5"):
+        budget.after(failure(41, True, NODE))
+
+
+def test_a_failure_older_than_the_window_no_longer_counts() -> None:
+    """A run of 30 days may fail more than three times."""
+    clock = Hands()
+    budget = recovery(max_failures=3, clock=clock)
+    for day in range(30):
+        clock.now = day * 86_400.0
+        assert budget.after(failure(day)) == 0.0
+    for step in (30, 31):
+        budget.after(failure(step))
+    with pytest.raises(GiveUp, match=r"within cluster.failure_window_s=21600"):
+        budget.after(failure(32))
+
+
+def test_resizes_without_a_step_end() -> None:
+    budget = recovery()
+    resize = Ending(RESIZE, "1 more worker fits", 5, trained=False)
+    pauses = [budget.after(resize) for _ in range(RESIZES - 1)]
+    assert pauses[:3] == [0.0, 2.0, 4.0]
+    with pytest.raises(GiveUp, match=r"10 attempts have started again without a step"):
+        budget.after(resize)
 
 
 def test_a_fault_of_a_machine_ends_the_run_at_once() -> None:
@@ -114,7 +191,7 @@ def test_preemptions_have_a_budget_of_their_own() -> None:
         budget.after(taken)
 
 
-@given(st.lists(st.tuples(st.sampled_from([PREEMPTION, RESIZE, NO_ROOM]), st.integers(0, 50))))
+@given(st.lists(st.tuples(st.sampled_from([PREEMPTION, NO_ROOM]), st.integers(0, 50))))
 def test_what_is_nobodys_fault_never_ends_a_run(endings: list[tuple[str, int]]) -> None:
     budget = recovery(max_failures=0)
     assert all(budget.after(Ending(kind, "", step, True)) == 0.0 for kind, step in endings)

@@ -459,7 +459,7 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
         return work(spec)
 
     monkeypatch.setattr(
-        "rayapp.driver.supervise.entry", lambda job: partial(train_in_memory_for_two_rows, job)
+        "rayapp.driver.ray_workers.entry", lambda job: partial(train_in_memory_for_two_rows, job)
     )
     assert main(argv) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -71,7 +71,10 @@ class Cluster(Section):
     resources: Annotated[dict[str, float], BeforeValidator(mapping)] = Field(default_factory=dict)
     """More Ray resources per worker, e.g. `{accelerator_type:H100: 0.001}`."""
     max_failures: int = Field(default=3, ge=0)
-    """Worker failures to recover from before giving up."""
+    """Failures of each kind (steps, starts, machines) within `failure_window_s` to recover from
+    before giving up."""
+    failure_window_s: float = Field(default=21_600.0, gt=0)
+    """Seconds after which a failure no longer counts."""
     max_preemptions: OptionalInt = Field(default=None, ge=0)
     """Nodes taken away to recover from before giving up; none is any number."""
     mtbf_hours: float = Field(default=50_000.0, gt=0)

@@ -18,11 +18,12 @@ from rayapp import report
 from rayapp.config import RunConfig
 from rayapp.driver import display
 from rayapp.driver.checks import check_resumable, same_run
-from rayapp.driver.lease import Lease, held
+from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
+from rayapp.driver.ray_workers import RayWorkers
 from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
-from rayapp.driver.supervise import AfterFailure, as_it_stands, fit
+from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.observe.events import Journal, submission_id
@@ -92,30 +93,32 @@ def run(config: RunConfig, kind: Kind, console: Console | None, started: float |
         stop.on_signal(console),
     ):
         stop.forget_old()
+        run = lease.fence(ready.run)
         with connected(ready.config, address):
             phases.end("ray")
             gpus = uses_gpus(ready.config)
             ready = kind.settle(ready, gpus)
-            if same_run(ready.run, ready.config) == DONE:
-                result = read_result(ready.run)
+            if same_run(run, ready.config) == DONE:
+                result = read_result(run)
                 console.print(f"run {ready.config.run.name} is already done", highlight=False)
                 display.result(console, result)
                 return result
-            check_resumable(ready.run)
+            check_resumable(run)
             if warning := short_wait(submission_id()):
                 console.print(f"[yellow]{display.plain(warning)}[/yellow]", soft_wrap=True)
-            journal = Journal(ready.run)
+            command = Command(run, lease, stop, Journal(run))
+            journal = command.journal
             try:
                 with journal.command(ready.config, phases.started):
-                    summary = _train(kind, ready, lease, stop, journal, gpus, console, phases)
+                    summary = _train(kind, ready, command, gpus, console, phases)
                     journal.ended(summary["status"], summary["seconds"])
             except RunFailed:
-                report.write_for(ready.run)
+                report.write_for(run)
                 raise
             phases.seconds["workers"] = summary.pop("group_s")  # of the last group
-        result = result_of(ready.config, ready.run, summary, phases.seconds, journal.events)
-        ready.run.write(RESULT, json.dumps(result, indent=1).encode())
-        report.write_for(ready.run)
+        result = result_of(ready.config, run, summary, phases.seconds, journal.events)
+        run.write(RESULT, json.dumps(result, indent=1).encode())
+        report.write_for(run)
         display.result(console, result)
     return result
 
@@ -123,24 +126,17 @@ def run(config: RunConfig, kind: Kind, console: Console | None, started: float |
 def _train(
     kind: Kind,
     ready: CheckedRun,
-    lease: Lease,
-    stop: Stop,
-    journal: Journal,
+    command: Command,
     gpus: bool,
     console: Console,
     phases: Phases,
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
-
-    def check() -> None:
-        lease.check()
-        stop.check()
-
     try:
-        spec = watching(lambda: kind.prepare(ready, gpus, console, phases), check)
+        spec = watching(lambda: kind.prepare(ready, gpus, console, phases), command.check)
     except StopAsked:
-        return as_it_stands(ready.run)
-    with Observer(spec, ready.run) as observer:
-        summary = fit(spec, ready.run, lease, stop, journal, console, kind.after_failure)
+        return as_it_stands(command.run)
+    with Observer(spec, command.run) as observer:
+        summary = fit(command, spec, RayWorkers(spec.config), console, kind.after_failure)
         observer.ended(summary)
     return summary

@@ -2,12 +2,19 @@
 
     with held(run) as lease:
         ...                  # lease.check() raises once another driver has taken over
+        lease.is_fresh()     # False: end the workers, another driver may take over soon
+        lease.fence(run).write(name, data)       # checks the lease before it writes
 
 The driver that holds the lease rewrites the file every LEASE_RENEWED_S seconds. A second driver
 that finds the file watches it. If the file changes, the second driver gives up; if it does not
 change for LEASE_TAKEN_S seconds, the second driver takes the lease over by compare-and-swap. Clocks
 of two machines are never compared. If the holder is a process of the same machine, there is no
 wait: the driver looks up whether that process still exists.
+
+A holder counts too, from the moment at which it sent its last successful renewal. After
+LEASE_STOPPED_S without another it ends its workers, whatever its requests wait for, and goes on
+once it has renewed. It knows its own lease by the holder's id in the file, since a storage may
+carry out a renewal after the client has given up on it.
 """
 
 from __future__ import annotations
@@ -16,19 +23,28 @@ import json
 import logging
 import os
 import socket
-import threading
-import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 from rayapp.config import ConfigError
+from rayapp.driver.fence import Fenced
+from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.records import Holder
 from rayapp.observe.result import RunFailed
-from rayapp.observe.run_folder import LEASE, LEASE_RENEWED_S, LEASE_TAKEN_S, STOP
+from rayapp.observe.run_folder import (
+    LEASE,
+    LEASE_RENEWED_S,
+    LEASE_STOPPED_S,
+    LEASE_TAKEN_S,
+    STOP,
+)
 from rayapp.storage import Storage
 
 POLL_S = 1.0
+NOTE_EVERY_S = 60.0
 
 logger = logging.getLogger("rayapp.driver")
 
@@ -36,83 +52,139 @@ logger = logging.getLogger("rayapp.driver")
 class Lease:
     """The right to write to a run's folder; a thread renews it until `release`."""
 
-    def __init__(self, run: Storage, holder: Holder, etag: str) -> None:
-        self._run, self._holder, self._etag = run, holder, etag
-        self._lost, self._closed = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self._thread.start()
+    def __init__(
+        self, run: Storage, holder: Holder, etag: str, sent_at: float, clock: Clock = CLOCK
+    ) -> None:
+        """Renew a lease that was taken by a request sent at `sent_at` of the clock's seconds."""
+        self._run, self._holder, self._etag, self._clock = run, holder, etag, clock
+        self._renewed_at = sent_at
+        self._lost: str | None = None
+        self._closed, self._ended = clock.event(), clock.event()
+        clock.thread(self._renew, "lease")
 
     def check(self) -> None:
-        """Raise RunFailed if another driver has taken the run over."""
-        if self._lost.is_set():
-            raise RunFailed(
-                f"another driver has taken over {self._run.url}: this one could not renew its "
-                f"lease for {LEASE_TAKEN_S:.0f} s. Nothing that was committed is lost"
-            )
+        """Raise RunFailed if another driver has taken the run over, or nothing renews the lease."""
+        if self._lost is not None:
+            raise RunFailed(f"{self._lost}. Nothing that was committed is lost")
+
+    def is_fresh(self) -> bool:
+        """Say whether no other driver can take over within LEASE_TAKEN_S - LEASE_STOPPED_S."""
+        age_s = self._clock.monotonic() - self._renewed_at
+        return self._lost is None and age_s < LEASE_STOPPED_S
+
+    def wait_until_fresh(
+        self,
+        note: Callable[[str], None] = lambda text: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until the lease is renewed; raise RunFailed if it is lost.
+
+        `check` is called every POLL_S seconds and may end the wait by raising.
+        """
+        noted: float | None = None
+        self.check()
+        while not self.is_fresh():
+            check()
+            now = self._clock.monotonic()
+            if noted is None or now - noted >= NOTE_EVERY_S:
+                noted = now
+                note(f"waiting for {self._run.url} to answer, to renew the lease of this run")
+            self._clock.sleep(POLL_S)
+            self.check()
+
+    def verify(self) -> None:
+        """Read the lease; raise RunFailed if another driver holds it."""
+        holder = _read(self._run)
+        if holder is None or holder["id"] != self._holder["id"]:
+            self._lose(holder)
+        self.check()
+
+    def fence(self, storage: Storage) -> Storage:
+        """Return a storage that writes and deletes only while this lease is held."""
+        return Fenced(storage.url, storage, self.wait_until_fresh, self.verify)
 
     def release(self) -> None:
         """Stop renewing, and delete the lease unless another driver holds it by now."""
         self._closed.set()
-        self._thread.join()
-        entry = self._run.stat(LEASE)
-        if entry is not None and entry.etag == self._etag:
-            self._run.delete(LEASE)
+        self._ended.wait()
+        if self.is_fresh():
+            self._run.delete_if(LEASE, self._etag)
 
     def _renew(self) -> None:
-        count = 0
-        while not self._closed.wait(LEASE_RENEWED_S):
-            count += 1
-            try:
-                renewed = json.dumps({**self._holder, "renewed": count}).encode()
-                etag = self._run.replace_if(LEASE, renewed, self._etag)
-            except OSError as error:
-                logger.warning("cannot renew the lease, will try again: %s", error)
-                continue
-            if etag is None:
-                self._lost.set()
-                return
-            self._etag = etag
+        try:
+            count = 0
+            while self._lost is None and not self._closed.wait(LEASE_RENEWED_S):
+                count += 1
+                try:
+                    self._renew_once(count)
+                except OSError as error:
+                    logger.warning("cannot renew the lease, will try again: %s", error)
+        except BaseException as error:  # of any kind: without renewals the run must end
+            self._lost = f"the lease of {self._run.url} cannot be renewed: {error!r}"
+        finally:
+            self._ended.set()
+
+    def _renew_once(self, count: int) -> None:
+        sent_at = self._clock.monotonic()
+        etag = self._run.replace_if(LEASE, _text({**self._holder, "renewed": count}), self._etag)
+        if etag is not None:
+            self._etag, self._renewed_at = etag, sent_at
+            return
+        entry, holder = self._run.stat(LEASE), _read(self._run)
+        if entry is None or holder is None or holder["id"] != self._holder["id"]:
+            self._lose(holder)
+        else:  # our own request, which the storage carried out late
+            self._etag = entry.etag
+
+    def _lose(self, holder: Holder | None) -> None:
+        by = f": {holder['host']}, process {holder['pid']}" if holder else ""
+        self._lost = (
+            f"another driver has taken over {self._run.url}{by}. This one had not renewed its "
+            f"lease for {LEASE_TAKEN_S:.0f} s, or its {LEASE} was deleted"
+        )
 
 
 @contextmanager
-def held(run: Storage, say: Callable[[str], None] = lambda text: None) -> Iterator[Lease]:
+def held(
+    run: Storage, say: Callable[[str], None] = lambda text: None, clock: Clock = CLOCK
+) -> Iterator[Lease]:
     """Hold the lease of a run's folder inside the block.
 
     Raises:
         ConfigError: another driver is at work on this run.
     """
-    lease = Lease(run, *_acquire(run, say))
+    lease = Lease(run, *_acquire(run, say, clock), clock)
     try:
         yield lease
     finally:
         lease.release()
 
 
-def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[Holder, str]:
-    mine = Holder(
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        process=_process(os.getpid()),
-        machine=_machine(),
-    )
-    seen, since = None, time.monotonic()
+def _acquire(run: Storage, say: Callable[[str], None], clock: Clock) -> tuple[Holder, str, float]:
+    """Take the lease; return the holder, the file's etag and when the request was sent."""
+    mine = this_process()
+    seen: str | None = None
+    since, tried_at = 0.0, None
     while True:
-        entry = run.stat(LEASE)
+        entry, now = run.stat(LEASE), clock.monotonic()
         if entry is None:
-            etag = run.create(LEASE, json.dumps(mine).encode())
+            tried_at = tried_at or now
+            etag = run.create(LEASE, _text(mine))
             if etag is not None:
-                return mine, etag
+                return mine, etag, now
             continue
-        try:
-            other: Holder = json.loads(run.read(LEASE))
-        except FileNotFoundError:
+        other = _read(run)
+        if other is None:
             continue
+        if other["id"] == mine["id"]:  # our own request, which the storage carried out late
+            return mine, entry.etag, tried_at or now
+        here = other["machine"] == mine["machine"]
         if seen is None:
-            seen = entry.etag
-            if other["machine"] != _machine():
+            seen, since = entry.etag, now  # read after the file: it was written before
+            if not here:
                 say(f"waiting to see whether {other['host']}, process {other['pid']}, still runs")
-        here = other["machine"] == _machine() and not _ended(other)
-        if here or entry.etag != seen:
+        ended = here and other["process"] != _process(other["pid"])
+        if (here and not ended) or entry.etag != seen:
             raise ConfigError(
                 [
                     f"run.name={run.url.rpartition('/')[2]} is running: {other['host']}, process "
@@ -120,18 +192,46 @@ def _acquire(run: Storage, say: Callable[[str], None]) -> tuple[Holder, str]:
                     f"named {STOP} in that folder), or set another run.name"
                 ]
             )
-        if _ended(other) or time.monotonic() - since > LEASE_TAKEN_S:
-            etag = run.replace_if(LEASE, json.dumps(mine).encode(), entry.etag)
+        if ended or now - since > LEASE_TAKEN_S:
+            tried_at = tried_at or now
+            etag = run.replace_if(LEASE, _text(mine), entry.etag)
             if etag is not None:
-                return mine, etag
+                return mine, etag, now
             seen = ""  # another driver was faster, and is alive
             continue
-        time.sleep(POLL_S)
+        clock.sleep(POLL_S)
 
 
-def _ended(holder: Holder) -> bool:
-    """Say whether the holder was a process of this machine that no longer exists."""
-    return holder["machine"] == _machine() and holder["process"] != _process(holder["pid"])
+def this_process() -> Holder:
+    """Describe this process as the holder of a lease, with a new id."""
+    return Holder(
+        id=uuid.uuid4().hex,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process=_process(os.getpid()),
+        machine=_machine(),
+    )
+
+
+def _text(holder: Holder) -> bytes:
+    return json.dumps(holder).encode()
+
+
+def _read(run: Storage) -> Holder | None:
+    """Return the holder that the file names; None if the file is gone.
+
+    A file that is not readable is of an unknown holder elsewhere, and is waited for as any other.
+    """
+    holder = Holder(id="", host="an unknown machine", pid=0, process=None, machine=[])
+    try:
+        values = json.loads(run.read(LEASE))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return holder
+    values = values if isinstance(values, dict) else {}
+    known = {name: values[name] for name in holder if name in values}
+    return cast(Holder, {**holder, **known})
 
 
 def _machine() -> list[str]:

@@ -1,22 +1,46 @@
 """Decide, after an attempt has ended early, whether and when to start the next one.
 
-    recovery = Recovery(max_failures=3, max_preemptions=None, order=order)
+    recovery = Recovery(config.cluster, order)
     pause_s = recovery.after(Ending(FAILURE, "rank 1: out of memory", step=41, trained=True))
 
-Preemptions have a budget of their own, as they are not the run's fault; resizes and a lack of room
-use up no budget. LOOP failures at the same step end the run whatever is left of the budgets, since
-each attempt meets the same rows with the same weights. So do LOOP attempts that fail before their
-first step, or that start again for the same reason; their message names no rows.
+| ending | the run is given up |
+|---|---|
+| a step fails, a machine is lost | after `cluster.max_failures` of each within the window |
+| the network or the storage fails | after OUTAGES, or max_failures if that is more |
+| the same step fails again, with the same rows | at the LOOPth time, whatever is left |
+| an error before the first step, a start again | at the LOOPth time with the same reason |
+| a resize without a step since the last one | at the RESIZESth time |
+| a preemption | after `cluster.max_preemptions` |
+| a full disk, a missing permission | at once |
+| no room | never |
+
+The window is `cluster.failure_window_s`: what is older no longer counts. Pauses double from 2 s to
+LONGEST_PAUSE_S with each failure, until the run gets further than ever before. With
+`cluster.max_failures=0` no failure is repeated.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from rayapp.observe.ending import AGAIN, NO_ROOM, PREEMPTION, RESIZE, Ending
+from rayapp.config.sections import Cluster
+from rayapp.observe.clock import CLOCK, Clock
+from rayapp.observe.ending import (
+    AGAIN,
+    NETWORK,
+    NO_ROOM,
+    PREEMPTION,
+    RESIZE,
+    START,
+    STEP,
+    STORAGE,
+    Ending,
+)
 from rayapp.order import Order
 
 LOOP = 3  # endings of the same kind before the run gets further than ever before
+RESIZES = 10  # in a row without a step
+OUTAGES = 8  # with their pauses they last about three minutes, besides what each start takes
 LONGEST_PAUSE_S = 60.0
 SHOWN_ROWS = 8
 
@@ -28,10 +52,10 @@ class GiveUp(RuntimeError):
 class Recovery:
     """What one command has used up of its budgets for failures and preemptions."""
 
-    def __init__(self, max_failures: int, max_preemptions: int | None, order: Order) -> None:
-        self.max_failures, self.max_preemptions = max_failures, max_preemptions
-        self.order = order
-        self._failures = self._preemptions = 0
+    def __init__(self, cluster: Cluster, order: Order, clock: Clock = CLOCK) -> None:
+        self._cluster, self._order, self._clock = cluster, order, clock
+        self._failed_at: dict[str, list[float]] = {}  # by cause
+        self._preemptions = self._pauses = 0
         self._alike: Counter[int | str] = Counter()  # endings since the run last got further
         self._furthest = -1
 
@@ -43,53 +67,72 @@ class Recovery:
                 use.
         """
         if ending.trained and ending.step > self._furthest:
-            self._furthest = ending.step
+            self._furthest, self._pauses = ending.step, 0
             self._alike.clear()
-        if ending.kind in (RESIZE, NO_ROOM):
+        if ending.kind == NO_ROOM:
             return 0.0
-        if ending.kind == AGAIN:
-            return self._pause_s(ending, ending.reason)
         if ending.kind == PREEMPTION:
-            self._preemptions += 1
-            if self.max_preemptions is not None and self._preemptions > self.max_preemptions:
-                raise GiveUp(
-                    f"{ending.reason}; cluster.max_preemptions={self.max_preemptions} are used up"
-                )
-            return 0.0
-        if ending.final:
+            return self._after_preemption(ending)
+        if ending.kind == RESIZE:
+            self._count(ending, "resize", RESIZES)
+        elif ending.kind == AGAIN:
+            self._count(ending, ending.reason, LOOP)
+        elif ending.final:
             raise GiveUp(f"{ending.reason}. Mend that and run the same command")
-        self._failures += 1
-        pause_s = self._pause_s(ending, ending.step if ending.trained else "before a step")
-        if self._failures > self.max_failures:
-            used = f"; cluster.max_failures={self.max_failures} are used up"
-            raise GiveUp(ending.reason + (used if self.max_failures else ""))
-        return pause_s
+        else:
+            self._after_failure(ending)
+        self._pauses += 1
+        return min(LONGEST_PAUSE_S, 2.0 ** (self._pauses - 1)) if self._pauses > 1 else 0.0
 
-    def _pause_s(self, ending: Ending, what: int | str) -> float:
-        self._alike[what] += 1
-        if self._alike[what] >= LOOP:
-            raise GiveUp(self._loop(ending))
-        tried = self._alike.total() - 1
-        return min(LONGEST_PAUSE_S, 2.0**tried) if tried else 0.0
+    def _after_preemption(self, ending: Ending) -> float:
+        self._preemptions += 1
+        most = self._cluster.max_preemptions
+        if most is not None and self._preemptions > most:
+            raise GiveUp(f"{ending.reason}; cluster.max_preemptions={most} are used up")
+        return 0.0
 
-    def _loop(self, ending: Ending) -> str:
-        """Return the message of a run whose attempts end in the same way each time."""
-        if ending.kind == AGAIN:
-            return (
-                f"{LOOP} attempts have started again for the same reason: {ending.reason}. See "
-                "that run.storage is one folder for all nodes, and run the same command"
+    def _after_failure(self, ending: Ending) -> None:
+        cause, now, window_s = ending.cause, self._clock.monotonic(), self._cluster.failure_window_s
+        times = [at for at in self._failed_at.get(cause, []) if now - at < window_s]
+        self._failed_at[cause] = [*times, now]
+        if self._cluster.max_failures == 0:
+            raise GiveUp(ending.reason)
+        if cause == STEP:
+            self._count(ending, ending.step, LOOP)
+        elif cause == START:
+            self._count(ending, f"start: {ending.reason}", LOOP)
+        patient = cause in (NETWORK, STORAGE)
+        most = max(OUTAGES, self._cluster.max_failures) if patient else self._cluster.max_failures
+        if len(times) + 1 > most:
+            used = f"cluster.max_failures={most} are used up"
+            raise GiveUp(
+                f"{ending.reason}; {f'that is {most + 1} times' if patient else used} within "
+                f"cluster.failure_window_s={window_s:.0f}"
             )
-        if not ending.trained:
-            where = f"{LOOP} attempts have failed before they had done a step"
-        elif ending.step < self.order.num_steps:
-            rows = [str(row) for row in self.order.rows(ending.step) if row >= 0]
+
+    def _count(self, ending: Ending, what: int | str, most: int) -> None:
+        self._alike[what] += 1
+        if self._alike[what] >= most:
+            raise GiveUp(self._loop(ending, most))
+
+    def _loop(self, ending: Ending, times: int) -> str:
+        """Return the message of a run whose attempts end in the same way each time."""
+        if ending.kind in (AGAIN, RESIZE):
+            return (
+                f"{times} attempts have started again without a step in between: {ending.reason}. "
+                "See that run.storage is one folder for all nodes, and run the same command"
+            )
+        if ending.cause == START:
+            where = f"{times} attempts have failed alike before they had done a step"
+        elif ending.step < self._order.num_steps:
+            rows = [str(row) for row in self._order.rows(ending.step) if row >= 0]
             shown = ", ".join(rows[:SHOWN_ROWS]) + (" ..." if len(rows) > SHOWN_ROWS else "")
             where = (
-                f"step {ending.step + 1}, on rows {shown} of the prepared data, has failed {LOOP} "
+                f"step {ending.step + 1}, on rows {shown} of the prepared data, has failed {times} "
                 "times"
             )
         else:
-            where = f"what follows the last step has failed {LOOP} times"
+            where = f"what follows the last step has failed {times} times"
         return (
             f"{where}: {ending.reason}. Nothing that was committed is lost: mend the cause and run "
             "the same command"

@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from rich.console import Console
 from rayapp.jobs.client import RAY_STOP_WAIT_S
 from rayapp.jobs.package import STOP_WAIT, STOP_WAIT_S
 from rayapp.observe import run_folder
+from rayapp.observe.clock import CLOCK, Call, Clock
 from rayapp.storage import Storage
 
 POLL_S = 0.5
@@ -52,26 +52,30 @@ class StopAsked(Exception):
 class Stop:
     """Requests to stop this command; a STOP file from before it was meant for an earlier one."""
 
-    def __init__(self, run: Storage) -> None:
+    def __init__(self, run: Storage, clock: Clock = CLOCK) -> None:
         """Remember the etag of an existing STOP file; to be called before the lease is taken.
 
         Only the file with that etag counts as old: clocks of two machines are never compared.
         """
         self._run, entry = run, run.stat(run_folder.STOP)
         self._old = entry.etag if entry else None
-        self._signalled = threading.Event()
+        self._signalled = clock.event()
 
     def forget_old(self) -> None:
         """Delete the STOP file that was there before, unless it has changed since."""
         if self._old is None:
             return
-        entry = self._run.stat(run_folder.STOP)
-        if entry is not None and entry.etag == self._old:
-            self._run.delete(run_folder.STOP)
+        self._run.delete_if(run_folder.STOP, self._old)
 
     def asked(self) -> bool:
-        """Say whether a stop was requested, by signal or by file."""
-        return self._signalled.is_set() or self._run.exists(run_folder.STOP)
+        """Say whether a stop was requested, by signal or by file; a storage that fails says no."""
+        if self._signalled.is_set():
+            return True
+        try:
+            return self._run.exists(run_folder.STOP)
+        except OSError as error:
+            logger.warning("cannot look for %s: %s", run_folder.STOP, error)
+            return False
 
     def check(self) -> None:
         """Raise StopAsked if a stop was requested."""
@@ -115,17 +119,13 @@ class Stop:
             logger.error("workers are not told to stop: %s", error)
 
 
-def watching(work: Callable[[], T], check: Callable[[], None]) -> T:
+def watching(work: Callable[[], T], check: Callable[[], None], clock: Clock = CLOCK) -> T:
     """Run `work` in a thread and return its result.
 
     `check` is called every POLL_S seconds and may end the wait by raising.
     """
     # Not in the main thread: that handles signals, and a wait for Ray would delay them.
-    pool = ThreadPoolExecutor(1, thread_name_prefix="work")
-    try:
-        future = pool.submit(work)
-        while not wait([future], timeout=POLL_S).done:
-            check()
-        return future.result()
-    finally:
-        pool.shutdown(wait=False)  # work that is left behind ends when Ray does
+    call = Call(clock, work, "work")
+    while not call.wait(POLL_S):
+        check()
+    return call.result()

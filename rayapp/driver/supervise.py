@@ -1,45 +1,43 @@
-"""Train with Ray Train; meanwhile show the run's metrics, and restart its workers if need be."""
+"""Train in attempts: watch each one, and start another if it ended early and that is of use.
+
+with held(run) as lease:
+    command = Command(lease.fence(run), lease, stop, Journal(run))
+    summary = fit(command, spec, RayWorkers(config), console, after_failure)
+"""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from rich.console import Console
 
-from rayapp.driver import display, placement
+from rayapp.driver import display
 from rayapp.driver.lease import Lease
-from rayapp.driver.ray_session import end_workers, uses_gpus
+from rayapp.driver.ray_workers import Attempt, Workers
 from rayapp.driver.recovery import GiveUp, Recovery
 from rayapp.driver.stop import POLL_S, Stop, StopAsked
 from rayapp.driver.validation import Validator
 from rayapp.observe import metrics
-from rayapp.observe.ending import NO_ROOM, ending_of
+from rayapp.observe.clock import CLOCK, Call, Clock
+from rayapp.observe.ending import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.events import Journal
 from rayapp.observe.records import MetricsLine, Summary
 from rayapp.observe.result import failed
-from rayapp.observe.run_folder import CONFIG, FAILED, METRICS, MOVED, RAY, STOPPED
-from rayapp.observe.words import clock
-from rayapp.storage import Storage
+from rayapp.observe.run_folder import CONFIG, FAILED, LEASE_STOPPED_S, METRICS, MOVED, STOPPED
+from rayapp.observe.words import clock as clock_text
+from rayapp.storage import Storage, StorageError
 from rayapp.train.checkpoint.marker import steps_done
 from rayapp.train.spec import AnySpec
 
 ANSWER_S = 10.0  # workers that have not done a step are ended so long after a STOP
 NOTE_EVERY_S = 60.0
+S3_POLL_S = 2.0  # between two looks at a run on S3
+OUTAGE_POLL_S = 5.0
 
-# By default glibc returns every large block to the kernel when it is freed, and a training step on
-# a CPU then spends a sixth of its time on page faults. With the first two settings freed blocks
-# stay in the heap and are reused. glibc also assumes that one process has the last-level cache of
-# the whole host (480 MiB on a shared Xeon), so that copies below that size first read the memory
-# that they overwrite; the third setting uses non-temporal stores from 1 MiB on.
-CPU_ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={2**20}",
-}
+T = TypeVar("T")
 
 logger = logging.getLogger("rayapp.driver")
 
@@ -47,16 +45,32 @@ AfterFailure = Callable[[Any, Summary | Exception], AnySpec | None]
 """(spec, how the attempt ended): return a spec that may avoid the failure; None: there is none."""
 
 
+@dataclass(frozen=True)
+class Command:
+    """What a command holds while it prepares and trains."""
+
+    run: Storage
+    """The run's folder, which refuses writes once the lease is lost."""
+    lease: Lease
+    stop: Stop
+    journal: Journal
+    clock: Clock = CLOCK
+
+    def check(self) -> None:
+        """Raise RunFailed if the lease is lost, StopAsked if a stop was requested."""
+        self.lease.check()
+        self.stop.check()
+
+
 def fit(
+    command: Command,
     spec: AnySpec,
-    run: Storage,
-    lease: Lease,
-    stop: Stop,
-    journal: Journal,
+    workers: Workers,
     console: Console,
     after_failure: AfterFailure,
+    make_validator: Callable[[AnySpec, Storage, Callable[[str], None]], Any] = Validator,
 ) -> Summary:
-    """Train with Ray Train, in as many attempts as it takes; return rank 0's summary.
+    """Train in as many attempts as it takes; return rank 0's summary.
 
     Before each attempt it waits for room for the workers. A stop that is requested while there are
     no workers, or that ended them, gives the summary of `as_it_stands`.
@@ -64,94 +78,22 @@ def fit(
     Raises:
         RunFailed: training failed for good, with the first worker's reason, or the lease is lost.
     """
-    cluster = spec.config.cluster
-    recovery = Recovery(cluster.max_failures, cluster.max_preemptions, spec.order)
-    bar = display.ProgressBar(console, spec.order.num_steps, spec.config.run.name)
-
-    def check() -> None:
-        lease.check()
-        stop.check()
-
-    validator = None
+    supervisor = _Supervisor(command, spec, workers, console, after_failure)
     if spec.config.eval.checkpoints and spec.data.held_out:
-        validator = Validator(spec, run, bar.say)
+        supervisor.validator = make_validator(spec, command.run, supervisor.bar.say)
     try:
-        with placement.asked_for(spec.config):
-            while True:
-                workers = placement.wait_for_room(spec.config, bar.note, check)
-                check()
-                bar.note(f"starting {workers} worker{'s' if workers > 1 else ''}")
-                began = time.time()
-                journal.attempt(spec.config, workers)
-                ended = _attempt(spec, workers, run, bar, lease, stop, journal, validator)
-                lines = journal.catch_up()
-                if isinstance(ended, Exception):
-                    check()  # a run that was asked to stop is not started again
-                if isinstance(ended, dict) and ended["status"] != MOVED:
-                    if validator is not None:
-                        validator.close()
-                    break
-                ending = ending_of(ended, lines, began)
-                if ending.kind != NO_ROOM:
-                    journal.interrupted(ending, workers)
-                if smaller := after_failure(spec, ended):
-                    spec = smaller
-                    run.write(CONFIG, spec.config.to_yaml().encode())
-                    again = spec.accumulation(workers)
-                    bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
-                    continue
-                pause_s = recovery.after(ending)
-                again = f"again in {pause_s:.0f} s" if pause_s else "again"
-                bar.say(f"after step {ending.step}: {ending.reason}; {again}")
-                _pause(pause_s, check)
+        with workers.asked_for():
+            summary = supervisor.train()
     except StopAsked:
-        return as_it_stands(run)
+        return supervisor.patiently(lambda: as_it_stands(command.run))
     except GiveUp as error:
-        raise failed(run, str(error)) from error
+        reason = str(error)
+        raise supervisor.patiently(lambda: failed(command.run, reason)) from error
     finally:
-        bar.close()
-    if ended["status"] == FAILED:
-        raise failed(run, ended["reason"])
-    group_s = ended.pop("entered") - began
-    return ended | {"group_s": group_s}
-
-
-def _attempt(
-    spec: AnySpec,
-    workers: int,
-    run: Storage,
-    bar: display.ProgressBar,
-    lease: Lease,
-    stop: Stop,
-    journal: Journal,
-    validator: Validator | None,
-) -> Summary | Exception:
-    """Make one attempt; return rank 0's summary, or the error of Ray or its workers."""
-    trainer = _trainer(spec, workers)
-    # Not in the main thread: Ray Train would replace our signal handlers there and abort.
-    pool = ThreadPoolExecutor(1, thread_name_prefix="fit")
-    try:
-        fit = pool.submit(trainer.fit)
-        _watch(run, bar, fit, lease, stop, journal, validator)
-    finally:
-        pool.shutdown(wait=False)  # after a second Ctrl-C the thread ends when Ray does
-    error = fit.exception()
-    if error is None:
-        summary: Summary = fit.result().return_value
-        return summary
-    from ray.exceptions import RayError
-    from ray.train.v2.api.exceptions import TrainingFailedError
-
-    if isinstance(error, (TrainingFailedError, RayError)):
-        return error
-    raise error
-
-
-def _pause(seconds: float, check: Callable[[], None]) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        check()
-        time.sleep(POLL_S)
+        supervisor.bar.close()
+    if summary["status"] == FAILED:
+        raise supervisor.patiently(lambda: failed(command.run, summary["reason"]))
+    return summary
 
 
 def as_it_stands(run: Storage) -> Summary:
@@ -168,91 +110,171 @@ def as_it_stands(run: Storage) -> Summary:
     }
 
 
-def entry(spec: AnySpec) -> Callable[[], Summary]:
-    """Return the function that each worker runs.
+class _Supervisor:
+    """The attempts of one command."""
 
-    It imports inside, so that Ray's controller, which unpickles it too, does not load torch.
-    """
+    def __init__(
+        self,
+        command: Command,
+        spec: AnySpec,
+        workers: Workers,
+        console: Console,
+        after_failure: AfterFailure,
+    ) -> None:
+        self.command, self.spec, self.workers = command, spec, workers
+        self.clock, self.journal = command.clock, command.journal
+        self.after_failure = after_failure
+        self.recovery = Recovery(spec.config.cluster, spec.order, self.clock)
+        self.bar = display.ProgressBar(console, spec.order.num_steps, spec.config.run.name)
+        self.validator: Any = None
 
-    def train() -> Summary:
-        from rayapp.driver.worker import work
+    def train(self) -> Summary:
+        """Make attempts until one is not to be followed by another; return its summary."""
+        while True:
+            count = self.workers.wait_for_room(self.bar.note, self.command.check)
+            self.command.lease.wait_until_fresh(self.bar.note, self.command.stop.check)
+            self.command.check()
+            self.bar.note(f"starting {count} worker{'s' if count > 1 else ''}")
+            began = self.clock.time()
+            self.journal.attempt(self.spec.config, count)
+            attempt = self.workers.start(self.spec, count)
+            stale = self._watch(attempt)
+            ended = attempt.outcome()
+            self.command.lease.wait_until_fresh(self.bar.note)
+            lines = self.patiently(self.journal.catch_up)
+            if isinstance(ended, dict) and ended["status"] != MOVED:
+                if self.validator is not None:
+                    self.validator.close()
+                group_s = ended.pop("entered") - began
+                return ended | {"group_s": group_s}
+            self.command.check()  # a run that was asked to stop is not started again
+            ending = ending_of(ended, lines, began)
+            if stale:
+                ending = replace(ending, kind=FAILURE, cause=STORAGE, final=False, reason=stale)
+            self._prepare_next(ending, ended, count)
 
-        return work(spec)
+    def patiently(self, function: Callable[[], T]) -> T:
+        """Return the function's result; wait out an outage of the storage.
 
-    return train
+        Raises: RunFailed: the lease is lost; StorageError: an error that does not pass.
+        """
+        while True:
+            try:
+                return function()
+            except StorageError as error:
+                if not error.outage:
+                    raise
+                self.bar.note(f"{error} Waiting for it")
+            self.command.lease.check()
+            self.clock.sleep(OUTAGE_POLL_S)
 
+    def _prepare_next(self, ending: Ending, ended: Summary | Exception, workers: int) -> None:
+        """Record an ending, decide about another attempt, and wait until it may begin.
 
-def _trainer(spec: AnySpec, workers: int) -> Any:
-    import ray.train.torch
+        Raises: GiveUp, RunFailed, StopAsked.
+        """
+        if ending.kind != NO_ROOM:
+            self.patiently(lambda: self.journal.interrupted(ending, workers))
+        if smaller := self.after_failure(self.spec, ended):
+            self.spec = smaller
+            text = smaller.config.to_yaml().encode()
+            self.patiently(lambda: self.command.run.write(CONFIG, text))
+            again = smaller.accumulation(workers)
+            self.bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
+            return
+        pause_s = self.recovery.after(ending)
+        again = f"again in {pause_s:.0f} s" if pause_s else "again"
+        self.bar.say(f"after step {ending.step}: {ending.reason}; {again}")
+        until = self.clock.monotonic() + pause_s
+        while self.clock.monotonic() < until:
+            self.command.check()
+            self.clock.sleep(POLL_S)
 
-    from rayapp.data.stream import ExactOrder
+    def _watch(self, attempt: Attempt) -> str | None:
+        """Show the last line of metrics.jsonl until the attempt ends.
 
-    kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
-    cluster, gpus = spec.config.cluster, uses_gpus(spec.config)
-    return kit.torch.TorchTrainer(
-        entry(spec),
-        torch_config=kit.torch.TorchConfig(
-            # Gloo too: with parallel.cpu_offload the gradient norm is summed in host memory.
-            backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
-            timeout_s=cluster.collective_timeout_s,
-        ),
-        scaling_config=kit.ScalingConfig(
-            num_workers=workers, use_gpu=gpus, resources_per_worker=placement.needs(spec.config)
-        ),
-        run_config=kit.RunConfig(
-            name=spec.config.run.name,
-            storage_path=f"{spec.config.run.storage}/{RAY}",
-            # No retries by Ray Train: fit() decides, which knows all attempts, rows and free nodes.
-            failure_config=kit.FailureConfig(
-                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
-            ),
-            logging_config=kit.LoggingConfig(log_level="WARNING"),
-            worker_runtime_env={
-                "env_vars": {"TOKENIZERS_PARALLELISM": "false", **({} if gpus else CPU_ENVIRONMENT)}
-            },
-        ),
-        datasets={"train": spec.first_step},
-        dataset_config=ExactOrder(spec.stream),
-    )
+        A thread reads the storage, so that a request that hangs does not hold up this loop: it ends
+        the workers if the lease is not renewed, and returns that reason then.
 
-
-def _watch(
-    run: Storage,
-    bar: display.ProgressBar,
-    fit: Future[Any],
-    lease: Lease,
-    stop: Stop,
-    journal: Journal,
-    validator: Validator | None,
-) -> None:
-    """Show the last line of metrics.jsonl until `fit` is done, and check the lease.
-
-    Workers that take steps answer a STOP themselves. Before the first step they may be loading,
-    compiling or waiting for rows, and have nothing to save: they are ended after ANSWER_S seconds.
-    """
-    shown, wait_s = _last_line(run), POLL_S if run.local_path() else 4 * POLL_S
-    began = noted = time.monotonic()
-    asked_at = None
-    done = stepped = False
-    while not done:
-        done = bool(wait([fit], timeout=wait_s).done)
-        lease.check()
-        line, now = _last_line(run), time.monotonic()
-        if line is not None and line != shown:
-            shown, stepped = line, True
-            bar.update(line)
-            journal.saw(line)
-        elif not stepped:
-            if asked_at is None and stop.asked():
-                asked_at = now
-            if asked_at is not None and now - asked_at >= ANSWER_S:
-                end_workers()
-                asked_at = now
-            if now - noted >= NOTE_EVERY_S:
+        Workers that take steps answer a STOP themselves. Before the first step they may be loading,
+        compiling or waiting for rows, and have nothing to save: they are ended after ANSWER_S.
+        """
+        clock, lease = self.clock, self.command.lease
+        look = _Look(self)
+        began = noted = clock.monotonic()
+        stale = None
+        while not attempt.wait(POLL_S):
+            lease.check()
+            if stale is None and not lease.is_fresh():
+                stale = f"the lease could not be renewed for {LEASE_STOPPED_S:.0f} s"
+                logger.warning("%s, so the workers are ended until it can be", stale)
+                attempt.end()
+            look.again()
+            now = clock.monotonic()
+            if line := look.take():
+                self.bar.update(line)
+            if look.stepped:
+                continue
+            if look.asked_at is not None and now - look.asked_at >= ANSWER_S:
+                attempt.end()
+                look.asked_at = now
+            elif now - noted >= NOTE_EVERY_S:
                 noted = now
-                bar.note(f"no step yet, {clock(now - began)} after the workers were asked for")
-        if validator is not None:
-            validator.poll()
+                text = clock_text(now - began)
+                self.bar.note(f"no step yet, {text} after the workers were asked for")
+        while not look.finish():
+            lease.check()
+        return stale
+
+
+class _Look:
+    """Read what is new in a run's folder, in one thread after another."""
+
+    def __init__(self, supervisor: _Supervisor) -> None:
+        self._command, self._validator = supervisor.command, supervisor.validator
+        self._before: MetricsLine | None = None
+        self._new: MetricsLine | None = None
+        self.stepped = False
+        """Whether the attempt has done a step."""
+        self.asked_at: float | None = None
+        """The clock's seconds at which a stop was seen before the first step."""
+        self._every_s = POLL_S if self._command.run.local_path() else S3_POLL_S
+        self._at = self._command.clock.monotonic()
+        self._call: Call[None] | None = Call(self._command.clock, self._begin, "look")
+
+    def again(self) -> None:
+        """Start another look if the last one has ended; raise the error of that."""
+        if not self.finish(0.0):
+            return
+        now = self._command.clock.monotonic()
+        if now - self._at >= self._every_s:
+            self._at, self._call = now, Call(self._command.clock, self._read, "look")
+
+    def finish(self, wait_s: float = POLL_S) -> bool:
+        """Wait for the end of the last look, at most so long; return whether it has ended."""
+        if self._call is not None and self._call.wait(wait_s):
+            call, self._call = self._call, None
+            call.result()
+        return self._call is None
+
+    def take(self) -> MetricsLine | None:
+        """Return the newest line of metrics.jsonl if there is one since the last call."""
+        line, self._new = self._new, None
+        return line
+
+    def _begin(self) -> None:
+        self._before = _last_line(self._command.run)
+
+    def _read(self) -> None:
+        line = _last_line(self._command.run)
+        if line is not None and line != self._before:
+            self._before = self._new = line
+            self.stepped = True
+            self._command.journal.saw(line)
+        elif not self.stepped and self.asked_at is None and self._command.stop.asked():
+            self.asked_at = self._command.clock.monotonic()
+        if self._validator is not None:
+            self._validator.poll()
 
 
 def _last_line(run: Storage) -> MetricsLine | None:

@@ -10,10 +10,29 @@ from ray.exceptions import RayActorError
 
 from rayapp.observe.records import MetricsLine, Summary
 from rayapp.observe.words import last_line
+from rayapp.storage import StorageError
 from rayapp.storage.local import LOCAL_REASONS
 
 FAILURE, PREEMPTION, RESIZE, NO_ROOM = "failure", "preemption", "resize", "no room"
 AGAIN = "start again"  # the workers and the driver saw different checkpoints
+# What caused a failure.
+STEP = "step"  # an error, or the death of a worker, in a step
+START = "start"  # the same before the first step
+NODE = "node"  # a machine was lost
+NETWORK = "network"  # before the first step, when ranks find one another
+STORAGE = "storage"
+NETWORK_WORDS = (
+    "DistNetworkError",
+    "DistStoreError",
+    "NCCL error",
+    "Connection refused",
+    "Connection reset",
+    "Connection closed",
+    "timed out",
+    "Name or service not known",
+    "Temporary failure in name resolution",
+)
+NODE_WORDS = ("its node has died", "node was terminated", "unexpected system error on the node")
 # Messages of full and read-only disks: Python's, Ray's and torch's, and those of our storage.
 FINAL = tuple(
     words
@@ -35,6 +54,8 @@ class Ending:
     """Whether the attempt has done a step; if so, it ended in the step after `step`."""
     final: bool = False
     """Whether another attempt would fail alike, as on a full disk."""
+    cause: str = STEP
+    """Of a failure: STEP, START, NODE, NETWORK or STORAGE."""
 
 
 def ending_of(ended: Summary | Exception, lines: list[MetricsLine], began: float) -> Ending:
@@ -59,7 +80,22 @@ def ending_of(ended: Summary | Exception, lines: list[MetricsLine], began: float
     if taken:
         return Ending(PREEMPTION, reason_of(ended), step, trained)
     final = _final_reason(ended)
-    return Ending(FAILURE, final or reason_of(ended), step, trained, final is not None)
+    reason, cause = final or reason_of(ended), _cause_of(ended, trained)
+    return Ending(FAILURE, reason, step, trained, final is not None, cause)
+
+
+def _cause_of(error: Exception, trained: bool) -> str:
+    deaths = causes(error)
+    texts = [f"{type(death).__name__}: {death}" for death in deaths]
+    if any(words in text for text in texts for words in NODE_WORDS):
+        return NODE
+    if any(isinstance(death, StorageError) for death in deaths) or any(
+        "could not be saved in" in text for text in texts
+    ):
+        return STORAGE
+    if trained:
+        return STEP
+    return NETWORK if any(words in t for t in texts for words in NETWORK_WORDS) else START
 
 
 def _final_reason(error: Exception) -> str | None:

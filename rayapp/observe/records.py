@@ -259,6 +259,8 @@ class RunResult(Summary, total=False):
 class Holder(TypedDict):
     """The process that holds a run's lease."""
 
+    id: str
+    """Differs between holders, also of one process."""
     host: str
     pid: int
     process: str | None

@@ -63,4 +63,6 @@ EXIT_CODES = {
 # ---- The lease ------------------------------------------------------------------------------
 
 LEASE_RENEWED_S = 10.0  # the driver renews it at this interval
-LEASE_TAKEN_S = 35.0  # another driver takes over a lease that was not renewed for this long
+LEASE_LEFT_S = 60.0  # workers that see it unrenewed for this long save and leave
+LEASE_STOPPED_S = 75.0  # a driver that has not renewed it for this long ends its workers
+LEASE_TAKEN_S = 90.0  # another driver takes over a lease that was not renewed for this long

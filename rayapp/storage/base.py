@@ -21,9 +21,11 @@ class StorageError(OSError):
     def __init__(self, what: str, url: str, why: str, fix: str = "") -> None:
         super().__init__(f"cannot {what} {url}: {why}." + (f" {fix}." if fix else ""))
         self.what, self.url, self.why, self.fix = what, url, why, fix
+        self.outage = False
+        """Whether the storage has failed in ways that pass, for as long as requests are retried."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {"errno": self.errno}
+        state = {"errno": self.errno, "outage": self.outage}
         return type(self), (self.what, self.url, self.why, self.fix), state
 
 
@@ -116,6 +118,13 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, name: str) -> None:
         """Delete a file; an absent one is no error."""
+
+    @abstractmethod
+    def delete_if(self, name: str, etag: str) -> bool:
+        """Delete a file only if it still has this etag; return whether it was deleted.
+
+        A server that ignores If-Match on deletions compares the etag just before instead.
+        """
 
     @abstractmethod
     def delete_tree(self, prefix: str) -> None:

@@ -124,6 +124,15 @@ class LocalStorage(Storage):
         with _explained("delete", path), _locked(path, make=False), absent:
             os.unlink(path)
 
+    def delete_if(self, name: str, etag: str) -> bool:
+        path = self._url(name)
+        with _explained("delete", path), _locked(path, make=True):
+            entry = self.stat(name)
+            if entry is None or entry.etag != etag:
+                return False
+            os.unlink(path)
+            return True
+
     def delete_tree(self, prefix: str) -> None:
         def failed(_: object, path: str, info: Any) -> None:
             if not isinstance(info[1], FileNotFoundError):  # someone else deleted it: fine

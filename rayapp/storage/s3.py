@@ -165,6 +165,17 @@ class S3Storage(Storage):
     def delete(self, name: str) -> None:
         self._call("delete", name, lambda client: client.delete_object(**self._key(name)))
 
+    def delete_if(self, name: str, etag: str) -> bool:
+        key = self._key(name)
+
+        def delete(client: Any) -> bool:
+            if self._head(key, client)["ETag"] != etag:
+                return False
+            client.delete_object(**key, IfMatch=bare(etag))
+            return True
+
+        return self._call("delete", name, delete, {"NoSuchKey": False, "PreconditionFailed": False})
+
     def delete_tree(self, prefix: str) -> None:
         if self._folder_url(prefix).count("/") == 2:
             fix = "Name a folder, or empty the bucket with other tools"

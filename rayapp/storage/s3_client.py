@@ -66,7 +66,9 @@ def send(
             pause_s = min(20.0, first_pause_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
             if spent_s + pause_s > retry_s:
                 why = f"{why} (gave up after {attempt} tries in {spent_s:.0f} s)"
-                raise StorageError(what, url, why, fix) from error
+                outage = StorageError(what, url, why, fix)
+                outage.outage = True
+                raise outage from error
             log.warning("%s %s: %s; try %d in %.1f s", what, url, why, attempt + 1, pause_s)
             time.sleep(pause_s)
     raise AssertionError("unreachable")

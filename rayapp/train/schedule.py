@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import threading
 import time
 from collections.abc import Callable
 
 from rayapp.config import RunConfig
 from rayapp.observe import run_folder
+from rayapp.observe.clock import CLOCK, Call, Clock
 from rayapp.storage import Storage
 from rayapp.train.step_sync import MOVE, STAY, STOP
 
 STOP_POLL_S = 2.0
 NOTICE_POLL_S = 2.0
 ROOM_POLL_S = 10.0
+LEASE_POLL_S = 10.0
 
 logger = logging.getLogger("rayapp.training")
 
@@ -42,30 +44,48 @@ class Cadence:
         return bool(every and step % every == 0 and step < self.num_steps)
 
 
+class LeaseLost(RuntimeError):
+    """Another driver has taken the run over."""
+
+
 class LeaveWatcher:
     """Look for reasons to leave in a thread of rank 0.
 
     Every STOP_POLL_S seconds it looks for the STOP file in the run's folder, and every ROOM_POLL_S
     seconds it asks `room` how many more workers the cluster has room for. If some fit twice in a
     row, the workers leave (MOVE), so that the driver starts more of them.
+
+    Every LEASE_POLL_S seconds it looks at the lease. If the driver has not renewed it for
+    LEASE_LEFT_S seconds, the workers save and leave (MOVE). If another driver holds it, training
+    must end at once, as the other driver's workers write the same files: `due` raises.
     """
 
-    def __init__(self, storage: Storage, room: Callable[[], int] | None = None) -> None:
-        self._storage, self._room = storage, room
-        self._leave, self._closed = STAY, threading.Event()
-        self._noticed_at = time.monotonic()
+    def __init__(
+        self, storage: Storage, room: Callable[[], int] | None = None, clock: Clock = CLOCK
+    ) -> None:
+        self._storage, self._room, self._clock = storage, room, clock
+        self._leave, self._closed = STAY, clock.event()
+        self._noticed_at = clock.monotonic()
         self.reason = ""
         """Why the workers move, as text for the user."""
-        self._thread = threading.Thread(target=self._watch, name="leaving", daemon=True)
-        self._thread.start()
+        self._holder: str | None = None
+        self._renewed: tuple[str, float] | None = None  # etag of the lease, and since when
+        self._watching = Call(clock, self._watch, "leaving")
 
     def due(self) -> int:
-        """Return STAY, STOP or MOVE, as the thread found it last."""
+        """Return STAY, STOP or MOVE, as the thread found it last.
+
+        Raises:
+            LeaseLost: another driver has taken the run over.
+            Exception: the thread has failed.
+        """
+        if self._watching.error is not None:
+            raise self._watching.error
         return self._leave
 
     def look_due(self) -> bool:
         """Say whether all ranks should ask for preemptions: every NOTICE_POLL_S seconds."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         due = now - self._noticed_at >= NOTICE_POLL_S
         if due:
             self._noticed_at = now
@@ -74,21 +94,47 @@ class LeaveWatcher:
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
-        self._thread.join()
+        self._watching.wait()
 
     def _watch(self) -> None:
-        asked, fitted = time.monotonic(), 0
+        now = self._clock.monotonic
+        asked, fitted, leased = now(), 0, -LEASE_POLL_S
         while not self._closed.wait(STOP_POLL_S):
             try:
                 if self._storage.exists(run_folder.STOP):
                     self._leave = STOP
                     return
+                if now() - leased >= LEASE_POLL_S:
+                    leased = now()
+                    self._look_at_lease()
             except OSError as error:
                 logger.warning("cannot look for %s: %s", run_folder.STOP, error)
-            now = time.monotonic()
-            if self._room is not None and now - asked >= ROOM_POLL_S:
-                asked, before, fitted = now, fitted, self._room()
+            if self._room is not None and now() - asked >= ROOM_POLL_S:
+                asked, before, fitted = now(), fitted, self._room()
                 if before and fitted:
                     more = min(before, fitted)
                     self.reason = f"{more} more worker{'s fit' if more > 1 else ' fits'}"
                     self._leave = MOVE
+
+    def _look_at_lease(self) -> None:
+        """Leave if the driver no longer renews its lease; a run without a driver has none."""
+        entry, now = self._storage.stat(run_folder.LEASE), self._clock.monotonic()
+        if entry is None:
+            return
+        if self._renewed is None or self._renewed[0] != entry.etag:
+            self._renewed = (entry.etag, now)
+            holder = _holder_id(self._storage)
+            if self._holder is not None and holder not in (None, self._holder):
+                raise LeaseLost(f"another driver has taken over {self._storage.url}")
+            self._holder = holder or self._holder
+        elif now - self._renewed[1] >= run_folder.LEASE_LEFT_S:
+            self.reason = f"the driver has not renewed its lease for {now - self._renewed[1]:.0f} s"
+            self._leave = MOVE
+
+
+def _holder_id(storage: Storage) -> str | None:
+    """Return the id of the lease's holder; None if the file is gone or not readable."""
+    try:
+        return str(json.loads(storage.read(run_folder.LEASE))["id"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None

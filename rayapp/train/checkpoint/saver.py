@@ -19,21 +19,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import Storage
+from rayapp.train.checkpoint.commit import claim, commit, sweep
 from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
-from rayapp.train.checkpoint.marker import (
-    MARKER,
-    METADATA,
-    STATE,
-    CheckpointError,
-    Digest,
-    SavedFile,
-    State,
-    claim_run_id,
-    looked_at,
-    name_of,
-    newest_first,
-    order_of,
-)
+from rayapp.train.checkpoint.marker import METADATA, CheckpointError, SavedFile, State
 from rayapp.train.checkpoint.staging import HostCopy, Tensors
 
 MAX_FAILURES = 3  # saves that fail in a row before the run stops
@@ -161,7 +149,7 @@ class Checkpointer:
     def _write(self, step: int, staged: Tensors, state: bytes, start: float) -> None:
         """Upload a copy and commit it; it succeeds on all ranks or fails on all."""
         try:
-            name = self._on_rank_0(lambda: self._claim(step, state))
+            name = self._on_rank_0(lambda: claim(self.run, step, state))
             writer = _Writer(self.storage, name)
             dcp_save(staged, storage_writer=writer, process_group=self.group)
             parts: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
@@ -174,9 +162,17 @@ class Checkpointer:
         self.commit_s = time.perf_counter() - start
         if self.rank == 0:
             try:
-                self._sweep(name)
+                sweep(self.run, name, self.keep)
             except OSError as error:  # the new checkpoint is valid all the same
                 logger.warning("old checkpoints are not deleted: %s", error)
+
+    def _commit(
+        self, name: str, step: int, state: bytes, parts: list[dict[str, SavedFile]]
+    ) -> None:
+        written = {path: file for part in parts for path, file in part.items()}
+        files = {path.rpartition("/")[2]: file for path, file in written.items()}
+        self.before_commit(step)
+        commit(self.run, name, step, state, files)
 
     def _on_rank_0(self, function: Callable[[], Any]) -> Any:
         """Run `function` on rank 0; return its result, or raise its failure, on all ranks."""
@@ -191,51 +187,6 @@ class Checkpointer:
         if answer[1] is not None:
             raise CheckpointError(answer[1])
         return answer[0]
-
-    def _claim(self, step: int, state: bytes) -> str:
-        """Claim a new folder that sorts after all earlier ones of the same step; return its name.
-
-        Only one process can create state.json, and that is the claim. So a rank of a dead attempt
-        that still uploads shards writes to another folder, even if its files were not visible yet.
-        """
-        orders = filter(None, map(order_of, self.storage.dirs()))
-        number = max((number + 1 for other, number in orders if other == step), default=0)
-        while True:
-            name = name_of(step, number)
-            if self.storage.create(f"{name}/{STATE}", state):
-                return name
-            number += 1
-
-    def _commit(
-        self, name: str, step: int, state: bytes, parts: list[dict[str, SavedFile]]
-    ) -> None:
-        digest = Digest()
-        digest.update(state)
-        written = {path: file for part in parts for path, file in part.items()}
-        files = {path.rpartition("/")[2]: file.to_dict() for path, file in written.items()}
-        files[STATE] = digest.file().to_dict()
-        marker = {"run": claim_run_id(self.run), "name": name, "step": step, "files": files}
-        self.before_commit(step)
-        self.storage.write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
-
-    def _sweep(self, newest: str) -> None:
-        """Delete all checkpoints before `newest`, except the `keep - 1` newest usable ones."""
-        names, run, kept = newest_first(self.storage), claim_run_id(self.run), 1
-        for name in names[names.index(newest) + 1 :]:
-            if kept < self.keep and self._is_usable(name, run):
-                kept += 1
-                continue
-            # The marker first, so that a sweep that is interrupted leaves no partial checkpoint.
-            self.storage.delete(f"{name}/{MARKER}")
-            self.storage.delete_tree(name)
-
-    def _is_usable(self, name: str, run: str) -> bool:
-        try:
-            looked_at(self.storage / name, name, run)
-        except CheckpointError as problem:
-            logger.debug("%s is not kept: %s", name, problem)
-            return False
-        return True
 
 
 class _Writer(FileSystemWriter):

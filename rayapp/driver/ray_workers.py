@@ -1,0 +1,147 @@
+"""Run the attempts of a run as worker groups of Ray Train.
+
+workers = RayWorkers(spec.config)
+with workers.asked_for():
+    attempt = workers.start(spec, workers.wait_for_room(note, check))
+    while not attempt.wait(0.5): ...
+    summary_or_error = attempt.outcome()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from rayapp.config import RunConfig
+from rayapp.driver import placement
+from rayapp.driver.ray_session import end_workers, uses_gpus
+from rayapp.observe.clock import CLOCK, Call
+from rayapp.observe.records import Summary
+from rayapp.observe.run_folder import RAY
+from rayapp.train.spec import AnySpec
+
+# By default glibc returns every large block to the kernel when it is freed, and a training step on
+# a CPU then spends a sixth of its time on page faults. With the first two settings freed blocks
+# stay in the heap and are reused. glibc also assumes that one process has the last-level cache of
+# the whole host (480 MiB on a shared Xeon), so that copies below that size first read the memory
+# that they overwrite; the third setting uses non-temporal stores from 1 MiB on.
+CPU_ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={2**20}",
+}
+
+
+class Attempt(Protocol):
+    """One group of workers, from its start to its end."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the group, at most so long; return whether it has ended."""
+
+    def outcome(self) -> Summary | Exception:
+        """Return rank 0's summary, or the error of Ray or its workers; waits for the end."""
+
+    def end(self) -> None:
+        """Kill the workers."""
+
+
+class Workers(Protocol):
+    """The cluster of a run, as its supervision sees it."""
+
+    def asked_for(self) -> AbstractContextManager[None]:
+        """Inside the block, ask the autoscaler for all workers of an elastic run."""
+
+    def wait_for_room(self, note: Callable[[str], None], check: Callable[[], None]) -> int:
+        """Wait until enough workers fit, and return how many to start."""
+
+    def start(self, spec: AnySpec, workers: int) -> Attempt:
+        """Start a group of workers."""
+
+
+class RayWorkers:
+    """Groups of Ray Train on the cluster that this process is connected to."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def asked_for(self) -> AbstractContextManager[None]:
+        return placement.asked_for(self._config)
+
+    def wait_for_room(self, note: Callable[[str], None], check: Callable[[], None]) -> int:
+        return placement.wait_for_room(self._config, note, check)
+
+    def start(self, spec: AnySpec, workers: int) -> Attempt:
+        return RayAttempt(_trainer(spec, workers))
+
+
+class RayAttempt:
+    """A group of Ray Train."""
+
+    def __init__(self, trainer: Any) -> None:
+        # Not in the main thread: Ray Train would replace our signal handlers there and abort.
+        self._fit: Call[Any] = Call(CLOCK, trainer.fit, "fit")
+
+    def wait(self, seconds: float) -> bool:
+        return self._fit.wait(seconds)
+
+    def outcome(self) -> Summary | Exception:
+        from ray.exceptions import RayError
+        from ray.train.v2.api.exceptions import TrainingFailedError
+
+        try:
+            summary: Summary = self._fit.result().return_value
+        except (TrainingFailedError, RayError) as error:
+            return error
+        return summary
+
+    def end(self) -> None:
+        end_workers()
+
+
+def entry(spec: AnySpec) -> Callable[[], Summary]:
+    """Return the function that each worker runs.
+
+    It imports inside, so that Ray's controller, which unpickles it too, does not load torch.
+    """
+
+    def train() -> Summary:
+        from rayapp.driver.worker import work
+
+        return work(spec)
+
+    return train
+
+
+def _trainer(spec: AnySpec, workers: int) -> Any:
+    import ray.train.torch
+
+    from rayapp.data.stream import ExactOrder
+
+    kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
+    cluster, gpus = spec.config.cluster, uses_gpus(spec.config)
+    return kit.torch.TorchTrainer(
+        entry(spec),
+        torch_config=kit.torch.TorchConfig(
+            # Gloo too: with parallel.cpu_offload the gradient norm is summed in host memory.
+            backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
+            timeout_s=cluster.collective_timeout_s,
+        ),
+        scaling_config=kit.ScalingConfig(
+            num_workers=workers, use_gpu=gpus, resources_per_worker=placement.needs(spec.config)
+        ),
+        run_config=kit.RunConfig(
+            name=spec.config.run.name,
+            storage_path=f"{spec.config.run.storage}/{RAY}",
+            # No retries by Ray Train: fit() decides, which knows all attempts, rows and free nodes.
+            failure_config=kit.FailureConfig(
+                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
+            ),
+            logging_config=kit.LoggingConfig(log_level="WARNING"),
+            worker_runtime_env={
+                "env_vars": {"TOKENIZERS_PARALLELISM": "false", **({} if gpus else CPU_ENVIRONMENT)}
+            },
+        ),
+        datasets={"train": spec.first_step},
+        dataset_config=ExactOrder(spec.stream),
+    )
