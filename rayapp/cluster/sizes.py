@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rayapp.config import RunConfig
-from rayapp.hardware import PRICE_DATE, Instance, usd_per_hour
+from rayapp.hardware import PRICE_DATE, Instance
 
 HOST_CPUS = 2  # left to the operating system and the agents of ECS or Kubernetes and CloudWatch
 HOST_MEMORY_SHARE, HOST_MEMORY_GIB = 0.04, 4.0  # kernel and firmware; agents and kubelet's reserve
@@ -126,8 +126,8 @@ ENDPOINTS = {"ecs": 11, "kuberay": 12}  # the lists in infra/ecs/main.tf and inf
 
 def cost_line(platform: str, fleet: Fleet, head: Instance, region: str, market: str) -> str:
     """Return a line with the cost in USD per hour: with all workers, and idle (head only)."""
-    worker, price = fleet.worker.instance, usd_per_hour(fleet.worker.instance, region)
-    head_usd = usd_per_hour(head, region)
+    worker, price = fleet.worker.instance, fleet.worker.instance.usd_per_hour.get(region)
+    head_usd = head.usd_per_hour.get(region)
     fixed = NAT_USD_PER_HOUR + ENDPOINTS[platform] * ENDPOINT_USD_PER_HOUR
     fixed += EKS_USD_PER_HOUR if platform == "kuberay" else 0.0
     nodes = f"{fleet.max_nodes} x {worker.name}"

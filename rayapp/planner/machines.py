@@ -52,7 +52,7 @@ def price_of(
     """
     price = usd_per_hour or config.cluster.usd_per_hour
     if price is None and one is not None:
-        price = hardware.usd_per_hour(one, region)
+        price = one.usd_per_hour.get(region)
     return price
 
 

@@ -76,7 +76,7 @@ class Question:
         layout = replace(layout, shards=shards, accumulates=micro_batches > 1)
         assert self.job is not None
         job = Workload(layout, machine_of(one, nodes), self.job.context, micro_batches)
-        price = hardware.usd_per_hour(one, self.region)
+        price = one.usd_per_hour.get(self.region)
         same = self.instance is not None and one.name == self.instance.name
         return replace(
             self,
