@@ -40,6 +40,7 @@ from rayapp.train import rank as rank_module
 from rayapp.train.checkpoint import state
 from rayapp.train.checkpoint.marker import NoneUsable, latest
 from rayapp.train.checkpoint.state import StartAgain, saved_shapes
+from rayapp.train.engine import Engine
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
@@ -414,11 +415,11 @@ def spiked_worker(rank: int, world: int, spec: LanguageSpec, bad_row: int) -> No
     trainer.make_parts = with_hooks
     original = loop.report_bad
 
-    def weights(engine: loop.Engine) -> list[torch.Tensor]:
+    def weights(engine: Engine) -> list[torch.Tensor]:
         state = engine.model.state_dict()  # a forward pass leaves some whole; this shards them
         return [tensor.to_local().clone() for tensor in state.values()]
 
-    def report_bad(engine: loop.Engine, batch: Any, *found: Any) -> None:
+    def report_bad(engine: Engine, batch: Any, *found: Any) -> None:
         before[batch.step] = weights(engine)
         try:
             original(engine, batch, *found)
@@ -538,7 +539,7 @@ def stopped_worker(rank: int, world: int, spec: LanguageSpec, stop_after: int) -
     loop_engine_stop: list[bool] = []
     original = loop.agree
 
-    def agree(engine: loop.Engine, batch: Any) -> Agreement:
+    def agree(engine: Engine, batch: Any) -> Agreement:
         engine.leave_due = lambda: STOP if rank == 0 and loop_engine_stop else STAY
         return original(engine, batch)
 
@@ -619,11 +620,11 @@ class OneWeight(torch.nn.Module):
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[loop.Engine]:
+def engine(tmp_path: Path) -> Iterator[Engine]:
     init = f"file://{tmp_path}/rendezvous"
     dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
     lm = OneWeight()
-    made = loop.Engine(
+    made = Engine(
         model=lm,
         optimizers=[torch.optim.SGD(lm.parameters(), lr=0.0)],
         lr_at=lambda step: 0.0,
@@ -637,7 +638,7 @@ def engine(tmp_path: Path) -> Iterator[loop.Engine]:
 
 
 @pytest.mark.parametrize("leave", [STAY, STOP, MOVE])
-def test_who_leaves_saves_and_does_not_evaluate(engine: loop.Engine, leave: int) -> None:
+def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> None:
     """A node that is taken away may be gone before an evaluation ends."""
     done: list[str] = []
     engine.leave_due = lambda: leave
@@ -650,7 +651,7 @@ def test_who_leaves_saves_and_does_not_evaluate(engine: loop.Engine, leave: int)
 
 
 @pytest.mark.parametrize(("bad", "fix"), [(9.0, "set train.on_spike=none"), (math.nan, "train.lr")])
-def test_skips_in_a_row_end_the_run(engine: loop.Engine, bad: float, fix: str) -> None:
+def test_skips_in_a_row_end_the_run(engine: Engine, bad: float, fix: str) -> None:
     """A level that stays is none of single rows; a good step between begins the count anew."""
     engine.spikes, engine.skip_bad = Spikes(6.0, [1.0] * 64), True
     losses = [bad] * (loop.MAX_SKIPS - 1) + [1.0] + [bad] * 3

@@ -19,7 +19,7 @@ from rayapp.config import Config
 from rayapp.data.rows import step_rows
 from rayapp.data.tokens import load_tokenizer
 from rayapp.planner.trained import vocabulary_of
-from rayapp.train import loop
+from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.train.optimizer import make_optimizers
 from rayapp.train.spec import LanguageSpec
@@ -136,7 +136,7 @@ def compile_gain(
         return None
     rank = dist.get_rank()
     rows = step_rows(spec.data.rows("train"), spec.order, 0, rank, dist.get_world_size())
-    gain = model.measure_compile(parts.lm, loop.inputs(rows, 0, device))
+    gain = model.measure_compile(parts.lm, inputs(rows, 0, device))
     if rank == 0:
         print(gain, flush=True)
     return gain

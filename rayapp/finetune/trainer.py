@@ -26,6 +26,7 @@ from rayapp.planner.shape import UnknownShape, shape_of
 from rayapp.storage import Storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
+from rayapp.train.engine import Engine
 from rayapp.train.loss import IGNORE
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at
@@ -79,11 +80,11 @@ class LanguageTrainer(Trainer):
             }
         }
 
-    def engine(self, control: Any, losses: list[float]) -> loop.Engine:
+    def engine(self, control: Any, losses: list[float]) -> Engine:
         """Return the loop's engine for a language model."""
         spec, config = self.spec, self.spec.config
         watched = config.train.on_spike != "none"
-        engine = loop.Engine(
+        engine = Engine(
             model=self.parts.lm,
             optimizers=self.parts.optimizers,
             lr_at=partial(
@@ -111,9 +112,7 @@ class LanguageTrainer(Trainer):
             )
         return engine
 
-    def finish(
-        self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
-    ) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
         """Evaluate the model, sample the prompts and export it; return what the summary says."""
         config, parts = self.spec.config, self.parts
         found: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
@@ -154,7 +153,7 @@ def token_record(
     )
 
 
-def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> HeldOut:
+def held_out_losses(engine: Engine, batches: Iterable[StepRows]) -> HeldOut:
     """Return the held-out loss in nats per token and per byte, over all ranks' batches."""
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:

@@ -27,6 +27,7 @@ from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import restore, state_tensors, state_values
+from rayapp.train.engine import Engine
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
 from rayapp.train.step_sync import MOVE, STAY
@@ -125,7 +126,7 @@ def make_saver(spec: AnySpec, storage: Storage, log: metrics.MetricsLog | None) 
 
 
 def train(
-    engine: loop.Engine,
+    engine: Engine,
     context: RankContext,
     first_step: int,
     log: metrics.MetricsLog | None,
@@ -144,7 +145,7 @@ def train(
     return last
 
 
-def status_of(engine: loop.Engine, complete: bool) -> str:
+def status_of(engine: Engine, complete: bool) -> str:
     """Say how training ended: done, moved (the workers left to be started again) or stopped."""
     if complete:
         return DONE
@@ -152,7 +153,7 @@ def status_of(engine: loop.Engine, complete: bool) -> str:
 
 
 def schedule(
-    engine: loop.Engine,
+    engine: Engine,
     spec: AnySpec,
     trainer: Trainer,
     saver: Checkpointer,

@@ -29,9 +29,9 @@ from rayapp.observe.metrics import ImageRecord
 from rayapp.observe.records import Outcome
 from rayapp.observe.run_folder import MODEL
 from rayapp.storage import Storage
-from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
+from rayapp.train.engine import Engine
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at, make_image_optimizer
 from rayapp.train.spec import ImageSpec
@@ -80,10 +80,10 @@ class ImageTrainer(Trainer):
         """Return the moving average of the weights, if there is one."""
         return {"average": self.average.tensors} if self.average else {}
 
-    def engine(self, control: Any, losses: list[float]) -> loop.Engine:
+    def engine(self, control: Any, losses: list[float]) -> Engine:
         """Return the loop's engine for a classifier."""
         spec, train = self.spec, self.spec.config.train
-        engine = loop.Engine(
+        engine = Engine(
             model=self.model,
             optimizers=self.optimizers,
             lr_at=partial(
@@ -111,7 +111,7 @@ class ImageTrainer(Trainer):
             engine.evaluate = lambda: self.scores(engine).figures()
         return engine
 
-    def scores(self, engine: loop.Engine) -> Scores:
+    def scores(self, engine: Engine) -> Scores:
         """Classify the held-out images, with the moving average of the weights if there is one."""
         rows = self.spec.data.rows("eval")
         micro_batch, look = self.spec.config.train.micro_batch, transform_of(self.spec.config)
@@ -119,9 +119,7 @@ class ImageTrainer(Trainer):
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))
 
-    def finish(
-        self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
-    ) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
         """Evaluate and export the model, with the moving average of the weights if there is one."""
         found: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.spec.data.held_out:
