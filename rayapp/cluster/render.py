@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -17,6 +14,7 @@ import yaml
 
 from rayapp.cluster import image
 from rayapp.cluster.check import check_task_definition
+from rayapp.cluster.options import COMPONENTS, Options, bucket, option_problems, stack
 from rayapp.cluster.sizes import (
     HEAD_DISK_GIB,
     HUGEPAGES_HOST_MIB,
@@ -30,11 +28,10 @@ from rayapp.cluster.sizes import (
 )
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.text import shipped
-from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
+from rayapp.hardware import UnknownInstance, instance
 from rayapp.planner.machines import named_instance
 
 ROOT = shipped("cluster")
-PLATFORMS = ("ecs", "kuberay")
 # Ray drains for DRAIN_S seconds and is killed after GRACE_S. A spot notice comes 2 minutes ahead on
 # either platform, and ECS's longest stopTimeout is 2 minutes too.
 DRAIN_S, GRACE_S = 100, 120
@@ -44,35 +41,9 @@ JOB_STOP_S = 600
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
-COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
 
 Values: TypeAlias = dict[str, Any]
 """The values of the `${name}` placeholders in the files."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a config does not say: AWS account, region, image, head, how machines are bought."""
-
-    account: str | None = None
-    name: str = "rayapp"
-    region: str = DEFAULT_REGION
-    tag: str | None = None
-    """Tag of the image in the account's registry; None: that of these sources (`image.tag`)."""
-    head: str = "m6i.2xlarge"
-    market: str = "on-demand"
-    reservation: str | None = None
-    """Id of a capacity reservation, or of a capacity block with market=capacity-block."""
-    efa: str = "auto"
-    """auto: use EFA if the instance has it; true: refuse an instance without; false: never."""
-    launch: str = "ec2"
-    components: tuple[str, ...] = ()
-    api_cidrs: tuple[str, ...] = ()
-    """EKS: networks that may reach the API server over the internet; empty: the VPC alone."""
-    lustre: str | None = None
-    """Terraform's output `lustre` as JSON, for the component lustre."""
-    retries: int = 2
-    """How many new clusters a RayJob may start after failures."""
 
 
 def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]:
@@ -81,7 +52,7 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
     Raises:
         ConfigError: with every problem.
     """
-    problems = _option_problems(platform, options)
+    problems = option_problems(platform, options)
     machines = _machines(platform, config, options, problems)
     if problems:
         raise ConfigError(problems)
@@ -114,78 +85,6 @@ def write(files: dict[str, str], folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-
-
-def bucket(options: Options) -> str:
-    """Return the name of the S3 bucket that infra/base creates."""
-    return f"{options.name}-{options.account}-{options.region}"
-
-
-def stack(platform: str, options: Options) -> str:
-    """Return the prefix of the names of what infra/ecs or infra/eks creates."""
-    return f"{options.name}-{'ecs' if platform == 'ecs' else 'eks'}"
-
-
-def _option_problems(platform: str, options: Options) -> list[str]:
-    problems = []
-    if platform not in PLATFORMS:
-        problems.append(f"{platform} is unknown: no such platform. Set one of ecs, kuberay")
-    if options.account is None:
-        problems.append(
-            "account=none is missing: roles and images are named by it, and no credentials tell "
-            "which it is. Set --account=123456789012"
-        )
-    patterns = {
-        "account": (r"[0-9]{12}", "12 digits"),
-        "name": (r"[a-z][a-z0-9-]{1,19}", "2 to 20 lower-case letters, digits and dashes"),
-        "region": (r"[a-z]{2}(-[a-z]+)+-[0-9]", "a region such as us-west-2"),
-        "tag": (r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image"),
-        "reservation": (
-            r"cr-[0-9a-f]{8,17}",
-            "a capacity reservation such as cr-0123456789abcdef0",
-        ),
-    }
-    for field, (pattern, what) in patterns.items():
-        value = getattr(options, field)
-        if value is not None and not re.fullmatch(pattern, value):
-            problems.append(f"{field}={value} is malformed: {what} is expected. Set --{field}")
-    choices = {
-        "market": ("on-demand", "spot", "capacity-block"),
-        "efa": ("auto", "true", "false"),
-        "launch": ("ec2", "fargate"),
-    }
-    for field, allowed in choices.items():
-        if (value := getattr(options, field)) not in allowed:
-            problems.append(f"{field}={value} is unknown. Set one of {', '.join(allowed)}")
-    if options.market == "capacity-block" and options.reservation is None:
-        problems.append(
-            "reservation=none is missing: a capacity block is used by its id. Set --reservation"
-        )
-    for component in options.components:
-        if component not in COMPONENTS:
-            problems.append(f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}")
-        elif platform == "ecs":
-            problems.append(f"component {component} is impossible: ECS has none. Leave it out")
-    problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
-    if options.api_cidrs and platform == "ecs":
-        problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")
-    if "lustre" in options.components and options.lustre is None:
-        problems.append(
-            "lustre=none is missing: the volume is that of infra/eks. "
-            'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
-        )
-    return problems
-
-
-def _cidr_problems(cidr: str) -> Iterator[str]:
-    what = "networks such as 203.0.113.7/32 are expected. Set --api_cidrs"
-    try:
-        network = ipaddress.ip_network(cidr)
-    except ValueError as error:
-        yield f"api_cidrs={cidr} is malformed: {error}; {what}"
-    else:
-        if network.version != 4 or network.prefixlen < 16:
-            yield f"api_cidrs={cidr} is too wide: IPv4 networks of /16 at the widest; {what}"
 
 
 def _machines(

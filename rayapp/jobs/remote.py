@@ -178,6 +178,22 @@ def runs_of(jobs: Sequence[JobInfo]) -> Iterator[tuple[str | None, JobInfo]]:
     yield from newest.items()
 
 
+def find_named(name: str, address: str | None) -> tuple[str, str]:
+    """Return the folder and the submission id of the newest run of a cluster with this name.
+
+    Raises:
+        ConfigError: no job of the cluster is of such a run.
+    """
+    runs = runs_of(JobsClient.at(address).jobs())
+    named = [(url, info) for url, info in runs if url and url.rpartition("/")[2] == name]
+    if not named:
+        raise ConfigError(
+            [f"run={name} is unknown: no job of the cluster has that name. Set storage too"]
+        )
+    url, newest = max(named, key=lambda run: run[1].started_s or 0.0)
+    return url, newest.submission_id
+
+
 def _started_in(storage: str) -> dict[str, str]:
     """Return {submission id: URL of the run that it started} for the runs in a folder."""
     found = dict[str, str]()

@@ -59,7 +59,7 @@ def run_page(run: ReportedRun) -> bytes:
         records=f"{data.get('records', 0):,}",
         sources=tables.sources(run),
         samples=run.result.get("samples") or [],
-        settings=tables.settings(run),
+        settings=comparison.settings(run),
         environment=tables.environment(run),
     )
 

@@ -1,18 +1,14 @@
 """The figures and tables of a report, as text; what is not known is "n/a".
 
 headline(run)[0]                # Figure("held-out loss", "3.2014", "nats per token")
-settings(run)                   # the fields of its config that are not at their defaults
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-from rayapp.config import KINDS, Config
 from rayapp.config.fields import IMAGES
-from rayapp.config.text import flatten
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.goodput import ENDED, WORKERS
@@ -331,32 +327,3 @@ def environment(run: ReportedRun) -> list[tuple[str, str]]:
         ("data fingerprint", str(run.plan.get("fingerprint", UNKNOWN))),
     ]
     return rows
-
-
-def settings(run: ReportedRun) -> list[list[str]]:
-    """Return the fields of the config that are not at their defaults: field, value, default."""
-    kind = KINDS.get(run.task, Config)
-    defaults, own = flat(kind().model_dump(mode="json")), flat(run.config)
-    return [
-        [name, shown(value), shown(defaults.get(name))]
-        for name, value in own.items()
-        if shown(value) != shown(defaults.get(name))
-    ]
-
-
-def flat(tree: Mapping[str, Any]) -> dict[str, object]:
-    """Return a config as {"section.field": value}; sections without fields are left out."""
-    return flatten({name: section for name, section in tree.items() if section != {}})
-
-
-def shown(value: Any) -> str:
-    """Return a config value as text.
-
-    >>> shown(None), shown(True), shown([1, "a"]), shown({})
-    ('none', 'true', '1, a', '{}')
-    """
-    if value is None or isinstance(value, bool):
-        return "none" if value is None else str(value).lower()
-    if isinstance(value, list | tuple):
-        return ", ".join(shown(one) for one in value) or "[]"
-    return str(value)
