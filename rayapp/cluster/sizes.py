@@ -39,10 +39,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Fleet:
-    """The worker machines of a config, and how many workers fit on each."""
+    """The worker machines of a config."""
 
     worker: Node
-    workers_per_node: int
     min_nodes: int
     max_nodes: int
 
@@ -109,7 +108,7 @@ def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
     most = math.ceil(config.cluster.max_workers / per_node)
     if config.cluster.max_workers * need["CPU"] > most * worker.cpus - 1:
         most += 1  # else the workers would take all CPUs and Ray Data would starve
-    return Fleet(worker, per_node, least, max(most, 1))
+    return Fleet(worker, least, max(most, 1))
 
 
 # us-east-1 and us-west-2. Not included: data through a NAT gateway (0.045 USD per GB) or an

@@ -69,7 +69,6 @@ class JobInfo:
     message: str
     exit_code: int | None
     started_s: float | None
-    ended_s: float | None
 
     @property
     def ended(self) -> bool:
@@ -272,7 +271,6 @@ def _info(job: Any) -> JobInfo:
         message=job.message or "",
         exit_code=job.driver_exit_code,
         started_s=None if job.start_time is None else job.start_time / 1000.0,
-        ended_s=None if not job.end_time else job.end_time / 1000.0,
     )
 
 

@@ -141,7 +141,8 @@ def export(
         try:
             if rank < len(wave) and error is None:
                 with storage.open_write(names[start + rank]) as out:
-                    out.write(_header(wave[rank]))
+                    specs = [spec for group in wave[rank] for spec in group.tensors.items()]
+                    out.write(layout(dict(specs)))
                     for owner, group, values in turns:
                         if owner == rank:
                             _write(out, group, reverse.run(group, values))
@@ -236,10 +237,6 @@ def _untied(hf: PreTrainedModel) -> State:
             seen.add(id(tensor))
             state[name] = tensor
     return state
-
-
-def _header(groups: list[Group]) -> bytes:
-    return layout({name: spec for group in groups for name, spec in group.tensors.items()})
 
 
 def _write(out: BinaryIO, group: Group, tensors: dict[str, Tensor]) -> None:

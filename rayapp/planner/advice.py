@@ -269,9 +269,10 @@ def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
     """Yield (USD, hours, answer) of the fastest setting that fits, per instance and node count."""
     base = question
     if base.job is None:  # no instance is named: start from any
-        one = INSTANCES["p5.48xlarge"]
-        start = replace(base, job=_any_job(base))
-        base = start.on(one, 1) or start
+        first, layout = INSTANCES["p5.48xlarge"], base.layout
+        context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
+        start = replace(base, job=Workload(layout, machine_of(first, 1), context))
+        base = start.on(first, 1) or start
     settings = list(_settings(base.layout))
     for one in INSTANCES.values():
         if one.gpu is None or base.region not in one.usd_per_hour:
@@ -300,12 +301,6 @@ def _settings(layout: Layout | ImageLayout) -> Iterator[Fields]:
     for size in {1, 2, 4, 8, layout.micro_batch}:
         for mode in ("none", "selective", "full"):
             yield {"micro_batch": size, "checkpointing": mode}
-
-
-def _any_job(question: Question) -> Workload[Any]:
-    layout = question.layout
-    context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
-    return Workload(question.layout, machine_of(INSTANCES["p5.48xlarge"], 1), context)
 
 
 def _named(row: tuple[float, float, Answer]) -> str:

@@ -1,8 +1,8 @@
-"""FLOPs per token: model FLOPs (for MFU), and hardware FLOPs with recomputation.
+"""FLOPs per token: model FLOPs (for MFU), and those of recomputation.
 
     forward = forward_flops(shape, context=mean_context([4096]))
     model_flops(shape, context)                          # what MFU counts
-    hardware_flops(shape, context, checkpointing="full") # recomputation and flash attention's own
+    recomputed_flops(shape, forward, "full")             # of activation checkpointing
 
 A multiply-add is 2 FLOPs. Attention is counted causally and within documents. Others count it
 without the causal mask (PaLM, appendix B, arXiv 2204.02311; torchtitan, llm-foundry): at the same
@@ -111,23 +111,6 @@ def model_flops(
     """
     forward = forward_flops(shape, context, lora_rank, targets)
     return (forward + backward_flops(forward, frozen=lora_rank is not None)).total
-
-
-def hardware_flops(
-    shape: Shape,
-    context: float,
-    checkpointing: str = "none",
-    lora_rank: int | None = None,
-    targets: Sequence[str] = (),
-) -> float:
-    """Return the FLOPs that the GPU executes per training token, with all recomputation.
-
-    Flash attention's backward recomputes the scores, which is half of attention's forward.
-    """
-    forward = forward_flops(shape, context, lora_rank, targets)
-    again = recomputed_flops(shape, forward, checkpointing)
-    needed = model_flops(shape, context, lora_rank, targets)
-    return needed + again.total + 0.5 * forward.attention
 
 
 def mfu(

@@ -135,7 +135,9 @@ def ask(
     job = None
     if one is not None and one.gpu is not None:
         used = -(-workers // nodes)
-        job = Workload(layout, machine_of(one, nodes, used), _context(config), micro_batches)
+        # Documents' lengths are unknown here; those of packed rows are shorter than the row.
+        context = mean_context([config.data.seq_len])
+        job = Workload(layout, machine_of(one, nodes, used), context, micro_batches)
     return Question(
         name=config.run.name,
         job=job,
@@ -172,14 +174,6 @@ def counts_of(plan: Mapping[str, Any]) -> dict[str, int]:
     images = (plan.get("data") or {}).get("images") or {}
     found = {"steps": plan.get("steps"), "images": images.get("train")}
     return {name: int(count) for name, count in found.items() if count is not None}
-
-
-def _context(config: Config) -> float:
-    """Return the mean tokens that a token attends to, as if every row held one document.
-
-    Documents' lengths are unknown here. Packed rows hold shorter ones, which need less attention.
-    """
-    return mean_context([config.data.seq_len])
 
 
 def _layout(

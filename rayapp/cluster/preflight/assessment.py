@@ -84,7 +84,8 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
     Of equally common versions the driver's counts as wanted, else the first.
     """
     told = [(node.name, node.facts.versions) for node in facts.nodes if node.facts]
-    told += [(name, {"nccl": nccl}) for name, nccl in _nccl(facts).items()]
+    nccl = {facts.node(rank.node).name: rank.nccl for rank in facts.ranks if rank.nccl}
+    told += [(name, {"nccl": version}) for name, version in nccl.items()]
     for package in dict.fromkeys(name for _, versions in told for name in versions):
         counts = Counter(versions[package] for _, versions in told if package in versions)
         most = max(counts.values())
@@ -108,10 +109,6 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
                 wanted,
                 "Start it from the image that the nodes have",
             )
-
-
-def _nccl(facts: ClusterFacts) -> dict[str, str]:
-    return {facts.node(one.node).name: one.nccl for one in facts.ranks if one.nccl}
 
 
 def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
