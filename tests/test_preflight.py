@@ -623,7 +623,7 @@ def test_a_version_that_differs_is_named(head: Node, tmp_path: Path) -> None:
 def aws(tmp_path: Path) -> Iterator[dict[str, dict[str, str]]]:
     """Run S3 with IAM on; yield the environment of one who may write to s3://runs, and who not."""
     url = f"http://127.0.0.1:{free_port()}"
-    emulator = [sys.executable, str(Path(__file__).with_name("aws_emulator.py"))]
+    emulator = [sys.executable, str(Path(__file__).parent / "support" / "aws_emulator.py")]
     base = {name: v for name, v in os.environ.items() if not name.startswith("AWS_")}
     with (tmp_path / "aws.log").open("w") as log:
         process = subprocess.Popen(

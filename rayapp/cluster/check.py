@@ -137,9 +137,9 @@ def _validators(crds: Path) -> dict[tuple[str, str], Any]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     for path in sorted(crds.glob("*.yaml")):
         crd = yaml.load(path.read_text(encoding="utf-8"), loader)
-        for one in crd["spec"]["versions"]:
-            key = (f"{crd['spec']['group']}/{one['name']}", crd["spec"]["names"]["kind"])
-            schema = _strict(one["schema"]["openAPIV3Schema"])
+        for version in crd["spec"]["versions"]:
+            key = (f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"])
+            schema = _strict(version["schema"]["openAPIV3Schema"])
             schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
             schemas[key] = Draft202012Validator(schema)
     return schemas
@@ -167,7 +167,7 @@ def _strict(schema: Any) -> Any:
         return schema
     out = dict(schema)
     if "properties" in out:
-        out["properties"] = {name: _strict(one) for name, one in out["properties"].items()}
+        out["properties"] = {name: _strict(schema) for name, schema in out["properties"].items()}
         if "additionalProperties" not in out and not out.get(
             "x-kubernetes-preserve-unknown-fields"
         ):

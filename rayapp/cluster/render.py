@@ -91,7 +91,7 @@ def _machines(
     platform: str, config: RunConfig, options: Options, problems: list[str]
 ) -> tuple[Node, Fleet] | None:
     """Return the head and the workers; add to `problems` why they are impossible."""
-    one = named_instance(config, problems)
+    worker_instance = named_instance(config, problems)
     if config.cluster.instance is None:
         problems.append(
             "cluster.instance=none is missing: a cluster is made of machines. "
@@ -102,16 +102,16 @@ def _machines(
     except UnknownInstance as error:
         problems.append(str(error))
         return None
-    if one is None:
+    if worker_instance is None:
         return None
-    if options.efa == "true" and one.efa_interfaces == 0:
+    if options.efa == "true" and worker_instance.efa_interfaces == 0:
         problems.append(
-            f"efa=true is impossible: {one.name} has no Elastic Fabric Adapter. "
+            f"efa=true is impossible: {worker_instance.name} has no Elastic Fabric Adapter. "
             "Leave --efa out, or set cluster.instance to one that has, e.g. p4d.24xlarge"
         )
     if options.launch == "fargate":
-        why = f"Fargate has no GPUs, {one.name} has {one.gpus}"
-        why = why if one.gpus else "Fargate gives Ray's object store no shared memory"
+        why = f"Fargate has no GPUs, {worker_instance.name} has {worker_instance.gpus}"
+        why = why if worker_instance.gpus else "Fargate gives Ray's object store no shared memory"
         problems.append(f"launch=fargate is impossible: {why}. Leave --launch out")
     storage = config.run.storage
     if storage.startswith("s3://") and not f"{storage}/".startswith(
@@ -121,12 +121,17 @@ def _machines(
             f"run.storage={storage} is out of reach: a run's role may write to "
             f"s3://{bucket(options)}/runs alone. Set it to that"
         )
-    for what, found in ((one.name, one), (options.head, head)):
-        if "x86_64" not in found.architectures:
+    for what, machine in ((worker_instance.name, worker_instance), (options.head, head)):
+        if "x86_64" not in machine.architectures:
             problems.append(f"{what} is impossible: the image is for x86_64. Set another instance")
     efa = options.efa != "false"
     kube = platform == "kuberay"
-    worker = node(one, efa, 0, HUGEPAGES_HOST_MIB if kube and efa and one.efa_interfaces else 0)
+    worker = node(
+        worker_instance,
+        efa,
+        0,
+        HUGEPAGES_HOST_MIB if kube and efa and worker_instance.efa_interfaces else 0,
+    )
     system = node(head, False, *((SYSTEM_CPUS, SYSTEM_MIB) if kube else (0, 0)))
     for what, room in (("cluster.instance", worker), ("head", system)):
         if room.cpus < 1 or room.memory_mib < 4096:
@@ -167,10 +172,10 @@ def _values(
         "head_pod_cpus": head.cpus,
         "head_cpu_units": head.cpus * 1024,
     }
-    for role, one in (("head", head), ("worker", worker)):
-        values[f"{role}_memory_mib"] = one.memory_mib
-        values[f"{role}_object_store_bytes"] = one.object_store_bytes
-        values[f"{role}_shared_memory_mib"] = one.shared_memory_mib
+    for role, machine in (("head", head), ("worker", worker)):
+        values[f"{role}_memory_mib"] = machine.memory_mib
+        values[f"{role}_object_store_bytes"] = machine.object_store_bytes
+        values[f"{role}_shared_memory_mib"] = machine.shared_memory_mib
     for key, file in (("agent_config", "agent.json"), ("prometheus_config", "prometheus.yaml")):
         text = _fill(ROOT / "cloudwatch" / file, values)
         values[key] = json.dumps(text)  # a JSON string is a YAML scalar too
@@ -269,10 +274,10 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
     }
 
 
-def _machine(one: Node, disk_gib: int) -> dict[str, object]:
+def _machine(machine: Node, disk_gib: int) -> dict[str, object]:
     return {
-        "instance_type": one.instance.name,
-        "gpus": one.instance.gpus,
-        "interfaces": list(one.interfaces),
+        "instance_type": machine.instance.name,
+        "gpus": machine.instance.gpus,
+        "interfaces": list(machine.interfaces),
         "disk_gib": disk_gib,
     }

@@ -115,20 +115,20 @@ class LanguageTrainer(Trainer):
     def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
         """Evaluate the model, sample the prompts and export it; return what the summary says."""
         config, parts = self.spec.config, self.parts
-        found: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
+        outcome: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
-            found = {**found, **engine.evaluate()}
+            outcome = {**outcome, **engine.evaluate()}
         end_phase("evaluation")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
-            found["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
+            outcome["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
         end_phase("sample")
-        found["model_path"] = None
+        outcome["model_path"] = None
         if config.checkpoint.export:
             export(self.spec, parts, storage)
-            found["model_path"] = (storage / MODEL).url
+            outcome["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
         end_phase("export")
-        return found
+        return outcome
 
 
 def token_record(

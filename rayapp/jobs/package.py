@@ -197,7 +197,7 @@ def _path_problems(config: RunConfig, shipment: SubmitOptions, packed: set[str])
                 f"{name}={path} is on this machine alone: the cluster does not see it. Set "
                 "working_dir to a folder that holds it, or s3://"
             )
-        elif not any(one == path or one.startswith(path.rstrip("/") + "/") for one in packed):
+        elif not any(name == path or name.startswith(path.rstrip("/") + "/") for name in packed):
             ignored = (base / path).exists()
             why = "it is git-ignored" if ignored else f"it is not in {shipment.working_dir}"
             problems.append(

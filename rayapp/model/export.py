@@ -248,13 +248,13 @@ def _write(out: BinaryIO, group: Group, tensors: dict[str, Tensor]) -> None:
 
 
 def _raise_together(
-    error: Exception | None, storage: Storage, found: list[str] | None = None
+    error: Exception | None, storage: Storage, names: list[str] | None = None
 ) -> list[str]:
-    """Wait for all ranks; return rank 0's `found`, or raise on every rank if any failed.
+    """Wait for all ranks; return rank 0's `names`, or raise on every rank if any failed.
 
     Raises: RuntimeError naming the ranks and their errors.
     """
-    mine = (found or [], None if error is None else f"{type(error).__name__}: {error}")
+    mine = (names or [], None if error is None else f"{type(error).__name__}: {error}")
     every = [mine]
     if dist.is_initialized():
         every = [mine] * dist.get_world_size()

@@ -142,14 +142,14 @@ def problems(source: ModelSource, from_scratch: bool) -> list[str]:
     except ValueError as error:
         return [str(error)]
     stored: dict[str, Stored] = {}
-    found = []
+    wrong = []
     for file in files:
         try:
             stored |= read_header(source.storage, file)
         except ValueError as error:
-            found.append(str(error))
-    if found := found or _build_problems(source, config):
-        return found
+            wrong.append(str(error))
+    if wrong := wrong or _build_problems(source, config):
+        return wrong
     hf = build(config, loss=no_loss, attention="eager").hf
     plan, _ = _plan(hf, stored)
     return _misfits(hf, plan, source.name, source.storage.url)
@@ -218,23 +218,23 @@ def _misfits(hf: PreTrainedModel, plan: list[Conversion], name: str, url: str) -
     wanted = base_state(hf)
     shapes = {target: shape for conversion in plan for target, shape in conversion.targets.items()}
     missing = [names[0] for names in _tied_names(hf) if not shapes.keys() & set(names)]
-    found = []
+    misfits = []
     if missing:
         listed = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
-        found.append(
+        misfits.append(
             f"model.path={name} lacks {len(missing)} of the model's tensors in {url}: {listed}. "
             "config.json and weights do not belong together, or a file was not copied. "
             "Copy the whole folder"
         )
     wrong = [key for key in shapes if key in wanted and shapes[key] != wanted[key].shape]
     for key in wrong[:MAX_NAMED]:
-        found.append(
+        misfits.append(
             f"model.path={name} has {key} as {list(shapes[key])} in {url}, but config.json makes "
             f"it {list(wanted[key].shape)}. Correct config.json or copy the folder anew"
         )
     if len(wrong) > MAX_NAMED:
-        found.append(f"model.path={name} has {len(wrong) - MAX_NAMED} more shapes wrong in {url}")
-    return found
+        misfits.append(f"model.path={name} has {len(wrong) - MAX_NAMED} more shapes wrong in {url}")
+    return misfits
 
 
 def _tied_names(hf: PreTrainedModel) -> list[list[str]]:

@@ -86,8 +86,8 @@ class MetricsLine(HeldOut):
 
 def figure(record: Mapping[str, object], name: str) -> float | None:
     """Return a number of a record whose name is computed, None if the record lacks it."""
-    found = record.get(name)
-    return found if isinstance(found, int | float) else None
+    value = record.get(name)
+    return value if isinstance(value, int | float) else None
 
 
 # ---- events.jsonl -----------------------------------------------------------------------------

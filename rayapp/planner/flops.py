@@ -55,10 +55,12 @@ def forward_flops(
     shape: Shape, context: float, lora_rank: int | None = None, targets: Sequence[str] = ()
 ) -> Flops:
     """Return a token's forward FLOPs; `context` (C) is the mean number of tokens it attends to."""
-    weights = sum(one.active * one.inputs * one.outputs for one in shape.linears)
+    weights = sum(linear.active * linear.inputs * linear.outputs for linear in shape.linears)
     adapters = 0
     if lora_rank is not None:
-        adapters = lora_rank * sum(one.inputs + one.outputs for one in targeted(shape, targets))
+        adapters = lora_rank * sum(
+            linear.inputs + linear.outputs for linear in targeted(shape, targets)
+        )
     return Flops(
         linears=2.0 * shape.layers * weights,
         attention=4.0 * shape.layers * shape.heads * shape.head_dim * context,

@@ -70,7 +70,7 @@ class Shape:
     @property
     def block_parameters(self) -> int:
         """Parameters of one block."""
-        return sum(one.parameters for one in self.linears) + self.block_norm_parameters
+        return sum(linear.parameters for linear in self.linears) + self.block_norm_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -115,7 +115,11 @@ def lora_parameters(shape: Shape, rank: int, targets: Sequence[str] = ()) -> int
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
     """
-    return shape.layers * rank * sum(one.inputs + one.outputs for one in targeted(shape, targets))
+    return (
+        shape.layers
+        * rank
+        * sum(linear.inputs + linear.outputs for linear in targeted(shape, targets))
+    )
 
 
 def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
@@ -124,7 +128,7 @@ def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
     """
-    can = {one.name: one for one in shape.linears if one.module}
+    can = {linear.name: linear for linear in shape.linears if linear.module}
     wrong = [name for name in targets if name not in can]
     if wrong:
         raise UnknownShape(

@@ -32,10 +32,10 @@ class ComparisonRow:
 def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     """Return the config fields that are not the same in all runs."""
     every = [_flat(run.config) for run in runs]
-    names = list(dict.fromkeys(name for one in every for name in one))
+    names = list(dict.fromkeys(name for config in every for name in config))
     rows = []
     for name in names:
-        cells = [_shown(one[name]) if name in one else UNKNOWN for one in every]
+        cells = [_shown(config[name]) if name in config else UNKNOWN for config in every]
         if len(set(cells)) > 1 and name not in OWN:
             rows.append(ComparisonRow(name, cells))
     return rows
@@ -66,7 +66,7 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "none" if value is None else str(value).lower()
     if isinstance(value, list | tuple):
-        return ", ".join(_shown(one) for one in value) or "[]"
+        return ", ".join(_shown(item) for item in value) or "[]"
     return str(value)
 
 

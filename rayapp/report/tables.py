@@ -157,9 +157,9 @@ def planned(run: ReportedRun) -> list[list[str]]:
 
 def _calibrated(run: ReportedRun) -> list[str]:
     """Return the row of the step time: predicted from the first ten steps, and measured after."""
-    found = run.result.get("step_s")
-    foretold_s = found["calibrated"] if found else None
-    rest_s = found["measured"] if found else None
+    seconds = run.result.get("step_s")
+    foretold_s = seconds["calibrated"] if seconds else None
+    rest_s = seconds["measured"] if seconds else None
     ratio = f"{rest_s / foretold_s:.2f}" if foretold_s and rest_s else ""
     label = "step, s, foretold by its first ten"
     return [label, words.number(foretold_s), words.number(rest_s), ratio, "", ""]
@@ -190,14 +190,14 @@ def interruptions(run: ReportedRun) -> list[list[str]]:
     """Return each interruption: time, kind, reason, step, lost steps, time to the next step."""
     return [
         [
-            words.moment(one.get("time")),
-            str(one.get("kind", UNKNOWN)),
-            str(one.get("reason", UNKNOWN)),
-            words.number(one.get("step"), 12),
-            words.number(one.get("lost_steps"), 12),
-            words.duration(one.get("to_first_step_s")),
+            words.moment(interruption.get("time")),
+            str(interruption.get("kind", UNKNOWN)),
+            str(interruption.get("reason", UNKNOWN)),
+            words.number(interruption.get("step"), 12),
+            words.number(interruption.get("lost_steps"), 12),
+            words.duration(interruption.get("to_first_step_s")),
         ]
-        for one in run.interruptions
+        for interruption in run.interruptions
     ]
 
 
@@ -267,8 +267,8 @@ def _image_facts(run: ReportedRun, data: DataReport) -> list[Figure]:
 
 def classes(run: ReportedRun) -> list[TableBar]:
     """Return the accuracy of each class, the lowest first."""
-    found = run.result.get("classes")
-    every = found["each"] if found else []
+    classified = run.result.get("classes")
+    every = classified["each"] if classified else []
     shares = [(right / count if count else 0.0, name, count, right) for name, count, right in every]
     return [
         TableBar(
@@ -280,8 +280,10 @@ def classes(run: ReportedRun) -> list[TableBar]:
 
 def confusions(run: ReportedRun) -> list[list[str]]:
     """Return the pairs of classes most often confused: true class, predicted class, images."""
-    found = run.result.get("classes")
-    return [[true, taken, f"{n:,}"] for true, taken, n in (found["confused"] if found else [])]
+    classified = run.result.get("classes")
+    return [
+        [true, taken, f"{n:,}"] for true, taken, n in (classified["confused"] if classified else [])
+    ]
 
 
 def sources(run: ReportedRun) -> list[list[str]]:

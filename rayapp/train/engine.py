@@ -68,9 +68,9 @@ class Engine:
     save_due: Callable[[int], bool] = field(default=lambda step: False)
     leave_due: Callable[[], int] = field(default=lambda: STAY)
     """Whether to leave after this step: rank 0 answers STAY, STOP or MOVE, other ranks STAY."""
-    look_due: Callable[[], bool] = field(default=lambda: False)
-    """Whether all ranks call `look` in this step: rank 0 decides, other ranks answer False."""
-    look: Callable[[], int] = field(default=lambda: STAY)
+    poll_due: Callable[[], bool] = field(default=lambda: False)
+    """Whether all ranks call `poll` in this step: rank 0 decides, other ranks answer False."""
+    poll: Callable[[], int] = field(default=lambda: STAY)
     """Return STAY, STOP or MOVE, the same on all ranks, which call it together."""
     left: int = STAY
     """Why the loop ended before the last step (STOP or MOVE), else STAY."""

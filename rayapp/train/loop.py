@@ -62,7 +62,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
     """Run the steps and yield a record of each.
 
     After a step, all ranks evaluate if it is due, then save if rank 0 said so. If they agree to
-    leave (`leave_due` or `look`), they skip the evaluation, save, yield the record of this step,
+    leave (`leave_due` or `poll`), they skip the evaluation, save, yield the record of this step,
     set `engine.left` and end.
 
     Raises:
@@ -80,7 +80,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         agreement = agree(engine, batch)
         update = train_step(engine, batch, agreement)
         totals = agreement.wait()
-        leave = totals.leave or (engine.look() if totals.look else STAY)
+        leave = totals.leave or (engine.poll() if totals.poll else STAY)
         done = batch.step + 1
         facts = step_facts(engine, batch, update, totals)
         evaluated = time.perf_counter()
@@ -142,7 +142,7 @@ def agree(engine: Engine, batch: Batch) -> Agreement:
         batch.digest(),
         save=engine.save_due(batch.step + 1),
         leave=engine.leave_due(),
-        look=engine.look_due(),
+        poll=engine.poll_due(),
         group=engine.control,
     )
 
@@ -255,8 +255,10 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
             if finite
             else "Lower train.lr, in a run of another run.name"
         )
-        said = f"it is the bad step number {engine.skips} in a row, so those rows are not the cause"
-        raise BadLoss(f"{message}; {said}. {fix}", batch.step + 1, broken)
+        problem = (
+            f"it is the bad step number {engine.skips} in a row, so those rows are not the cause"
+        )
+        raise BadLoss(f"{message}; {problem}. {fix}", batch.step + 1, broken)
     if dist.get_rank() == 0:
         logger.warning("%s, and training goes on", message)
 
@@ -267,13 +269,13 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int]]:
 
     The loss is in nats per token or image of the row; losses that are not finite come first.
     """
-    found = []
+    losses = []
     for (i, j), row in np.ndenumerate(batch.rows):
         _, loss, *_ = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
         if row >= 0:
-            found.append((float(loss) / max(batch.weight(i, j), 1), int(row)))
+            losses.append((float(loss) / max(batch.weight(i, j), 1), int(row)))
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, found, group=engine.control)
+    dist.all_gather_object(gathered, losses, group=engine.control)
     rows = [pair for part in gathered for pair in part]
     return sorted(rows, key=lambda pair: (math.isfinite(pair[0]), -pair[0], pair[1]))
 

@@ -72,13 +72,13 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     leaving = LeaveWatcher(storage, context.free_workers) if rank == 0 else None
     notices: list[str] = []
 
-    def look() -> int:
+    def poll() -> int:
         notice = context.preemption()
         notices.extend([notice] if notice else [])
         return MOVE if notice else STAY
 
     engine = trainer.engine(control, losses)
-    engine.attempt, engine.look, engine.skips = attempt[0], look, skips
+    engine.attempt, engine.poll, engine.skips = attempt[0], poll, skips
     schedule(engine, spec, trainer, saver, leaving)
     try:
         last = train(engine, context, first_step, log, phases)
@@ -169,4 +169,4 @@ def schedule(
     engine.save, engine.settle, engine.eval_due = save, saver.settle, cadence.eval_due
     if leaving is not None:
         engine.save_due = cadence.save_due
-        engine.leave_due, engine.look_due = leaving.due, leaving.look_due
+        engine.leave_due, engine.poll_due = leaving.due, leaving.poll_due

@@ -63,7 +63,7 @@ class LeaveWatcher:
         """Return STAY, STOP or MOVE, as the thread found it last."""
         return self._leave
 
-    def look_due(self) -> bool:
+    def poll_due(self) -> bool:
         """Say whether all ranks should ask for preemptions: every NOTICE_POLL_S seconds."""
         now = time.monotonic()
         due = now - self._noticed_at >= NOTICE_POLL_S

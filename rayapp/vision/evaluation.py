@@ -44,11 +44,11 @@ class Scores:
         """Return the images and correct ones of each class, and the pairs most often confused."""
         counts, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
         wrong = self.confusion.clone().fill_diagonal_(0)
-        found, places = wrong.flatten().sort(descending=True, stable=True)
+        confused, places = wrong.flatten().sort(descending=True, stable=True)
         pairs = [
             (classes[place // len(classes)], classes[place % len(classes)], count)
             for count, place in zip(
-                found[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True
+                confused[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True
             )
             if count
         ]

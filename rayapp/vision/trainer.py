@@ -114,30 +114,32 @@ class ImageTrainer(Trainer):
     def scores(self, engine: Engine) -> Scores:
         """Classify the held-out images, with the moving average of the weights if there is one."""
         rows = self.spec.data.rows("eval")
-        micro_batch, look = self.spec.config.train.micro_batch, transform_of(self.spec.config)
-        batches = held_out_batches(rows, look, micro_batch, dist.get_rank(), dist.get_world_size())
+        micro_batch, transform = self.spec.config.train.micro_batch, transform_of(self.spec.config)
+        batches = held_out_batches(
+            rows, transform, micro_batch, dist.get_rank(), dist.get_world_size()
+        )
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))
 
     def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
         """Evaluate and export the model, with the moving average of the weights if there is one."""
-        found: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
+        outcome: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.spec.data.held_out:
             scores = self.scores(engine)
             table = scores.table(self.spec.data.classes)
-            found = {**found, **scores.figures(), "classes": table}
+            outcome = {**outcome, **scores.figures(), "classes": table}
         end_phase("evaluation")
-        found["model_path"] = None
+        outcome["model_path"] = None
         if self.spec.config.checkpoint.export:
             with self.average.in_place() if self.average else nullcontext():
                 model.export(self.classifier, storage / MODEL)
             if dist.get_rank() == 0:
                 data = self.spec.config.data
                 write_processor(storage / MODEL, data.size, data.eval_crop, data.mean, data.std)
-            found["model_path"] = f"{storage.url}/model"
+            outcome["model_path"] = f"{storage.url}/model"
         dist.barrier(group=engine.control)
         end_phase("export")
-        return found
+        return outcome
 
     def _last_of_step(self, last: bool) -> None:
         """Let DDP sum the gradients over ranks only in the last micro-batch of a step."""

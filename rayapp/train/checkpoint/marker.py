@@ -201,8 +201,8 @@ def latest(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
 
 def steps_done(storage: Storage) -> int:
     """Return the step of the newest usable checkpoint, 0 if there is none."""
-    found, _ = latest(storage)
-    return found.step if found else 0
+    newest, _ = latest(storage)
+    return newest.step if newest else 0
 
 
 def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
@@ -212,8 +212,8 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
         NoneUsable: some were, and training from step 1 would throw away what the run has done.
         StorageError: the storage does not answer.
     """
-    found, skipped = latest(storage)
-    if found is None:
+    newest, skipped = latest(storage)
+    if newest is None:
         folder = storage / CHECKPOINTS
         lost = [
             line.removeprefix(f"{CHECKPOINTS}/").replace(" is skipped: ", ": ", 1)
@@ -226,7 +226,7 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
                 f"Restore the files of one, its {MARKER} too, from a copy, or move the folder away "
                 "to train from step 1 again"
             )
-    return found, skipped
+    return newest, skipped
 
 
 def run_id(storage: Storage) -> str | None:
@@ -241,8 +241,8 @@ def claim_run_id(storage: Storage) -> str:
     """Return a run's id; if it has none, give it the id of its newest checkpoint, or a new one."""
     known = run_id(storage)
     if known is None:
-        found, _ = latest(storage)
-        known = (found and found.run) or uuid.uuid4().hex
+        newest, _ = latest(storage)
+        known = (newest and newest.run) or uuid.uuid4().hex
         if not storage.create(RUN_ID, known.encode()):  # another process was first
             known = storage.read(RUN_ID).decode()
     return known
@@ -343,6 +343,6 @@ def order_of(name: str) -> tuple[int, int] | None:
 
 def newest_first(folder: Storage) -> list[str]:
     """Return the names of a run's checkpoint folders, committed or not, newest first."""
-    found = {name: order_of(name) for name in folder.dirs()}
-    ours = {name: order for name, order in found.items() if order is not None}
+    orders = {name: order_of(name) for name in folder.dirs()}
+    ours = {name: order for name, order in orders.items() if order is not None}
     return sorted(ours, key=ours.__getitem__, reverse=True)
