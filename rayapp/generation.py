@@ -216,8 +216,8 @@ def _why_none(run: str, storage: Storage) -> str:
         now = status.read(storage)
     except status.NoRun:
         return (
-            f"RUN={run} is no run: there is no {CONFIG} in it. Give the folder that "
-            "`python -m rayapp.finetune` has named, <run.storage>/<run.name>"
+            f"RUN={run} is no run: it has no {CONFIG}. Give the folder that "
+            "`python -m rayapp.finetune` printed, <run.storage>/<run.name>"
         )
     if now.live:
         of = f" of {now.num_steps}" if now.num_steps else ""

@@ -331,7 +331,7 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ({}, {"api_cidrs": ("203.0.113.7/32",)}, "ECS has no API server"),
         ({}, {"api_cidrs": ("home",)}, "api_cidrs=home is malformed"),
         ({}, {"api_cidrs": ("0.0.0.0/0",)}, "api_cidrs=0.0.0.0/0 is too wide"),
-        ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs alone"),
+        ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs. Set"),
     ],
 )
 def test_what_no_cluster_could_run_is_refused(

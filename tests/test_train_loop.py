@@ -479,7 +479,7 @@ def hopeless_worker(rank: int, world: int, spec: LanguageSpec) -> None:
 
 
 def refusing_worker(rank: int, world: int, spec: LanguageSpec) -> None:
-    with pytest.raises(StartAgain, match=r"__1_0.distcp .* refused from now on"):
+    with pytest.raises(StartAgain, match=r"__1_0.distcp .* is not used again"):
         train_rank(spec, RankContext(torch.device("cpu"), lambda first: iter(())))
 
 

@@ -57,7 +57,7 @@ def _ray_container_rules(where: str, container: Mapping[str, Any]) -> Iterator[s
     variables = {v.get("name"): v.get("value") for v in container.get("environment", [])}
     secrets = {secret.get("name") for secret in container.get("secrets", [])}
     if variables.get("RAY_AUTH_MODE") != "token" or "RAY_AUTH_TOKEN" not in secrets:
-        yield f"{where}: without token authentication whoever reaches it runs code on it"
+        yield f"{where}: without token authentication, anyone who reaches it can run code"
     if "--block" not in container["command"]:
         yield f"{where}: `ray start` without --block ends at once, and the task with it"
     stop_s = container.get("stopTimeout", 30)
@@ -89,7 +89,7 @@ def check_manifests(documents: Iterable[Mapping[str, Any]], crds: Path | None = 
 
 def _cluster_rules(spec: Mapping[str, Any]) -> Iterator[str]:
     if spec.get("authOptions", {}).get("mode") != "token":
-        yield "without authOptions.mode=token whoever reaches it runs code on it"
+        yield "without authOptions.mode=token, anyone who reaches it can run code"
     groups = [("head", spec.get("headGroupSpec", {}))]
     groups += [(group.get("groupName"), group) for group in spec.get("workerGroupSpecs", [])]
     for name, group in groups:

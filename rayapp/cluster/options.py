@@ -55,8 +55,8 @@ def option_problems(platform: str, options: Options) -> list[str]:
         problems.append(f"{platform} is unknown: no such platform. Set one of ecs, kuberay")
     if options.account is None:
         problems.append(
-            "account=none is missing: roles and images are named by it, and no credentials tell "
-            "which it is. Set --account=123456789012"
+            "account=none is missing: names of roles and images contain it, and the credentials do "
+            "not tell it. Set --account=123456789012"
         )
     patterns = {
         "account": (r"[0-9]{12}", "12 digits"),

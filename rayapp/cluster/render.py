@@ -94,7 +94,7 @@ def _machines(
     worker_instance = named_instance(config, problems)
     if config.cluster.instance is None:
         problems.append(
-            "cluster.instance=none is missing: a cluster is made of machines. "
+            "cluster.instance=none is missing: the cluster's nodes need a type. "
             "Set an EC2 instance type, e.g. g5.12xlarge"
         )
     try:
@@ -118,8 +118,8 @@ def _machines(
         f"s3://{bucket(options)}/runs/"
     ):
         problems.append(
-            f"run.storage={storage} is out of reach: a run's role may write to "
-            f"s3://{bucket(options)}/runs alone. Set it to that"
+            f"run.storage={storage} is out of reach: a run's role may write only to "
+            f"s3://{bucket(options)}/runs. Set run.storage to it"
         )
     for what, machine in ((worker_instance.name, worker_instance), (options.head, head)):
         if "x86_64" not in machine.architectures:

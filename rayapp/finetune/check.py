@@ -164,8 +164,8 @@ def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
     owner = next((number for number, entry in enumerate(inputs) if entry.kind == kind), None)
     if owner is None:
         problems.append(
-            f"data.eval_path={config.data.eval_path} is of another kind: it holds {kind}, and "
-            f"{inputs[0].path} {inputs[0].kind}. Give held-out data of the same kind"
+            f"data.eval_path={config.data.eval_path} is of another kind: it holds {kind}, but "
+            f"{inputs[0].path} holds {inputs[0].kind}. Give held-out data of the same kind"
         )
     else:
         inputs[owner] = replace(inputs[owner], eval_source=eval_source)
@@ -229,7 +229,7 @@ def _model(
     if "chat" in kinds and not tokenizer.chat_template:
         problems.append(
             f"data.kind=chat is without a template: {named or config.model.path} "
-            "has no chat_template. Set model.tokenizer to one that has, or use prompt and "
-            "completion"
+            "has no chat_template. Set model.tokenizer to one that has one, or use prompt "
+            "and completion"
         )
     return base, tokenizer

@@ -54,8 +54,8 @@ def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Consol
             [
                 f"train.micro_batch=auto is impossible: the plan of one row is "
                 f"{plan.peak_gib.value:.1f} GiB, and a worker has {plan.capacity_gib:.1f}. Set "
-                "parallel.activation_checkpointing=full, a smaller data.seq_len or model, or start "
-                "it all the same with cluster.ignore_plan=true"
+                "parallel.activation_checkpointing=full, a smaller data.seq_len or model, or "
+                "cluster.ignore_plan=true to start anyway"
             ]
         )
     size = size or 1

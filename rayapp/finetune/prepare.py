@@ -141,7 +141,7 @@ def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
         shown = reasons(prepared.bad, prepared.examples)
         return (
             f"{what} is unusable in {prepared.bad_share:.1%} of its {prepared.records} records: "
-            f"{shown}. Mend them, or allow more with data.bad_rows (now {limit:.1%})"
+            f"{shown}. Correct them, or raise data.bad_rows (now {limit:.1%})"
         )
     if not prepared.counts["train"]["target_tokens"]:
         return f"{what} is empty: no token of its {prepared.records} records bears loss"

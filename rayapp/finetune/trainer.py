@@ -65,8 +65,8 @@ class LanguageTrainer(Trainer):
         lm, packed = self.parts.lm, self.spec.config.data.pack and self.spec.order.num_steps > 0
         if packed and not model.keeps_documents_apart(lm, self.device):
             raise model.Unavailable(
-                f"data.pack=true is not available: in {lm.hf.config.model_type}, as transformers "
-                "has it, the documents of a row see one another. Set data.pack=false"
+                f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
+                "documents of a row attend to one another. Set data.pack=false"
             )
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:

@@ -118,9 +118,9 @@ class JobsClient:
         theirs = getattr(client, "_server_ray_version", None)
         if check_version and theirs != ray.__version__:
             raise JobError(
-                f"the cluster at {address} runs Ray {theirs}, and this rayapp Ray "
-                f"{ray.__version__}: a run needs the same. Build the cluster's image from this "
-                "version of rayapp, or install the one that the cluster has"
+                f"the cluster at {address} runs Ray {theirs}, and this rayapp runs "
+                f"Ray {ray.__version__}: both must be the same. Build the cluster's image from "
+                "this version of rayapp, or install the cluster's version of Ray"
             )
         return cls(address, client)
 
@@ -303,7 +303,7 @@ def _with_scheme(address: str) -> str:
     if "://" in address and not address.startswith(("http://", "https://")):
         raise ConfigError(
             [
-                f"address={address} is no address of the Jobs API: it is asked over HTTP. "
+                f"address={address} is not an address of the Jobs API: rayapp calls it over HTTP. "
                 "Set http://HOST:8265, the address of the cluster's dashboard"
             ]
         )

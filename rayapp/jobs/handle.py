@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 POLL_S = 2.0
 SILENCE_S = 60.0  # `wait` takes a cluster that has not answered for this long to be gone
 QUIET_S = LEASE_RENEWED_S + 5.0  # age of a lease from which the cluster is asked too
-STOPPED_EARLY = "its job was stopped before it had saved: resume it, and it goes on where it was"
+STOPPED_EARLY = "Ray stopped its job before it had saved. Resume the run: it continues where it was"
 
 logger = logging.getLogger("rayapp.jobs")
 
@@ -186,7 +186,7 @@ class Job:
         info = self._remote.info()
         if info is None:
             if now is None:
-                raise NoRun(f"{self.run.url} holds no run, and no job of it is known")
+                raise NoRun(f"{self.run.url} holds no run, and the cluster knows no job of it")
             return now.status
         if now is not None and live and self._remote.started_by() != info.submission_id:
             return now.status  # the live driver is another command's, not this job's
@@ -254,7 +254,9 @@ class Job:
             if not hard:
                 raise
             if not asked:
-                logger.warning("%s has not left after %.0f s: its job is ended", self.name, wait_s)
+                logger.warning(
+                    "%s has not stopped after %.0f s: its job is stopped now", self.name, wait_s
+                )
                 self._remote.end()
             return self.wait()
 
@@ -277,8 +279,10 @@ class Job:
         if status == DONE or status not in EXIT_CODES:
             raise ConfigError([f"run {self.run.url} is {status}: there is nothing to resume"])
         if not self._remote.ids():
-            problem = "was not submitted: neither a note nor an event in its folder names a job"
-            raise ConfigError([f"run {self.run.url} {problem}. Start it as it was started before"])
+            problem = "was not submitted: no note or event in its folder names a job"
+            raise ConfigError(
+                [f"run {self.run.url} {problem}. Start it with the same command as before"]
+            )
         if self._sent is not None:
             config, shipment = self._sent[0], replace(self._sent[1], **given)
         else:

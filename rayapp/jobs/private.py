@@ -53,8 +53,8 @@ def link_problems(folder: Path, excludes: list[str], gitignore: bool) -> list[st
         return []
     return [
         f"working_dir={folder} is not safe to send: {_some(sorted(links))} lead out of the "
-        "folder, and what is there would be sent too. Name them in .rayignore, or copy what the "
-        "run needs"
+        "folder, and their targets would be sent too. List them in .rayignore, or copy the files "
+        "that the run needs"
     ]
 
 
@@ -69,8 +69,8 @@ def secret_problems(folder: Path, package: bytes) -> list[str]:
         return []
     return [
         f"working_dir={folder} is not safe to send: {_some(sorted(names))} may hold secrets, and "
-        "whoever sees the cluster can read a package. Name them in .rayignore, and give what "
-        "the run needs by secrets"
+        "everyone who can see the cluster can read the package. List them in .rayignore, and pass "
+        "what the run needs by secrets"
     ]
 
 

@@ -76,8 +76,9 @@ class RemoteJob:
         info = self._newest(cluster, ids)
         if info is None:
             raise JobError(
-                f"no job {' or '.join(ids)} of {self.run.url} is known at {cluster.address}: it is "
-                f"another cluster, or has forgotten it.{self._elsewhere() or ' Set its address'}"
+                f"no job {' or '.join(ids)} of {self.run.url} is known at {cluster.address}: that "
+                "is another cluster, or it no longer lists the job."
+                f"{self._elsewhere() or ' Set its address'}"
             )
         return cluster, info
 
@@ -106,8 +107,9 @@ class RemoteJob:
         cluster, info = self.or_fail()
         if not is_of(info, self.run.url):
             raise JobError(
-                f"job {info.submission_id} is not ended: its command line does not say that it is "
-                f"of {self.run.url}. Run `ray job stop {info.submission_id}` if it is"
+                f"job {info.submission_id} is not stopped: its command line does not name "
+                f"{self.run.url}. If it is a job of this run, run "
+                f"`ray job stop {info.submission_id}`"
             )
         cluster.stop(info.submission_id)
 

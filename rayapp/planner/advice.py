@@ -86,8 +86,8 @@ def size_problem(plan: Answer | None) -> str | None:
     return (
         f"cluster.instance={question.instance.name} is too small: the plan is "
         f"{plan.peak_gib.value:.1f} GiB of "
-        f"{plan.capacity_gib:.1f} on each of {question.workers} workers. Set {what}, or start it "
-        "all the same with cluster.ignore_plan=true"
+        f"{plan.capacity_gib:.1f} on each of {question.workers} workers. Set {what}, or "
+        "cluster.ignore_plan=true to start anyway"
     )
 
 
@@ -243,8 +243,9 @@ def cheapest(
     if not candidates:
         raise ConfigError(
             [
-                f"cluster.instance is without an answer: nothing in {question.region} with a known "
-                "price holds this model in up to 32 nodes. Set model.lora or a smaller model"
+                "cluster.instance is not found: no instance with a known price in "
+                f"{question.region} holds this model on up to 32 nodes. Set model.lora or a "
+                "smaller model"
             ]
         )
     meet = [
@@ -262,7 +263,7 @@ def cheapest(
     raise ConfigError(
         [
             f"{asked} is impossible: the fastest is {_named(fast)}, the cheapest {_named(cheap)}. "
-            "Set fewer train.max_steps, or limits that one of them meets"
+            "Lower train.max_steps, or raise a limit"
         ]
     )
 

@@ -216,8 +216,8 @@ def _memory(question: Question) -> Answer:
     plan = Answer(question, fits, peak, peak_gib, capacity)
     if capacity is not None and fits and peak_gib.high > capacity:
         plan.reasons.append(
-            f"memory is tight: {peak_gib.value:.1f} GiB of {capacity:.1f}, and {peak_gib.high:.1f} "
-            "is within the band"
+            f"memory is tight: the plan is {peak_gib.value:.1f} GiB of {capacity:.1f}, and its "
+            f"band reaches {peak_gib.high:.1f}"
         )
     return plan
 
@@ -275,8 +275,8 @@ def _hours(plan: Answer, rate: Band, goodput: float) -> Band | None:
     if question.steps is None:
         what = "data.count (of images)" if _of_images(question) else "train.max_steps"
         plan.reasons.append(
-            f"hours and cost are unknown: the number of steps is. Set {what}, or plan the "
-            "folder of a run whose data are prepared"
+            f"hours and cost are unknown: the number of steps is unknown. Set {what}, or plan "
+            "the folder of a run with prepared data"
         )
         return None
     busy = rate.inverse(question.steps * question.amount_per_step / 3600 / goodput)

@@ -226,9 +226,9 @@ def _shape(config: Config, model: Mapping[str, Any] | None, problems: list[str])
             vocabulary = vocabulary_of(config, values["vocab_size"], preset=True)
             if vocabulary is None:
                 problems.append(
-                    f"model.tokenizer={config.model.tokenizer} is not at hand: a plan needs the "
-                    "tokenizer's size and never uses the network. Give a local folder with "
-                    "tokenizer.json, or set model.overrides.vocab_size"
+                    f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "
+                    "needs the tokenizer's size and never uses the network. Give a local folder "
+                    "with tokenizer.json, or set model.overrides.vocab_size"
                 )
                 return None
             values["vocab_size"] = vocabulary

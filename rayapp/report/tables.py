@@ -161,7 +161,7 @@ def _calibrated(run: ReportedRun) -> list[str]:
     foretold_s = seconds["calibrated"] if seconds else None
     rest_s = seconds["measured"] if seconds else None
     ratio = f"{rest_s / foretold_s:.2f}" if foretold_s and rest_s else ""
-    label = "step, s, foretold by its first ten"
+    label = "step, s, predicted by its first ten"
     return [label, words.number(foretold_s), words.number(rest_s), ratio, "", ""]
 
 

@@ -237,7 +237,7 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
     else:
         what = "is not finite"
         cause = (
-            f"rows {shown} of the prepared data give it"
+            f"rows {shown} of the prepared data cause it"
             if broken
             else "each row alone gives a finite loss"
         )
@@ -247,17 +247,15 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
     )
     if not engine.skip_bad:
         raise BadLoss(
-            f"{message}; lower train.lr, or mend or remove those rows", batch.step + 1, broken
+            f"{message}; lower train.lr, or correct or remove those rows", batch.step + 1, broken
         )
     if engine.skips >= MAX_SKIPS:
         fix = (
             "Raise train.spike_sigmas or set train.on_spike=none, and run the same command"
             if finite
-            else "Lower train.lr, in a run of another run.name"
+            else "Lower train.lr, and set another run.name"
         )
-        problem = (
-            f"it is the bad step number {engine.skips} in a row, so those rows are not the cause"
-        )
+        problem = f"it is bad step number {engine.skips} in a row, so those rows are not the cause"
         raise BadLoss(f"{message}; {problem}. {fix}", batch.step + 1, broken)
     if dist.get_rank() == 0:
         logger.warning("%s, and training goes on", message)

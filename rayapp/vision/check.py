@@ -116,7 +116,7 @@ def classes_problem(config: VisionConfig, classes: tuple[str, ...]) -> str | Non
     if config.model.from_scratch or own == len(classes):
         return None
     return (
-        f"model.path={config.model.path} is for other classes: its last layer has {own}, and the "
+        f"model.path={config.model.path} is for other classes: its last layer has {own}, but the "
         f"data have {len(classes)}. Set model.from_scratch=true, or give a model of these classes"
     )
 

@@ -222,8 +222,9 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
         ]
         if lost:
             raise NoneUsable(
-                f"{folder.url} is not usable: no checkpoint in it is whole ({'; '.join(lost)}). "
-                f"Restore the files of one, its {MARKER} too, from a copy, or move the folder away "
+                f"{folder.url} is not usable: none of its checkpoints can be used ("
+                f"{'; '.join(lost)}). "
+                f"Restore the files of one from a copy, with its {MARKER}, or move the folder away "
                 "to train from step 1 again"
             )
     return newest, skipped
@@ -311,7 +312,9 @@ def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
     marked = read_marker(folder, name)
     files = marked.files
     if run is not None and marked.run is not None and marked.run != run:
-        raise CheckpointError(f"it is of another run: {marked.run}, and {RUN_ID} has {run}")
+        raise CheckpointError(
+            f"it is of another run: its id is {marked.run}, and {RUN_ID} has {run}"
+        )
     sizes = {entry.name: entry.size for entry in folder.list()}
     for each, file in files.items():
         if each not in sizes:

@@ -119,7 +119,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
         if dist.get_rank() == 0:
             marker.refuse(storage, checkpoint.name, str(damage))
         dist.barrier()
-        raise StartAgain(f"{damage}; it is refused from now on") from damage
+        raise StartAgain(f"{damage}; this checkpoint is not used again") from damage
     known = wanted.get("scales", {rank: {}})[rank]
     dcp_state.set_state_dict(
         trainer.model,
@@ -169,8 +169,8 @@ def check_cursor(spec: AnySpec, state: marker.State) -> None:
     if cursor.fingerprint != spec.data.fingerprint:
         changed = ", ".join(differences(state["data"], spec.data.parts))
         raise Resumed(
-            f"the data are not those of the checkpoint at step {state['step']}: changed {changed}. "
-            "Restore them, or give the run another run.name"
+            f"the data differ from those of the checkpoint at step {state['step']}: changed "
+            f"{changed}. Restore them, or set another run.name"
         )
     assert spec.order.step_of(cursor) == state["step"], (cursor, state["step"])
 
