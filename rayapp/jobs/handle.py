@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 POLL_S = 2.0
 SILENCE_S = 60.0  # `wait` takes a cluster that has not answered for this long to be gone
 QUIET_S = LEASE_RENEWED_S + 5.0  # age of a lease from which the cluster is asked too
-STOPPED_EARLY = "Ray stopped its job before it had saved. Resume the run: it continues where it was"
+STOPPED_EARLY = "its job was stopped before it had saved. Resume it: it continues where it was"
 
 logger = logging.getLogger("rayapp.jobs")
 
@@ -254,9 +254,7 @@ class Job:
             if not hard:
                 raise
             if not asked:
-                logger.warning(
-                    "%s has not stopped after %.0f s: its job is stopped now", self.name, wait_s
-                )
+                logger.warning("%s runs on after %.0f s: Ray ends its job", self.name, wait_s)
                 self._remote.end()
             return self.wait()
 
@@ -280,9 +278,7 @@ class Job:
             raise ConfigError([f"run {self.run.url} is {status}: there is nothing to resume"])
         if not self._remote.ids():
             problem = "was not submitted: no note or event in its folder names a job"
-            raise ConfigError(
-                [f"run {self.run.url} {problem}. Start it with the same command as before"]
-            )
+            raise ConfigError([f"run {self.run.url} {problem}. Run its first command again"])
         if self._sent is not None:
             config, shipment = self._sent[0], replace(self._sent[1], **given)
         else:

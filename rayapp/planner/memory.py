@@ -251,11 +251,9 @@ def _adapter_bytes(layout: Layout) -> float:
 
 
 def _moments(layout: Layout) -> list[Peak]:
-    shape, e, tokens = layout.shape, layout.element, layout.tokens
-    hidden = shape.hidden
+    shape, e, tokens, hidden = layout.shape, layout.element, layout.tokens, layout.shape.hidden
     state = state_bytes(layout)
-    if layout.cpu_offload:
-        state = dict.fromkeys(state, 0.0)
+    state = dict.fromkeys(state, 0.0) if layout.cpu_offload else state
     gradients = state.pop("gradients")
     trains_all = layout.lora_rank is None
     block = _gathered_block(layout)
@@ -280,10 +278,10 @@ def _moments(layout: Layout) -> list[Peak]:
     if layout.checkpointing != "none" or layout.activation_offload:
         recomputed = (block_bytes(layout) + _adapter_bytes(layout)) * tokens
     widest = max(linear.active * linear.outputs for linear in shape.linears)
-    in_flight = tokens * e * (2 * hidden + 2 * widest)
-    weights = e * shape.block_parameters + FP32 * block if trains_all else 0.0
-    head = e * shape.embedding_parameters if trains_all else 0.0
-    gathers = gathered + two_blocks + weights + head
+    in_flight = 2 * tokens * e * (hidden + widest)
+    gathers = gathered + two_blocks
+    if trains_all:  # the gradients of a block's weights and of the head
+        gathers += e * (shape.block_parameters + shape.embedding_parameters) + FP32 * block
     backward = {
         "gradients": accumulated,
         "activations": activations + recomputed + in_flight,

@@ -223,9 +223,8 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
         if lost:
             raise NoneUsable(
                 f"{folder.url} is not usable: none of its checkpoints can be used ("
-                f"{'; '.join(lost)}). "
-                f"Restore the files of one from a copy, with its {MARKER}, or move the folder away "
-                "to train from step 1 again"
+                f"{'; '.join(lost)}). Restore the files of one from a copy, with its {MARKER}, or "
+                "move the folder away to train from step 1 again"
             )
     return newest, skipped
 
