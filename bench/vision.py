@@ -202,6 +202,7 @@ def loops(rank: int, folder: str, rounds: int, steps: int, model: str) -> None:
     from rayapp.storage import open_storage
     from rayapp.train.spec import ImageSpec
     from rayapp.vision.prepare import order_of
+    from rayapp.vision.rows import transform_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{model}", rank=rank, world_size=2)
@@ -212,7 +213,7 @@ def loops(rank: int, folder: str, rounds: int, steps: int, model: str) -> None:
     images = load_index(open_storage(f"{folder}/index") / recipe.fingerprint)
     assert images is not None
     order = order_of(config, images)
-    look = ImageSpec("rayapp.vision", config, images, order, "").look
+    look = transform_of(config)
     batches = list(local_steps(images.rows("train"), look, order, rank, 2, 0))
     for number in range(rounds + 1):  # the first of each is thrown away
         spec = ImageSpec("rayapp.vision", config, images, order, f"{folder}/{model}-{number}")
