@@ -128,9 +128,7 @@ class ImageShape:
         return 6.0 * self.macs
 
 
-def image_shape_of(
-    config: Mapping[str, Any], size: int, classes: int | None = None, same: bool = False
-) -> ImageShape:
+def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> ImageShape:
     """Return the shape that a config.json describes, for images of `size` x `size` pixels.
 
     `same` pads EfficientNet's odd sides as its paper does; transformers drops a row instead.
@@ -143,7 +141,7 @@ def image_shape_of(
         near = difflib.get_close_matches(kind, FAMILIES, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(sorted(FAMILIES))}"
         raise UnknownShape(f"model_type={kind} is unknown: its layers are not known. {hint}")
-    classes = classes or classes_of(config)
+    classes = classes_of(config)
     stack = _Stack(size)
     top = FAMILIES[kind](config, stack, same)
     if stack.side < 1:
