@@ -666,6 +666,35 @@ def test_skips_in_a_row_end_the_run(engine: loop.Engine, bad: float, fix: str) -
     assert caught.value.step == 50 + loop.MAX_SKIPS - 3
 
 
+def test_a_skipped_step_leaves_no_gradient_behind(engine: loop.Engine) -> None:
+    """Of a spike, and of a gradient that is not finite though the loss is."""
+    (weight,) = engine.model.parameters()
+    weight.register_hook(lambda slope: torch.where(slope == 0.5, math.inf, slope))
+    engine.spikes, engine.skip_bad, engine.lr_at = Spikes(6.0, [1.0] * 64), True, lambda step: 0.1
+    steps = [OneRow(number, loss) for number, loss in enumerate([1.0, 9.0, 1.0, 0.5, 1.0])]
+    lines: list[Any] = list(loop.train(engine, steps))
+    assert [line["skipped"] for line in lines] == [False, True, False, True, False]
+    assert [line["grad_norm"] for line in lines] == [1.0, 9.0, 1.0, math.inf, 1.0]
+    assert weight.item() == pytest.approx(1.0 - 3 * 0.1)
+
+
+def test_weights_that_a_save_reads_do_not_change(engine: loop.Engine) -> None:
+    """The next step runs meanwhile, but for its update."""
+    (weight,) = engine.model.parameters()
+    read: list[float] = []
+    engine.lr_at, engine.save_due = lambda step: 0.1, lambda step: step == 1
+    engine.settle = lambda: read.append(weight.item())
+    list(loop.train(engine, [OneRow(number, 1.0) for number in range(3)]))
+    assert read == [pytest.approx(0.9)] and weight.item() == pytest.approx(0.7)
+
+
+def test_an_evaluation_drops_nothing_out_and_training_goes_on(engine: loop.Engine) -> None:
+    modes: list[bool] = []
+    engine.model.register_forward_hook(lambda *call: modes.append(engine.model.training))
+    found = loop.evaluate(engine, [OneRow(0, 1.0)] * 2, lambda batch, i, out: [float(out[1]), 1.0])
+    assert found == [2.0, 2.0] and modes == [False, False] and engine.model.training
+
+
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0 - 5e-7, 5.0, 5.1])
 def test_a_gradient_is_clipped_as_pytorch_does(limit: float | None) -> None:
     """Above the limit, just at it, and below it, where it is left alone."""
