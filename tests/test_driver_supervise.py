@@ -42,7 +42,7 @@ def watch(
     """Watch an attempt of LOOKS looks, calling `look` at each; return the steps that were shown."""
     fit: Future[None] = Future()
     shown: list[int] = []
-    looks = itertools.count(1)
+    looks, asks = itertools.count(1), itertools.count(1)
 
     def check() -> None:
         count = next(looks)
@@ -50,9 +50,14 @@ def watch(
         if count == LOOKS:
             fit.set_result(None)
 
+    def asked() -> bool:
+        if next(asks) == 2 * LOOKS:  # `check` is not called
+            fit.set_result(None)
+        return stop_asked
+
     journal: Any = SimpleNamespace(saw=lambda line: shown.append(line["step"]))
     bar: Any = SimpleNamespace(update=lambda line: None, note=lambda text: None)
-    stop: Any = SimpleNamespace(asked=lambda: stop_asked)
+    stop: Any = SimpleNamespace(asked=asked)
     lease: Any = SimpleNamespace(check=check)
     supervise._watch(run, bar, fit, lease, stop, journal, None)
     return shown

@@ -160,8 +160,8 @@ def two_workers(inputs: Path) -> tuple[list[Any], Any]:
     return train(config_of(inputs, "two"), inputs, world=2)
 
 
-def oracle(folder: Path) -> tuple[list[float], float, float]:
-    """Train in plain PyTorch; return the losses, the held-out nats per token, and per byte."""
+def oracle(folder: Path) -> tuple[list[float], list[float], float, float]:
+    """Train in plain PyTorch; return losses, gradient norms, held-out nats per token and byte."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     data = TEXT.encode()
@@ -187,13 +187,13 @@ def oracle(folder: Path) -> tuple[list[float], float, float]:
     # A packed row holds one full piece here, or the short last one; which row is which is known
     # from `pack`: rows are ordered by their first piece.
     order = Order.for_steps(len(pieces["train"]), ROWS, MICRO_BATCH, 3, STEPS)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         batch = [pieces["train"][row] for row in order.rows(step)]
         targets = sum(len(piece) - 1 for piece in batch)
         total = sum((loss_of(piece) for piece in batch), start=torch.zeros(()))
         (total / targets).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         done = (step - 5) / (STEPS - 5)
         rate = 3e-3 * (
             (step + 1) / 5 if step < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
@@ -206,15 +206,17 @@ def oracle(folder: Path) -> tuple[list[float], float, float]:
     with torch.no_grad():
         held_out = sum(float(loss_of(piece)) for piece in pieces["eval"])
     targets = sum(len(piece) - 1 for piece in pieces["eval"])
-    return losses, held_out / targets, held_out / (len(data) - boundary - 1)
+    return losses, norms, held_out / targets, held_out / (len(data) - boundary - 1)
 
 
 def test_two_workers_equal_a_plain_loop_at_every_step(
     inputs: Path, two_workers: tuple[list[Any], Any]
 ) -> None:
     lines, summary = two_workers
-    losses, held_out, per_byte = oracle(inputs)
+    losses, norms, held_out, per_byte = oracle(inputs)
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-4)
+    np.testing.assert_allclose([line["grad_norm"] for line in lines], norms, rtol=1e-3)
+    assert max(norms) > 1  # so clipping is compared as well
     assert abs(summary["eval_loss"] - held_out) < 1e-4
     assert abs(summary["eval_loss_per_byte"] - per_byte) < 1e-4
     assert losses[-1] < losses[0] - 1  # it has learned something, so the comparison means something
