@@ -31,8 +31,8 @@ TRAINING = (
     Mutation(
         "clip-by-own-norm",
         LOOP,
-        "length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)",
-        "length = float(norm.to_local() if isinstance(norm, DTensor) else norm)",
+        "norm = nn.utils.get_total_norm(each.grad for each in",
+        'norm = nn.utils.get_total_norm(getattr(each.grad, "_local_tensor", each.grad) for each in',
         WHOLE_RUN,
     ),
     Mutation(
