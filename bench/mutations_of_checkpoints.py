@@ -8,8 +8,8 @@ RANK = "rayapp/train/rank.py"
 STATE, SAVER, MARKER, STAGING = (
     f"rayapp/train/checkpoint/{name}.py" for name in ("state", "saver", "marker", "staging")
 )
-OF_CHECKPOINT = "tests/test_checkpoint.py"
-OF_STATE = "tests/test_driver_state.py"
+OF_CHECKPOINT = "tests/test_train_checkpoint.py"
+OF_STATE = "tests/test_train_state.py"
 
 CHECKPOINTS = (
     # ---- What a checkpoint holds, and a resume restores

@@ -21,7 +21,7 @@ OF_LEASE = "tests/test_driver_lease.py"
 OF_STOP = "tests/test_driver_stop.py"
 OF_RECOVERY = "tests/test_driver_recovery.py"
 OF_PLACEMENT = "tests/test_driver_placement.py"
-OF_METRICS = "tests/test_metrics.py"
+OF_METRICS = "tests/test_observe_metrics.py"
 OF_SUPERVISE = "tests/test_driver_supervise.py"
 
 DRIVER = (

@@ -8,7 +8,7 @@ LOOP, LOSS, OPTIMIZER = (f"rayapp/train/{name}.py" for name in ("loop", "loss", 
 SYNC, SPIKES, SCHEDULE = (
     f"rayapp/train/{name}.py" for name in ("step_sync", "loss_spikes", "schedule")
 )
-OF_LOOP = "tests/test_loop.py"
+OF_LOOP = "tests/test_train_loop.py"
 WHOLE_RUN = f"{OF_LOOP} -k plain_loop"
 ONE_STEP = f"{OF_LOOP} -k 'who_leaves or in_a_row or behind or reads or drops or clipped'"
 
@@ -105,35 +105,35 @@ TRAINING = (
         SYNC,
         "order.combine([high << 32, low])",
         "order.combine([high, low])",
-        "tests/test_agreement.py",
+        "tests/test_train_step_sync.py",
     ),
     Mutation(
         "no-target-divides-by-zero",
         SYNC,
         "return max(self.sums[0], 1)",
         "return self.sums[0]",
-        "tests/test_agreement.py",
+        "tests/test_train_step_sync.py",
     ),
     Mutation(
         "last-step-unsaved",
         SCHEDULE,
         "due = step == self.num_steps or bool(every_steps and step % every_steps == 0)",
         "due = bool(every_steps and step % every_steps == 0)",
-        "tests/test_driver_pace.py",
+        "tests/test_train_schedule.py",
     ),
     Mutation(
         "clock-of-saves-stands",
         SCHEDULE,
         "        if due:\n            self.saved_at = time.monotonic()\n",
         "",
-        "tests/test_driver_pace.py",
+        "tests/test_train_schedule.py",
     ),
     Mutation(
         "room-seen-once",
         SCHEDULE,
         "if before and fitted:",
         "if fitted:",
-        "tests/test_driver_pace.py",
+        "tests/test_train_schedule.py",
     ),
     # ---- Loss, optimizers, spikes
     Mutation(
@@ -141,56 +141,56 @@ TRAINING = (
         LOSS,
         "slope, share = 1 + 2 * z_loss * log_z,",
         "slope, share = 1 + z_loss * log_z,",
-        "tests/test_loss.py",
+        "tests/test_train_loss.py",
     ),
     Mutation(
         "z-loss-of-padding",
         LOSS,
         "added += torch.where(valid, extra + z_loss * log_z**2, 0).sum()",
         "added += (extra + z_loss * log_z**2).sum()",
-        "tests/test_loss.py",
+        "tests/test_train_loss.py",
     ),
     Mutation(
         "softmax-in-bf16",
         LOSS,
         "log_p = torch.log_softmax(logits, 1, dtype=sums)",
         "log_p = torch.log_softmax(logits, 1).to(sums)",
-        "tests/test_loss.py",
+        "tests/test_train_loss.py",
     ),
     Mutation(
         "padding-trains-the-head",
         LOSS,
         "_add_product(grad_weight, gradient.T, hidden[part] * valid)",
         "_add_product(grad_weight, gradient.T, hidden[part])",
-        "tests/test_loss.py",
+        "tests/test_train_loss.py",
     ),
     Mutation(
         "first-step-at-rate-zero",
         OPTIMIZER,
         "return peak * (step + 1) / warmup_steps",
         "return peak * step / warmup_steps",
-        "tests/test_optim.py",
+        "tests/test_train_optimizer.py",
     ),
     Mutation(
         "decay-begins-early",
         OPTIMIZER,
         "start = max(warmup_steps, num_steps - round(decay * num_steps))",
         "start = max(warmup_steps, round(decay * num_steps))",
-        "tests/test_optim.py",
+        "tests/test_train_optimizer.py",
     ),
     Mutation(
         "embeddings-decay",
         OPTIMIZER,
         "matrix = parameter.ndim >= 2 and id(parameter) not in embeddings",
         "matrix = parameter.ndim >= 2",
-        "tests/test_optim.py",
+        "tests/test_train_optimizer.py",
     ),
     Mutation(
         "rate-of-the-first-group",
         OPTIMIZER,
         "        for group in optimizer.param_groups:\n            if isinstance(",
         "        for group in optimizer.param_groups[:1]:\n            if isinstance(",
-        "tests/test_optim.py",
+        "tests/test_train_optimizer.py",
     ),
     Mutation(
         "spikes-raise-the-threshold",
@@ -198,6 +198,6 @@ TRAINING = (
         "            return True\n        self.losses.append(loss)\n",
         "            self.losses.append(loss)\n            return True\n"
         "        self.losses.append(loss)\n",
-        "tests/test_spikes.py",
+        "tests/test_train_loss_spikes.py",
     ),
 )

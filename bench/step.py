@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from rayapp.config import Config, load
-from rayapp.planner.formulas import mean_context, model_flops
-from rayapp.planner.formulas import shape_of as formula_shape
+from rayapp.planner.flops import mean_context, model_flops
+from rayapp.planner.shape import shape_of as formula_shape
 from rayapp.presets import config_of
 
 WARM_UP_STEPS = 4

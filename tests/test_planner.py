@@ -15,8 +15,9 @@ from published_runs import DOC, RUNS, machine, table
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict, load
 from rayapp.hardware import GPUS, INSTANCES
-from rayapp.planner.formulas import mean_context, shape_of
+from rayapp.planner.flops import mean_context
 from rayapp.planner.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
+from rayapp.planner.shape import shape_of
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Machine, Workload, collective_s, machine_of
 from rayapp.presets import PRESETS, config_of

@@ -29,7 +29,7 @@ from processes import spawn
 
 from rayapp import __main__ as entry
 from rayapp.cluster.preflight import __main__ as command
-from rayapp.cluster.preflight import collectives, facts, nccl, node_probe, page
+from rayapp.cluster.preflight import collectives, facts, node_probe, page
 from rayapp.cluster.preflight.assessment import assess
 from rayapp.cluster.preflight.facts import (
     ClusterFacts,
@@ -106,7 +106,7 @@ LOGS = {
 @pytest.mark.parametrize("name", LOGS)
 def test_the_network_is_read_from_nccls_log(name: str) -> None:
     lines, network = LOGS[name]
-    assert nccl.network_of(HOST + line for line in lines) == network
+    assert collectives.network_of(HOST + line for line in lines) == network
 
 
 # --- the assess ---------------------------------------------------------------------------------

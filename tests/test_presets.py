@@ -7,7 +7,7 @@ import torch
 
 from rayapp import model, presets
 from rayapp.model.sharding import find_blocks
-from rayapp.planner.formulas import shape_of
+from rayapp.planner.shape import shape_of
 
 NAMES = sorted(path.parent.name for path in presets.FOLDER.glob("*/config.json"))
 

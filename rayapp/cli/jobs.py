@@ -13,13 +13,12 @@ import yaml
 
 from rayapp.config import ConfigError, arguments
 from rayapp.jobs import JobError, SubmitOptions
-from rayapp.jobs.figures import figures
 from rayapp.jobs.handle import Job, job
 from rayapp.jobs.remote import runs_of
 from rayapp.jobs.submission import Again
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES, Exit
-from rayapp.observe.status import NoRun, Progress, read
+from rayapp.observe.status import NoRun, Progress, figures, read
 from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import Storage, StorageError, open_storage
 

@@ -17,7 +17,6 @@ import yaml
 
 from rayapp.cluster import image
 from rayapp.cluster.check import check_task_definition
-from rayapp.cluster.prices import cost_line
 from rayapp.cluster.sizes import (
     HEAD_DISK_GIB,
     HUGEPAGES_HOST_MIB,
@@ -25,11 +24,12 @@ from rayapp.cluster.sizes import (
     WORKER_DISK_GIB,
     Fleet,
     Node,
+    cost_line,
     fleet,
     node,
 )
 from rayapp.config import ConfigError, RunConfig
-from rayapp.config.shipped import shipped
+from rayapp.config.text import shipped
 from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
 from rayapp.planner.machines import named_instance
 

@@ -1,14 +1,13 @@
-"""YAML as it is read and written: 1.2, and no key twice."""
+"""Read and write YAML 1.2 without double keys; find the folders that come with the package."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-
-from rayapp.config.shipped import config_file
 
 
 class _Loader(yaml.SafeLoader):
@@ -101,3 +100,22 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def shipped(name: str) -> Path:
+    """Return the folder `cluster` or `configs` as it came with this rayapp."""
+    inside = PACKAGE / "_files" / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def config_file(path: str) -> Path:
+    """Return a config's file; `configs/tiny_cpu.yaml` and `tiny_cpu` are found from any folder.
+
+    A file of that path wins over the one that came with rayapp.
+    """
+    name = path.removeprefix("configs/").removesuffix(".yaml")
+    ours = {file.stem: file for file in shipped("configs").glob("*.yaml")}
+    return Path(path) if Path(path).exists() else ours.get(name, Path(path))

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rayapp.config.units import unit_of
+from rayapp.config.fields import unit_of
 from rayapp.observe.records import HeldOut, MetricsLine, RunResult, figure
 from rayapp.observe.words import clock, formed
 

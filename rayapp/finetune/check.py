@@ -18,7 +18,7 @@ from rayapp.data import heads, sources, tokens
 from rayapp.driver import checks, command
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
-from rayapp.planner.formulas import UnknownShape, shape_of
+from rayapp.planner.shape import UnknownShape, shape_of
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.storage import StorageError, open_storage
 

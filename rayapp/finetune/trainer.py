@@ -21,7 +21,8 @@ from rayapp.finetune.build import Parts, compile_gain, make_parts
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
 from rayapp.observe.run_folder import ADAPTER, MODEL
-from rayapp.planner import formulas
+from rayapp.planner.flops import model_flops
+from rayapp.planner.shape import UnknownShape, shape_of
 from rayapp.storage import Storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
@@ -180,13 +181,13 @@ def mfu_of(
     lora = spec.config.model.lora
     options = (None, ()) if lora is None else (lora.rank, lora.targets)
     try:
-        shape = formulas.shape_of(parts.lm.hf.config.to_dict())
-    except formulas.UnknownShape:
+        shape = shape_of(parts.lm.hf.config.to_dict())
+    except UnknownShape:
         peak = None
     if peak is None:
         return lambda tokens, pairs, seconds: None
-    of_token = formulas.model_flops(shape, 0.0, *options)
-    of_pair = formulas.model_flops(shape, 1.0, *options) - of_token  # linear in attended pairs
+    of_token = model_flops(shape, 0.0, *options)
+    of_pair = model_flops(shape, 1.0, *options) - of_token  # linear in attended pairs
     all_of_them = peak * dist.get_world_size()
     return lambda tokens, pairs, seconds: (
         (tokens * of_token + pairs * of_pair) / seconds / all_of_them

@@ -8,11 +8,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config.units import unit_of
-from rayapp.jobs.figures import figures, share_of_waiting
+from rayapp.config.fields import unit_of
 from rayapp.observe.records import MetricsLine, figure
 from rayapp.observe.run_folder import EXIT_CODES
-from rayapp.observe.status import Progress
+from rayapp.observe.status import Progress, figures, share_of_waiting
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job

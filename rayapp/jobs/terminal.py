@@ -10,11 +10,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rayapp.jobs.figures import figures, share_of_waiting
 from rayapp.jobs.page import thin
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES
-from rayapp.observe.status import Progress
+from rayapp.observe.status import Progress, figures, share_of_waiting
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job

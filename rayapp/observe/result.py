@@ -9,7 +9,7 @@ import time
 from typing import cast
 
 from rayapp.config import RunConfig
-from rayapp.config.units import unit_of
+from rayapp.config.fields import unit_of
 from rayapp.observe import metrics
 from rayapp.observe.goodput import account, commands
 from rayapp.observe.records import (

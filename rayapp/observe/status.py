@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from rayapp.config.fields import unit_of
 from rayapp.observe import metrics
 from rayapp.observe.goodput import (
     ENDED,
@@ -22,7 +24,7 @@ from rayapp.observe.goodput import (
     commands,
     read_events,
 )
-from rayapp.observe.records import Event, MetricsLine, Plan, RunResult
+from rayapp.observe.records import Event, MetricsLine, Plan, RunResult, figure
 from rayapp.observe.run_folder import (
     CONFIG,
     EVENTS,
@@ -38,6 +40,7 @@ from rayapp.observe.run_folder import (
     STOP,
     STOPPING,
 )
+from rayapp.observe.words import UNKNOWN, clock, formed
 from rayapp.storage import Storage
 
 LIVE_S = LEASE_TAKEN_S + 10.0  # a lease that is older has no driver; clocks may differ by 10 s
@@ -186,3 +189,38 @@ def left_s(lines: list[MetricsLine], num_steps: int | None) -> float | None:
     if num_steps is None or not recent:
         return None
     return (num_steps - lines[-1]["step"]) * statistics.fmean(recent)
+
+
+RECENT = 50  # steps that `share_of_waiting` covers
+
+
+def figures(now: Progress) -> dict[str, str]:
+    """Return {label: text} of a run's progress; `n/a` for what is not known."""
+    line: Mapping[str, object] = now.line or {}
+    account, at_end_usd, unit = now.account, now.cost_at_end_usd, unit_of(line)
+    return {
+        "step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else ""),
+        "loss": formed(figure(line, "loss"), ".4f"),
+        f"{unit.many}/s": formed(figure(line, unit.per_s), ",.0f"),
+        "MFU": formed(figure(line, "mfu"), ".1%"),
+        "memory": formed(figure(line, "peak_gib"), ".2f", " GiB"),
+        "workers": formed(figure(line, "workers"), "d"),
+        "goodput": formed(account.goodput.get("step") if account.wall_s else None, ".0%"),
+        "time left": UNKNOWN if now.left_s is None else clock(now.left_s),
+        "time": clock(account.wall_s),
+        "cost": formed(account.cost_usd, ",.2f", " USD")
+        + ("" if at_end_usd is None else f" of {at_end_usd:,.2f}"),
+    }
+
+
+def share_of_waiting(lines: list[MetricsLine]) -> str:
+    """Say how long the last steps took, and the shares of data waits and checkpoint stalls."""
+    recent = lines[-RECENT:]
+    step_s = sum(line["step_s"] for line in recent) or 1.0
+    shares = {
+        "waiting for data": sum(line["data_wait_s"] for line in recent) / step_s,
+        "stalled by checkpoints": sum(line["checkpoint_stall_s"] for line in recent) / step_s,
+    }
+    words = ", ".join(f"{share:.2%} {what}" for what, share in shares.items())
+    median_s = statistics.median(line["step_s"] for line in recent)
+    return f"last {len(recent)} steps: {median_s:.3g} s each, {words}"

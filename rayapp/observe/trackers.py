@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rayapp.config import RunConfig
+from rayapp.config.fields import UNITS
 from rayapp.config.text import flatten
-from rayapp.config.units import UNITS
 from rayapp.observe.records import MetricsLine, figure
 from rayapp.observe.run_folder import DONE, FAILED, STOPPED, TENSORBOARD
 from rayapp.storage import Storage

@@ -5,6 +5,9 @@
     cheapest(found.question, deadline_hours=24).question.instance.name
 
 question.py  look up a config's model shape and machines; image_question.py: for classifiers
+shape.py     linear layers, parameters and LoRA adapters, from a config.json
+flops.py     FLOPs per token, of the model and of the hardware; MFU
+memory.py    peak bytes on a GPU, term by term
 step.py      seconds of a step; image_step.py: for classifiers; times.py: what both share
 answer.py    memory, time, cost, checkpoints, goodput
 advice.py    what would fit or be faster, other node counts, the cheapest machines

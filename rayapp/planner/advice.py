@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from rayapp.config import ConfigError
 from rayapp.hardware import INSTANCES
 from rayapp.planner.answer import Answer, answer
-from rayapp.planner.formulas import mean_context
+from rayapp.planner.flops import mean_context
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.machines import per_worker
 from rayapp.planner.memory import Layout

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, cast
 
 from rayapp.hardware import GIB
-from rayapp.planner.formulas import mfu
+from rayapp.planner.flops import mfu
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_step import image_step_time
 from rayapp.planner.memory import Peak, with_slack

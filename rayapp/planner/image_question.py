@@ -16,11 +16,11 @@ from typing import Any
 from rayapp import hardware
 from rayapp.config import ConfigError, VisionConfig
 from rayapp.hardware import Instance
-from rayapp.planner.formulas import UnknownShape
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import ImageShape, image_shape_of
 from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
 from rayapp.planner.question import Question, replica_shards, spare_cpus
+from rayapp.planner.shape import UnknownShape
 from rayapp.planner.times import Workload, machine_of
 from rayapp.planner.trained import read_config_json
 from rayapp.presets.images import IMAGE_PRESETS

@@ -14,12 +14,13 @@ from typing import Any
 
 from rayapp import hardware
 from rayapp.config import Config, ConfigError, VisionConfig
-from rayapp.config.units import IMAGES, TOKENS, Unit
+from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.hardware import Instance
-from rayapp.planner.formulas import Shape, UnknownShape, mean_context, shape_of
+from rayapp.planner.flops import mean_context
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
 from rayapp.planner.memory import Layout
+from rayapp.planner.shape import Shape, UnknownShape, shape_of
 from rayapp.planner.times import Workload, machine_of
 from rayapp.planner.trained import is_preset, read_config_json, vocabulary_of
 from rayapp.presets import PRESETS, config_of

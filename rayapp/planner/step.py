@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, replace
 
 from rayapp.hardware import Gpu
-from rayapp.planner.formulas import Flops, backward_flops, forward_flops, recomputed_flops
+from rayapp.planner.flops import Flops, backward_flops, forward_flops, recomputed_flops
 from rayapp.planner.memory import FP32, Layout, kept_bytes, kept_linears
 from rayapp.planner.times import (
     CONTENTION,

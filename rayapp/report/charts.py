@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rayapp.config.units import IMAGES
+from rayapp.config.fields import IMAGES
 from rayapp.observe import words
 from rayapp.observe.records import band_of
 from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of

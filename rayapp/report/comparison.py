@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayapp.config.units import IMAGES
+from rayapp.config.fields import IMAGES
 from rayapp.observe import words
 from rayapp.observe.words import UNKNOWN
 from rayapp.report.folder import ReportedRun

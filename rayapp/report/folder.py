@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from rayapp.config import parse_yaml
-from rayapp.config.units import IMAGES, TOKENS, Unit
+from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.observe import status as statuses
 from rayapp.observe.goodput import OF_A_STEP, Account, DamagedEvents, commands, read_events
 from rayapp.observe.records import (

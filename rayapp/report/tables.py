@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from rayapp.config import KINDS, Config
+from rayapp.config.fields import IMAGES
 from rayapp.config.text import flatten
-from rayapp.config.units import IMAGES
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.goodput import ENDED, WORKERS

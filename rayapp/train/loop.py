@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rayapp.config.units import TOKENS, Unit
+from rayapp.config.fields import TOKENS, Unit
 from rayapp.observe.metrics import StepRecord
 from rayapp.observe.records import HeldOut
 from rayapp.train.loss_spikes import Spikes

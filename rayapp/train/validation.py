@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 
 from rayapp.observe.records import Validation
 from rayapp.storage import open_storage
-from rayapp.train.checkpoint import loader
+from rayapp.train.checkpoint import state
 from rayapp.train.spec import AnySpec
 
 
@@ -29,7 +29,7 @@ def validate(spec: AnySpec, name: str, step: int) -> Validation:
             trained = dcp_state.StateDictOptions(ignore_frozen_params=True)
             weights = dcp_state.get_model_state_dict(trainer.model, options=trained)
             wanted = {"model": weights, **trainer.tensors()}
-            loader.load(open_storage(spec.run_url), name, wanted)
+            state.load_checkpoint(open_storage(spec.run_url), name, wanted)
             some = dcp_state.StateDictOptions(strict=False)
             dcp_state.set_model_state_dict(trainer.model, weights, options=some)
             engine = trainer.engine(dist.group.WORLD, [])

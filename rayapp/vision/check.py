@@ -13,8 +13,8 @@ from rayapp.driver import checks, command
 from rayapp.driver.ray_session import gpus_have_bf16
 from rayapp.model.classifier import classifier_problems, shape_of_classifier
 from rayapp.observe.run_folder import PREPARED
-from rayapp.planner.formulas import UnknownShape
 from rayapp.planner.image_shape import image_shape_of
+from rayapp.planner.shape import UnknownShape
 from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.storage import StorageError, open_storage
 

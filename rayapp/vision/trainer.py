@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rayapp import hardware, model
-from rayapp.config.units import IMAGES
+from rayapp.config.fields import IMAGES
 from rayapp.data.images.batches import held_out_batches
 from rayapp.model.average import Average
 from rayapp.model.batch_norm import Settling, batch_norms, discard, use_batch_norm

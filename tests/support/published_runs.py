@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rayapp.hardware import GPUS, Gpu
-from rayapp.planner.formulas import Linear, Shape, mean_context, shape_of
+from rayapp.planner.flops import mean_context
 from rayapp.planner.memory import FRAGMENTATION, Layout, peak_memory
+from rayapp.planner.shape import Linear, Shape, shape_of
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Machine, Workload
 from rayapp.presets import config_of

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rayapp.cluster.preflight import nccl
+from rayapp.cluster.preflight import collectives
 from rayapp.cluster.preflight.facts import FactRow, Speed
 
 Pair = tuple[int, int]
@@ -23,7 +23,7 @@ class Worker:
         if gpu:  # NCCL reads these when it makes its first communicator
             folder = tempfile.mkdtemp(prefix="preflight-")
             self._log = Path(folder) / "nccl.log"
-            os.environ |= {**nccl.ENVIRONMENT, "NCCL_DEBUG_FILE": str(self._log)}
+            os.environ |= {**collectives.ENVIRONMENT, "NCCL_DEBUG_FILE": str(self._log)}
         import torch
 
         torch.set_num_threads(1)
@@ -99,7 +99,7 @@ class Worker:
 
         version: Any = torch.cuda.nccl.version()
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        return nccl.network_of(lines), ".".join(map(str, version))
+        return collectives.network_of(lines), ".".join(map(str, version))
 
     def _note(self, step: str) -> None:
         self._at = (self._at[0] + 1, step)

@@ -8,10 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.order import Cursor, differences
 from rayapp.storage import Storage
-from rayapp.train.checkpoint import loader, marker, quantized
+from rayapp.train.checkpoint import marker, quantized
+from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
+from rayapp.train.checkpoint.marker import CheckpointError, Damaged, read_marker
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.spec import AnySpec
@@ -95,7 +102,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
         return 0, [], 0
     check_cursor(spec, found.state)
     wanted = state_tensors(trainer)
-    saved = loader.saved_shapes(storage, found.name)
+    saved = saved_shapes(storage, found.name)
     rank = str(dist.get_rank())
     if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
         del wanted["rng"]
@@ -105,7 +112,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
         wanted["scales"] = {rank: scales}
     own, wanted = wanted["optimizer"], quantized.widened(wanted)
     try:
-        loader.load(storage, found.name, wanted)
+        load_checkpoint(storage, found.name, wanted)
     except marker.Damaged as damage:
         if dist.get_rank() == 0:
             marker.refuse(storage, found.name, str(damage))
@@ -160,3 +167,43 @@ def check_cursor(spec: AnySpec, state: marker.State) -> None:
             "Restore them, or give the run another run.name"
         )
     assert spec.order.step_of(cursor) == state["step"], (cursor, state["step"])
+
+
+def load_checkpoint(storage: Storage, name: str, tensors: Tensors) -> None:
+    """Read a checkpoint into `tensors` in place; each rank reads only what its shards need.
+
+    Raises:
+        Damaged: a file is not what was saved; parts of `tensors` may have been filled.
+        CheckpointError: a tensor is missing or has another shape, or the storage has failed.
+    """
+    try:
+        reader = _Reader(storage / CHECKPOINTS, name)
+        dcp_load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except FAILURES as error:
+        causes: list[BaseException] = [error]
+        if isinstance(error, CheckpointException):
+            causes = [cause for cause, _ in error.failures.values()]
+        damaged = any(isinstance(cause, Damaged) for cause in causes)
+        raise (Damaged if damaged else CheckpointError)(
+            f"{storage.url}/{CHECKPOINTS}/{name} could not be loaded: {reason_of(error)}"
+        ) from error
+
+
+def saved_shapes(storage: Storage, name: str) -> dict[str, tuple[int, ...] | None]:
+    """Return the names in a checkpoint, each with the tensor's shape, or None for an object."""
+    metadata = _Reader(storage / CHECKPOINTS, name).read_metadata().state_dict_metadata
+    return {
+        key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
+        for key, item in metadata.items()
+    }
+
+
+class _Reader(FileSystemReader):
+    """Read shards from `<storage>/<name>` and check them against its marker."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        super().__init__(name)
+        files = read_marker(storage / name, name).files
+        checked = {f"{name}/{file}": facts for file, facts in files.items()}
+        self.fs = Files(storage, checked)  # type: ignore[assignment]
+        self.path = name

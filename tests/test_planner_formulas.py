@@ -11,18 +11,16 @@ from transformers import AutoModelForCausalLM
 
 from rayapp import model
 from rayapp.model.sharding import find_blocks
-from rayapp.planner.formulas import (
-    UnknownShape,
+from rayapp.planner.flops import (
     backward_flops,
     forward_flops,
     hardware_flops,
-    lora_parameters,
     mean_context,
     mfu,
     model_flops,
     recomputed_flops,
-    shape_of,
 )
+from rayapp.planner.shape import UnknownShape, lora_parameters, shape_of
 from rayapp.presets import config_of
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 320}

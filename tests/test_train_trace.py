@@ -15,8 +15,8 @@ import torch
 from rayapp import model
 from rayapp.config import ConfigError, Lora, from_dict
 from rayapp.planner import ask
-from rayapp.planner.formulas import shape_of
 from rayapp.planner.memory import Layout, peak_memory, state_bytes
+from rayapp.planner.shape import shape_of
 from rayapp.presets import PRESETS, config_of
 from rayapp.train.trace import trace, trace_config
 

@@ -35,7 +35,6 @@ from rayapp.observe.run_folder import RUN_ID
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint import files, marker, staging
 from rayapp.train.checkpoint import saver as saving
-from rayapp.train.checkpoint.loader import load, saved_shapes
 from rayapp.train.checkpoint.marker import (
     MARKER,
     METADATA,
@@ -57,6 +56,7 @@ from rayapp.train.checkpoint.marker import (
 from rayapp.train.checkpoint.quantized import narrowed, scales, widened
 from rayapp.train.checkpoint.saver import MAX_FAILURES, Checkpointer
 from rayapp.train.checkpoint.staging import HostCopy
+from rayapp.train.checkpoint.state import load_checkpoint, saved_shapes
 from rayapp.train.optimizer import make_optimizers
 
 SPAWN_S = 120.0  # after which a group of processes is taken to hang
@@ -128,7 +128,7 @@ class Trained:
 
     def load(self, storage: Storage, name: str) -> None:
         tensors = self.tensors()
-        load(storage, name, tensors)
+        load_checkpoint(storage, name, tensors)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -408,7 +408,7 @@ def test_what_is_written(storage: Storage) -> None:
     assert found == SavedCheckpoint("step-00000500", 500, whole, run) and skipped == []
     assert saved_shapes(storage, found.name) == {"a.x": (6,), "a.text": None, "n": None}
     loaded = {"a": {"x": torch.zeros(6), "text": ""}, "n": 0}
-    load(storage, found.name, loaded)
+    load_checkpoint(storage, found.name, loaded)
     assert torch.equal(loaded["a"]["x"], torch.arange(6.0))  # type: ignore[index]
     assert (loaded["a"]["text"], loaded["n"]) == ("words", 3)  # type: ignore[index]
 
@@ -488,7 +488,7 @@ def test_moments_of_8_bits_come_back_bit_by_bit(group: None, tmp_path: Path) -> 
         target, into = state(3)
         loading = {"o": widened(target)} | ({"s": scales(target)} if exact else {})
         assert loading["o"]["step"] is target["step"]
-        load(storage, found.name, loading)
+        load_checkpoint(storage, found.name, loading)
         back = narrowed(target, loading["o"], loading.get("s", {}))
         assert back["moment"] is target["moment"] and float(back["step"]) == 3.0
         if exact:
@@ -515,9 +515,9 @@ def test_load_refuses_what_does_not_fit(tmp_path: Path, group: None) -> None:
     save(storage, 1)
     for wrong in ({"y": torch.zeros(3)}, {"x": torch.zeros(4)}):
         with pytest.raises(CheckpointError, match=r"step-00000001 could not be loaded: .*rank 0"):
-            load(storage, "step-00000001", wrong)
+            load_checkpoint(storage, "step-00000001", wrong)
     with pytest.raises(CheckpointError, match="step-00000009 could not be loaded"):
-        load(storage, "step-00000009", {"x": torch.zeros(3)})
+        load_checkpoint(storage, "step-00000009", {"x": torch.zeros(3)})
 
 
 Damage = tuple[str, Callable[[bytes], bytes | None], str]
@@ -579,7 +579,7 @@ def resumed(storage: Storage) -> tuple[int | None, list[str]]:
             return None, said
         tensors = {"x": torch.zeros(3)}
         try:
-            load(storage, found.name, tensors)
+            load_checkpoint(storage, found.name, tensors)
         except Damaged as damage:
             refuse(storage, found.name, str(damage))
             continue
@@ -725,7 +725,7 @@ def test_tensors_of_several_blocks(storage: Storage, monkeypatch: pytest.MonkeyP
     found, _ = latest(storage)
     assert found is not None
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    load(storage, found.name, loaded)
+    load_checkpoint(storage, found.name, loaded)
     assert equal(loaded, saved)
 
 
@@ -998,7 +998,7 @@ def test_tensors_may_change_when_they_are_copied(
     tensors["x"].fill_(3.0)
     saver.close()
     loaded = {"x": torch.zeros(3)}
-    load(storage, found_name(storage), loaded)
+    load_checkpoint(storage, found_name(storage), loaded)
     assert settled.is_set() and torch.equal(loaded["x"], torch.full((3,), 2.0))
 
 

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageClassification, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rayapp.planner.formulas import UnknownShape
 from rayapp.planner.image_memory import ImageLayout, image_peak, kept_image_bytes
 from rayapp.planner.image_shape import ImageShape, image_shape_of
+from rayapp.planner.shape import UnknownShape
 from rayapp.presets.images import IMAGE_PRESETS
 
 # An odd size, and what no preset has.

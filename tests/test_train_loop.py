@@ -38,9 +38,8 @@ from rayapp.storage import open_storage
 from rayapp.train import loop, schedule
 from rayapp.train import rank as rank_module
 from rayapp.train.checkpoint import state
-from rayapp.train.checkpoint.loader import saved_shapes
 from rayapp.train.checkpoint.marker import NoneUsable, latest
-from rayapp.train.checkpoint.state import StartAgain
+from rayapp.train.checkpoint.state import StartAgain, saved_shapes
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec

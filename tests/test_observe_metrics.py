@@ -169,7 +169,7 @@ def test_local_lines_can_be_read_while_they_are_written(tmp_path: Path) -> None:
 def test_a_killed_process_loses_no_local_line(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path[:0] = ['tests', 'tests/support']\n"
-        "from test_metrics import MetricsLog, open_storage, record\n"
+        "from test_observe_metrics import MetricsLog, open_storage, record\n"
         f"log = MetricsLog(open_storage({str(tmp_path)!r}), 0)\n"
         "for step in range(1, 10**9):\n"
         "    log.write(record(step)); print(step, flush=True)\n"
@@ -277,7 +277,7 @@ def test_a_disk_that_takes_a_part_gets_the_rest_later(tmp_path: Path) -> None:
 import resource
 from rayapp.observe.metrics import MetricsLog
 from rayapp.storage import open_storage
-from test_metrics import record, steps
+from test_observe_metrics import record, steps
 storage = open_storage({str(tmp_path)!r})
 log = MetricsLog(storage, 0)
 log.write(record(1))

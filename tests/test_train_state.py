@@ -1,6 +1,6 @@
 """Check what a checkpoint holds while training goes on, and what of it a resume gets back.
 
-test_loop and test_vision resume whole runs.
+test_train_loop and test_vision resume whole runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Test packing: every target once and in order, no label across documents, best fit by an oracle.
 
-Run: python -m pytest tests/test_packing.py
+Run: python -m pytest tests/test_data_packing.py
 """
 
 from __future__ import annotations
