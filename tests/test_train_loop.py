@@ -160,8 +160,8 @@ def two_workers(inputs: Path) -> tuple[list[Any], Any]:
     return train(config_of(inputs, "two"), inputs, world=2)
 
 
-def oracle(folder: Path) -> tuple[list[float], float, float]:
-    """Train in plain PyTorch; return the losses, the held-out nats per token, and per byte."""
+def oracle(folder: Path) -> tuple[list[float], list[float], float, float]:
+    """Train in plain PyTorch; return losses, gradient norms, held-out nats per token and byte."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     data = TEXT.encode()
@@ -187,13 +187,13 @@ def oracle(folder: Path) -> tuple[list[float], float, float]:
     # A packed row holds one full piece here, or the short last one; which row is which is known
     # from `pack`: rows are ordered by their first piece.
     order = Order.for_steps(len(pieces["train"]), ROWS, MICRO_BATCH, 3, STEPS)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         batch = [pieces["train"][row] for row in order.rows(step)]
         targets = sum(len(piece) - 1 for piece in batch)
         total = sum((loss_of(piece) for piece in batch), start=torch.zeros(()))
         (total / targets).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         done = (step - 5) / (STEPS - 5)
         rate = 3e-3 * (
             (step + 1) / 5 if step < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
@@ -206,15 +206,17 @@ def oracle(folder: Path) -> tuple[list[float], float, float]:
     with torch.no_grad():
         held_out = sum(float(loss_of(piece)) for piece in pieces["eval"])
     targets = sum(len(piece) - 1 for piece in pieces["eval"])
-    return losses, held_out / targets, held_out / (len(data) - boundary - 1)
+    return losses, norms, held_out / targets, held_out / (len(data) - boundary - 1)
 
 
 def test_two_workers_equal_a_plain_loop_at_every_step(
     inputs: Path, two_workers: tuple[list[Any], Any]
 ) -> None:
     lines, summary = two_workers
-    losses, held_out, per_byte = oracle(inputs)
+    losses, norms, held_out, per_byte = oracle(inputs)
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-4)
+    np.testing.assert_allclose([line["grad_norm"] for line in lines], norms, rtol=1e-3)
+    assert max(norms) > 1  # so clipping is compared as well
     assert abs(summary["eval_loss"] - held_out) < 1e-4
     assert abs(summary["eval_loss_per_byte"] - per_byte) < 1e-4
     assert losses[-1] < losses[0] - 1  # it has learned something, so the comparison means something
@@ -664,6 +666,35 @@ def test_skips_in_a_row_end_the_run(engine: Engine, bad: float, fix: str) -> Non
     with pytest.raises(loop.BadLoss, match=said) as caught:
         list(loop.train(engine, (OneRow(number, bad) for number in range(50, 100))))
     assert caught.value.step == 50 + loop.MAX_SKIPS - 3
+
+
+def test_a_skipped_step_leaves_no_gradient_behind(engine: loop.Engine) -> None:
+    """Of a spike, and of a gradient that is not finite though the loss is."""
+    (weight,) = engine.model.parameters()
+    weight.register_hook(lambda slope: torch.where(slope == 0.5, math.inf, slope))
+    engine.spikes, engine.skip_bad, engine.lr_at = Spikes(6.0, [1.0] * 64), True, lambda step: 0.1
+    steps = [OneRow(number, loss) for number, loss in enumerate([1.0, 9.0, 1.0, 0.5, 1.0])]
+    lines: list[Any] = list(loop.train(engine, steps))
+    assert [line["skipped"] for line in lines] == [False, True, False, True, False]
+    assert [line["grad_norm"] for line in lines] == [1.0, 9.0, 1.0, math.inf, 1.0]
+    assert weight.item() == pytest.approx(1.0 - 3 * 0.1)
+
+
+def test_weights_that_a_save_reads_do_not_change(engine: loop.Engine) -> None:
+    """The next step runs meanwhile, but for its update."""
+    (weight,) = engine.model.parameters()
+    read: list[float] = []
+    engine.lr_at, engine.save_due = lambda step: 0.1, lambda step: step == 1
+    engine.settle = lambda: read.append(weight.item())
+    list(loop.train(engine, [OneRow(number, 1.0) for number in range(3)]))
+    assert read == [pytest.approx(0.9)] and weight.item() == pytest.approx(0.7)
+
+
+def test_an_evaluation_drops_nothing_out_and_training_goes_on(engine: loop.Engine) -> None:
+    modes: list[bool] = []
+    engine.model.register_forward_hook(lambda *call: modes.append(engine.model.training))
+    found = loop.evaluate(engine, [OneRow(0, 1.0)] * 2, lambda batch, i, out: [float(out[1]), 1.0])
+    assert found == [2.0, 2.0] and modes == [False, False] and engine.model.training
 
 
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0 - 5e-7, 5.0, 5.1])
