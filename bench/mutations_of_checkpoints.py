@@ -23,8 +23,8 @@ CHECKPOINTS = (
     Mutation(
         "resume-a-step-later",
         STATE,
-        'return found.step, found.state["losses"]',
-        'return found.step + 1, found.state["losses"]',
+        "        checkpoint.step,\n",
+        "        checkpoint.step + 1,\n",
         OF_STATE,
     ),
     Mutation(
@@ -37,7 +37,7 @@ CHECKPOINTS = (
     Mutation(
         "skips-not-restored",
         STATE,
-        'found.state.get("skips", 0)',
+        'checkpoint.state.get("skips", 0)',
         "0",
         OF_STATE,
     ),
@@ -51,7 +51,7 @@ CHECKPOINTS = (
     Mutation(
         "damage-is-not-remembered",
         STATE,
-        "            marker.refuse(storage, found.name, str(damage))\n",
+        "            marker.refuse(storage, checkpoint.name, str(damage))\n",
         "            pass\n",
         OF_STATE,
     ),

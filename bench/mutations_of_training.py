@@ -74,15 +74,15 @@ TRAINING = (
     Mutation(
         "leave-without-save",
         LOOP,
-        "if totals.save or leave:",
-        "if totals.save:",
+        "if totals.save or leave else",
+        "if totals.save else",
         ONE_STEP,
     ),
     Mutation(
         "leave-alone",
         LOOP,
-        "leave = totals.leave or (engine.look() if totals.look else STAY)",
-        "leave = engine.leave_due() or (engine.look() if totals.look else STAY)",
+        "leave = totals.leave or (engine.poll() if totals.poll else STAY)",
+        "leave = engine.leave_due() or (engine.poll() if totals.poll else STAY)",
         f"{OF_LOOP} -k all_damaged",
     ),
     Mutation(
