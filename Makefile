@@ -3,6 +3,7 @@
 # make test       the tests of every module, one fine-tune end to end, one kill and resume
 # make test-full  what make test leaves out: over 10 seconds, Ceph, Terraform, a drill of each kind
 # make test-image cluster/Dockerfile built by buildah on a Debian made here, and tried (root, buildah, mmdebstrap)
+# make mutations  faults put into a copy of the code one at a time; a test must find each
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
 # make security   checkov and hadolint on infra/ and cluster/
 # make up-ecs CONFIG=run.yaml     base, image, ECS cluster;   make down-ecs    all but results and images
@@ -20,7 +21,7 @@ REGION ?= us-west-2
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 TF = terraform -chdir=infra
 
-.PHONY: setup finetune vision test test-full test-image check check-infra security bench drills image
+.PHONY: setup finetune vision test test-full test-image check check-infra security bench drills mutations image
 .PHONY: up-base up-ecs up-eks down-base down-ecs down-eks
 
 setup: .venv/.ready
@@ -61,6 +62,10 @@ test-image: setup
 
 drills: .venv/.optional .venv/.judges
 	$(BIN)/python -m pytest -q -m drill $(TWO) $(ARGS)
+
+# ARGS names some of them; with --list it prints all and runs none.
+mutations: .venv/.optional
+	$(BIN)/python bench/mutations.py $(ARGS)
 
 check: setup check-infra
 	$(BIN)/ruff check .

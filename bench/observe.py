@@ -60,8 +60,7 @@ SIGNALS = {  # at a block without observation, and at one with it
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -145,7 +144,7 @@ def follow(run: Path, steps: int) -> None:
 def cpu_s(process: subprocess.Popen[bytes]) -> float:
     """Return the CPU seconds of a process and of what it has started, as far as it still runs."""
     root, total = psutil.Process(process.pid), 0.0
-    for each in [root, *root.children(recursive=True)]:
+    for each in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended while being looked at
             times = each.cpu_times()
             total += times.user + times.system
@@ -320,7 +319,7 @@ def check_told(storage: Path, steps: int) -> None:
     events = b"".join(path.read_bytes() for path in (storage / TOLD / "tensorboard").iterdir())
     assert events.count(b"speed/step_s") == steps, "TensorBoard was not told all"
     told = list(storage.glob("mlruns/*/*/metrics/loss/loss"))
-    assert len(told) == 1 and len(told[0].read_text().splitlines()) == steps
+    assert [len(path.read_text().splitlines()) for path in told] == [steps]
     assert list(storage.glob(f"{TOLD}/wandb/offline-run-*/*.wandb")), "W&B was not told"
 
 
@@ -338,11 +337,10 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as storage:
             ratios, cpu_ms = measure(Path(storage), options.steps, options.block)
-        quarters = statistics.quantiles(ratios, n=4)
+        low, middle, high = statistics.quantiles(ratios, n=4)
         print(
-            f"steps observed over not observed: median {statistics.median(ratios):.4f} of "
-            f"{len(ratios)} pairs of {options.block} steps (quartiles {quarters[0]:.3f}, "
-            f"{quarters[2]:.3f})"
+            f"steps observed over not observed: median {middle:.4f} of {len(ratios)} pairs of "
+            f"{options.block} steps (quartiles {low:.3f}, {high:.3f})"
         )
         for name, (on_ms, off_ms) in cpu_ms.items():
             print(f"{name}: CPU ms {on_ms:.1f} in an observed step, {off_ms:.1f} in another")

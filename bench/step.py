@@ -149,6 +149,7 @@ def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[st
     from rayapp.data.tokens import byte_tokenizer
     from rayapp.finetune.build import make_parts
     from rayapp.train import loop
+    from rayapp.train.engine import Engine
 
     config = config_for(options, settings)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -156,7 +157,7 @@ def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[st
         byte_tokenizer().save_pretrained(folder)
         parts = make_parts(argparse.Namespace(config=config, tokenizer_url=folder), device)
     control = dist.new_group(backend="gloo")
-    engine = loop.Engine(parts.lm, parts.optimizers, lambda step: 1e-4, device, 1.0, control)
+    engine = Engine(parts.lm, parts.optimizers, lambda step: 1e-4, device, 1.0, control)
     tokens, began, cpu_s = 0, 0.0, 0.0
     for step, batch in enumerate(micro_batches(options, dist.get_rank())):
         if step == WARM_UP_STEPS:

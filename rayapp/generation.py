@@ -49,30 +49,6 @@ class Settings:
     """What `talk` answers; empty: it reads prompts from standard input."""
 
 
-def settings_of(max_tokens: str, temperature: str, chat: str, prompt: str) -> Settings:
-    """Return the settings from the texts of the command line's options.
-
-    Raises:
-        ConfigError: with every problem.
-    """
-    problems, chats = [], {"none": None, "true": True, "false": False}
-    if not max_tokens.isdecimal() or int(max_tokens) == 0:
-        problems.append(
-            f"--max_tokens={max_tokens} is not valid: it must be a count above 0. Set 256"
-        )
-    try:
-        heat = float(temperature)
-    except ValueError:
-        heat = -1.0
-    if not 0 <= heat < float("inf"):
-        problems.append(f"--temperature={temperature} is not valid: it must be 0 or above. Set 0.7")
-    if chat.lower() not in chats:
-        problems.append(f"--chat={chat} is not valid: it must be true or false. Leave it out")
-    if problems:
-        raise ConfigError(problems)
-    return Settings(int(max_tokens), heat, chats[chat.lower()], prompt)
-
-
 def generate(
     run: str | Loaded,
     prompt: str | Sequence[Message],
@@ -114,12 +90,9 @@ class Loaded:
     def stream(self, prompt: str | Sequence[Message], settings: Settings) -> Iterator[str]:
         """Yield the model's text after a prompt; see `generate`."""
         ids = self._ids(prompt, settings.chat).to(self.model.device)
-        limit, room = (
-            getattr(self.model.config, "max_position_embeddings", None),
-            settings.max_tokens,
-        )
-        if limit is not None:
-            room = min(room, limit - ids.shape[1])
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        room = settings.max_tokens if limit is None else limit - ids.shape[1]
+        room = min(room, settings.max_tokens)
         if room < 1:
             raise ConfigError(
                 [
@@ -231,7 +204,9 @@ def load(run: str) -> Loaded:
                 path, dtype="auto", trust_remote_code=False
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        chats = bool(tokenizer.chat_template) and _kind(storage) == "chat"
+        chats = (
+            bool(tokenizer.chat_template) and _config(storage).get("data", {}).get("kind") == "chat"
+        )
         return Loaded(model.to(device).eval(), tokenizer, chats, stack.pop_all())
 
 
@@ -241,8 +216,8 @@ def _why_none(run: str, storage: Storage) -> str:
         now = status.read(storage)
     except status.NoRun:
         return (
-            f"RUN={run} is no run: there is no {CONFIG} in it. Give the folder that "
-            "`python -m rayapp.finetune` has named, <run.storage>/<run.name>"
+            f"RUN={run} is no run: it has no {CONFIG}. Give the folder that "
+            "`python -m rayapp.finetune` printed, <run.storage>/<run.name>"
         )
     if now.live:
         of = f" of {now.num_steps}" if now.num_steps else ""
@@ -344,11 +319,6 @@ def _stream(
         thread.join()
     if failed:
         raise failed[0]
-
-
-def _kind(storage: Storage) -> str | None:
-    kind = _config(storage).get("data", {}).get("kind")
-    return None if kind is None else str(kind)
 
 
 def _config(storage: Storage) -> Sections:

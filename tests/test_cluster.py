@@ -331,7 +331,7 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ({}, {"api_cidrs": ("203.0.113.7/32",)}, "ECS has no API server"),
         ({}, {"api_cidrs": ("home",)}, "api_cidrs=home is malformed"),
         ({}, {"api_cidrs": ("0.0.0.0/0",)}, "api_cidrs=0.0.0.0/0 is too wide"),
-        ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs alone"),
+        ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs. Set"),
     ],
 )
 def test_what_no_cluster_could_run_is_refused(
@@ -430,10 +430,10 @@ def test_another_source_is_another_image(tmp_path: Path) -> None:
     assert before == image.tag() and re.fullmatch(r"[0-9.]+-[0-9a-f]{12}", before)
     config, options = config_of("g5"), Options(account=ACCOUNT)
     assert f"rayapp:{before}" in render("ecs", config, options)["worker.json"]
-    (tmp_path / "rayapp" / "hardware.py").write_text("changed")
+    (tmp_path / "rayapp" / "hardware" / "gpus.csv").write_text("changed")
     assert image.tag(tmp_path) != before
-    (tmp_path / "rayapp" / "hardware.py").write_bytes(
-        (ROOT / "rayapp" / "hardware.py").read_bytes()
+    (tmp_path / "rayapp" / "hardware" / "gpus.csv").write_bytes(
+        (ROOT / "rayapp" / "hardware" / "gpus.csv").read_bytes()
     )
     (tmp_path / "rayapp" / "__pycache__").mkdir(exist_ok=True)
     (tmp_path / "rayapp" / "__pycache__" / "x.pyc").write_text("")

@@ -228,7 +228,7 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         ("train.on_spike", "warn", "train.on_spike=warn is not valid: it must be 'none', 'skip'"),
         ("model.lora", "{rank: 0}", "model.lora.rank=0 is not valid: it must be greater than or"),
         ("model.lora", "{quantize: int8}", "model.lora.quantize=int8 is not valid: it must be"),
-        ("parallel.replicas", "2", "parallel.replicas=2 is without effect: only hybrid_shard"),
+        ("parallel.replicas", "2", "parallel.replicas=2 is ineffective: only hybrid_shard"),
     ],
 )
 def test_the_words_of_a_refusal(field: str, value: Any, start: str) -> None:

@@ -211,6 +211,18 @@ def test_rows_by_number(where: str, request: pytest.FixtureRequest, tmp_path: Pa
     assert whole.tobytes() == data
 
 
+def test_bounds_are_given_where_a_row_holds_documents() -> None:
+    """Of all rows of the micro-batch then; without any, none are needed."""
+    segments = np.array([[[1, 1, 1, 0], [1, 1, 2, 2]]], np.uint16)
+    tokens, places = np.zeros(segments.shape, np.int32), np.zeros((1, 2), np.int64)
+    batch = StepRows(0, tokens, tokens, segments, places, places, places)
+    whole: Any = batch.inputs(0)
+    assert whole["boundaries"].tolist() == [0, 3, 4, 6, 8] and whole["longest"] == 3
+    assert whole["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
+    assert set(batch.inputs(0, slice(0, 1))) == {"input_ids", "labels"}
+    assert set(batch.inputs(0, slice(1, 2))) == set(whole)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_all_ranks_together_take_each_position_of_a_step_once(tmp_path: Path, world: int) -> None:
     rows = random_rows(str(tmp_path)).rows("train")

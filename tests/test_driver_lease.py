@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -78,7 +79,7 @@ def test_a_lease_that_is_not_renewed_is_taken_over_and_its_holder_told(
 ) -> None:
     """As when a machine is suspended: it comes back, and must not write on."""
     frozen = lease.Lease.__dict__["_renew"]
-    monkeypatch.setattr(lease.Lease, "_renew", lambda self: None)
+    monkeypatch.setattr(lease.Lease, "_renew", lambda self: self._ended.set())
     with lease.held(run) as theirs:
         elsewhere(monkeypatch)
         with lease.held(run) as mine:
@@ -109,6 +110,52 @@ def test_a_lease_that_is_taken_right_after_a_renewal_is_not_adopted(
         with pytest.raises(RunFailed, match="another driver has taken over"):
             mine.check()
     assert b"another's" in run.read(lease.LEASE)
+
+
+def test_of_two_that_wait_one_takes_the_lease(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other, which was a moment later, sees that it is alive."""
+    replace = type(run).replace_if
+    gone = {"host": "gone", "pid": 1, "process": "1", "machine": ["gone", "", ""]}
+    run.write(lease.LEASE, json.dumps(gone).encode())
+
+    def then_late(self: Storage, name: str, data: bytes, etag: str) -> str | None:
+        monkeypatch.setattr(type(run), "replace_if", replace)
+        self.write(name, json.dumps({**gone, "host": "faster"}).encode())
+        return replace(self, name, data, etag)
+
+    monkeypatch.setattr(type(run), "replace_if", then_late)
+    with pytest.raises(ConfigError, match="is running: faster, process 1"), lease.held(run):
+        pass
+    assert json.loads(run.read(lease.LEASE))["host"] == "faster"
+
+
+def test_a_renewal_that_fails_is_tried_again(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, asked = type(run).replace_if, list[str]()
+
+    def failing(self: Storage, name: str, data: bytes, etag: str) -> str | None:
+        asked.append(name)
+        if len(asked) < 3:
+            raise StorageError("write", name, "no answer")
+        return replace(self, name, data, etag)
+
+    with lease.held(run) as mine:
+        monkeypatch.setattr(type(run), "replace_if", failing)
+        while len(asked) < 4:
+            assert not mine._ended.is_set(), "it is not renewed any more"
+            time.sleep(0.01)
+        mine.check()
+
+
+def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = {"host": "here", "pid": os.getpid(), "process": "1", "machine": lease._machine()}
+    run.write(lease.LEASE, json.dumps(dead).encode())
+    monkeypatch.setattr(lease, "LEASE_TAKEN_S", 1000.0)
+    with lease.held(run) as mine:
+        mine.check()
 
 
 def test_a_run_that_died_here_is_not_waited_for(

@@ -191,6 +191,14 @@ def test_preemptions_have_a_budget_of_their_own() -> None:
         budget.after(taken)
 
 
+def test_a_preemption_is_no_failure_and_a_failure_no_preemption() -> None:
+    budget = recovery(max_failures=1, max_preemptions=2)
+    taken = Ending(PREEMPTION, "the node of rank 1 is taken away", 7, True)
+    assert [budget.after(each) for each in (taken, failure(8), taken)] == [0.0, 0.0, 0.0]
+    with pytest.raises(GiveUp, match="max_failures=1 are used up"):
+        budget.after(failure(9))
+
+
 @given(st.lists(st.tuples(st.sampled_from([PREEMPTION, NO_ROOM]), st.integers(0, 50))))
 def test_what_is_nobodys_fault_never_ends_a_run(endings: list[tuple[str, int]]) -> None:
     budget = recovery(max_failures=0)

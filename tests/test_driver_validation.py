@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from rayapp.config import load
 from rayapp.driver import validation
 from rayapp.driver.validation import Validator
+from rayapp.observe.run_folder import VALIDATIONS
 from rayapp.storage import open_storage
 
 
@@ -34,3 +35,22 @@ def test_a_cluster_that_does_not_say_its_room_ends_no_training(
     assert [each.getMessage() for each in caplog.records] == [
         "cannot look for checkpoints to validate: no answer"
     ]
+
+
+def test_a_checkpoint_is_validated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if an earlier command has done it: a cluster is asked for room only for a newer one."""
+    run, asked = open_storage(str(tmp_path)), list[int]()
+    run.write(VALIDATIONS, b'{"step": 3}\n')
+    newest = SimpleNamespace(step=3, name="step-00000003")
+    monkeypatch.setattr(validation, "POLL_S", 0.0)
+    monkeypatch.setattr(validation, "newest_committed", lambda run: newest)
+    monkeypatch.setattr(
+        validation.placement, "free_workers", lambda config: asked.append(newest.step)
+    )
+    spec: Any = SimpleNamespace(config=load())
+    validator = Validator(spec, run, print)
+    validator.poll()
+    assert not asked
+    newest.step = 4
+    validator.poll()
+    assert asked == [4]

@@ -33,6 +33,7 @@ from rayapp.finetune.prepare import count_parameters
 from rayapp.finetune.trainer import held_out_losses
 from rayapp.storage import open_storage
 from rayapp.train import loop
+from rayapp.train.engine import Engine, inputs
 from rayapp.train.loss import liger_cross_entropy
 from rayapp.train.trace import trace
 
@@ -181,12 +182,12 @@ def train_cell(cell: Cell, root: str) -> list[float]:
         model.export_adapters(
             parts.lm, open_storage(f"{root}/adapter-{cell.architecture}"), base="base"
         )
-    engine = loop.Engine(parts.lm, parts.optimizers, lambda step: LR, device, 1.0, dist.group.WORLD)
+    engine = Engine(parts.lm, parts.optimizers, lambda step: LR, device, 1.0, dist.group.WORLD)
     everything, losses = batches(), []
     assert model.keeps_documents_apart(parts.lm, device)  # and leaves no trace in the losses
     if ("train.compile", "true") in cell.more:  # it must leave no trace in the losses
         first = {name: array[None] for name, array in everything[rank].items()}
-        model.measure_compile(parts.lm, loop.inputs(rows_of(0, first), 0, device))
+        model.measure_compile(parts.lm, inputs(rows_of(0, first), 0, device))
     for step in range(cell.steps):
         mine = everything[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES][rank::world]
         arrays = {name: np.stack([m[name] for m in mine]) for name in mine[0]}

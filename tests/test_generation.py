@@ -240,7 +240,7 @@ def test_what_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     stopped.end("stopped")
     off = finished(storage / "off", checkpoint__export="false")
     for argv, what in (
-        ([str(tmp_path / "none")], "is no run: there is no config.yaml"),
+        ([str(tmp_path / "none")], "is no run: it has no config.yaml"),
         ([going.run.url], "it is running, at step 3 of 600, and exports at the end. Wait for it"),
         ([stopped.run.url], "it is stopped at step 3"),
         ([off.url], "checkpoint.export was false"),

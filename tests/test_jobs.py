@@ -234,7 +234,9 @@ def test_the_address_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "https://ray.example")
     assert address_of() == ("https://ray.example", "RAY_API_SERVER_ADDRESS")
     assert address_of("127.0.0.1:1") == ("http://127.0.0.1:1", "as asked")
-    with pytest.raises(ConfigError, match="address=ray://h:10001 is no address of the Jobs API"):
+    with pytest.raises(
+        ConfigError, match="address=ray://h:10001 is not an address of the Jobs API"
+    ):
         address_of("ray://h:10001")
 
 
@@ -263,7 +265,7 @@ def old_cluster() -> Iterator[str]:
 def test_another_ray_and_no_ray(old_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An address that is asked for is taken, whatever the environment says."""
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
-    with pytest.raises(JobError, match=r"runs Ray 2.50.0, and this rayapp Ray 2.60"):
+    with pytest.raises(JobError, match=r"runs Ray 2.50.0, and this rayapp runs Ray 2.60"):
         JobsClient.at(old_cluster)
     with pytest.raises(JobError, match=r"no Ray cluster answers at http://127.0.0.1:9 \(RAY_API"):
         JobsClient.at()

@@ -95,6 +95,11 @@ def test_each_step_is_there_once_after_resumes(storage: Storage) -> None:
     assert [line["attempt"] for line in lines] == [1, 1, 1, 2, 2, 2]
     assert list(lines[0]) == list(TokenRecord.__dataclass_fields__)
 
+    log = MetricsLog(storage, 3)
+    assert log.attempt == 3  # though no line of the second is kept
+    log.close()
+    assert steps(storage) == [1, 2, 3]
+
     MetricsLog(storage, 0).close()
     assert steps(storage) == []
 

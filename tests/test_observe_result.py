@@ -28,9 +28,14 @@ from rayapp.driver.checks import check_resumable
 from rayapp.observe.ending import (
     AGAIN,
     FAILURE,
+    NETWORK,
     NO_ROOM,
+    NODE,
     PREEMPTION,
     RESIZE,
+    START,
+    STEP,
+    STORAGE,
     Ending,
     ending_of,
     reason_of,
@@ -91,8 +96,17 @@ def test_endings_are_told_apart() -> None:
     waited = ControllerError(WorkerGroupStartupTimeoutError(2))
     assert ending_of(waited, [], 100.0).kind == NO_ROOM
     assert ending_of(ControllerError(RuntimeError("no")), [], 1.0) == Ending(
-        FAILURE, "no", 0, False
+        FAILURE, "no", 0, False, cause=START
     )
+    lost = ControllerError(RuntimeError("The actor died because its node has died"))
+    assert ending_of(lost, LINES, 100.0).cause == NODE
+    unfound = ControllerError(RuntimeError("DistNetworkError: Connection refused"))
+    assert ending_of(unfound, [], 1.0).cause == NETWORK
+    assert ending_of(unfound, LINES, 100.0).cause == STEP
+    silent = StorageError("read", "s3://b/x", "no answer")
+    assert ending_of(WorkerGroupError("1 failed", {0: silent}), [], 1.0).cause == STORAGE
+    unsaved = CheckpointError("3 checkpoints in a row could not be saved in s3://b: no answer")
+    assert ending_of(WorkerGroupError("1 failed", {0: unsaved}), LINES, 100.0).cause == STORAGE
     taken = RayActorError(error_msg="its node was taken away", preempted=True)
     broken = RuntimeError("Connection closed by peer")
     assert ending_of(WorkerGroupError("2 failed", {0: broken, 1: taken}), LINES, 100.0) == Ending(

@@ -501,6 +501,14 @@ def test_a_mixture_goes_through_each_source_by_its_own_epochs(
         assert flat == order.rows(step).tolist()
 
 
+def test_each_epoch_of_a_source_has_its_own_order() -> None:
+    order = Order.for_mixture([40, 20], [2, 1], 12, 2, 0, num_steps=20)
+    rows = np.concatenate([order.rows(step) for step in range(20)])
+    for mine in (rows[rows < 40][:80], rows[rows >= 40][:40]):
+        first, second = np.split(mine, 2)
+        assert set(first) == set(second) and np.count_nonzero(first == second) <= 5
+
+
 def test_a_mixture_of_sizes_that_do_not_fit_is_refused() -> None:
     for sizes, weights in (((3,), (1, 1)), ((0, 3), (1, 1)), ((3, 3), (0, 0))):
         with pytest.raises(ValueError, match="Set"):

@@ -334,7 +334,7 @@ def test_machines_are_found_without_naming_one() -> None:
     ("sections", "message"),
     [
         ({"cluster": {"instance": "p5.48xlrge"}}, r"is unknown.*Did you mean p5\.48xlarge"),
-        ({"model": {"path": "llama4-9b"}}, r"model\.path=llama4-9b is not at hand"),
+        ({"model": {"path": "llama4-9b"}}, r"model\.path=llama4-9b is not on this machine"),
         ({"model": {"path": "some/where"}}, r"never uses the network"),
         (
             {"cluster": {"workers": "4", "instance": "p3.8xlarge"}, "train": {"precision": "bf16"}},

@@ -14,7 +14,6 @@ from rayapp.model.sharding import find_blocks
 from rayapp.planner.flops import (
     backward_flops,
     forward_flops,
-    hardware_flops,
     mean_context,
     mfu,
     model_flops,
@@ -112,7 +111,6 @@ def test_checkpointing_adds_less_than_a_forward_and_keeping_all_adds_nothing() -
     assert 0.6 * forward.linears < full.linears < forward.linears  # down_proj is not run again
     assert recomputed_flops(shape, forward, "selective").total == 0
     assert recomputed_flops(shape, forward, "none").total == 0
-    assert hardware_flops(shape, 2048.0, "full") > hardware_flops(shape, 2048.0)
 
 
 def test_mfu_is_a_share_of_the_peak() -> None:

@@ -189,7 +189,7 @@ def test_bad_input_is_refused_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         planner.plan(wrong)
     assert len(caught.value.problems) == 2
-    assert "model.path=resnet51 is not at hand" in str(caught.value)
+    assert "model.path=resnet51 is not on this machine" in str(caught.value)
     with pytest.raises(ConfigError, match="V100-16GB has no bf16"):
         answered(train={"precision": "bf16"}, cluster={"instance": "p3.8xlarge"})
 

@@ -106,9 +106,11 @@ def test_the_check_before_a_run_is_of_the_vocabulary_that_is_trained(tokenizer: 
     assert planner.plan(config).fits
 
 
-def test_a_tokenizer_of_a_preset_that_is_not_at_hand_is_refused() -> None:
+def test_a_tokenizer_of_a_preset_that_is_not_on_this_machine_is_refused() -> None:
     config = from_dict({"model": {"path": "tiny", "tokenizer": "someone/something"}})
-    with pytest.raises(planner.ConfigError, match=r"model.tokenizer=someone/something is not at"):
+    with pytest.raises(
+        planner.ConfigError, match=r"model.tokenizer=someone/something is not on this"
+    ):
         planner.plan(config)
 
 
@@ -120,7 +122,7 @@ def test_the_tokenizer_of_bytes_has_as_many_tokens_as_are_planned() -> None:
 @pytest.mark.parametrize(
     ("path", "from_scratch", "said"),
     [
-        ("llama3.1-8b", False, "from random weights: the preset llama3.1-8b is a shape alone. "),
+        ("llama3.1-8b", False, "from random weights: the preset llama3.1-8b has no weights. "),
         ("tiny", True, "To fine-tune, set model.path to a model folder or hub id"),
         ("model", True, "To fine-tune, set model.from_scratch=false"),
         ("model", False, None),

@@ -118,7 +118,7 @@ def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
     found, ranks = [], []
     for number in range(nodes):
         devices = tuple(
-            Device(i, f"GPU-{i}", gpu.device_names[0], "570.1", 80.0, 1500, 1980, 0, False)
+            Device(i, f"GPU-{i}", gpu.device_name, "570.1", 80.0, 1500, 1980, 0, False)
             for i in range(lanes if gpu else 0)
         )
         seen = facts.NodeFacts(
@@ -155,7 +155,7 @@ def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
                 flops = {"fp32": 20e12} | ({"bf16": sheet} if sheet else {})
                 memory = 0.9 * gpu.memory_bytes_per_s
             speed = Speed(
-                gpu.device_names[0] if gpu else "cpu",
+                gpu.device_name if gpu else "cpu",
                 lane if gpu else None,
                 {name: value * jitter for name, value in flops.items()},
                 memory * jitter,
@@ -623,7 +623,7 @@ def test_a_version_that_differs_is_named(head: Node, tmp_path: Path) -> None:
 def aws(tmp_path: Path) -> Iterator[dict[str, dict[str, str]]]:
     """Run S3 with IAM on; yield the environment of one who may write to s3://runs, and who not."""
     url = f"http://127.0.0.1:{free_port()}"
-    emulator = [sys.executable, str(Path(__file__).with_name("aws_emulator.py"))]
+    emulator = [sys.executable, str(Path(__file__).parent / "support" / "aws_emulator.py")]
     base = {name: v for name, v in os.environ.items() if not name.startswith("AWS_")}
     with (tmp_path / "aws.log").open("w") as log:
         process = subprocess.Popen(

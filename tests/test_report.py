@@ -143,7 +143,7 @@ def test_plan_and_measured_are_compared(storage: Storage) -> None:
     ratio = (plan["peak_gib"]["high"] + 1.0) / plan["peak_gib"]["value"]
     assert rows["peak memory, GiB"][3] == f"{ratio:.2f}"
     assert rows["tokens/s"][4] == "within"
-    foretold = rows["step, s, foretold by its first ten"]
+    foretold = rows["step, s, predicted by its first ten"]
     assert float(foretold[1]) == pytest.approx(float(foretold[2]), rel=0.2)
     marks = data_of(page_of(run.run))["memory"]["marks"]
     assert [mark["value"] for mark in marks] == [plan["peak_gib"]["value"], plan["capacity_gib"]]

@@ -649,9 +649,9 @@ def test_none_is_usable_is_told_from_none_was_made(storage: Storage) -> None:
     with pytest.raises(NoneUsable) as caught:
         resume_point(storage)
     assert str(caught.value) == (
-        f"{url} is not usable: no checkpoint in it is whole (step-00000003: __0_0.distcp is "
-        "missing; step-00000002: its disk was damaged). Restore the files of one, its COMMITTED "
-        "too, from a copy, or move the folder away to train from step 1 again"
+        f"{url} is not usable: none of its checkpoints can be used (step-00000003: __0_0.distcp is "
+        "missing; step-00000002: its disk was damaged). Restore the files of one from a copy, "
+        "with its COMMITTED, or move the folder away to train from step 1 again"
     )
 
 
@@ -671,7 +671,7 @@ def test_a_checkpoint_of_another_run_is_refused(storage: Storage) -> None:
     mine, its = (each.read(RUN_ID).decode() for each in (storage, other))
     found, skipped = latest(storage)
     assert found is not None and found.step == 1
-    words = f"is skipped: it is of another run: {its}, and RUN_ID has {mine}"
+    words = f"is skipped: it is of another run: its id is {its}, and RUN_ID has {mine}"
     assert skipped == [f"checkpoints/step-00000005 {words}"]
     save(storage, 6)  # retention counts it not
     assert folders(storage) == ["step-00000001", "step-00000006"]

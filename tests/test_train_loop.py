@@ -40,6 +40,7 @@ from rayapp.train import rank as rank_module
 from rayapp.train.checkpoint import state
 from rayapp.train.checkpoint.marker import NoneUsable, latest
 from rayapp.train.checkpoint.state import StartAgain, saved_shapes
+from rayapp.train.engine import Engine
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
@@ -159,8 +160,8 @@ def two_workers(inputs: Path) -> tuple[list[Any], Any]:
     return train(config_of(inputs, "two"), inputs, world=2)
 
 
-def oracle(folder: Path) -> tuple[list[float], float, float]:
-    """Train in plain PyTorch; return the losses, the held-out nats per token, and per byte."""
+def oracle(folder: Path) -> tuple[list[float], list[float], float, float]:
+    """Train in plain PyTorch; return losses, gradient norms, held-out nats per token and byte."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     data = TEXT.encode()
@@ -186,13 +187,13 @@ def oracle(folder: Path) -> tuple[list[float], float, float]:
     # A packed row holds one full piece here, or the short last one; which row is which is known
     # from `pack`: rows are ordered by their first piece.
     order = Order.for_steps(len(pieces["train"]), ROWS, MICRO_BATCH, 3, STEPS)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         batch = [pieces["train"][row] for row in order.rows(step)]
         targets = sum(len(piece) - 1 for piece in batch)
         total = sum((loss_of(piece) for piece in batch), start=torch.zeros(()))
         (total / targets).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         done = (step - 5) / (STEPS - 5)
         rate = 3e-3 * (
             (step + 1) / 5 if step < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
@@ -205,15 +206,17 @@ def oracle(folder: Path) -> tuple[list[float], float, float]:
     with torch.no_grad():
         held_out = sum(float(loss_of(piece)) for piece in pieces["eval"])
     targets = sum(len(piece) - 1 for piece in pieces["eval"])
-    return losses, held_out / targets, held_out / (len(data) - boundary - 1)
+    return losses, norms, held_out / targets, held_out / (len(data) - boundary - 1)
 
 
 def test_two_workers_equal_a_plain_loop_at_every_step(
     inputs: Path, two_workers: tuple[list[Any], Any]
 ) -> None:
     lines, summary = two_workers
-    losses, held_out, per_byte = oracle(inputs)
+    losses, norms, held_out, per_byte = oracle(inputs)
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-4)
+    np.testing.assert_allclose([line["grad_norm"] for line in lines], norms, rtol=1e-3)
+    assert max(norms) > 1  # so clipping is compared as well
     assert abs(summary["eval_loss"] - held_out) < 1e-4
     assert abs(summary["eval_loss_per_byte"] - per_byte) < 1e-4
     assert losses[-1] < losses[0] - 1  # it has learned something, so the comparison means something
@@ -414,11 +417,11 @@ def spiked_worker(rank: int, world: int, spec: LanguageSpec, bad_row: int) -> No
     trainer.make_parts = with_hooks
     original = loop.report_bad
 
-    def weights(engine: loop.Engine) -> list[torch.Tensor]:
+    def weights(engine: Engine) -> list[torch.Tensor]:
         state = engine.model.state_dict()  # a forward pass leaves some whole; this shards them
         return [tensor.to_local().clone() for tensor in state.values()]
 
-    def report_bad(engine: loop.Engine, batch: Any, *found: Any) -> None:
+    def report_bad(engine: Engine, batch: Any, *found: Any) -> None:
         before[batch.step] = weights(engine)
         try:
             original(engine, batch, *found)
@@ -478,7 +481,7 @@ def hopeless_worker(rank: int, world: int, spec: LanguageSpec) -> None:
 
 
 def refusing_worker(rank: int, world: int, spec: LanguageSpec) -> None:
-    with pytest.raises(StartAgain, match=r"__1_0.distcp .* refused from now on"):
+    with pytest.raises(StartAgain, match=r"__1_0.distcp .* is not used again"):
         train_rank(spec, RankContext(torch.device("cpu"), lambda first: iter(())))
 
 
@@ -538,7 +541,7 @@ def stopped_worker(rank: int, world: int, spec: LanguageSpec, stop_after: int) -
     loop_engine_stop: list[bool] = []
     original = loop.agree
 
-    def agree(engine: loop.Engine, batch: Any) -> Agreement:
+    def agree(engine: Engine, batch: Any) -> Agreement:
         engine.leave_due = lambda: STOP if rank == 0 and loop_engine_stop else STAY
         return original(engine, batch)
 
@@ -619,11 +622,11 @@ class OneWeight(torch.nn.Module):
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[loop.Engine]:
+def engine(tmp_path: Path) -> Iterator[Engine]:
     init = f"file://{tmp_path}/rendezvous"
     dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
     lm = OneWeight()
-    made = loop.Engine(
+    made = Engine(
         model=lm,
         optimizers=[torch.optim.SGD(lm.parameters(), lr=0.0)],
         lr_at=lambda step: 0.0,
@@ -637,7 +640,7 @@ def engine(tmp_path: Path) -> Iterator[loop.Engine]:
 
 
 @pytest.mark.parametrize("leave", [STAY, STOP, MOVE])
-def test_who_leaves_saves_and_does_not_evaluate(engine: loop.Engine, leave: int) -> None:
+def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> None:
     """A node that is taken away may be gone before an evaluation ends."""
     done: list[str] = []
     engine.leave_due = lambda: leave
@@ -650,7 +653,7 @@ def test_who_leaves_saves_and_does_not_evaluate(engine: loop.Engine, leave: int)
 
 
 @pytest.mark.parametrize(("bad", "fix"), [(9.0, "set train.on_spike=none"), (math.nan, "train.lr")])
-def test_skips_in_a_row_end_the_run(engine: loop.Engine, bad: float, fix: str) -> None:
+def test_skips_in_a_row_end_the_run(engine: Engine, bad: float, fix: str) -> None:
     """A level that stays is none of single rows; a good step between begins the count anew."""
     engine.spikes, engine.skip_bad = Spikes(6.0, [1.0] * 64), True
     losses = [bad] * (loop.MAX_SKIPS - 1) + [1.0] + [bad] * 3
@@ -663,6 +666,35 @@ def test_skips_in_a_row_end_the_run(engine: loop.Engine, bad: float, fix: str) -
     with pytest.raises(loop.BadLoss, match=said) as caught:
         list(loop.train(engine, (OneRow(number, bad) for number in range(50, 100))))
     assert caught.value.step == 50 + loop.MAX_SKIPS - 3
+
+
+def test_a_skipped_step_leaves_no_gradient_behind(engine: loop.Engine) -> None:
+    """Of a spike, and of a gradient that is not finite though the loss is."""
+    (weight,) = engine.model.parameters()
+    weight.register_hook(lambda slope: torch.where(slope == 0.5, math.inf, slope))
+    engine.spikes, engine.skip_bad, engine.lr_at = Spikes(6.0, [1.0] * 64), True, lambda step: 0.1
+    steps = [OneRow(number, loss) for number, loss in enumerate([1.0, 9.0, 1.0, 0.5, 1.0])]
+    lines: list[Any] = list(loop.train(engine, steps))
+    assert [line["skipped"] for line in lines] == [False, True, False, True, False]
+    assert [line["grad_norm"] for line in lines] == [1.0, 9.0, 1.0, math.inf, 1.0]
+    assert weight.item() == pytest.approx(1.0 - 3 * 0.1)
+
+
+def test_weights_that_a_save_reads_do_not_change(engine: loop.Engine) -> None:
+    """The next step runs meanwhile, but for its update."""
+    (weight,) = engine.model.parameters()
+    read: list[float] = []
+    engine.lr_at, engine.save_due = lambda step: 0.1, lambda step: step == 1
+    engine.settle = lambda: read.append(weight.item())
+    list(loop.train(engine, [OneRow(number, 1.0) for number in range(3)]))
+    assert read == [pytest.approx(0.9)] and weight.item() == pytest.approx(0.7)
+
+
+def test_an_evaluation_drops_nothing_out_and_training_goes_on(engine: loop.Engine) -> None:
+    modes: list[bool] = []
+    engine.model.register_forward_hook(lambda *call: modes.append(engine.model.training))
+    found = loop.evaluate(engine, [OneRow(0, 1.0)] * 2, lambda batch, i, out: [float(out[1]), 1.0])
+    assert found == [2.0, 2.0] and modes == [False, False] and engine.model.training
 
 
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0 - 5e-7, 5.0, 5.1])

@@ -90,9 +90,9 @@ def test_a_stop_goes_before_room(run: Storage, leaving: Callable[..., LeaveWatch
 
 def test_notices_are_asked_for_now_and_then(leaving: Callable[..., LeaveWatcher]) -> None:
     watch = leaving()
-    assert not watch.look_due()
+    assert not watch.poll_due()
     time.sleep(0.06)
-    assert watch.look_due() and not watch.look_due()
+    assert watch.poll_due() and not watch.poll_due()
 
 
 def test_saves_are_due_by_steps_by_time_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

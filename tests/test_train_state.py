@@ -1,4 +1,7 @@
-"""Check what a checkpoint holds while training goes on; test_train_loop and test_vision resume."""
+"""Check what a checkpoint holds while training goes on, and what of it a resume gets back.
+
+test_train_loop and test_vision resume whole runs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rayapp.train.checkpoint.state import state_tensors
+from rayapp.config import load
+from rayapp.order import Order
+from rayapp.storage import Storage, open_storage
+from rayapp.train.checkpoint.saver import Checkpointer
+from rayapp.train.checkpoint.state import (
+    Resumed,
+    StartAgain,
+    restore,
+    state_tensors,
+    state_values,
+)
+from rayapp.train.loss_spikes import Spikes
+from rayapp.train.rank import make_saver
 
 
 @pytest.fixture
@@ -60,3 +75,79 @@ def test_nothing_of_it_changes_before_the_optimizers_next_step(group: None, wrap
     changed = [not torch.equal(now, was) for now, was in zip(held, before, strict=True)]
     parameters = len(list(model.parameters()))
     assert sum(changed) == parameters * 4  # each with two moments and a count of steps
+
+
+# ---- A resume ----------------------------------------------------------------------------------
+
+
+def trainee_of(seed: int) -> Any:
+    """Return the trainer of one layer."""
+    torch.manual_seed(seed)
+    model = fully_shard(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return SimpleNamespace(
+        model=model, optimizers=[optimizer], tensors=dict, amounts=lambda step: {}
+    )
+
+
+def spec_of(seq_len: int = 8) -> Any:
+    parts = {"files": ["a"], "seq_len": seq_len}
+    data = SimpleNamespace(fingerprint=f"of {seq_len}", parts=parts)
+    return SimpleNamespace(
+        config=load(), data=data, order=Order.for_steps(10, 4, 2, seed=3, num_steps=9)
+    )
+
+
+def saved(storage: Storage, trainee: Any, *steps: int) -> None:
+    """Save the trainee after each of these steps, with two losses and two skips before."""
+    saver = Checkpointer(storage, keep=3, asynchronous=False)
+    for step in steps:
+        values = state_values(spec_of(), trainee, step, Spikes(6.0, [2.5, 1.5]), 2)
+        saver.save(step, state_tensors(trainee), values)
+    saver.close()
+
+
+def test_a_resume_gets_back_what_was_saved(group: None, tmp_path: Path) -> None:
+    """Weights, the place, what tells a spike, and the next random numbers."""
+    storage, first, second = open_storage(str(tmp_path / "run")), trainee_of(1), trainee_of(2)
+    torch.manual_seed(5)
+    saved(storage, first, 4)
+    drawn = torch.rand(3)
+    assert restore(spec_of(), second, storage) == (4, [2.5, 1.5], 2)
+    assert torch.equal(torch.rand(3), drawn)
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+def test_a_run_does_not_resume_on_other_data(group: None, tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    saved(storage, trainee_of(1), 4)
+    with pytest.raises(Resumed, match=r"checkpoint at step 4: changed seq_len\. Restore them"):
+        restore(spec_of(seq_len=16), trainee_of(2), storage)
+
+
+def test_a_damaged_checkpoint_is_met_once(group: None, tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    saved(storage, trainee_of(1), 3, 4)
+    shard = tmp_path / "run" / "checkpoints" / "step-00000004" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(StartAgain, match=r"another checksum .* it is refused from now on"):
+        restore(spec_of(), trainee_of(2), storage)
+    assert restore(spec_of(), trainee_of(2), storage)[0] == 3
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_checkpoint_waits_for_the_metrics_of_its_step(
+    group: None, tmp_path: Path, asynchronous: bool
+) -> None:
+    """A synchronous one cannot: its step has no record yet."""
+    spec, waited = spec_of(), list[int]()
+    settings = spec.config.checkpoint.model_copy(update={"asynchronous": asynchronous})
+    spec.config = spec.config.model_copy(update={"checkpoint": settings})
+    log: Any = SimpleNamespace(wait_stored=waited.append)
+    saver = make_saver(spec, open_storage(str(tmp_path / "run")), log)
+    saver.save(7, {"x": torch.zeros(3)}, state_values(spec, trainee_of(1), 7, None))
+    saver.close()
+    assert waited == [7] * asynchronous and saver.saved_step == 7

@@ -23,14 +23,14 @@ def rank_of(rank: int, world: int) -> None:
     first = rank == 0
     digest = HIGHEST if first else rank
 
-    def agreed(sums: tuple[int, ...], save: bool, leave: int, look: bool) -> Totals:
+    def agreed(sums: tuple[int, ...], save: bool, leave: int, poll: bool) -> Totals:
         # As the loop does it: what rank 0 decides, the others leave at nothing.
         agreement = Agreement(
             sums,
             digest,
             save=save and first,
             leave=leave if first else STAY,
-            look=look and first,
+            poll=poll and first,
             group=dist.group.WORLD,
         )
         totals = agreement.wait()
@@ -39,9 +39,9 @@ def rank_of(rank: int, world: int) -> None:
 
     whole = order.combine([HIGHEST, *range(1, world)])
     counts = (world * (world - 1) // 2, world * 2**40)
-    for save, leave, look in ((False, STAY, False), (True, STOP, False), (True, MOVE, True)):
-        found = agreed((rank, 2**40), save, leave, look)
-        assert found == Totals(counts, whole, save, leave, look)
+    for save, leave, poll in ((False, STAY, False), (True, STOP, False), (True, MOVE, True)):
+        found = agreed((rank, 2**40), save, leave, poll)
+        assert found == Totals(counts, whole, save, leave, poll)
         assert found.weight == max(counts[0], 1)
     assert agreed((0,), False, STAY, False).weight == 1  # no target in a batch: divided by one
 
@@ -52,7 +52,7 @@ def test_a_digest_is_of_64_bits(tmp_path: Path) -> None:
 
 def wrapped_rank(rank: int, world: int) -> None:
     digests = [
-        Agreement((1,), digest, save=False, leave=STAY, look=False, group=dist.group.WORLD)
+        Agreement((1,), digest, save=False, leave=STAY, poll=False, group=dist.group.WORLD)
         for digest in (5, 5 + 2**64, 6)
     ]
     one, same, other = (each.wait().digest for each in digests)

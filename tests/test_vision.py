@@ -447,7 +447,7 @@ def test_a_loss_that_is_not_finite_names_its_images(folder: Path, images: Images
 
 def diverging(rank: int, world: int, spec: ImageSpec) -> None:
     rows = spec.data.rows("train")
-    with pytest.raises(BadLoss, match=r"is not finite; rows \d+.* of the prepared data give it"):
+    with pytest.raises(BadLoss, match=r"is not finite; rows \d+.* of the prepared data cause it"):
         train_rank(
             spec,
             RankContext(

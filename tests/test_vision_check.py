@@ -46,7 +46,7 @@ def test_what_cannot_fit_is_refused_and_what_would_is_named() -> None:
     assert problem is not None
     assert problem.startswith("cluster.instance=p4d.24xlarge is too small: the plan is 1")
     assert "train.micro_batch=" in problem
-    assert problem.endswith("or start it all the same with cluster.ignore_plan=true")
+    assert problem.endswith("or cluster.ignore_plan=true to start anyway")
     assert size_problem(forecast(config(instance="p4d.24xlarge"), shape("resnet50"), 1000)) is None
 
 

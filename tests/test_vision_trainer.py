@@ -26,8 +26,8 @@ from rayapp.data.images import Images, StepImages, local_steps, shapes
 from rayapp.driver import display as driver_display
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import open_storage
-from rayapp.train import loop
 from rayapp.train.checkpoint.marker import latest
+from rayapp.train.engine import Engine
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
 from rayapp.train.validation import validate
@@ -110,7 +110,7 @@ def _scored(rank: int, world: int) -> None:
             arrays = (pixels[at], labels[at], labels[at], ones, none, rows)
             yield StepImages(first, *(array[None] for array in arrays))
 
-    engine = loop.Engine(
+    engine = Engine(
         model=Fixed(),
         optimizers=[],
         lr_at=lambda step: 0.0,

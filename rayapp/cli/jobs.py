@@ -58,7 +58,7 @@ SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
 def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
     """Print the text if help is asked for, and say in one line what a cluster or storage says."""
 
-    def around(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    def decorate(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         @wraps(function)
         def command(argv: list[str]) -> int:
             if "--help" in argv or "-h" in argv:
@@ -75,7 +75,7 @@ def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list
 
         return command
 
-    return around
+    return decorate
 
 
 @_command(SUBMIT)
@@ -123,9 +123,9 @@ def runs(argv: list[str]) -> int:
     """List the runs of a folder, or of a cluster."""
     argv = arguments.flags(argv, {"json"})
     _, asked = arguments.read_plain(argv, "", {**WHERE, "json": "false"})
-    found = _of_storage(asked) if _or_none(asked["storage"]) else _of_cluster(asked)
+    rows = _of_storage(asked) if _or_none(asked["storage"]) else _of_cluster(asked)
     if asked["json"] == "true":
-        print(json.dumps(found, indent=2))
+        print(json.dumps(rows, indent=2))
         return Exit.DONE
     from rich.console import Console
     from rich.table import Table
@@ -133,21 +133,21 @@ def runs(argv: list[str]) -> int:
     table = Table(box=None, pad_edge=False)
     for name in ("run", "status", "step", "loss", "tokens/s", "cost", "last seen", "job"):
         table.add_column(name, no_wrap=name == "run")
-    for one in found:
-        seen = one["updated_s"]
+    for row in rows:
+        seen = row["updated_s"]
         ago = UNKNOWN if seen is None else f"{clock(time.time() - seen)} ago"
-        shown = one["figures"]
+        shown = row["figures"]
         table.add_row(
-            one["run"],
-            one["status"],
+            row["run"],
+            row["status"],
             *(shown.get(name, UNKNOWN) for name in ("step", "loss", "tokens/s", "cost")),
             ago,
-            one["job"] or "",
+            row["job"] or "",
         )
     Console().print(table)
-    for one in found:
-        if one["updated_s"] is None and one["reason"]:  # its folder has told nothing
-            print(f"{one['run']}: {one['reason']}")
+    for row in rows:
+        if row["updated_s"] is None and row["reason"]:  # its folder has told nothing
+            print(f"{row['run']}: {row['reason']}")
     return Exit.DONE
 
 
@@ -258,8 +258,8 @@ class Listed(TypedDict):
 def _of_storage(asked: dict[str, str]) -> list[Listed]:
     """Return the runs of a folder, whatever clusters they ran on."""
     root = open_storage(asked["storage"])
-    found = [_row((root / name).url, partial(_in_folder, root / name)) for name in root.dirs()]
-    return sorted(filter(None, found), key=lambda one: one["updated_s"] or 0.0)
+    rows = [_row((root / name).url, partial(_in_folder, root / name)) for name in root.dirs()]
+    return sorted(filter(None, rows), key=lambda row: row["updated_s"] or 0.0)
 
 
 def _in_folder(run: Storage) -> tuple[str, Progress | None]:
@@ -272,17 +272,17 @@ def _of_cluster(asked: dict[str, str]) -> list[Listed]:
     from rayapp.jobs import JobsClient
 
     address = _or_none(asked["address"])
-    found = list[Listed]()
+    rows = list[Listed]()
     for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()):
         if url is None:
             values = _values(info.storage or UNKNOWN, info.status.lower(), None)
             values["reason"] = "its command line does not say which run of this folder it is"
-            found.append({**values, "job": info.submission_id})
+            rows.append({**values, "job": info.submission_id})
             continue
         row = _row(url, partial(_on_cluster, url, address, info.submission_id))
         if row is not None:
-            found.append({**row, "job": info.submission_id})
-    return found
+            rows.append({**row, "job": info.submission_id})
+    return rows
 
 
 def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progress | None]:
@@ -290,13 +290,13 @@ def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progres
     return state, now
 
 
-def _row(url: str, look: Callable[[], tuple[str, Progress | None]]) -> Listed | None:
+def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> Listed | None:
     """Return what is listed of a run, None of a folder without one.
 
     A run that cannot be read is listed with the reason, whatever that is, and hides no other.
     """
     try:
-        return _values(url, *look())
+        return _values(url, *read_status())
     except NoRun:
         return None
     except Exception as error:

@@ -25,6 +25,14 @@ PLAN = """python -m rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=valu
   --usd_per_hour=D     price of one instance, e.g. spot, instead of the list's
   --trace              also run the real step on fake tensors (imports torch; seconds to minutes)"""
 
+OPTIONS = {
+    "region": "us-west-2",
+    "deadline_hours": "none",
+    "budget_usd": "none",
+    "usd_per_hour": "none",
+    "images": "none",
+}
+
 
 def plan(argv: list[str]) -> int:
     """Plan a run; see PLAN."""
@@ -43,48 +51,30 @@ def plan(argv: list[str]) -> int:
         if not word.startswith("-") and (Path(word) / run_folder.CONFIG).is_file():
             prepared = planner.counts_of(read_object(open_storage(word), run_folder.PLAN))
             argv[number] = str(Path(word) / run_folder.CONFIG)
-    known = {
-        "json": "false",
-        "trace": "false",
-        "region": "us-west-2",
-        "deadline_hours": "none",
-        "budget_usd": "none",
-        "usd_per_hour": "none",
-        "images": "none",
-    }
-    config, options = arguments.read(argv, known)
+    config, options = arguments.read(argv, {"json": "false", "trace": "false", **OPTIONS})
     assert isinstance(config, Config | VisionConfig)
-
-    def number_of(name: str) -> float | None:
-        given = options[name].lower() != "none"
-        return arguments.number(name, options[name]) if given else None
-
-    images = number_of("images")
+    numbers = {
+        name: None if options[name].lower() == "none" else arguments.number(name, options[name])
+        for name, default in OPTIONS.items()
+        if default == "none"
+    }
+    images, usd_per_hour = numbers.pop("images"), numbers.pop("usd_per_hour")
     if images is not None:
         prepared["images"] = int(images)
     if isinstance(config, Config) and prepared.pop("images", None) is not None:
         raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
-    limits = {name: number_of(name) for name in ("deadline_hours", "budget_usd")}
-    found = planner.plan(
-        config,
-        region=options["region"],
-        usd_per_hour=number_of("usd_per_hour"),
-        **prepared,
-    )
+    answer = planner.plan(config, region=options["region"], usd_per_hour=usd_per_hour, **prepared)
+    question = answer.question
     if isinstance(config, Config) and (warning := planner.random_weights(config)):
-        found.reasons.append(warning)
-    best = None
-    if any(value is not None for value in limits.values()):
-        best = planner.cheapest(found.question, **limits)
-    others, table = planner.suggestions(found.question), planner.scaling(found.question)
-    traced = None
-    if options["trace"] == "true":
-        traced = _trace(config, found.question.layout)
+        answer.reasons.append(warning)
+    best = planner.cheapest(question, **numbers) if any(numbers.values()) else None
+    others, table = planner.suggestions(question), planner.scaling(question)
+    traced = _trace(config, question.layout) if options["trace"] == "true" else None
     if options["json"] == "true":
-        values = planner.as_dict(found, others, table, best) | {"traced": traced}
+        values = planner.as_dict(answer, others, table, best) | {"traced": traced}
         print(json.dumps(values, indent=2))
         return Exit.DONE
-    show(Console(), found, others, table, best)
+    show(Console(), answer, others, table, best)
     if traced is not None:
         print(
             f"trace     {traced['peak_gib']:.2f} GiB by the real step on fake tensors, "
@@ -100,6 +90,6 @@ def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:
     from rayapp.planner.memory import peak_memory
     from rayapp.train import trace
 
-    found = trace.trace_config(config, layout)
+    traced = trace.trace_config(config, layout)
     planned = peak_memory(replace(layout, on_cpu=True)).total
-    return {"peak_gib": found.peak_bytes / GIB, "planned_gib": planned / GIB}
+    return {"peak_gib": traced.peak_bytes / GIB, "planned_gib": planned / GIB}

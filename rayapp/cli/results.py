@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from rayapp.config import ConfigError, arguments
 from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import NoRun
 from rayapp.storage import StorageError, open_storage
+
+if TYPE_CHECKING:
+    from rayapp.generation import Settings
 
 GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
 
@@ -62,7 +66,7 @@ def generate(argv: list[str]) -> int:
 
     known = {"prompt": "", "max_tokens": "256", "temperature": "0.7", "chat": "none"}
     run, asked = arguments.read_plain(arguments.flags(argv, ["chat"]), "RUN", known)
-    settings = generation.settings_of(**asked)
+    settings = _settings(**asked)
     try:
         with generation.load(run) as model:
             generation.talk(model, settings)
@@ -72,3 +76,29 @@ def generate(argv: list[str]) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE
+
+
+def _settings(max_tokens: str, temperature: str, chat: str, prompt: str) -> Settings:
+    """Return the settings of generation from the texts of the options.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    from rayapp.generation import Settings
+
+    problems, chats = [], {"none": None, "true": True, "false": False}
+    if not max_tokens.isdecimal() or int(max_tokens) == 0:
+        problems.append(
+            f"--max_tokens={max_tokens} is not valid: it must be a count above 0. Set 256"
+        )
+    try:
+        heat = float(temperature)
+    except ValueError:
+        heat = -1.0
+    if not 0 <= heat < float("inf"):
+        problems.append(f"--temperature={temperature} is not valid: it must be 0 or above. Set 0.7")
+    if chat.lower() not in chats:
+        problems.append(f"--chat={chat} is not valid: it must be true or false. Leave it out")
+    if problems:
+        raise ConfigError(problems)
+    return Settings(int(max_tokens), heat, chats[chat.lower()], prompt)

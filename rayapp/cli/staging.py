@@ -75,7 +75,7 @@ def _told(report: Report) -> str:
         f"{report.images:,} images in {report.target}"
         + (f", {report.classes:,} classes" if report.classes else ""),
         f"copied and verified {report.copied:,} files ({report.copied_bytes / 2**20:,.0f} MiB); "
-        f"{report.there:,} were there",
+        f"{report.there:,} were already there",
     ]
     if report.bad:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in report.bad.items())
@@ -83,7 +83,7 @@ def _told(report: Report) -> str:
         lines += [f"  {place}: {why}" for place, why in report.examples]
     if report.foreign:
         shown = ", ".join(report.foreign_examples[:3])
-        lines.append(f"not from there: {report.foreign:,} files of the target, e.g. {shown}")
+        lines.append(f"not from the source: {report.foreign:,} files of the target, e.g. {shown}")
     return "\n".join(lines)
 
 

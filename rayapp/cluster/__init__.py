@@ -7,6 +7,7 @@ Machine sizes come from `rayapp.hardware` alone. The files in cluster/ are decla
 `${name}` placeholders; `render.py` has their names.
 """
 
-from rayapp.cluster.render import PLATFORMS, Options, cost, render, write
+from rayapp.cluster.options import PLATFORMS, Options
+from rayapp.cluster.render import cost, render, write
 
 __all__ = ["PLATFORMS", "Options", "cost", "render", "write"]

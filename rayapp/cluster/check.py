@@ -57,7 +57,7 @@ def _ray_container_rules(where: str, container: Mapping[str, Any]) -> Iterator[s
     variables = {v.get("name"): v.get("value") for v in container.get("environment", [])}
     secrets = {secret.get("name") for secret in container.get("secrets", [])}
     if variables.get("RAY_AUTH_MODE") != "token" or "RAY_AUTH_TOKEN" not in secrets:
-        yield f"{where}: without token authentication whoever reaches it runs code on it"
+        yield f"{where}: without token authentication, anyone who reaches it can run code"
     if "--block" not in container["command"]:
         yield f"{where}: `ray start` without --block ends at once, and the task with it"
     stop_s = container.get("stopTimeout", 30)
@@ -89,7 +89,7 @@ def check_manifests(documents: Iterable[Mapping[str, Any]], crds: Path | None = 
 
 def _cluster_rules(spec: Mapping[str, Any]) -> Iterator[str]:
     if spec.get("authOptions", {}).get("mode") != "token":
-        yield "without authOptions.mode=token whoever reaches it runs code on it"
+        yield "without authOptions.mode=token, anyone who reaches it can run code"
     groups = [("head", spec.get("headGroupSpec", {}))]
     groups += [(group.get("groupName"), group) for group in spec.get("workerGroupSpecs", [])]
     for name, group in groups:
@@ -137,9 +137,9 @@ def _validators(crds: Path) -> dict[tuple[str, str], Any]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     for path in sorted(crds.glob("*.yaml")):
         crd = yaml.load(path.read_text(encoding="utf-8"), loader)
-        for one in crd["spec"]["versions"]:
-            key = (f"{crd['spec']['group']}/{one['name']}", crd["spec"]["names"]["kind"])
-            schema = _strict(one["schema"]["openAPIV3Schema"])
+        for version in crd["spec"]["versions"]:
+            key = (f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"])
+            schema = _strict(version["schema"]["openAPIV3Schema"])
             schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
             schemas[key] = Draft202012Validator(schema)
     return schemas
@@ -167,7 +167,7 @@ def _strict(schema: Any) -> Any:
         return schema
     out = dict(schema)
     if "properties" in out:
-        out["properties"] = {name: _strict(one) for name, one in out["properties"].items()}
+        out["properties"] = {name: _strict(schema) for name, schema in out["properties"].items()}
         if "additionalProperties" not in out and not out.get(
             "x-kubernetes-preserve-unknown-fields"
         ):

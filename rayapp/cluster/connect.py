@@ -47,15 +47,15 @@ def to_ecs(name: str, region: str, port: int, client: Callable[[str], Any]) -> W
             f"{stack} has no running head: its host takes some minutes to start. Look with "
             f"`aws ecs describe-services --region {region} --cluster {stack} --services head`"
         )
-    (container,) = [one for one in tasks[0]["containers"] if one["name"] == "ray"]
+    (container,) = [container for container in tasks[0]["containers"] if container["name"] == "ray"]
     task = tasks[0]["taskArn"].rpartition("/")[2]
     ports = {"portNumber": [str(DASHBOARD_PORT)], "localPortNumber": [str(port)]}
     command = ["aws", "ssm", "start-session", "--region", region]
     command += ["--target", f"ecs:{stack}_{task}_{container['runtimeId']}"]
     command += ["--document-name", "AWS-StartPortForwardingSession"]
     command += ["--parameters", json.dumps(ports)]
-    found = client("ssm").get_parameter(Name=f"/{stack}/ray-token", WithDecryption=True)
-    return Way(command, str(found["Parameter"]["Value"]))
+    parameter = client("ssm").get_parameter(Name=f"/{stack}/ray-token", WithDecryption=True)
+    return Way(command, str(parameter["Parameter"]["Value"]))
 
 
 def to_eks(port: int) -> Way:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -17,6 +14,7 @@ import yaml
 
 from rayapp.cluster import image
 from rayapp.cluster.check import check_task_definition
+from rayapp.cluster.options import COMPONENTS, Options, bucket, option_problems, stack
 from rayapp.cluster.sizes import (
     HEAD_DISK_GIB,
     HUGEPAGES_HOST_MIB,
@@ -30,11 +28,10 @@ from rayapp.cluster.sizes import (
 )
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.text import shipped
-from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
+from rayapp.hardware import UnknownInstance, instance
 from rayapp.planner.machines import named_instance
 
 ROOT = shipped("cluster")
-PLATFORMS = ("ecs", "kuberay")
 # Ray drains for DRAIN_S seconds and is killed after GRACE_S. A spot notice comes 2 minutes ahead on
 # either platform, and ECS's longest stopTimeout is 2 minutes too.
 DRAIN_S, GRACE_S = 100, 120
@@ -44,35 +41,9 @@ JOB_STOP_S = 600
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
-COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
 
 Values: TypeAlias = dict[str, Any]
 """The values of the `${name}` placeholders in the files."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a config does not say: AWS account, region, image, head, how machines are bought."""
-
-    account: str | None = None
-    name: str = "rayapp"
-    region: str = DEFAULT_REGION
-    tag: str | None = None
-    """Tag of the image in the account's registry; None: that of these sources (`image.tag`)."""
-    head: str = "m6i.2xlarge"
-    market: str = "on-demand"
-    reservation: str | None = None
-    """Id of a capacity reservation, or of a capacity block with market=capacity-block."""
-    efa: str = "auto"
-    """auto: use EFA if the instance has it; true: refuse an instance without; false: never."""
-    launch: str = "ec2"
-    components: tuple[str, ...] = ()
-    api_cidrs: tuple[str, ...] = ()
-    """EKS: networks that may reach the API server over the internet; empty: the VPC alone."""
-    lustre: str | None = None
-    """Terraform's output `lustre` as JSON, for the component lustre."""
-    retries: int = 2
-    """How many new clusters a RayJob may start after failures."""
 
 
 def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]:
@@ -81,7 +52,7 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
     Raises:
         ConfigError: with every problem.
     """
-    problems = _option_problems(platform, options)
+    problems = option_problems(platform, options)
     machines = _machines(platform, config, options, problems)
     if problems:
         raise ConfigError(problems)
@@ -116,86 +87,14 @@ def write(files: dict[str, str], folder: Path) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def bucket(options: Options) -> str:
-    """Return the name of the S3 bucket that infra/base creates."""
-    return f"{options.name}-{options.account}-{options.region}"
-
-
-def stack(platform: str, options: Options) -> str:
-    """Return the prefix of the names of what infra/ecs or infra/eks creates."""
-    return f"{options.name}-{'ecs' if platform == 'ecs' else 'eks'}"
-
-
-def _option_problems(platform: str, options: Options) -> list[str]:
-    problems = []
-    if platform not in PLATFORMS:
-        problems.append(f"{platform} is unknown: no such platform. Set one of ecs, kuberay")
-    if options.account is None:
-        problems.append(
-            "account=none is missing: roles and images are named by it, and no credentials tell "
-            "which it is. Set --account=123456789012"
-        )
-    patterns = {
-        "account": (r"[0-9]{12}", "12 digits"),
-        "name": (r"[a-z][a-z0-9-]{1,19}", "2 to 20 lower-case letters, digits and dashes"),
-        "region": (r"[a-z]{2}(-[a-z]+)+-[0-9]", "a region such as us-west-2"),
-        "tag": (r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image"),
-        "reservation": (
-            r"cr-[0-9a-f]{8,17}",
-            "a capacity reservation such as cr-0123456789abcdef0",
-        ),
-    }
-    for field, (pattern, what) in patterns.items():
-        value = getattr(options, field)
-        if value is not None and not re.fullmatch(pattern, value):
-            problems.append(f"{field}={value} is malformed: {what} is expected. Set --{field}")
-    choices = {
-        "market": ("on-demand", "spot", "capacity-block"),
-        "efa": ("auto", "true", "false"),
-        "launch": ("ec2", "fargate"),
-    }
-    for field, allowed in choices.items():
-        if (value := getattr(options, field)) not in allowed:
-            problems.append(f"{field}={value} is unknown. Set one of {', '.join(allowed)}")
-    if options.market == "capacity-block" and options.reservation is None:
-        problems.append(
-            "reservation=none is missing: a capacity block is used by its id. Set --reservation"
-        )
-    for component in options.components:
-        if component not in COMPONENTS:
-            problems.append(f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}")
-        elif platform == "ecs":
-            problems.append(f"component {component} is impossible: ECS has none. Leave it out")
-    problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
-    if options.api_cidrs and platform == "ecs":
-        problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")
-    if "lustre" in options.components and options.lustre is None:
-        problems.append(
-            "lustre=none is missing: the volume is that of infra/eks. "
-            'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
-        )
-    return problems
-
-
-def _cidr_problems(cidr: str) -> Iterator[str]:
-    what = "networks such as 203.0.113.7/32 are expected. Set --api_cidrs"
-    try:
-        network = ipaddress.ip_network(cidr)
-    except ValueError as error:
-        yield f"api_cidrs={cidr} is malformed: {error}; {what}"
-    else:
-        if network.version != 4 or network.prefixlen < 16:
-            yield f"api_cidrs={cidr} is too wide: IPv4 networks of /16 at the widest; {what}"
-
-
 def _machines(
     platform: str, config: RunConfig, options: Options, problems: list[str]
 ) -> tuple[Node, Fleet] | None:
     """Return the head and the workers; add to `problems` why they are impossible."""
-    one = named_instance(config, problems)
+    worker_instance = named_instance(config, problems)
     if config.cluster.instance is None:
         problems.append(
-            "cluster.instance=none is missing: a cluster is made of machines. "
+            "cluster.instance=none is missing: the cluster's nodes need a type. "
             "Set an EC2 instance type, e.g. g5.12xlarge"
         )
     try:
@@ -203,31 +102,36 @@ def _machines(
     except UnknownInstance as error:
         problems.append(str(error))
         return None
-    if one is None:
+    if worker_instance is None:
         return None
-    if options.efa == "true" and one.efa_interfaces == 0:
+    if options.efa == "true" and worker_instance.efa_interfaces == 0:
         problems.append(
-            f"efa=true is impossible: {one.name} has no Elastic Fabric Adapter. "
+            f"efa=true is impossible: {worker_instance.name} has no Elastic Fabric Adapter. "
             "Leave --efa out, or set cluster.instance to one that has, e.g. p4d.24xlarge"
         )
     if options.launch == "fargate":
-        why = f"Fargate has no GPUs, {one.name} has {one.gpus}"
-        why = why if one.gpus else "Fargate gives Ray's object store no shared memory"
+        why = f"Fargate has no GPUs, {worker_instance.name} has {worker_instance.gpus}"
+        why = why if worker_instance.gpus else "Fargate gives Ray's object store no shared memory"
         problems.append(f"launch=fargate is impossible: {why}. Leave --launch out")
     storage = config.run.storage
     if storage.startswith("s3://") and not f"{storage}/".startswith(
         f"s3://{bucket(options)}/runs/"
     ):
         problems.append(
-            f"run.storage={storage} is out of reach: a run's role may write to "
-            f"s3://{bucket(options)}/runs alone. Set it to that"
+            f"run.storage={storage} is out of reach: a run's role may write only to "
+            f"s3://{bucket(options)}/runs. Set run.storage to it"
         )
-    for what, found in ((one.name, one), (options.head, head)):
-        if "x86_64" not in found.architectures:
+    for what, machine in ((worker_instance.name, worker_instance), (options.head, head)):
+        if "x86_64" not in machine.architectures:
             problems.append(f"{what} is impossible: the image is for x86_64. Set another instance")
     efa = options.efa != "false"
     kube = platform == "kuberay"
-    worker = node(one, efa, 0, HUGEPAGES_HOST_MIB if kube and efa and one.efa_interfaces else 0)
+    worker = node(
+        worker_instance,
+        efa,
+        0,
+        HUGEPAGES_HOST_MIB if kube and efa and worker_instance.efa_interfaces else 0,
+    )
     system = node(head, False, *((SYSTEM_CPUS, SYSTEM_MIB) if kube else (0, 0)))
     for what, room in (("cluster.instance", worker), ("head", system)):
         if room.cpus < 1 or room.memory_mib < 4096:
@@ -268,10 +172,10 @@ def _values(
         "head_pod_cpus": head.cpus,
         "head_cpu_units": head.cpus * 1024,
     }
-    for role, one in (("head", head), ("worker", worker)):
-        values[f"{role}_memory_mib"] = one.memory_mib
-        values[f"{role}_object_store_bytes"] = one.object_store_bytes
-        values[f"{role}_shared_memory_mib"] = one.shared_memory_mib
+    for role, machine in (("head", head), ("worker", worker)):
+        values[f"{role}_memory_mib"] = machine.memory_mib
+        values[f"{role}_object_store_bytes"] = machine.object_store_bytes
+        values[f"{role}_shared_memory_mib"] = machine.shared_memory_mib
     for key, file in (("agent_config", "agent.json"), ("prometheus_config", "prometheus.yaml")):
         text = _fill(ROOT / "cloudwatch" / file, values)
         values[key] = json.dumps(text)  # a JSON string is a YAML scalar too
@@ -370,10 +274,10 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
     }
 
 
-def _machine(one: Node, disk_gib: int) -> dict[str, object]:
+def _machine(machine: Node, disk_gib: int) -> dict[str, object]:
     return {
-        "instance_type": one.instance.name,
-        "gpus": one.instance.gpus,
-        "interfaces": list(one.interfaces),
+        "instance_type": machine.instance.name,
+        "gpus": machine.instance.gpus,
+        "interfaces": list(machine.interfaces),
         "disk_gib": disk_gib,
     }

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rayapp.config import RunConfig
-from rayapp.hardware import PRICE_DATE, Instance, usd_per_hour
+from rayapp.hardware import PRICE_DATE, Instance
 
 HOST_CPUS = 2  # left to the operating system and the agents of ECS or Kubernetes and CloudWatch
 HOST_MEMORY_SHARE, HOST_MEMORY_GIB = 0.04, 4.0  # kernel and firmware; agents and kubelet's reserve
@@ -39,25 +39,24 @@ class Node:
 
 @dataclass(frozen=True)
 class Fleet:
-    """The worker machines of a config, and how many workers fit on each."""
+    """The worker machines of a config."""
 
     worker: Node
-    workers_per_node: int
     min_nodes: int
     max_nodes: int
 
 
-def node(one: Instance, efa: bool, reserved_cpus: int = 0, reserved_mib: int = 0) -> Node:
+def node(instance: Instance, efa: bool, reserved_cpus: int = 0, reserved_mib: int = 0) -> Node:
     """Return what a container gets of a machine, less the host's share and what is reserved."""
-    cpus = one.vcpus - min(HOST_CPUS, one.vcpus // 4) - reserved_cpus
-    memory_gib = one.memory_gib * (1 - HOST_MEMORY_SHARE) - HOST_MEMORY_GIB
+    cpus = instance.vcpus - min(HOST_CPUS, instance.vcpus // 4) - reserved_cpus
+    memory_gib = instance.memory_gib * (1 - HOST_MEMORY_SHARE) - HOST_MEMORY_GIB
     memory_mib = math.floor(memory_gib * 1024) - reserved_mib
     store = min(math.floor(memory_mib * OBJECT_STORE_SHARE) * 2**20, OBJECT_STORE_MAX_BYTES)
     shared_mib = math.ceil(store / 2**20) + min(NCCL_SHARED_MEMORY_MIB, memory_mib // 5)
-    return Node(one, cpus, memory_mib, store, shared_mib, _interfaces(one, efa))
+    return Node(instance, cpus, memory_mib, store, shared_mib, _interfaces(instance, efa))
 
 
-def _interfaces(one: Instance, efa: bool) -> tuple[str, ...]:
+def _interfaces(instance: Instance, efa: bool) -> tuple[str, ...]:
     """Return the kind of interface on each network card; card 0 carries the IP traffic.
 
     >>> from rayapp.hardware import instance
@@ -66,10 +65,10 @@ def _interfaces(one: Instance, efa: bool) -> tuple[str, ...]:
     >>> _interfaces(instance("p6-b300.48xlarge"), efa=True)[:2]
     ('interface', 'efa-only')
     """
-    if not efa or one.efa_interfaces == 0:
+    if not efa or instance.efa_interfaces == 0:
         return ("interface",)
-    first = ("efa",) if one.first_efa_card == 0 else ("interface",)
-    rest = one.efa_interfaces - (1 if one.first_efa_card == 0 else 0)
+    first = ("efa",) if instance.first_efa_card == 0 else ("interface",)
+    rest = instance.efa_interfaces - (1 if instance.first_efa_card == 0 else 0)
     return first + ("efa-only",) * rest
 
 
@@ -79,27 +78,27 @@ def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
     A worker needs one CPU, one GPU if the instance has GPUs and cluster.gpu is not false, unless
     `cluster.resources` says otherwise. At least one CPU of the cluster is left to Ray Data.
     """
-    one, asked = worker.instance, config.cluster.resources
-    gpus = one.gpus if config.cluster.gpu != "false" else 0
-    if config.cluster.gpu == "true" and one.gpus == 0:
+    instance, asked = worker.instance, config.cluster.resources
+    gpus = instance.gpus if config.cluster.gpu != "false" else 0
+    if config.cluster.gpu == "true" and instance.gpus == 0:
         problems.append(
-            f"cluster.gpu=true is impossible: {one.name} has no GPU. Set cluster.instance to one "
-            "that has, e.g. g5.12xlarge"
+            f"cluster.gpu=true is impossible: {instance.name} has no GPU. Set cluster.instance to "
+            "one that has, e.g. g5.12xlarge"
         )
         return None
     have = {"CPU": float(worker.cpus), "memory": worker.memory_mib * 2.0**20}
     have |= {"object_store_memory": float(worker.object_store_bytes)}
     need = {"CPU": 1.0, **asked}
     if gpus:
-        have["GPU"] = float(one.gpus)
+        have["GPU"] = float(instance.gpus)
         need.setdefault("GPU", 1.0)
-    if one.gpu is not None:
-        have[f"accelerator_type:{one.gpu.name.split('-')[0]}"] = 1.0  # as Ray calls it
+    if instance.gpu is not None:
+        have[f"accelerator_type:{instance.gpu.name.split('-')[0]}"] = 1.0  # as Ray calls it
     for name, amount in need.items():
         if amount > have.get(name, 0.0):
             problems.append(
-                f"cluster.resources.{name}={amount:g} is too much: a worker on {one.name} can have "
-                f"{have.get(name, 0.0):g}. Lower it, or set a larger cluster.instance"
+                f"cluster.resources.{name}={amount:g} is too much: a worker on {instance.name} can "
+                f"have {have.get(name, 0.0):g}. Lower it, or set a larger cluster.instance"
             )
     if problems:
         return None
@@ -109,7 +108,7 @@ def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
     most = math.ceil(config.cluster.max_workers / per_node)
     if config.cluster.max_workers * need["CPU"] > most * worker.cpus - 1:
         most += 1  # else the workers would take all CPUs and Ray Data would starve
-    return Fleet(worker, per_node, least, max(most, 1))
+    return Fleet(worker, least, max(most, 1))
 
 
 # us-east-1 and us-west-2. Not included: data through a NAT gateway (0.045 USD per GB) or an
@@ -126,8 +125,8 @@ ENDPOINTS = {"ecs": 11, "kuberay": 12}  # the lists in infra/ecs/main.tf and inf
 
 def cost_line(platform: str, fleet: Fleet, head: Instance, region: str, market: str) -> str:
     """Return a line with the cost in USD per hour: with all workers, and idle (head only)."""
-    worker, price = fleet.worker.instance, usd_per_hour(fleet.worker.instance, region)
-    head_usd = usd_per_hour(head, region)
+    worker, price = fleet.worker.instance, fleet.worker.instance.usd_per_hour.get(region)
+    head_usd = head.usd_per_hour.get(region)
     fixed = NAT_USD_PER_HOUR + ENDPOINTS[platform] * ENDPOINT_USD_PER_HOUR
     fixed += EKS_USD_PER_HOUR if platform == "kuberay" else 0.0
     nodes = f"{fleet.max_nodes} x {worker.name}"

@@ -104,7 +104,7 @@ def from_dict(
     if named is None:
         known = ", ".join(name for name in KINDS if name)
         what = f"Set task to one of {known}, or leave it out for a language model"
-        line = f"task={shown(task)} is unknown: it says what is trained. {what}"
+        line = f"task={shown(task)} is unknown: it names the kind of model to train. {what}"
         raise ConfigError([*problems, line])
     if kind is not None and task is not None and named is not kind:
         line = f"task={task} is of another command: this one runs {kind.MODULE}. "

@@ -133,5 +133,7 @@ def _unknown(own: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
             hint = f"Did you mean --{near[0]}?" if near else f"Known are --{', --'.join(options)}"
-            problems.append(f"--{name}={own[name]} is unknown: it is no option here. {hint}")
+            problems.append(
+                f"--{name}={own[name]} is unknown: this command has no such option. {hint}"
+            )
     return problems

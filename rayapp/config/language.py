@@ -236,8 +236,8 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if data.mixture and train.max_steps is None:
         yield (
             ("data.mixture", "train.max_steps"),
-            "train.max_steps=none is missing: the sources of data.mixture end at different times, "
-            "so that it has no epochs. Set train.max_steps",
+            "train.max_steps=none is missing: a data.mixture has no epochs, because its sources "
+            "end at different times. Set train.max_steps",
         )
     if data.mixture and data.path != Data().path:
         yield (
@@ -259,22 +259,22 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if parallel.replicas is not None and parallel.strategy != "hybrid_shard":
         yield (
             ("parallel.replicas", "parallel.strategy"),
-            f"parallel.replicas={parallel.replicas} is without effect: only hybrid_shard "
+            f"parallel.replicas={parallel.replicas} is ineffective: only hybrid_shard "
             "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
         )
     if train.loss_kernel == "liger" and (train.z_loss or train.label_smoothing):
         yield (
             ("train.loss_kernel", "train.z_loss", "train.label_smoothing"),
-            "train.loss_kernel=liger is in conflict: it gives the objective alone, and with "
-            "train.z_loss or train.label_smoothing the loss is another number. Set "
+            "train.loss_kernel=liger is in conflict: it returns only the objective, which "
+            "differs from the loss with train.z_loss or train.label_smoothing. Set "
             "train.loss_kernel=chunked",
         )
     lora = config.model.lora
     if lora is not None and train.optimizer == "muon":
         yield (
             ("model.lora", "train.optimizer"),
-            "train.optimizer=muon is in conflict: orthogonal updates of the two thin factors of an "
-            "adapter are not those of a matrix. Set train.optimizer=adamw",
+            "train.optimizer=muon is in conflict: it orthogonalises the update of a whole matrix, "
+            "and an adapter has two thin factors instead. Set train.optimizer=adamw",
         )
     if lora is not None and lora.quantize != "none" and config.model.from_scratch:
         yield (

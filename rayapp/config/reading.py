@@ -85,20 +85,22 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
 
 def fields(kind: type[RunConfig]) -> dict[str, str]:
     """Return every `section.field` with its documentation; those of a field's own fields last."""
-    found: dict[str, str] = {}
+    documentation: dict[str, str] = {}
     below: dict[str, str] = {}
     for section, info in kind.model_fields.items():
         if not any(_models(info.annotation)):
-            found[section] = " ".join((info.description or "").split())
+            documentation[section] = " ".join((info.description or "").split())
         for model in _models(info.annotation):
             for name, field in model.model_fields.items():
-                found[f"{section}.{name}"] = " ".join((field.description or "").split())
+                documentation[f"{section}.{name}"] = " ".join((field.description or "").split())
                 for inner in _models(field.annotation):
                     below |= {
-                        f"{section}.{name}.{each}": " ".join((one.description or "").split())
-                        for each, one in inner.model_fields.items()
+                        f"{section}.{name}.{each}": " ".join(
+                            (inner_field.description or "").split()
+                        )
+                        for each, inner_field in inner.model_fields.items()
                     }
-    return found | below
+    return documentation | below
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -135,15 +135,17 @@ class RunConfig(Section):
 
         What kind of run it is goes along, where that is not the default.
         """
-        default, found = type(self)().model_dump(mode="json"), dict[str, str]()
+        default, overrides = type(self)().model_dump(mode="json"), dict[str, str]()
         for section, values in self.model_dump(mode="json").items():
             if not isinstance(values, dict):
-                found[section] = values
+                overrides[section] = values
                 continue
             for name, value in values.items():
                 if value != default[section][name]:
-                    found[f"{section}.{name}"] = value if isinstance(value, str) else dumps(value)
-        return found
+                    overrides[f"{section}.{name}"] = (
+                        value if isinstance(value, str) else dumps(value)
+                    )
+        return overrides
 
     def to_yaml(self) -> str:
         """Return the whole config, defaults included, as YAML."""

@@ -197,7 +197,7 @@ class VisionConfig(RunConfig):
         if parallel.replicas is not None and parallel.strategy != "hybrid_shard":
             yield (
                 ("parallel.replicas", "parallel.strategy"),
-                f"parallel.replicas={parallel.replicas} is without effect: only hybrid_shard "
+                f"parallel.replicas={parallel.replicas} is ineffective: only hybrid_shard "
                 "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
             )
         if 0 in data.std:

@@ -28,12 +28,13 @@ from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import Document, pack, row_dtype
 from rayapp.data.prepared import (
     MAX_EXAMPLES,
+    OF_MIXTURES,
     SPLITS,
     Prepared,
     duplicate_share,
     load,
 )
-from rayapp.data.report import Counts, Manifest, UnitSummary, summed
+from rayapp.data.report import Counts, UnitSummary, summed
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
@@ -110,7 +111,8 @@ def prepare(
             progress(finished, total)
     whole = _whole_units(storage, len(jobs), recipe.seq_len)
     assert len(whole) == len(jobs), f"shards in {storage.url} changed while they were being made"
-    manifest = _merge(recipe, storage, [whole[index] for index in range(len(jobs))])
+    merged = _merge(recipe, storage, [whole[index] for index in range(len(jobs))])
+    manifest = {name: value for name, value in vars(merged).items() if name not in OF_MIXTURES}
     storage.write("manifest.json", json.dumps(manifest, indent=1).encode())
     loaded = load(storage)
     assert loaded is not None, f"{storage.url}/manifest.json does not match the shards just written"
@@ -303,7 +305,7 @@ def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
     )
 
 
-def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Manifest:
+def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Prepared:
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
     examples: list[tuple[str, str]] = []
@@ -315,18 +317,18 @@ def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Man
         examples += unit["examples"][: MAX_EXAMPLES - len(examples)]
     hashes = (storage.read(_hashes_name(index)) for index in range(len(units)))
     duplicates = duplicate_share(np.frombuffer(data, np.uint64) for data in hashes)
-    return {
-        "url": storage.url,
-        "fingerprint": recipe.fingerprint,
-        "parts": recipe.parts(),
-        "seq_len": recipe.seq_len,
-        "shards": shards,
-        "counts": {s: summed(unit["counts"][s] for unit in units) for s in SPLITS},
-        "bad": dict(bad),
-        "examples": examples,
-        "records": sum(unit["records"] for unit in units),
-        "duplicates": duplicates,
-    }
+    return Prepared(
+        url=storage.url,
+        fingerprint=recipe.fingerprint,
+        parts=recipe.parts(),
+        seq_len=recipe.seq_len,
+        shards=shards,
+        counts={s: summed(unit["counts"][s] for unit in units) for s in SPLITS},
+        bad=dict(bad),
+        examples=examples,
+        records=sum(unit["records"] for unit in units),
+        duplicates=duplicates,
+    )
 
 
 def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSummary]:

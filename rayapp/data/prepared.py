@@ -21,6 +21,7 @@ from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")
+OF_MIXTURES = ("sizes", "weights", "sources")  # fields that no manifest has
 MAX_EXAMPLES = 5
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
 

@@ -35,21 +35,6 @@ class UnitSummary(TypedDict):
     records: int
 
 
-class Manifest(TypedDict):
-    """The manifest of a prepared data set; for the fields see Prepared."""
-
-    url: str
-    fingerprint: str
-    parts: dict[str, object]
-    seq_len: int
-    shards: dict[str, list[tuple[str, int]]]
-    counts: dict[str, Counts]
-    bad: dict[str, int]
-    examples: list[tuple[str, str]]
-    records: int
-    duplicates: float
-
-
 class DataReport(TypedDict, total=False):
     """The statistics to check before training."""
 

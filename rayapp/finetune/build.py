@@ -19,7 +19,7 @@ from rayapp.config import Config
 from rayapp.data.rows import step_rows
 from rayapp.data.tokens import load_tokenizer
 from rayapp.planner.trained import vocabulary_of
-from rayapp.train import loop
+from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.train.optimizer import make_optimizers
 from rayapp.train.spec import LanguageSpec
@@ -136,7 +136,7 @@ def compile_gain(
         return None
     rank = dist.get_rank()
     rows = step_rows(spec.data.rows("train"), spec.order, 0, rank, dist.get_world_size())
-    gain = model.measure_compile(parts.lm, loop.inputs(rows, 0, device))
+    gain = model.measure_compile(parts.lm, inputs(rows, 0, device))
     if rank == 0:
         print(gain, flush=True)
     return gain
@@ -147,12 +147,12 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
 
     A worker checks what depends on the GPU itself (`model.Unavailable`).
     """
-    found = []
+    problems = []
     if device_type != "cuda":
         kernel = config.model.attention
         dtype = compute_dtype(config)
         if problem := model.attention_problem(kernel, source.config, device_type, dtype):
-            found.append(f"model.attention={kernel} is not available: {problem}")
+            problems.append(f"model.attention={kernel} is not available: {problem}")
         asked = {
             "train.precision=fp8": (config.train.precision == "fp8", "train.precision=auto"),
             "train.loss_kernel=liger": (
@@ -160,7 +160,7 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
                 "train.loss_kernel=chunked",
             ),
         }
-        found += [
+        problems += [
             f"{setting} is not available: the workers have no GPU. Set {instead}"
             for setting, (wanted, instead) in asked.items()
             if wanted
@@ -174,7 +174,7 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
     }
     for package, (setting, wanted, extra) in needed.items():
         if wanted and importlib.util.find_spec(package) is None:
-            found.append(
+            problems.append(
                 f"{setting} is not available: the package {package} is not installed. "
                 f"Install rayapp[{extra}], or {package.replace('_', '-')}"
             )
@@ -182,8 +182,8 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
         lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
         names = model.linear_names(lm.hf)
         problem = model.unknown_targets(lora.targets, names)
-        found += [problem] if problem else []
-    return found
+        problems += [problem] if problem else []
+    return problems
 
 
 def model_shape(source: model.ModelSource, config: Config, tokens: int | None) -> Any:

@@ -75,14 +75,14 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     config = absolute(config)
     problems = checks.shared_problems(config, local_cores, local_gpus)
     inputs = _inputs(config, problems)
-    kinds = {one.kind for one in inputs}
+    kinds = {entry.kind for entry in inputs}
     base, tokenizer = _model(config, kinds, problems)
     if problems:
         raise ConfigError(problems)
     assert inputs and base is not None
     if len(inputs) == 1:
-        found = {"kind": inputs[0].kind, "format": inputs[0].source.format}
-        config = config.model_copy(update={"data": config.data.model_copy(update=found)})
+        fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
+        config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
     if problem := plan_problem(config, base, tokenizer):
         raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name
@@ -97,8 +97,8 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
     """
     config = ready.config
     if config.train.precision == "auto":
-        found = {"precision": fastest_precision(gpus)}
-        config = config.model_copy(update={"train": config.train.model_copy(update=found)})
+        fields = {"precision": fastest_precision(gpus)}
+        config = config.model_copy(update={"train": config.train.model_copy(update=fields)})
     if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
         raise ConfigError(wrong)
     return replace(ready, config=config)
@@ -161,11 +161,11 @@ def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
     eval_source, kind = _source(config, config.data.eval_path, "data.eval_path", problems)
     if eval_source is None or len(inputs) < len(config.data.weights):
         return tuple(inputs)
-    owner = next((number for number, one in enumerate(inputs) if one.kind == kind), None)
+    owner = next((number for number, entry in enumerate(inputs) if entry.kind == kind), None)
     if owner is None:
         problems.append(
-            f"data.eval_path={config.data.eval_path} is of another kind: it holds {kind}, and "
-            f"{inputs[0].path} {inputs[0].kind}. Give held-out data of the same kind"
+            f"data.eval_path={config.data.eval_path} is of another kind: it holds {kind}, but "
+            f"{inputs[0].path} holds {inputs[0].kind}. Give held-out data of the same kind"
         )
     else:
         inputs[owner] = replace(inputs[owner], eval_source=eval_source)
@@ -229,7 +229,7 @@ def _model(
     if "chat" in kinds and not tokenizer.chat_template:
         problems.append(
             f"data.kind=chat is without a template: {named or config.model.path} "
-            "has no chat_template. Set model.tokenizer to one that has, or use prompt and "
-            "completion"
+            "has no chat_template. Set model.tokenizer to one that has one, or use prompt "
+            "and completion"
         )
     return base, tokenizer

@@ -49,13 +49,13 @@ def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Consol
     question = _question(config, shape, machine)
     size = planner.largest_micro_batch(question)
     if size is None and not config.cluster.ignore_plan:
-        found = planner.answer(planner.with_micro_batch(question, 1))
+        plan = planner.answer(planner.with_micro_batch(question, 1))
         raise ConfigError(
             [
                 f"train.micro_batch=auto is impossible: the plan of one row is "
-                f"{found.peak_gib.value:.1f} GiB, and a worker has {found.capacity_gib:.1f}. Set "
-                "parallel.activation_checkpointing=full, a smaller data.seq_len or model, or start "
-                "it all the same with cluster.ignore_plan=true"
+                f"{plan.peak_gib.value:.1f} GiB, and a worker has {plan.capacity_gib:.1f}. Set "
+                "parallel.activation_checkpointing=full, a smaller data.seq_len or model, or "
+                "cluster.ignore_plan=true to start anyway"
             ]
         )
     size = size or 1
@@ -104,20 +104,20 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _question(config: Config, shape: Any, machine: dict[str, Any]) -> planner.Question:
-    found = forecast(config, shape, **machine)
-    if found is None:
+    plan = forecast(config, shape, **machine)
+    if plan is None:
         raise ConfigError(
             [
                 f"train.micro_batch=auto is not available: there is no formula for the memory of "
                 f"{shape.model_type}. Set train.micro_batch to a number"
             ]
         )
-    return found.question
+    return plan.question
 
 
 def _figures(question: planner.Question, size: int) -> str:
     """Return text with the planned memory of a size, and of the next larger divisor of a step."""
-    found = planner.answer(planner.with_micro_batch(question, size))
+    plan = planner.answer(planner.with_micro_batch(question, size))
     rows = question.rows_per_step
     above = (n for n in range(size + 1, rows // question.workers + 1) if rows % n == 0)
     larger = next(above, None)
@@ -125,7 +125,7 @@ def _figures(question: planner.Question, size: int) -> str:
     if larger is not None:
         next_gib = planner.answer(planner.with_micro_batch(question, larger)).peak_gib.value
         more = f" ({larger} rows: {next_gib:.2f})"
-    return f"planned {found.peak_gib.value:.2f}{more} of {found.capacity_gib:.2f} GiB a worker"
+    return f"planned {plan.peak_gib.value:.2f}{more} of {plan.capacity_gib:.2f} GiB a worker"
 
 
 def _before(config: Config, run: Storage) -> int | None:

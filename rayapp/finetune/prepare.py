@@ -68,17 +68,17 @@ def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, 
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()
     if tokenizer is None:
-        digests = {one.path: (one.weight, one.source.digest()) for one in ready.inputs}
+        digests = {entry.path: (entry.weight, entry.source.digest()) for entry in ready.inputs}
         data = fingerprint(digests) if len(digests) > 1 else ready.inputs[0].source.digest()
         trained = root / f"tokenizer-{name.replace(':', '-')}-{data}"
         if not trained.exists("tokenizer.json"):
             console.print(f"training a tokenizer ({name}) on the data", highlight=False)
-            weights = sum(one.weight for one in ready.inputs)
+            weights = sum(entry.weight for entry in ready.inputs)
             texts = itertools.chain.from_iterable(
                 heads.sample_texts(
-                    one.source, one.kind, int(TOKENIZER_SAMPLE_BYTES * one.weight / weights)
+                    entry.source, entry.kind, int(TOKENIZER_SAMPLE_BYTES * entry.weight / weights)
                 )
-                for one in ready.inputs
+                for entry in ready.inputs
             )
             tokens.save_tokenizer(tokens.train_bpe(texts, int(name.partition(":")[2])), trained)
         return trained.url, tokens.load_tokenizer(trained.url)
@@ -104,11 +104,11 @@ def prepare_rows(
     made: dict[str, Prepared] = {}
     problems = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for one in ready.inputs:
+        for entry in ready.inputs:
             recipe = rows.RowRecipe(
-                source=one.source,
-                eval_source=one.eval_source,
-                kind=one.kind,
+                source=entry.source,
+                eval_source=entry.eval_source,
+                kind=entry.kind,
                 tokenizer_url=tokenizer_url,
                 tokenizer_digest=tokens.tokenizer_digest(tokenizer),
                 pad_id=pad if pad is not None else (tokenizer.eos_token_id or 0),
@@ -117,14 +117,14 @@ def prepare_rows(
                 truncate=data.truncate,
                 eval_fraction=0.0 if data.eval_path else data.eval_fraction,
             )
-            task = progress.add_task(f"preparing {one.path}", total=one.source.num_bytes)
+            task = progress.add_task(f"preparing {entry.path}", total=entry.source.num_bytes)
             show = partial(_show, progress, task)
             try:
-                made[one.path] = prepared = rows.prepare(recipe, root, data.workers, show)
+                made[entry.path] = prepared = rows.prepare(recipe, root, data.workers, show)
             except SourceError as error:
                 problems.append(str(error))
                 continue
-            problem = _unusable(prepared, f"{field}={one.path}", data.bad_rows)
+            problem = _unusable(prepared, f"{field}={entry.path}", data.bad_rows)
             problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
@@ -141,7 +141,7 @@ def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
         shown = reasons(prepared.bad, prepared.examples)
         return (
             f"{what} is unusable in {prepared.bad_share:.1%} of its {prepared.records} records: "
-            f"{shown}. Mend them, or allow more with data.bad_rows (now {limit:.1%})"
+            f"{shown}. Correct them, or raise data.bad_rows (now {limit:.1%})"
         )
     if not prepared.counts["train"]["target_tokens"]:
         return f"{what} is empty: no token of its {prepared.records} records bears loss"

@@ -26,6 +26,7 @@ from rayapp.planner.shape import UnknownShape, shape_of
 from rayapp.storage import Storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
+from rayapp.train.engine import Engine
 from rayapp.train.loss import IGNORE
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at
@@ -64,8 +65,8 @@ class LanguageTrainer(Trainer):
         lm, packed = self.parts.lm, self.spec.config.data.pack and self.spec.order.num_steps > 0
         if packed and not model.keeps_documents_apart(lm, self.device):
             raise model.Unavailable(
-                f"data.pack=true is not available: in {lm.hf.config.model_type}, as transformers "
-                "has it, the documents of a row see one another. Set data.pack=false"
+                f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
+                "documents of a row attend to one another. Set data.pack=false"
             )
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
@@ -79,11 +80,11 @@ class LanguageTrainer(Trainer):
             }
         }
 
-    def engine(self, control: Any, losses: list[float]) -> loop.Engine:
+    def engine(self, control: Any, losses: list[float]) -> Engine:
         """Return the loop's engine for a language model."""
         spec, config = self.spec, self.spec.config
         watched = config.train.on_spike != "none"
-        engine = loop.Engine(
+        engine = Engine(
             model=self.parts.lm,
             optimizers=self.parts.optimizers,
             lr_at=partial(
@@ -111,25 +112,23 @@ class LanguageTrainer(Trainer):
             )
         return engine
 
-    def finish(
-        self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
-    ) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
         """Evaluate the model, sample the prompts and export it; return what the summary says."""
         config, parts = self.spec.config, self.parts
-        found: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
+        outcome: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
-            found = {**found, **engine.evaluate()}
+            outcome = {**outcome, **engine.evaluate()}
         end_phase("evaluation")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
-            found["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
+            outcome["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
         end_phase("sample")
-        found["model_path"] = None
+        outcome["model_path"] = None
         if config.checkpoint.export:
             export(self.spec, parts, storage)
-            found["model_path"] = (storage / MODEL).url
+            outcome["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
         end_phase("export")
-        return found
+        return outcome
 
 
 def token_record(
@@ -154,7 +153,7 @@ def token_record(
     )
 
 
-def held_out_losses(engine: loop.Engine, batches: Iterable[StepRows]) -> HeldOut:
+def held_out_losses(engine: Engine, batches: Iterable[StepRows]) -> HeldOut:
     """Return the held-out loss in nats per token and per byte, over all ranks' batches."""
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:

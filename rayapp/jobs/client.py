@@ -69,7 +69,6 @@ class JobInfo:
     message: str
     exit_code: int | None
     started_s: float | None
-    ended_s: float | None
 
     @property
     def ended(self) -> bool:
@@ -119,9 +118,9 @@ class JobsClient:
         theirs = getattr(client, "_server_ray_version", None)
         if check_version and theirs != ray.__version__:
             raise JobError(
-                f"the cluster at {address} runs Ray {theirs}, and this rayapp Ray "
-                f"{ray.__version__}: a run needs the same. Build the cluster's image from this "
-                "version of rayapp, or install the one that the cluster has"
+                f"the cluster at {address} runs Ray {theirs}, and this rayapp runs "
+                f"Ray {ray.__version__}: both must be the same. Build the cluster's image from "
+                "this version of rayapp, or install the cluster's version of Ray"
             )
         return cls(address, client)
 
@@ -163,8 +162,8 @@ class JobsClient:
     def jobs(self) -> list[JobInfo]:
         """Return all jobs that have a submission id, the oldest first."""
         with _said(self.address):
-            found = self._client.list_jobs()
-        jobs = [_info(job) for job in found if job.submission_id]
+            details = self._client.list_jobs()
+        jobs = [_info(job) for job in details if job.submission_id]
         return sorted(jobs, key=lambda job: job.started_s or 0.0)
 
     def info(self, submission_id: str) -> JobInfo:
@@ -218,11 +217,11 @@ class JobsClient:
             TimeoutError: it has not, in time.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not (found := self.info(submission_id)).ended:
+        while not (info := self.info(submission_id)).ended:
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"job {submission_id} has not ended after {timeout_s:.0f} s")
             time.sleep(POLL_S)
-        return found
+        return info
 
     def stop(self, submission_id: str) -> None:
         """Stop a job: Ray sends SIGTERM, on which the driver saves, and SIGKILL after stop_wait_s.
@@ -272,7 +271,6 @@ def _info(job: Any) -> JobInfo:
         message=job.message or "",
         exit_code=job.driver_exit_code,
         started_s=None if job.start_time is None else job.start_time / 1000.0,
-        ended_s=None if not job.end_time else job.end_time / 1000.0,
     )
 
 
@@ -289,23 +287,23 @@ def run_of(entrypoint: str) -> tuple[str | None, str | None] | None:
         words = shlex.split(entrypoint)
     except ValueError:  # an unclosed quotation mark
         return None
-    if not any(one == "-m" and module in TRAINS for one, module in pairwise(words)):
+    if not any(word == "-m" and module in TRAINS for word, module in pairwise(words)):
         return None
-    found = dict[str, str]()
+    options = dict[str, str]()
     for word, following in pairwise([*words, ""]):
         name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and name in ("run.storage", "run.name"):
-            found[name] = value if equals else following
-    storage = found.get("run.storage", "")
+            options[name] = value if equals else following
+    storage = options.get("run.storage", "")
     known = "://" in storage or os.path.isabs(storage)
-    return (storage if known else None), found.get("run.name")
+    return (storage if known else None), options.get("run.name")
 
 
 def _with_scheme(address: str) -> str:
     if "://" in address and not address.startswith(("http://", "https://")):
         raise ConfigError(
             [
-                f"address={address} is no address of the Jobs API: it is asked over HTTP. "
+                f"address={address} is not an address of the Jobs API: rayapp calls it over HTTP. "
                 "Set http://HOST:8265, the address of the cluster's dashboard"
             ]
         )

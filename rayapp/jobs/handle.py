@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from rayapp.config import ConfigError, RunConfig
-from rayapp.jobs import JobError, JobsClient, SubmitOptions
+from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.client import Unreachable
-from rayapp.jobs.remote import RemoteJob, runs_of
+from rayapp.jobs.remote import RemoteJob, find_named
 from rayapp.jobs.results import Result, config_of, own_config_of, result_of
 from rayapp.jobs.submission import Again, changed, send, shipment_again
 from rayapp.observe import metrics
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 POLL_S = 2.0
 SILENCE_S = 60.0  # `wait` takes a cluster that has not answered for this long to be gone
 QUIET_S = LEASE_RENEWED_S + 5.0  # age of a lease from which the cluster is asked too
-STOPPED_EARLY = "its job was stopped before it had saved: resume it, and it goes on where it was"
+STOPPED_EARLY = "its job was stopped before it had saved. Resume it: it continues where it was"
 
 logger = logging.getLogger("rayapp.jobs")
 
@@ -73,8 +73,7 @@ def submit(
         JobError: the cluster cannot or will not.
     """
     if isinstance(pip, str):
-        line = f"pip={pip} is text: a list of requirements is expected. Set pip=[{pip!r}]"
-        raise ConfigError([line])
+        raise ConfigError([f"pip={pip} is text: a list of them is expected. Set pip=[{pip!r}]"])
     shipment = SubmitOptions(
         working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, driver_memory_gib,
         tags or {},
@@ -92,14 +91,7 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
     if storage is not None:
         run = f"{storage.rstrip('/')}/{run}"
     elif "://" not in run and "/" not in run and not os.path.isdir(run):
-        jobs = runs_of(JobsClient.at(address).jobs())
-        found = [(url, info) for url, info in jobs if url and url.rpartition("/")[2] == run]
-        if not found:
-            raise ConfigError(
-                [f"run={run} is unknown: no job of the cluster has that name. Set storage too"]
-            )
-        run, info = max(found, key=lambda one: one[1].started_s or 0.0)
-        known = info.submission_id
+        run, known = find_named(run, address)
     handle = Job(run, address, known)
     try:
         handle.status()
@@ -117,9 +109,8 @@ class Job:
         """`submission_id` is of a job known to be the run's, even if its folder names none."""
         self.run: Storage = open_storage(run_url)
         self._remote = RemoteJob(self.run, address, submission_id)
-        self._sent: tuple[RunConfig, SubmitOptions] | None = (
-            None  # what this process has sent itself
-        )
+        self._sent: tuple[RunConfig, SubmitOptions] | None = None
+        """What this process has sent itself."""
         self._followed = metrics.Follower(self.run)
 
     @classmethod
@@ -132,9 +123,9 @@ class Job:
         check_live: bool = True,
     ) -> Job:
         """Send a run to a cluster and return its handle; see `submit`."""
-        found = cls(*send(config, shipment, address, say, check_live))
-        found._sent = (config, shipment)
-        return found
+        handle = cls(*send(config, shipment, address, say, check_live))
+        handle._sent = (config, shipment)
+        return handle
 
     @property
     def name(self) -> str:
@@ -195,7 +186,7 @@ class Job:
         info = self._remote.info()
         if info is None:
             if now is None:
-                raise NoRun(f"{self.run.url} holds no run, and no job of it is known")
+                raise NoRun(f"{self.run.url} holds no run, and the cluster knows no job of it")
             return now.status
         if now is not None and live and self._remote.started_by() != info.submission_id:
             return now.status  # the live driver is another command's, not this job's
@@ -215,11 +206,10 @@ class Job:
     def reason(self) -> str | None:
         """Return why the run ended, from its folder; if it failed without, the end of its log."""
         status, now, _ = self.snapshot()
-        found = None if now is None else now.reason
-        if found is None and status in (FAILED, REFUSED):
-            cluster, info = self._remote.or_fail()
-            found = cluster.logs(info.submission_id).strip()[-2000:]
-        return found
+        reason = None if now is None else now.reason
+        if reason is None and status in (FAILED, REFUSED):
+            return self.logs().strip()[-2000:]
+        return reason
 
     def metrics(self) -> pandas.DataFrame:
         """Return metrics.jsonl as a DataFrame, one row per step."""
@@ -264,7 +254,7 @@ class Job:
             if not hard:
                 raise
             if not asked:
-                logger.warning("%s has not left after %.0f s: its job is ended", self.name, wait_s)
+                logger.warning("%s runs on after %.0f s: Ray ends its job", self.name, wait_s)
                 self._remote.end()
             return self.wait()
 
@@ -287,12 +277,8 @@ class Job:
         if status == DONE or status not in EXIT_CODES:
             raise ConfigError([f"run {self.run.url} is {status}: there is nothing to resume"])
         if not self._remote.ids():
-            raise ConfigError(
-                [
-                    f"run {self.run.url} was not submitted: neither a note nor an event in its "
-                    "folder names a job. Start it as it was started before"
-                ]
-            )
+            problem = "was not submitted: no note or event in its folder names a job"
+            raise ConfigError([f"run {self.run.url} {problem}. Run its first command again"])
         if self._sent is not None:
             config, shipment = self._sent[0], replace(self._sent[1], **given)
         else:
@@ -342,8 +328,7 @@ class Job:
         status = self.status()
         if status not in EXIT_CODES:
             raise JobError(f"run {self.name} is {status}: it has no result yet")
-        result = result_of(self.run)
-        if result is None:
+        if (result := result_of(self.run)) is None:
             raise JobError(f"run {self.name} is {status}: {self.reason()}")
         return result
 

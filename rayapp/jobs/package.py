@@ -120,7 +120,10 @@ def prepare(
         folder = Path(shipment.working_dir).expanduser()
         if not folder.is_dir():
             raise ConfigError(
-                [*problems, f"working_dir={shipment.working_dir} is not there: it must be a folder"]
+                [
+                    *problems,
+                    f"working_dir={shipment.working_dir} is not there: there is no such folder",
+                ]
             )
         package, names = _pack(folder)
         problems += [*secret_problems(folder, package), *_size_problems(folder, package)]
@@ -150,8 +153,8 @@ def _storage_problems(config: RunConfig) -> list[str]:
     if "://" in storage or os.path.isabs(storage):
         return []
     return [
-        f"run.storage={storage} is relative: on a cluster that is a folder which goes with the "
-        "job. Set s3://bucket/prefix, or an absolute path that all nodes share"
+        f"run.storage={storage} is relative: on a cluster, that folder is deleted with the job. "
+        "Set s3://bucket/prefix, or an absolute path that all nodes share"
     ]
 
 
@@ -166,13 +169,13 @@ def _environment_problems(shipment: SubmitOptions) -> list[str]:
     if problems:
         return problems
     problems = [
-        f"env.{name} looks like a secret: the value of an environment variable is seen by whoever "
-        f"sees the job. Set secrets.{name} to the ARN of a secret or of an SSM parameter"
+        f"env.{name} looks like a secret: everyone who can see the job can read its environment "
+        f"variables. Set secrets.{name} to the ARN of a secret or of an SSM parameter"
         for name in shipment.env
         if LOOKS_SECRET.search(name)
     ]
     problems += [
-        f"pip={requirement} is not pinned: the nodes of a run must not differ. "
+        f"pip={requirement} is not pinned: all nodes of a run must have the same version. "
         f"Set {re.split('[<>=!~ ]', requirement)[0]}==VERSION"
         for requirement in shipment.pip
         if not PINNED.match(requirement)
@@ -194,10 +197,10 @@ def _path_problems(config: RunConfig, shipment: SubmitOptions, packed: set[str])
             continue  # a hub id, a preset, a glob
         if shipment.working_dir is None:
             problems.append(
-                f"{name}={path} is on this machine alone: the cluster does not see it. Set "
+                f"{name}={path} is on this machine alone: the cluster cannot read it. Set "
                 "working_dir to a folder that holds it, or s3://"
             )
-        elif not any(one == path or one.startswith(path.rstrip("/") + "/") for one in packed):
+        elif not any(name == path or name.startswith(path.rstrip("/") + "/") for name in packed):
             ignored = (base / path).exists()
             why = "it is git-ignored" if ignored else f"it is not in {shipment.working_dir}"
             problems.append(

@@ -65,7 +65,7 @@ def show(job: Job, every_s: float) -> str:
                 return status
             time.sleep(every_s)
     except KeyboardInterrupt:
-        display(HTML("<p>not watched any more; the run goes on</p>"))
+        display(HTML("<p>no longer watched; the run goes on</p>"))
         raise
 
 
@@ -87,7 +87,7 @@ def show_on(job: Job, every_s: float) -> threading.Thread:
                 status, text = _drawn(job)
                 handle.update(HTML(text))
         except Exception as error:  # nothing can catch it outside this thread: show it in the cell
-            handle.update(HTML(f"<p>not watched any more: {html.escape(str(error))}</p>"))
+            handle.update(HTML(f"<p>no longer watched: {html.escape(str(error))}</p>"))
 
     thread = threading.Thread(target=draw, name=f"watch {job.name}", daemon=True)
     thread.start()

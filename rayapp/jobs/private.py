@@ -29,7 +29,7 @@ def link_problems(folder: Path, excludes: list[str], gitignore: bool) -> list[st
     """Return a line that names the links out of a folder that Ray's packing would follow."""
     from ray._private.runtime_env import packaging
 
-    root, found = folder.absolute(), list[str]()
+    root, links = folder.absolute(), list[str]()
 
     def is_ignored(path: Path) -> bool:
         inner = path.relative_to(root).parts[:-1]
@@ -44,17 +44,17 @@ def link_problems(folder: Path, excludes: list[str], gitignore: bool) -> list[st
         if not path.is_symlink() or path.resolve().is_relative_to(root.resolve()):
             return False
         if not is_ignored(path):
-            found.append(f"{path.relative_to(root)} -> {path.resolve()}")
+            links.append(f"{path.relative_to(root)} -> {path.resolve()}")
         return True
 
     skipped = [packaging._get_excludes(root, excludes), leaves]
     packaging._dir_travel(root, skipped, lambda path: None, gitignore)
-    if not found:
+    if not links:
         return []
     return [
-        f"working_dir={folder} is not safe to send: {_some(sorted(found))} lead out of the "
-        "folder, and what is there would be sent too. Name them in .rayignore, or copy what the "
-        "run needs"
+        f"working_dir={folder} is not safe to send: {_some(sorted(links))} lead out of the "
+        "folder, and their targets would be sent too. List them in .rayignore, or copy the files "
+        "that the run needs"
     ]
 
 
@@ -62,13 +62,15 @@ def secret_problems(folder: Path, package: bytes) -> list[str]:
     """Return a line that names the files of a zipped folder that may hold secrets."""
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
         files = [info for info in archive.infolist() if not info.is_dir()]
-        found = [one.filename for one in files if _is_named(one.filename) or _has_key(archive, one)]
-    if not found:
+        names = [
+            info.filename for info in files if _is_named(info.filename) or _has_key(archive, info)
+        ]
+    if not names:
         return []
     return [
-        f"working_dir={folder} is not safe to send: {_some(sorted(found))} may hold secrets, and "
-        "whoever sees the cluster can read a package. Name them in .rayignore, and give what "
-        "the run needs by secrets"
+        f"working_dir={folder} is not safe to send: {_some(sorted(names))} may hold secrets, and "
+        "everyone who can see the cluster can read the package. List them in .rayignore, and pass "
+        "what the run needs by secrets"
     ]
 
 

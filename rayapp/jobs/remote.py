@@ -34,14 +34,18 @@ class RemoteJob:
     def started_by(self) -> str | None:
         """Return the submission id of the run's last command; None if that was no Ray job."""
         started = [event for event in read_events(self.run) if event["event"] == STARTED]
-        found = started[-1].get("submission_id") if started else None
-        return found if isinstance(found, str) and ID.fullmatch(found) else None
+        submission_id = started[-1].get("submission_id") if started else None
+        return (
+            submission_id
+            if isinstance(submission_id, str) and ID.fullmatch(submission_id)
+            else None
+        )
 
     def ids(self) -> list[str]:
         """Return the run's submission ids: the known one, the last sent, the last started."""
         note = sent(self.run)
-        found = [self.known, None if note is None else note.submission_id, self.started_by()]
-        return list(dict.fromkeys(filter(None, found)))
+        candidates = [self.known, None if note is None else note.submission_id, self.started_by()]
+        return list(dict.fromkeys(filter(None, candidates)))
 
     def info(self) -> JobInfo | None:
         """Return what the cluster reports about the newest job; None if it knows of none.
@@ -69,13 +73,14 @@ class RemoteJob:
         if not ids:
             raise JobError(f"run {self.run.url} was not submitted: no cluster knows of it")
         cluster = self._connected()
-        found = self._newest(cluster, ids)
-        if found is None:
+        info = self._newest(cluster, ids)
+        if info is None:
             raise JobError(
-                f"no job {' or '.join(ids)} of {self.run.url} is known at {cluster.address}: it is "
-                f"another cluster, or has forgotten it.{self._elsewhere() or ' Set its address'}"
+                f"no job {' or '.join(ids)} of {self.run.url} is known at {cluster.address}: that "
+                "is another cluster, or it no longer lists the job."
+                f"{self._elsewhere() or ' Set its address'}"
             )
-        return cluster, found
+        return cluster, info
 
     def ask_to_stop(self) -> bool:
         """Ask Ray to stop the job, so that the dashboard shows STOPPED; return whether it did ask.
@@ -102,8 +107,9 @@ class RemoteJob:
         cluster, info = self.or_fail()
         if not is_of(info, self.run.url):
             raise JobError(
-                f"job {info.submission_id} is not ended: its command line does not say that it is "
-                f"of {self.run.url}. Run `ray job stop {info.submission_id}` if it is"
+                f"job {info.submission_id} is not stopped: its command line does not name "
+                f"{self.run.url}. If it is a job of this run, run "
+                f"`ray job stop {info.submission_id}`"
             )
         cluster.stop(info.submission_id)
 
@@ -116,7 +122,7 @@ class RemoteJob:
         return self._cluster
 
     def _newest(self, cluster: JobsClient, ids: Sequence[str]) -> JobInfo | None:
-        found = []
+        infos = []
         for submission_id in ids:
             try:
                 info = cluster.info(submission_id)
@@ -126,8 +132,8 @@ class RemoteJob:
                 logger.debug("no job %s: %s", submission_id, error)
                 continue
             if is_of(info, self.run.url) is not False:
-                found.append(info)
-        return max(found, key=lambda info: info.started_s or 0.0, default=None)
+                infos.append(info)
+        return max(infos, key=lambda info: info.started_s or 0.0, default=None)
 
     def _elsewhere(self) -> str:
         """Return a sentence with the address that the run was sent to; empty if it is this one."""
@@ -178,9 +184,25 @@ def runs_of(jobs: Sequence[JobInfo]) -> Iterator[tuple[str | None, JobInfo]]:
     yield from newest.items()
 
 
+def find_named(name: str, address: str | None) -> tuple[str, str]:
+    """Return the folder and the submission id of the newest run of a cluster with this name.
+
+    Raises:
+        ConfigError: no job of the cluster is of such a run.
+    """
+    runs = runs_of(JobsClient.at(address).jobs())
+    named = [(url, info) for url, info in runs if url and url.rpartition("/")[2] == name]
+    if not named:
+        raise ConfigError(
+            [f"run={name} is unknown: no job of the cluster has that name. Set storage too"]
+        )
+    url, newest = max(named, key=lambda run: run[1].started_s or 0.0)
+    return url, newest.submission_id
+
+
 def _started_in(storage: str) -> dict[str, str]:
     """Return {submission id: URL of the run that it started} for the runs in a folder."""
-    found = dict[str, str]()
+    runs = dict[str, str]()
     try:
         root = open_storage(storage)
         for name in root.dirs():
@@ -190,7 +212,7 @@ def _started_in(storage: str) -> dict[str, str]:
                 logger.debug("%s", error)
                 continue
             ids = (event.get("submission_id") for event in events if event["event"] == STARTED)
-            found |= {known: (root / name).url for known in ids if isinstance(known, str)}
+            runs |= {known: (root / name).url for known in ids if isinstance(known, str)}
     except StorageError as error:
         logger.warning("%s", error)
-    return found
+    return runs

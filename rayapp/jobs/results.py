@@ -83,8 +83,8 @@ def own_config_of(run: Storage) -> RunConfig:
     if names != run.url:
         raise ConfigError(
             [
-                f"{run.url}/{CONFIG} is of another folder: it names {names}. Resume that run, "
-                "or submit the config with this run.storage and run.name"
+                f"{run.url}/{CONFIG} is of another folder: its run.storage and run.name name "
+                f"{names}. Resume that run, or submit the config with this run.storage and run.name"
             ]
         )
     return config

@@ -56,26 +56,26 @@ def _value(name: str, arn: str) -> str:
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    found = ARN.match(arn)
-    if found is None:
+    match = ARN.match(arn)
+    if match is None:
         raise SecretError(f"secret {name} cannot be read: {VARIABLE} holds no ARN for it")
     plain = arn.partition("#")[0]
     try:
-        client = boto3.client(found["service"], region_name=found["region"])
-        if found["service"] == "ssm":
-            path = found["what"].removeprefix("parameter/")
+        client = boto3.client(match["service"], region_name=match["region"])
+        if match["service"] == "ssm":
+            path = match["what"].removeprefix("parameter/")
             path = f"/{path}" if "/" in path else path  # ARNs drop the first slash of a path
             text = client.get_parameter(Name=path, WithDecryption=True)["Parameter"]["Value"]
         else:
             text = client.get_secret_value(SecretId=plain)["SecretString"]
     except (BotoCoreError, ClientError) as error:
         raise SecretError(f"secret {name} cannot be read from {plain}: {error}") from error
-    if found["field"] is None:
+    if match["field"] is None:
         return str(text)
     try:
-        return str(json.loads(text)[found["field"]])
+        return str(json.loads(text)[match["field"]])
     except (ValueError, KeyError, TypeError):
         raise SecretError(
             f"secret {name} cannot be read from {plain}: it is no JSON object with a field "
-            f"{found['field']}"
+            f"{match['field']}"
         ) from None

@@ -124,14 +124,15 @@ def shipment_again(run: Storage, given: Again) -> SubmitOptions:
         if "working_dir" not in given:
             raise ConfigError(
                 [
-                    f"working_dir is missing: {run.url} was sent by `ray job submit`, and does not "
-                    "say with what. Give the folder, or none to run what the image has"
+                    f"working_dir is missing: {run.url} was sent by `ray job submit`, which does "
+                    "not record the folder. Give it, or none to run the code of the image"
                 ]
             )
         return replace(SubmitOptions(), **given)
     problems = [
-        f"{name}={_as_typed(getattr(note.shipment, name))} is not sent again unasked: whoever can "
-        f"write to {run.url} could have named it. Give {name} again, or {name}=none to leave it out"
+        f"{name}={_as_typed(getattr(note.shipment, name))} is not sent again by itself: anyone who "
+        f"can write to {run.url} could have set it. Give {name} again, or {name}=none to leave "
+        "it out"
         for name in Again.__annotations__
         if getattr(note.shipment, name) and name not in given
     ]

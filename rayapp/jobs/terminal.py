@@ -37,7 +37,7 @@ def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
             console.print(reason, highlight=False, markup=False)
         return status
     except KeyboardInterrupt:
-        console.print("not watched any more; the run goes on")
+        console.print("no longer watched; the run goes on")
         raise
 
 

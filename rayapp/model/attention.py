@@ -167,14 +167,14 @@ def varlen_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         bounds, longest = cu_seq_lens_q, max_length_q
-        found = varlen_attn(
+        result = varlen_attn(
             *(q, k, v, bounds, bounds, longest, longest),
             scale=scale,
             window_size=(window, 0),
             enable_gqa=True,
         )
-        assert isinstance(found, Tensor)
-        packed = found
+        assert isinstance(result, Tensor)
+        packed = result
     else:
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         packed, _ = _by_document(q, k, v, cu_seq_lens_q, window, scale)

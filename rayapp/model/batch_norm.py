@@ -39,19 +39,19 @@ class BatchNorm(nn.BatchNorm2d):
         if not self.training:
             return super().forward(input)
         if self.synchronized:
-            output, found = _Synchronized.apply(input, self.weight, self.bias, self.eps)
+            output, statistics = _Synchronized.apply(input, self.weight, self.bias, self.eps)
         else:
-            output, found = self._local(input)
+            output, statistics = self._local(input)
         # Synchronized or not, each rank weights the statistics by its own elements per channel.
-        found = found * (input.numel() // input.shape[1])
-        self._sums = found if self._sums is None else self._sums + found
+        statistics = statistics * (input.numel() // input.shape[1])
+        self._sums = statistics if self._sums is None else self._sums + statistics
         return output
 
     def _local(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, and (1, mean, unbiased variance) as one tensor [1 + 2 C]."""
         channels = input.shape[1]
-        found = torch.ones(1 + 2 * channels, dtype=torch.float32, device=input.device)
-        mean, variance = found[1 : 1 + channels], found[1 + channels :]
+        statistics = torch.ones(1 + 2 * channels, dtype=torch.float32, device=input.device)
+        mean, variance = statistics[1 : 1 + channels], statistics[1 + channels :]
         elements = input.numel() // channels
         if elements > 1:  # momentum 1: the kernel writes the batch's statistics to the buffers
             output = nn.functional.batch_norm(
@@ -63,7 +63,7 @@ class BatchNorm(nn.BatchNorm2d):
             variance.zero_()
             if elements:
                 mean.copy_(input.detach().flatten())
-        return output, found
+        return output, statistics
 
 
 class _Synchronized(torch.autograd.Function):
@@ -91,10 +91,10 @@ class _Synchronized(torch.autograd.Function):
         shape = (1, -1, 1, 1)
         normal = (values - mean.view(shape)) * inverse.view(shape)
         context.save_for_backward(normal, weight, inverse, count)
-        found = torch.cat([torch.ones_like(count), mean, square / (count - 1).clamp(min=1)])
-        context.mark_non_differentiable(found)
+        statistics = torch.cat([torch.ones_like(count), mean, square / (count - 1).clamp(min=1)])
+        context.mark_non_differentiable(statistics)
         output = normal * weight.float().view(shape) + bias.float().view(shape)
-        return output.to(input.dtype), found
+        return output.to(input.dtype), statistics
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -116,14 +116,14 @@ def use_batch_norm(hf: PreTrainedModel, synchronized: bool) -> int:
     # transformers hands EfficientNet's momentum of 0.99 to PyTorch unchanged. The config means it
     # as TensorFlow does, to keep 99 % of the old value; PyTorch would keep 1 %.
     kept = hf.config.model_type == "efficientnet"
-    found = [module for module in hf.modules() if type(module) is nn.BatchNorm2d]
-    for module in found:
+    norms = [module for module in hf.modules() if type(module) is nn.BatchNorm2d]
+    for module in norms:
         module.__class__ = BatchNorm
         assert isinstance(module, BatchNorm)
         module.synchronized = synchronized
         if kept and module.momentum is not None and module.momentum > 0.5:
             module.momentum = 1.0 - module.momentum
-    return len(found)
+    return len(norms)
 
 
 def batch_norms(model: nn.Module) -> list[BatchNorm]:
@@ -154,12 +154,12 @@ class Settling:
         self._work.wait()
         sizes = [size for layer in self._layers for size in (1, *[layer.num_features] * 2)]
         parts = self._whole.split(sizes)
-        counts, found = parts[::3], [*parts[1::3], *parts[2::3]]
-        torch._foreach_div_(found, [*counts, *counts])
+        counts, moments = parts[::3], [*parts[1::3], *parts[2::3]]
+        torch._foreach_div_(moments, [*counts, *counts])
         running = [layer.running_mean for layer in self._layers]
         running += [layer.running_var for layer in self._layers]
         momenta = [0.1 if layer.momentum is None else layer.momentum for layer in self._layers]
-        torch._foreach_lerp_(running, found, [*momenta, *momenta])
+        torch._foreach_lerp_(running, moments, [*momenta, *momenta])
         torch._foreach_add_([layer.num_batches_tracked for layer in self._layers], 1)
 
     def forget(self) -> None:

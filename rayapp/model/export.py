@@ -141,7 +141,8 @@ def export(
         try:
             if rank < len(wave) and error is None:
                 with storage.open_write(names[start + rank]) as out:
-                    out.write(_header(wave[rank]))
+                    specs = [spec for group in wave[rank] for spec in group.tensors.items()]
+                    out.write(layout(dict(specs)))
                     for owner, group, values in turns:
                         if owner == rank:
                             _write(out, group, reverse.run(group, values))
@@ -238,10 +239,6 @@ def _untied(hf: PreTrainedModel) -> State:
     return state
 
 
-def _header(groups: list[Group]) -> bytes:
-    return layout({name: spec for group in groups for name, spec in group.tensors.items()})
-
-
 def _write(out: BinaryIO, group: Group, tensors: dict[str, Tensor]) -> None:
     """Write the tensors of a group in the order in which the header lists them."""
     for name, (dtype, shape) in group.tensors.items():
@@ -251,13 +248,13 @@ def _write(out: BinaryIO, group: Group, tensors: dict[str, Tensor]) -> None:
 
 
 def _raise_together(
-    error: Exception | None, storage: Storage, found: list[str] | None = None
+    error: Exception | None, storage: Storage, names: list[str] | None = None
 ) -> list[str]:
-    """Wait for all ranks; return rank 0's `found`, or raise on every rank if any failed.
+    """Wait for all ranks; return rank 0's `names`, or raise on every rank if any failed.
 
     Raises: RuntimeError naming the ranks and their errors.
     """
-    mine = (found or [], None if error is None else f"{type(error).__name__}: {error}")
+    mine = (names or [], None if error is None else f"{type(error).__name__}: {error}")
     every = [mine]
     if dist.is_initialized():
         every = [mine] * dist.get_world_size()

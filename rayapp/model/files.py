@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -124,6 +125,29 @@ def read_header(storage: Storage, file: str) -> dict[str, Stored]:
     if end > size:
         raise ValueError(f"{where} is truncated: {size} of {end} bytes. Copy it anew")
     return stored
+
+
+class ShardReader:
+    """Reads rows of stored tensors and counts the bytes; several threads may use it at once."""
+
+    def __init__(self, storage: Storage, stored: Mapping[str, Stored]) -> None:
+        self.storage = storage
+        self.stored = stored
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+
+    def rows(self, name: str, start: int = 0, count: int | None = None) -> torch.Tensor:
+        """Read `count` rows of the first dimension from `start` on, or all of the tensor."""
+        where = self.stored[name]
+        shape = where.shape if count is None else (count, *where.shape[1:])
+        nbytes = math.prod(shape) * where.dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=where.dtype)
+        offset = where.offset + start * math.prod(where.shape[1:]) * where.dtype.itemsize
+        data = bytearray(self.storage.read(where.file, offset, nbytes))  # torch wants it writable
+        with self._lock:
+            self.bytes_read += nbytes
+        return torch.frombuffer(data, dtype=where.dtype).reshape(shape)
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:

@@ -118,13 +118,13 @@ def _modules_bottom_up(
 ) -> Iterator[tuple[str, PreTrainedModel, nn.Module]]:
     """Yield (name, enclosing HF model, module), children before parents."""
     owners: dict[str, PreTrainedModel] = {}
-    found = []
+    modules = []
     for name, module in hf.named_modules():  # parents first, so the last owner is the innermost
         if isinstance(module, PreTrainedModel):
             owners[name] = module
         inside = [o for o in owners if not o or name == o or name.startswith(f"{o}.")]
-        found.append((name, owners[inside[-1]], module))
-    return reversed(found)
+        modules.append((name, owners[inside[-1]], module))
+    return reversed(modules)
 
 
 def _initial_values(

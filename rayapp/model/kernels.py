@@ -54,10 +54,10 @@ class CompileGain:
 
     def __str__(self) -> str:
         """Return the result as one line of text."""
-        found = f"{self.speedup:.2f}x faster"
+        gain = f"{self.speedup:.2f}x faster"
         if self.speedup < 1.0:
-            found = f"{1 / self.speedup:.2f}x slower: set train.compile=false"
-        return f"compile: one block {found}, {self.compile_s:.0f} s to compile"
+            gain = f"{1 / self.speedup:.2f}x slower: set train.compile=false"
+        return f"compile: one block {gain}, {self.compile_s:.0f} s to compile"
 
 
 def measure_compile(model: LanguageModel, batch: dict[str, Any]) -> CompileGain:

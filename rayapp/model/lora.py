@@ -58,13 +58,13 @@ class LoraUpdate:
 
 def linear_names(hf: PreTrainedModel) -> list[str]:
     """Return the last name parts (e.g. q_proj) of all linear layers in the blocks, sorted."""
-    found = {
+    names = {
         name.rpartition(".")[2]
         for block in find_blocks(hf)
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)
     }
-    return sorted(found)
+    return sorted(names)
 
 
 def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:

@@ -13,7 +13,6 @@ read. Some conversions need whole tensors; then every rank reads those.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,11 +34,10 @@ from transformers.core_model_loading import (
 )
 
 from rayapp.model.build import State, Wrapper, base_state, build, no_loss
-from rayapp.model.files import Stored, read_header, read_headers, weight_files
+from rayapp.model.files import ShardReader, Stored, read_header, read_headers, weight_files
 from rayapp.model.init import allocate, fill, local_part, local_slice
 from rayapp.model.quantize import Linear4bit
 from rayapp.model.source import ModelSource
-from rayapp.storage import Storage
 
 READS_AT_ONCE = 8  # limits memory to as many slices, and hides S3's latency
 MAX_NAMED = 5  # at most this many tensors are named per kind of problem
@@ -106,7 +104,7 @@ def load_weights(model: Wrapper, source: ModelSource, device: torch.device | str
     if wrong := _misfits(model.hf, plan, source.name, source.storage.url):
         raise ValueError("\n".join(wrong))
     allocate(model, device)
-    reader = _ShardReader(source.storage, stored)
+    reader = ShardReader(source.storage, stored)
     tensors = base_state(model.hf)
 
     def load(conversion: Conversion) -> int:
@@ -144,14 +142,14 @@ def problems(source: ModelSource, from_scratch: bool) -> list[str]:
     except ValueError as error:
         return [str(error)]
     stored: dict[str, Stored] = {}
-    found = []
+    wrong = []
     for file in files:
         try:
             stored |= read_header(source.storage, file)
         except ValueError as error:
-            found.append(str(error))
-    if found := found or _build_problems(source, config):
-        return found
+            wrong.append(str(error))
+    if wrong := wrong or _build_problems(source, config):
+        return wrong
     hf = build(config, loss=no_loss, attention="eager").hf
     plan, _ = _plan(hf, stored)
     return _misfits(hf, plan, source.name, source.storage.url)
@@ -220,23 +218,23 @@ def _misfits(hf: PreTrainedModel, plan: list[Conversion], name: str, url: str) -
     wanted = base_state(hf)
     shapes = {target: shape for conversion in plan for target, shape in conversion.targets.items()}
     missing = [names[0] for names in _tied_names(hf) if not shapes.keys() & set(names)]
-    found = []
+    misfits = []
     if missing:
         listed = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
-        found.append(
+        misfits.append(
             f"model.path={name} lacks {len(missing)} of the model's tensors in {url}: {listed}. "
             "config.json and weights do not belong together, or a file was not copied. "
             "Copy the whole folder"
         )
     wrong = [key for key in shapes if key in wanted and shapes[key] != wanted[key].shape]
     for key in wrong[:MAX_NAMED]:
-        found.append(
+        misfits.append(
             f"model.path={name} has {key} as {list(shapes[key])} in {url}, but config.json makes "
             f"it {list(wanted[key].shape)}. Correct config.json or copy the folder anew"
         )
     if len(wrong) > MAX_NAMED:
-        found.append(f"model.path={name} has {len(wrong) - MAX_NAMED} more shapes wrong in {url}")
-    return found
+        misfits.append(f"model.path={name} has {len(wrong) - MAX_NAMED} more shapes wrong in {url}")
+    return misfits
 
 
 def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
@@ -247,32 +245,9 @@ def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
     return list(groups.values())
 
 
-class _ShardReader:
-    """Reads rows of stored tensors and counts the bytes; several threads may use it at once."""
-
-    def __init__(self, storage: Storage, stored: Mapping[str, Stored]) -> None:
-        self.storage = storage
-        self.stored = stored
-        self.bytes_read = 0
-        self._lock = threading.Lock()
-
-    def rows(self, name: str, start: int = 0, count: int | None = None) -> Tensor:
-        """Read `count` rows of the first dimension from `start` on, or all of the tensor."""
-        where = self.stored[name]
-        shape = where.shape if count is None else (count, *where.shape[1:])
-        nbytes = math.prod(shape) * where.dtype.itemsize
-        if nbytes == 0:
-            return torch.empty(shape, dtype=where.dtype)
-        offset = where.offset + start * math.prod(where.shape[1:]) * where.dtype.itemsize
-        data = bytearray(self.storage.read(where.file, offset, nbytes))  # torch wants it writable
-        with self._lock:
-            self.bytes_read += nbytes
-        return torch.frombuffer(data, dtype=where.dtype).reshape(shape)
-
-
 @torch.no_grad()  # gradient mode is per thread
 def _load_one(
-    hf: PreTrainedModel, conversion: Conversion, tensors: State, reader: _ShardReader
+    hf: PreTrainedModel, conversion: Conversion, tensors: State, reader: ShardReader
 ) -> int:
     """Fill the local part of one conversion's parameters; return the bytes read for it."""
     if conversion.converter is not None and not conversion.is_stack():
@@ -313,9 +288,7 @@ def _load_one(
     return num_bytes
 
 
-def _rows_of_experts(
-    conversion: Conversion, reader: _ShardReader, start: int, count: int
-) -> Tensor:
+def _rows_of_experts(conversion: Conversion, reader: ShardReader, start: int, count: int) -> Tensor:
     """Read the same rows of all experts, [experts, count, ...], of a stack sharded in dimension 1.
 
     If several tensors make up an expert (gate and up), their rows are concatenated.
@@ -350,7 +323,7 @@ def _split_ties(
 def _check_ties(
     twice: list[tuple[str, str, Conversion]],
     tensors: dict[str, Tensor],
-    reader: _ShardReader,
+    reader: ShardReader,
     name: str,
 ) -> None:
     """Compare tensors that config.json ties but that are stored twice.

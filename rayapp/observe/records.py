@@ -42,7 +42,16 @@ def band_of(plan: Plan, name: str) -> BandValues | None:
 # ---- metrics.jsonl ----------------------------------------------------------------------------
 
 
-class MetricsLine(TypedDict):
+class HeldOut(TypedDict, total=False):
+    """Figures of the held-out data, after a step, of a checkpoint or at the end."""
+
+    eval_loss: float | None
+    eval_loss_per_byte: float | None
+    eval_top1: float | None
+    eval_top5: float | None
+
+
+class MetricsLine(HeldOut):
     """A line of metrics.jsonl: a StepRecord with None for values that are not finite."""
 
     step: int
@@ -64,25 +73,21 @@ class MetricsLine(TypedDict):
     attempt: int
     batch_digest: str
     time: float
-    eval_loss: NotRequired[float | None]
     # In runs that count tokens.
     loss_per_byte: NotRequired[float | None]
     tokens: NotRequired[int]
     tokens_per_s: NotRequired[float]
     tokens_per_s_per_gpu: NotRequired[float]
-    eval_loss_per_byte: NotRequired[float | None]
     # In runs that count images.
     images: NotRequired[int]
     images_per_s: NotRequired[float]
     images_per_s_per_gpu: NotRequired[float]
-    eval_top1: NotRequired[float | None]
-    eval_top5: NotRequired[float | None]
 
 
 def figure(record: Mapping[str, object], name: str) -> float | None:
     """Return a number of a record whose name is computed, None if the record lacks it."""
-    found = record.get(name)
-    return found if isinstance(found, int | float) else None
+    value = record.get(name)
+    return value if isinstance(value, int | float) else None
 
 
 # ---- events.jsonl -----------------------------------------------------------------------------
@@ -132,16 +137,7 @@ class Interruption(TypedDict):
     to_first_step_s: float | None
 
 
-# ---- validation.jsonl and held-out figures ----------------------------------------------------
-
-
-class HeldOut(TypedDict, total=False):
-    """Figures of the held-out data, after a step, of a checkpoint or at the end."""
-
-    eval_loss: float | None
-    eval_loss_per_byte: float | None
-    eval_top1: float | None
-    eval_top5: float | None
+# ---- validation.jsonl -------------------------------------------------------------------------
 
 
 class Evaluated(HeldOut):

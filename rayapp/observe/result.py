@@ -101,11 +101,11 @@ def result_of(
 
 def step_s(run: Storage, lines: list[MetricsLine]) -> StepSeconds:
     """Return the seconds of a step: as planned, by the first ten steps, and of the later ones."""
-    found = calibrate(lines)
+    calibration = calibrate(lines)
     return {
         "planned": planned_step_s(run),
-        "calibrated": found.step_s if found else None,
-        "measured": rest_s(lines, found) if found else None,
+        "calibrated": calibration.step_s if calibration else None,
+        "measured": rest_s(lines, calibration) if calibration else None,
     }
 
 

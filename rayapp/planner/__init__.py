@@ -77,12 +77,12 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
 
 
 def as_dict(
-    found: Answer, others: list[Suggestion], table: list[Answer], best: Answer | None
+    planned: Answer, others: list[Suggestion], table: list[Answer], best: Answer | None
 ) -> dict[str, object]:
     """Return what `plan --json` prints: the plan, suggestions, scaling, and cheapest machines."""
     return {
-        **found.as_dict(),
-        "suggestions": [one.as_dict() for one in others],
-        "scaling": [one.as_dict() for one in table],
+        **planned.as_dict(),
+        "suggestions": [each.as_dict() for each in others],
+        "scaling": [each.as_dict() for each in table],
         "cheapest": None if best is None else best.as_dict(),
     }

@@ -52,46 +52,48 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
     if question.job is None:
         return []
     now = answer(question)
-    found = []
+    candidates = []
     for change, other in _variants(question, bool(now.fits)):
         try:
             then = answer(other)
         except ValueError:  # a precision that this GPU cannot compute in
             continue
         if then.fits:
-            found.append(Suggestion(change, then))
+            candidates.append(Suggestion(change, then))
     if now.fits:
         assert now.rate is not None
         limit = GAIN * now.rate.value / question.workers
-        found = [one for one in found if _per_worker(one) > limit]
-    found.sort(key=_per_worker, reverse=True)
-    shown = found[:most]
+        candidates = [suggestion for suggestion in candidates if _per_worker(suggestion) > limit]
+    candidates.sort(key=_per_worker, reverse=True)
+    shown = candidates[:most]
     # More nodes leave the training itself unchanged, so one such change is always listed.
-    nodes = [one for one in found if one.answer.workers > question.workers]
+    nodes = [
+        suggestion for suggestion in candidates if suggestion.answer.workers > question.workers
+    ]
     if nodes and nodes[0] not in shown:
         shown = [*shown[:-1], nodes[0]]
     return shown
 
 
-def size_problem(found: Answer | None) -> str | None:
+def size_problem(plan: Answer | None) -> str | None:
     """Return an error text: why the run does not fit, and what would. None if it may fit."""
-    if found is None or found.fits is not False:
+    if plan is None or plan.fits is not False:
         return None
-    question = found.question
-    assert question.instance is not None and found.capacity_gib is not None
+    question = plan.question
+    assert question.instance is not None and plan.capacity_gib is not None
     others = suggestions(question, most=2)
-    what = " or ".join(one.change for one in others) or "a larger cluster.instance"
+    what = " or ".join(suggestion.change for suggestion in others) or "a larger cluster.instance"
     return (
         f"cluster.instance={question.instance.name} is too small: the plan is "
-        f"{found.peak_gib.value:.1f} GiB of "
-        f"{found.capacity_gib:.1f} on each of {question.workers} workers. Set {what}, or start it "
-        "all the same with cluster.ignore_plan=true"
+        f"{plan.peak_gib.value:.1f} GiB of "
+        f"{plan.capacity_gib:.1f} on each of {question.workers} workers. Set {what}, or "
+        "cluster.ignore_plan=true to start anyway"
     )
 
 
-def _per_worker(one: Suggestion) -> float:
-    assert one.answer.rate is not None
-    return one.answer.rate.value / one.answer.workers
+def _per_worker(suggestion: Suggestion) -> float:
+    assert suggestion.answer.rate is not None
+    return suggestion.answer.rate.value / suggestion.answer.workers
 
 
 def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
@@ -108,10 +110,10 @@ def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
         if full and "checkpointing" not in fields:
             both = f"{change} parallel.activation_checkpointing=full"
             yield from _changed(question, both, {**fields, **full})
-    one = question.instance
-    assert one is not None
+    instance = question.instance
+    assert instance is not None
     for nodes in (2 * question.nodes, 4 * question.nodes):
-        other = question.on(one, nodes)
+        other = question.on(instance, nodes)
         if other is not None:
             change = f"cluster.workers={other.workers}"
             yield change, other
@@ -237,30 +239,31 @@ def cheapest(
                 "deadline or budget to meet. Set train.max_steps"
             ]
         )
-    found = list(_candidates(question))
-    if not found:
+    candidates = list(_candidates(question))
+    if not candidates:
         raise ConfigError(
             [
-                f"cluster.instance is without an answer: nothing in {question.region} with a known "
-                "price holds this model in up to 32 nodes. Set model.lora or a smaller model"
+                "cluster.instance is not found: no instance with a known price in "
+                f"{question.region} holds this model on up to 32 nodes. Set model.lora or a "
+                "smaller model"
             ]
         )
     meet = [
-        (cost, hours, one)
-        for cost, hours, one in found
+        (cost, hours, plan)
+        for cost, hours, plan in candidates
         if (deadline_hours is None or hours <= deadline_hours)
         and (budget_usd is None or cost <= budget_usd)
     ]
     if meet:
         return min(meet, key=lambda row: row[:2])[2]
-    fast = min(found, key=lambda row: (row[1], row[0]))
-    cheap = min(found, key=lambda row: row[:2])
+    fast = min(candidates, key=lambda row: (row[1], row[0]))
+    cheap = min(candidates, key=lambda row: row[:2])
     limits = {"deadline_hours": deadline_hours, "budget_usd": budget_usd}
     asked = " ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
     raise ConfigError(
         [
             f"{asked} is impossible: the fastest is {_named(fast)}, the cheapest {_named(cheap)}. "
-            "Set fewer train.max_steps, or limits that one of them meets"
+            "Lower train.max_steps, or raise a limit"
         ]
     )
 
@@ -269,19 +272,20 @@ def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
     """Yield (USD, hours, answer) of the fastest setting that fits, per instance and node count."""
     base = question
     if base.job is None:  # no instance is named: start from any
-        one = INSTANCES["p5.48xlarge"]
-        start = replace(base, job=_any_job(base))
-        base = start.on(one, 1) or start
+        first, layout = INSTANCES["p5.48xlarge"], base.layout
+        context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
+        start = replace(base, job=Workload(layout, machine_of(first, 1), context))
+        base = start.on(first, 1) or start
     settings = list(_settings(base.layout))
-    for one in INSTANCES.values():
-        if one.gpu is None or base.region not in one.usd_per_hour:
+    for instance in INSTANCES.values():
+        if instance.gpu is None or base.region not in instance.usd_per_hour:
             continue
-        if one.gpu.flops.get(base.layout.precision) is None:
+        if instance.gpu.flops.get(base.layout.precision) is None:
             continue
         for nodes in NODE_COUNTS:
             best: tuple[float, float, Answer] | None = None
             for fields in settings:
-                other = base.on(one, nodes, **fields)
+                other = base.on(instance, nodes, **fields)
                 if other is None or other.workers > base.rows_per_step // fields["micro_batch"]:
                     continue
                 then = answer(other)
@@ -302,14 +306,8 @@ def _settings(layout: Layout | ImageLayout) -> Iterator[Fields]:
             yield {"micro_batch": size, "checkpointing": mode}
 
 
-def _any_job(question: Question) -> Workload[Any]:
-    layout = question.layout
-    context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
-    return Workload(question.layout, machine_of(INSTANCES["p5.48xlarge"], 1), context)
-
-
 def _named(row: tuple[float, float, Answer]) -> str:
-    cost, hours, one = row
-    assert one.question.instance is not None
-    name = one.question.instance.name
-    return f"{one.question.nodes} x {name} with {hours:.3g} hours and ${cost:,.0f}"
+    cost, hours, plan = row
+    assert plan.question.instance is not None
+    name = plan.question.instance.name
+    return f"{plan.question.nodes} x {name} with {hours:.3g} hours and ${cost:,.0f}"

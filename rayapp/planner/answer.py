@@ -105,7 +105,7 @@ class Band:
 
     def as_dict(self) -> BandValues:
         """Return JSON values with 6 significant digits."""
-        value, low, high = (float(f"{one:.6g}") for one in (self.value, self.low, self.high))
+        value, low, high = (float(f"{number:.6g}") for number in (self.value, self.low, self.high))
         return {"value": value, "low": low, "high": high}
 
 
@@ -159,7 +159,7 @@ class Answer:
             "cost_usd": self.cost_usd,
             f"usd_per_1m_{unit.many}": self.usd_per_1m,
         }
-        one = question.instance
+        instance = question.instance
         values = {
             "fits": self.fits,
             **{name: None if band is None else band.as_dict() for name, band in bands.items()},
@@ -173,7 +173,7 @@ class Answer:
             "trainable_parameters": question.layout.trainable,
             "workers": self.workers,
             "nodes": question.nodes,
-            "instance": None if one is None else one.name,
+            "instance": None if instance is None else instance.name,
             "usd_per_hour": question.usd_per_hour,
             "region": question.region,
             "steps": question.steps,
@@ -196,11 +196,11 @@ def answer(question: Question) -> Answer:
     Raises:
         ValueError: the GPU cannot compute in this precision.
     """
-    found = _memory(question)
+    plan = _memory(question)
     if question.job is None:
-        found.reasons.append(_no_time(question))
-        return found
-    return _time_and_cost(found, question.job)
+        plan.reasons.append(_no_time(question))
+        return plan
+    return _time_and_cost(plan, question.job)
 
 
 def _memory(question: Question) -> Answer:
@@ -213,18 +213,18 @@ def _memory(question: Question) -> Answer:
     peak_gib = Band(size, size * (1 - width), size * (1 + width))
     capacity = _capacity_gib(question)
     fits = None if capacity is None else peak_gib.value <= capacity
-    found = Answer(question, fits, peak, peak_gib, capacity)
+    plan = Answer(question, fits, peak, peak_gib, capacity)
     if capacity is not None and fits and peak_gib.high > capacity:
-        found.reasons.append(
-            f"memory is tight: {peak_gib.value:.1f} GiB of {capacity:.1f}, and {peak_gib.high:.1f} "
-            "is within the band"
+        plan.reasons.append(
+            f"memory is tight: the plan is {peak_gib.value:.1f} GiB of {capacity:.1f}, and its "
+            f"band reaches {peak_gib.high:.1f}"
         )
-    return found
+    return plan
 
 
-def _time_and_cost(found: Answer, job: Workload[Any]) -> Answer:
+def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
     """Add time, cost, checkpoints and goodput; hours and cost need a known number of steps."""
-    question, reasons, images = found.question, found.reasons, _of_images(found.question)
+    question, reasons, images = plan.question, plan.reasons, _of_images(plan.question)
     layout, gpu = question.layout, job.machine.gpu
     time = image_step_time(job) if images else step_time(job)
     compared, width = (IMAGES_COMPARED, IMAGES_SPEED_BAND) if images else (COMPARED, SPEED_BAND)
@@ -241,7 +241,7 @@ def _time_and_cost(found: Answer, job: Workload[Any]) -> Answer:
         reasons += _feeding(question, per_s)
     saving = _saving(question)
     goodput = _goodput(question, saving)
-    hours = _hours(found, rate, goodput)
+    hours = _hours(plan, rate, goodput)
     cost = usd = None
     if question.usd_per_hour is None:
         name = question.instance.name if question.instance else "the instance"
@@ -255,7 +255,7 @@ def _time_and_cost(found: Answer, job: Workload[Any]) -> Answer:
         cost = None if hours is None else hours.times(all_nodes)
     epoch = question.epoch_rows
     return replace(
-        found,
+        plan,
         step=time,
         step_s=rate.inverse(amount),
         rate=rate,
@@ -269,14 +269,14 @@ def _time_and_cost(found: Answer, job: Workload[Any]) -> Answer:
     )
 
 
-def _hours(found: Answer, rate: Band, goodput: float) -> Band | None:
+def _hours(plan: Answer, rate: Band, goodput: float) -> Band | None:
     """Return the hours of the whole run, start-up included; None if its steps are unknown."""
-    question = found.question
+    question = plan.question
     if question.steps is None:
         what = "data.count (of images)" if _of_images(question) else "train.max_steps"
-        found.reasons.append(
-            f"hours and cost are unknown: the number of steps is. Set {what}, or plan the "
-            "folder of a run whose data are prepared"
+        plan.reasons.append(
+            f"hours and cost are unknown: the number of steps is unknown. Set {what}, or plan "
+            "the folder of a run with prepared data"
         )
         return None
     busy = rate.inverse(question.steps * question.amount_per_step / 3600 / goodput)
@@ -314,12 +314,12 @@ def _no_time(question: Question) -> str:
 
 def _capacity_gib(question: Question) -> float | None:
     """Return the GiB available to a worker; None if the machine is unknown."""
-    one = question.instance
-    if one is None:
+    instance = question.instance
+    if instance is None:
         return question.capacity_gib
-    if one.gpu is None:
-        return one.memory_gib / (question.workers / question.nodes)
-    return one.gpu.memory_gib
+    if instance.gpu is None:
+        return instance.memory_gib / (question.workers / question.nodes)
+    return instance.gpu.memory_gib
 
 
 def _saving(question: Question) -> Saving:

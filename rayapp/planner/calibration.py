@@ -51,18 +51,18 @@ def calibrate(lines: Sequence[Timed]) -> Calibration | None:
     if not lines:
         return None
     workers = lines[-1]["workers"]
-    attempt, found = 0, list[Timed]()
+    attempt, timed = 0, list[Timed]()
     for line in lines:
         first, attempt = line["attempt"] != attempt, line["attempt"]
         if line["workers"] == workers and not first:
-            found.append(line)
-            if len(found) == STEPS:
-                step_s = statistics.median(map(busy_s, found))
+            timed.append(line)
+            if len(timed) == STEPS:
+                step_s = statistics.median(map(busy_s, timed))
                 return Calibration(step_s, line["step"], workers)
     return None
 
 
-def rest_s(lines: Sequence[Timed], found: Calibration) -> float | None:
+def rest_s(lines: Sequence[Timed], calibration: Calibration) -> float | None:
     """Return the mean seconds of the steps after the calibration's ten; None if there is none.
 
     It counts steps with the same number of workers, without saves and evaluations, and leaves out
@@ -71,7 +71,7 @@ def rest_s(lines: Sequence[Timed], found: Calibration) -> float | None:
     took, attempt = [], 0
     for line in lines:
         first, attempt = line["attempt"] != attempt, line["attempt"]
-        if line["step"] > found.last and line["workers"] == found.workers and not first:
+        if line["step"] > calibration.last and line["workers"] == calibration.workers and not first:
             took.append(busy_s(line))
     return statistics.fmean(took) if took else None
 

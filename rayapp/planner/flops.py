@@ -1,8 +1,8 @@
-"""FLOPs per token: model FLOPs (for MFU), and hardware FLOPs with recomputation.
+"""FLOPs per token: model FLOPs (for MFU), and those of recomputation.
 
     forward = forward_flops(shape, context=mean_context([4096]))
     model_flops(shape, context)                          # what MFU counts
-    hardware_flops(shape, context, checkpointing="full") # recomputation and flash attention's own
+    recomputed_flops(shape, forward, "full")             # of activation checkpointing
 
 A multiply-add is 2 FLOPs. Attention is counted causally and within documents. Others count it
 without the causal mask (PaLM, appendix B, arXiv 2204.02311; torchtitan, llm-foundry): at the same
@@ -55,10 +55,12 @@ def forward_flops(
     shape: Shape, context: float, lora_rank: int | None = None, targets: Sequence[str] = ()
 ) -> Flops:
     """Return a token's forward FLOPs; `context` (C) is the mean number of tokens it attends to."""
-    weights = sum(one.active * one.inputs * one.outputs for one in shape.linears)
+    weights = sum(linear.active * linear.inputs * linear.outputs for linear in shape.linears)
     adapters = 0
     if lora_rank is not None:
-        adapters = lora_rank * sum(one.inputs + one.outputs for one in targeted(shape, targets))
+        adapters = lora_rank * sum(
+            linear.inputs + linear.outputs for linear in targeted(shape, targets)
+        )
     return Flops(
         linears=2.0 * shape.layers * weights,
         attention=4.0 * shape.layers * shape.heads * shape.head_dim * context,
@@ -111,23 +113,6 @@ def model_flops(
     """
     forward = forward_flops(shape, context, lora_rank, targets)
     return (forward + backward_flops(forward, frozen=lora_rank is not None)).total
-
-
-def hardware_flops(
-    shape: Shape,
-    context: float,
-    checkpointing: str = "none",
-    lora_rank: int | None = None,
-    targets: Sequence[str] = (),
-) -> float:
-    """Return the FLOPs that the GPU executes per training token, with all recomputation.
-
-    Flash attention's backward recomputes the scores, which is half of attention's forward.
-    """
-    forward = forward_flops(shape, context, lora_rank, targets)
-    again = recomputed_flops(shape, forward, checkpointing)
-    needed = model_flops(shape, context, lora_rank, targets)
-    return needed + again.total + 0.5 * forward.attention
 
 
 def mfu(

@@ -86,7 +86,7 @@ def image_peak(layout: ImageLayout) -> Peak:
     copies = layout.element * parameters if layout.element < FP32 else 0.0  # autocast's casts
     gathers = 0.0 if layout.strategy == "ddp" else FP32 * parameters
     of_norm = 3 * FP32 if layout.synchronized else 2 * layout.element
-    working = of_norm * layout.shape.largest * layout.micro_batch
+    workspace = of_norm * layout.shape.largest * layout.micro_batch
     terms = {
         "parameters": FP32 * parameters / shards,
         "gradients": FP32 * parameters / shards,
@@ -95,6 +95,6 @@ def image_peak(layout: ImageLayout) -> Peak:
         "gathers": copies + gathers,
         "activations": layout.micro_batch * kept_image_bytes(layout),
         "logits": 4.0 * FP32 * layout.micro_batch * layout.shape.classes,
-        "working": working + (0.0 if layout.on_cpu else WORKSPACE_BYTES),
+        "working": workspace + (0.0 if layout.on_cpu else WORKSPACE_BYTES),
     }
     return Peak("the end of the forward pass", terms)

@@ -45,34 +45,36 @@ def ask_images(
     """
     problems: list[str] = []
     shape = _shape(config, model, problems)
-    one = named_instance(config, problems)
+    instance = named_instance(config, problems)
     sharded = config.parallel.strategy != "ddp"
-    workers, nodes = workers_of(config, one, most=not sharded)
+    workers, nodes = workers_of(config, instance, most=not sharded)
     shards = replica_shards(config, workers, nodes, problems)
     if problems or shape is None:
         raise ConfigError(problems)
     rows, size = config.train.images_per_step, config.train.micro_batch
     micro_batches = per_worker(rows, size, workers)
-    layout = _layout(config, shape, one, shards, micro_batches)
-    layout = replace(layout, on_cpu=layout.on_cpu or (one is None and on_cpu))
+    layout = _layout(config, shape, instance, shards, micro_batches)
+    layout = replace(layout, on_cpu=layout.on_cpu or (instance is None and on_cpu))
     job = None
-    if one is not None and one.gpu is not None:
-        job = Workload(layout, machine_of(one, nodes, -(-workers // nodes)), 0.0, micro_batches)
+    if instance is not None and instance.gpu is not None:
+        job = Workload(
+            layout, machine_of(instance, nodes, -(-workers // nodes)), 0.0, micro_batches
+        )
     images = images or config.data.count
     return Question(
         name=config.run.name,
         job=job,
         layout=layout,
-        instance=one,
+        instance=instance,
         nodes=nodes,
         workers=workers,
         rows_per_step=rows,
         steps=steps if steps is not None else _steps(config, images),
         region=region,
-        usd_per_hour=price_of(config, one, region, usd_per_hour),
+        usd_per_hour=price_of(config, instance, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
         epoch_rows=images,
-        spare_cpus=None if one is None else spare_cpus(one, nodes, workers),
+        spare_cpus=None if instance is None else spare_cpus(instance, nodes, workers),
     )
 
 
@@ -85,12 +87,20 @@ def _steps(config: VisionConfig, images: int | None) -> int | None:
 
 
 def _layout(
-    config: VisionConfig, shape: ImageShape, one: Instance | None, shards: int, micro_batches: int
+    config: VisionConfig,
+    shape: ImageShape,
+    instance: Instance | None,
+    shards: int,
+    micro_batches: int,
 ) -> ImageLayout:
     train = config.train
     precision = str(train.precision)
     if precision == "auto":
-        has_bf16 = one is not None and one.gpu is not None and one.gpu.flops["bf16"] is not None
+        has_bf16 = (
+            instance is not None
+            and instance.gpu is not None
+            and instance.gpu.flops["bf16"] is not None
+        )
         precision = "bf16" if has_bf16 else "fp32"
     return ImageLayout(
         shape=shape,
@@ -103,7 +113,7 @@ def _layout(
         averaged=train.ema > 0,
         synchronized=config.parallel.sync_batch_norm,
         accumulates=micro_batches > 1,
-        on_cpu=one is not None and one.gpu is None,
+        on_cpu=instance is not None and instance.gpu is None,
     )
 
 

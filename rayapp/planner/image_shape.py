@@ -105,22 +105,22 @@ class ImageShape:
     @cached_property
     def parameters(self) -> int:
         """Number of parameters of the model."""
-        return sum(one.parameters for one in self.layers)
+        return sum(layer.parameters for layer in self.layers)
 
     @cached_property
     def macs(self) -> int:
         """Multiply-adds of the forward pass, per image; each is 2 FLOPs."""
-        return sum(one.macs for one in self.layers)
+        return sum(layer.macs for layer in self.layers)
 
     @property
     def normed(self) -> tuple[Convolution, ...]:
         """The layers that have a batch-norm."""
-        return tuple(one for one in self.layers if one.norm)
+        return tuple(layer for layer in self.layers if layer.norm)
 
     @cached_property
     def largest(self) -> int:
         """Elements of the largest layer output, per image."""
-        return max(one.written for one in self.layers)
+        return max(layer.written for layer in self.layers)
 
     @property
     def model_flops(self) -> float:
@@ -128,9 +128,7 @@ class ImageShape:
         return 6.0 * self.macs
 
 
-def image_shape_of(
-    config: Mapping[str, Any], size: int, classes: int | None = None, same: bool = False
-) -> ImageShape:
+def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> ImageShape:
     """Return the shape that a config.json describes, for images of `size` x `size` pixels.
 
     `same` pads EfficientNet's odd sides as its paper does; transformers drops a row instead.
@@ -143,7 +141,7 @@ def image_shape_of(
         near = difflib.get_close_matches(kind, FAMILIES, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(sorted(FAMILIES))}"
         raise UnknownShape(f"model_type={kind} is unknown: its layers are not known. {hint}")
-    classes = classes or classes_of(config)
+    classes = classes_of(config)
     stack = _Stack(size)
     top = FAMILIES[kind](config, stack, same)
     if stack.side < 1:
@@ -182,15 +180,15 @@ class _Stack:
         before = self.side if side_in is None else side_in
         pad = kernel // 2 if side_in is None or stride == 1 else 0
         side = (before + 2 * pad - kernel) // stride + 1
-        one = Convolution(inputs, outputs, kernel, side, before, **more)
-        self.layers.append(one)
+        layer = Convolution(inputs, outputs, kernel, side, before, **more)
+        self.layers.append(layer)
         self.side = side
-        self.kept.norms += one.written if one.norm else 0
-        self.moved.kernels += 1 + one.norm + one.activation
-        if one.activation:
-            self.moved.forward += 2 * one.written
-            self.moved.backward += 3 * one.written
-        return one
+        self.kept.norms += layer.written if layer.norm else 0
+        self.moved.kernels += 1 + layer.norm + layer.activation
+        if layer.activation:
+            self.moved.forward += 2 * layer.written
+            self.moved.backward += 3 * layer.written
+        return layer
 
 
 def _resnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:

@@ -64,7 +64,7 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
     gpu, count = machine.gpu, layout.micro_batch
     rate = convolution_rate(gpu, layout.precision)
     bandwidth = ELEMENTWISE * gpu.memory_bytes_per_s
-    passes = [_convolution_s(one, layout, rate, gpu) for one in layout.shape.layers]
+    passes = [_convolution_s(layer, layout, rate, gpu) for layer in layout.shape.layers]
     convolutions = count * (3 * sum(passes) - passes[0])  # pixels need no gradient
     forward, backward = _moved_bytes(layout)
     moved = count * (forward + backward) / bandwidth
@@ -97,14 +97,14 @@ def convolution_rate(gpu: Gpu, precision: str) -> float:
     return CONVOLUTIONS[precision] * peak
 
 
-def _convolution_s(one: Convolution, layout: ImageLayout, rate: float, gpu: Gpu) -> float:
+def _convolution_s(layer: Convolution, layout: ImageLayout, rate: float, gpu: Gpu) -> float:
     """Return the seconds of one pass of a layer over one image; a backward counts as two passes."""
-    moved = layout.element * (one.read + one.written) / gpu.memory_bytes_per_s
-    if one.depthwise:
+    moved = layout.element * (layer.read + layer.written) / gpu.memory_bytes_per_s
+    if layer.depthwise:
         plain = gpu.flops["fp32"]
         assert plain is not None, gpu.name
-        return max(2 * one.macs / plain / DEPTHWISE[layout.element], moved / DEPTHWISE_TRAFFIC)
-    return max(2 * one.macs / rate, moved / CONVOLUTIONS_TRAFFIC)
+        return max(2 * layer.macs / plain / DEPTHWISE[layout.element], moved / DEPTHWISE_TRAFFIC)
+    return max(2 * layer.macs / rate, moved / CONVOLUTIONS_TRAFFIC)
 
 
 def _moved_bytes(layout: ImageLayout) -> tuple[float, float]:
@@ -113,7 +113,7 @@ def _moved_bytes(layout: ImageLayout) -> tuple[float, float]:
     Compiled, the elementwise operations after a batch-norm are fused into its last pass.
     """
     shape, element = layout.shape, layout.element
-    normed = sum(one.written for one in shape.normed)
+    normed = sum(layer.written for layer in shape.normed)
     forward, backward = element * NORM_FORWARD, element * NORM_BACKWARD
     if layout.synchronized:
         forward, backward = SYNCHRONIZED_FORWARD, SYNCHRONIZED_BACKWARD

@@ -32,27 +32,27 @@ def named_instance(config: RunConfig, problems: list[str] | None = None) -> Inst
         return None
 
 
-def nodes_of(one: Instance | None, workers: int) -> int:
+def nodes_of(instance: Instance | None, workers: int) -> int:
     """Return how many nodes the workers need: one worker per GPU, or one node without GPUs."""
-    return 1 if one is None or not one.gpus else -(-workers // one.gpus)
+    return 1 if instance is None or not instance.gpus else -(-workers // instance.gpus)
 
 
-def workers_of(config: RunConfig, one: Instance | None, most: bool = False) -> tuple[int, int]:
+def workers_of(config: RunConfig, instance: Instance | None, most: bool = False) -> tuple[int, int]:
     """Return (workers, nodes) for the fewest workers that the config allows, or for the most."""
     workers = config.cluster.max_workers if most else config.cluster.min_workers
-    return workers, nodes_of(one, workers)
+    return workers, nodes_of(instance, workers)
 
 
 def price_of(
-    config: RunConfig, one: Instance | None, region: str, usd_per_hour: float | None = None
+    config: RunConfig, instance: Instance | None, region: str, usd_per_hour: float | None = None
 ) -> float | None:
     """Return USD per hour of one instance: the argument, else the config, else the price list.
 
     None if none of them has a price.
     """
     price = usd_per_hour or config.cluster.usd_per_hour
-    if price is None and one is not None:
-        price = hardware.usd_per_hour(one, region)
+    if price is None and instance is not None:
+        price = instance.usd_per_hour.get(region)
     return price
 
 

@@ -13,12 +13,11 @@ rayapp/train/trace.py runs the real step on fake tensors, and tests compare thes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rayapp.hardware import GIB
 from rayapp.planner.flops import model_flops
-from rayapp.planner.shape import Linear, Shape, lora_parameters
+from rayapp.planner.shape import Shape, lora_parameters
 
 FP32 = 4  # bytes of an fp32 number
 LOSS_WORDS = 16_384  # vocabulary rows of the head's gradient that one product computes
@@ -121,9 +120,11 @@ def kept_linears(shape: Shape) -> tuple[str, ...]:
     whose output is no wider than their input, and whose input is no wider than the model.
     """
     return tuple(
-        one.name
-        for one in shape.linears
-        if one.copies == 1 and one.outputs <= one.inputs <= shape.hidden and one.name != "router"
+        linear.name
+        for linear in shape.linears
+        if linear.copies == 1
+        and linear.outputs <= linear.inputs <= shape.hidden
+        and linear.name != "router"
     )
 
 
@@ -167,7 +168,9 @@ def kept_bytes(layout: Layout) -> float:
         return float(block_input)
     assert layout.checkpointing == "selective", layout.checkpointing
     names = kept_linears(shape) if layout.kept is None else layout.kept
-    results = sum(e * one.outputs * one.active for one in shape.linears if one.name in names)
+    results = sum(
+        e * linear.outputs * linear.active for linear in shape.linears if linear.name in names
+    )
     attention = e * shape.heads * shape.head_dim + FP32 * shape.heads
     return float(block_input + results + attention)
 
@@ -179,7 +182,7 @@ def peak_memory(layout: Layout) -> Peak:
         UnknownShape: a target of LoRA is no linear layer of the blocks.
     """
     moments = _moments(layout)
-    return max(moments, key=lambda one: one.total)
+    return max(moments, key=lambda moment: moment.total)
 
 
 def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
@@ -196,7 +199,9 @@ def state_bytes(layout: Layout) -> dict[str, float]:
     if layout.lora_rank is not None:
         quantized = 0
         if layout.quantize == "nf4":
-            quantized = shape.layers * sum(one.parameters for one in shape.linears if one.module)
+            quantized = shape.layers * sum(
+                linear.parameters for linear in shape.linears if linear.module
+            )
         frozen = BYTES_NF4 * quantized + layout.element * (shape.parameters - quantized)
     return {
         "parameters": (frozen + FP32 * trainable) / shards,
@@ -222,7 +227,9 @@ def _optimizer_bytes(layout: Layout, trainable: float) -> float:
         return 2 * BYTES_8BIT * trainable
     assert layout.optimizer == "muon", layout.optimizer
     shape = layout.shape
-    matrices = shape.layers * sum(one.inputs * one.outputs * one.copies for one in shape.linears)
+    matrices = shape.layers * sum(
+        linear.inputs * linear.outputs * linear.copies for linear in shape.linears
+    )
     return FP32 * matrices + 2 * FP32 * (trainable - matrices)
 
 
@@ -236,80 +243,90 @@ def _adapter_bytes(layout: Layout) -> float:
         return 0.0
     names = layout.lora_targets
     count = sum(
-        1 for one in layout.shape.linears if one.module and (not names or one.name in names)
+        1
+        for linear in layout.shape.linears
+        if linear.module and (not names or linear.name in names)
     )
     return float(layout.element * layout.lora_rank * count)
 
 
-def _widest(linears: Sequence[Linear]) -> int:
-    return max(one.active * one.outputs for one in linears)
-
-
 def _moments(layout: Layout) -> list[Peak]:
-    shape, e, tokens = layout.shape, layout.element, layout.tokens
-    hidden = shape.hidden
+    shape, e, tokens, hidden = layout.shape, layout.element, layout.tokens, layout.shape.hidden
     state = state_bytes(layout)
-    if layout.cpu_offload:
-        state = dict.fromkeys(state, 0.0)
+    state = dict.fromkeys(state, 0.0) if layout.cpu_offload else state
     gradients = state.pop("gradients")
-    head = shape.embedding_parameters
     trains_all = layout.lora_rank is None
     block = _gathered_block(layout)
-    stays = layout.strategy in ("shard_grad_op", "no_shard")
+    blocks_stay = layout.strategy in ("shard_grad_op", "no_shard")
     root = e * shape.root_parameters  # stays gathered for the whole micro-batch
-    whole = (shape.layers * e * block if stays else 0.0) + root
-    ahead = 0.0 if stays else 2 * e * block  # the current block and the prefetched one
-    kept = kept_bytes(layout) * shape.layers * tokens
-    first = gradients if layout.accumulates else 0.0
+    gathered = (shape.layers * e * block if blocks_stay else 0.0) + root
+    two_blocks = 0.0 if blocks_stay else 2 * e * block  # the current one and the prefetched one
+    activations = kept_bytes(layout) * shape.layers * tokens
+    accumulated = gradients if layout.accumulates else 0.0
 
     # The loss: final norm, hidden states, their gradient; a chunk's logits; the head's gradient.
-    around = tokens * (4 * e * hidden + (FP32 * hidden if e < FP32 else 0))
-    chunk = min(layout.loss_chunk or tokens, tokens)
-    if layout.plain_loss:  # bf16 logits, an fp32 copy, its log-softmax and the gradient
-        logits = tokens * shape.vocabulary * (e + 3 * FP32)
-    else:
-        # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
-        wide = e + FP32 * (2 if layout.on_cpu and e < FP32 else 1) + (e if chunk < tokens else 0)
-        logits = chunk * shape.vocabulary * wide
-        if trains_all:  # a product, which is then added to the head's fp32 gradient
-            part = e * min(head, LOSS_WORDS * hidden) if e < FP32 else 0
-            logits = max(logits, chunk * shape.vocabulary * e + part) + FP32 * head
-    loss = {"gradients": first, "activations": kept + around, "logits": logits}
-    loss["gathers"] = whole + ahead / 2
+    final_norm = tokens * (4 * e * hidden + (FP32 * hidden if e < FP32 else 0))
+    loss = {
+        "gradients": accumulated,
+        "activations": activations + final_norm,
+        "logits": _logit_bytes(layout),
+        "gathers": gathered + two_blocks / 2,
+    }
 
     # A block's backward: recomputed activations, gradients of activations and of weights.
-    again = 0.0
+    recomputed = 0.0
     if layout.checkpointing != "none" or layout.activation_offload:
-        again = (block_bytes(layout) + _adapter_bytes(layout)) * tokens
-    flowing = tokens * e * (2 * hidden + 2 * _widest(shape.linears))
-    weights = e * shape.block_parameters + FP32 * block if trains_all else 0.0
-    working = whole + ahead + weights + (e * head if trains_all else 0.0)
-    backward = {"gradients": first, "activations": kept + again + flowing, "gathers": working}
+        recomputed = (block_bytes(layout) + _adapter_bytes(layout)) * tokens
+    widest = max(linear.active * linear.outputs for linear in shape.linears)
+    in_flight = 2 * tokens * e * (hidden + widest)
+    gathers = gathered + two_blocks
+    if trains_all:  # the gradients of a block's weights and of the head
+        gathers += e * (shape.block_parameters + shape.embedding_parameters) + FP32 * block
+    backward = {
+        "gradients": accumulated,
+        "activations": activations + recomputed + in_flight,
+        "gathers": gathers,
+    }
     of_blocks = gradients * (1 - shape.root_parameters / shape.parameters if trains_all else 1.0)
     backward_end = {
-        "gradients": max(first, of_blocks),
-        "activations": kept / shape.layers + again + flowing,
-        "gathers": working,
+        "gradients": max(accumulated, of_blocks),
+        "activations": activations / shape.layers + recomputed + in_flight,
+        "gathers": gathers,
     }
 
     # The root's backward: its gathered parameters are freed; their gradients and the fp32 copy for
     # the reduction exist.
-    roots = (e + FP32) * shape.root_parameters if trains_all else 0.0
     root_end = {
-        "gradients": max(first, of_blocks),
+        "gradients": max(accumulated, of_blocks),
         "activations": tokens * e * hidden * 1.0,
-        "gathers": roots,
+        "gathers": (e + FP32) * shape.root_parameters if trains_all else 0.0,
     }
-    step = {"gradients": gradients}
     moments = {
         "loss": loss,
         "backward": backward,
         "end of backward": backward_end,
         "root": root_end,
-        "optimizer": step,
+        "optimizer": {"gradients": gradients},
     }
     none = dict.fromkeys(("gradients", "activations", "logits", "gathers"), 0.0)
     return [Peak(name, {**state, **none, **terms}) for name, terms in moments.items()]
+
+
+def _logit_bytes(layout: Layout) -> float:
+    """Return the bytes of the logits that exist at once, and of the head's gradient."""
+    shape, e, tokens = layout.shape, layout.element, layout.tokens
+    if layout.plain_loss:  # bf16 logits, an fp32 copy, its log-softmax and the gradient
+        return tokens * shape.vocabulary * (e + 3 * FP32)
+    chunk = min(layout.loss_chunk or tokens, tokens)
+    # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
+    per_logit = e + FP32 * (2 if layout.on_cpu and e < FP32 else 1) + (e if chunk < tokens else 0)
+    logits = chunk * shape.vocabulary * per_logit
+    if layout.lora_rank is not None:
+        return logits
+    # A product, which is then added to the head's fp32 gradient.
+    head = shape.embedding_parameters
+    product = e * min(head, LOSS_WORDS * shape.hidden) if e < FP32 else 0
+    return max(logits, chunk * shape.vocabulary * e + product) + FP32 * head
 
 
 def _gathered_block(layout: Layout) -> float:

@@ -62,31 +62,31 @@ class Question:
         """Tokens or images per step, all workers together."""
         return self.rows_per_step * self.layout.row
 
-    def on(self, one: Instance, nodes: int, **changes: Any) -> Question | None:
+    def on(self, instance: Instance, nodes: int, **changes: Any) -> Question | None:
         """Return the question for other machines, with one worker per GPU.
 
         `changes` are fields of the layout. None if the micro-batch does not divide the step's rows.
         """
-        workers = nodes * one.gpus
+        workers = nodes * instance.gpus
         layout = replace(self.layout, **changes)
         if self.rows_per_step % layout.micro_batch:
             return None
         micro_batches = per_worker(self.rows_per_step, layout.micro_batch, workers)
-        shards = shards_of(layout.strategy, workers, one.gpus)
+        shards = shards_of(layout.strategy, workers, instance.gpus)
         layout = replace(layout, shards=shards, accumulates=micro_batches > 1)
         assert self.job is not None
-        job = Workload(layout, machine_of(one, nodes), self.job.context, micro_batches)
-        price = hardware.usd_per_hour(one, self.region)
-        same = self.instance is not None and one.name == self.instance.name
+        job = Workload(layout, machine_of(instance, nodes), self.job.context, micro_batches)
+        price = instance.usd_per_hour.get(self.region)
+        same = self.instance is not None and instance.name == self.instance.name
         return replace(
             self,
             job=job,
             layout=layout,
-            instance=one,
+            instance=instance,
             nodes=nodes,
             workers=workers,
             usd_per_hour=self.usd_per_hour if same else price,
-            spare_cpus=None if self.spare_cpus is None else spare_cpus(one, nodes, workers),
+            spare_cpus=None if self.spare_cpus is None else spare_cpus(instance, nodes, workers),
         )
 
 
@@ -96,9 +96,9 @@ def shards_of(strategy: str, workers: int, replica: int) -> int:
     return whole.get(strategy, replica)
 
 
-def spare_cpus(one: Instance, nodes: int, workers: int) -> int:
+def spare_cpus(instance: Instance, nodes: int, workers: int) -> int:
     """Return the CPUs that are left over, with one per worker and two per node for the system."""
-    return max(1, nodes * max(1, one.vcpus - 2) - workers)
+    return max(1, nodes * max(1, instance.vcpus - 2) - workers)
 
 
 def ask(
@@ -122,33 +122,35 @@ def ask(
     problems: list[str] = []
     tree = config.model_dump()
     shape = _shape(config, model, problems)
-    one = named_instance(config, problems)
-    workers, nodes = workers_of(config, one)
+    instance = named_instance(config, problems)
+    workers, nodes = workers_of(config, instance)
     shards = replica_shards(config, workers, nodes, problems)
     if problems or shape is None:
         raise ConfigError(problems)
     rows = config.rows_per_step
     size = config.train.micro_batch or 1  # auto starts at one row
     micro_batches = per_worker(rows, size, workers)
-    layout = _layout(config, tree, shape, one, shards, size, micro_batches)
-    layout = replace(layout, on_cpu=layout.on_cpu or (one is None and on_cpu))
+    layout = _layout(config, tree, shape, instance, shards, size, micro_batches)
+    layout = replace(layout, on_cpu=layout.on_cpu or (instance is None and on_cpu))
     job = None
-    if one is not None and one.gpu is not None:
+    if instance is not None and instance.gpu is not None:
         used = -(-workers // nodes)
-        job = Workload(layout, machine_of(one, nodes, used), _context(config), micro_batches)
+        # Documents' lengths are unknown here; those of packed rows are shorter than the row.
+        context = mean_context([config.data.seq_len])
+        job = Workload(layout, machine_of(instance, nodes, used), context, micro_batches)
     return Question(
         name=config.run.name,
         job=job,
         layout=layout,
-        instance=one,
+        instance=instance,
         nodes=nodes,
         workers=workers,
         rows_per_step=rows,
         steps=steps if steps is not None else config.train.max_steps,
         region=region,
-        usd_per_hour=price_of(config, one, region, usd_per_hour),
+        usd_per_hour=price_of(config, instance, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
-        capacity_gib=None if one is not None else capacity_gib,
+        capacity_gib=None if instance is not None else capacity_gib,
     )
 
 
@@ -170,23 +172,15 @@ def replica_shards(
 def counts_of(plan: Mapping[str, Any]) -> dict[str, int]:
     """Return the `steps` and training `images` that a prepared run's plan.json holds, by name."""
     images = (plan.get("data") or {}).get("images") or {}
-    found = {"steps": plan.get("steps"), "images": images.get("train")}
-    return {name: int(count) for name, count in found.items() if count is not None}
-
-
-def _context(config: Config) -> float:
-    """Return the mean tokens that a token attends to, as if every row held one document.
-
-    Documents' lengths are unknown here. Packed rows hold shorter ones, which need less attention.
-    """
-    return mean_context([config.data.seq_len])
+    counts = {"steps": plan.get("steps"), "images": images.get("train")}
+    return {name: int(count) for name, count in counts.items() if count is not None}
 
 
 def _layout(
     config: Config,
     tree: Mapping[str, Any],
     shape: Shape,
-    one: Instance | None,
+    instance: Instance | None,
     shards: int,
     micro_batch: int,
     micro_batches: int,
@@ -194,7 +188,9 @@ def _layout(
     train, parallel = tree["train"], tree["parallel"]
     precision = train["precision"]
     if precision == "auto":
-        has_bf16 = one is None or one.gpu is None or one.gpu.flops["bf16"] is not None
+        has_bf16 = (
+            instance is None or instance.gpu is None or instance.gpu.flops["bf16"] is not None
+        )
         precision = "bf16" if has_bf16 else "fp32"
     lora = tree["model"]["lora"]
     return Layout(
@@ -214,7 +210,7 @@ def _layout(
         cpu_offload=parallel["cpu_offload"],
         activation_offload=parallel.get("activation_offload", False),
         accumulates=micro_batches > 1,
-        on_cpu=one is not None and one.gpu is None,
+        on_cpu=instance is not None and instance.gpu is None,
     )
 
 
@@ -230,9 +226,9 @@ def _shape(config: Config, model: Mapping[str, Any] | None, problems: list[str])
             vocabulary = vocabulary_of(config, values["vocab_size"], preset=True)
             if vocabulary is None:
                 problems.append(
-                    f"model.tokenizer={config.model.tokenizer} is not at hand: a plan needs the "
-                    "tokenizer's size and never uses the network. Give a local folder with "
-                    "tokenizer.json, or set model.overrides.vocab_size"
+                    f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "
+                    "needs the tokenizer's size and never uses the network. Give a local folder "
+                    "with tokenizer.json, or set model.overrides.vocab_size"
                 )
                 return None
             values["vocab_size"] = vocabulary

@@ -1,7 +1,7 @@
 """Read a config.json: the linear layers of a block, parameter counts, LoRA's adapters.
 
     shape = shape_of(json.load(open("config.json")))
-    shape.parameters, shape.active_parameters, lora_parameters(shape, rank=16)
+    shape.parameters, lora_parameters(shape, rank=16)
 
 Supported are the model types llama, mistral, mixtral, qwen2, qwen3 and gpt_neox of transformers 5.
 Any other is refused, because a guess at its shape could be wrong without notice.
@@ -66,12 +66,11 @@ class Shape:
     final_norm_parameters: int
     experts: int = 1
     active_experts: int = 1
-    max_positions: int | None = None
 
     @property
     def block_parameters(self) -> int:
         """Parameters of one block."""
-        return sum(one.parameters for one in self.linears) + self.block_norm_parameters
+        return sum(linear.parameters for linear in self.linears) + self.block_norm_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -88,16 +87,6 @@ class Shape:
     def parameters(self) -> int:
         """Parameters of the model, tied ones once."""
         return self.layers * self.block_parameters + self.root_parameters
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token uses: all but those of the experts it is not routed to."""
-        idle = sum(
-            (one.copies - one.active) * one.inputs * one.outputs
-            for one in self.linears
-            if one.copies > 1
-        )
-        return self.parameters - self.layers * idle
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -126,7 +115,11 @@ def lora_parameters(shape: Shape, rank: int, targets: Sequence[str] = ()) -> int
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
     """
-    return shape.layers * rank * sum(one.inputs + one.outputs for one in targeted(shape, targets))
+    return (
+        shape.layers
+        * rank
+        * sum(linear.inputs + linear.outputs for linear in targeted(shape, targets))
+    )
 
 
 def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
@@ -135,7 +128,7 @@ def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
     """
-    can = {one.name: one for one in shape.linears if one.module}
+    can = {linear.name: linear for linear in shape.linears if linear.module}
     wrong = [name for name in targets if name not in can]
     if wrong:
         raise UnknownShape(
@@ -184,7 +177,6 @@ def _shape(
         "rotary": 1.0,
         "block_norm_parameters": block_norms,
         "final_norm_parameters": config["hidden_size"],
-        "max_positions": config.get("max_position_embeddings"),
     }
     return Shape(**{**values, **more})
 

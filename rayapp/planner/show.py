@@ -16,32 +16,32 @@ BAR = 40  # characters of the longest bar
 
 def show(
     console: Console,
-    found: Answer,
+    plan: Answer,
     others: list[Suggestion],
     table: list[Answer],
     best: Answer | None,
 ) -> None:
     """Print memory, time, cost, suggestions, scaling, cheapest machines, and notes."""
-    _headline(console, found)
-    _memory(console, found)
-    if found.step is not None:
-        _time(console, found)
+    _headline(console, plan)
+    _memory(console, plan)
+    if plan.step is not None:
+        _time(console, plan)
     if others:
-        _suggestions(console, found, others)
+        _suggestions(console, plan, others)
     if len(table) > 1:
         _scaling(console, table)
     if best is not None:
         _say(console, f"\n[bold]cheapest[/bold]  {machines(best)}: {_settings(best)}")
         _say(console, f"          {_figures(best)}")
-    for reason in found.reasons:
+    for reason in plan.reasons:
         _say(console, f"[yellow]note[/yellow]  {reason}")
-    if found.question.usd_per_hour is not None:
-        _say(console, f"[dim]prices: {PRICE_SOURCE}, {PRICE_DATE}, {found.question.region}[/dim]")
+    if plan.question.usd_per_hour is not None:
+        _say(console, f"[dim]prices: {PRICE_SOURCE}, {PRICE_DATE}, {plan.question.region}[/dim]")
 
 
-def machines(one: Answer) -> str:
+def machines(plan: Answer) -> str:
     """Return the nodes and workers of a plan as text."""
-    question = one.question
+    question = plan.question
     if question.instance is None:
         return f"{question.workers} workers"
     return f"{question.nodes} x {question.instance.name}, {question.workers} workers"
@@ -62,13 +62,13 @@ def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def _headline(console: Console, found: Answer) -> None:
-    layout, question = found.question.layout, found.question
+def _headline(console: Console, plan: Answer) -> None:
+    layout, question = plan.question.layout, plan.question
     verdict = {
         True: "[green]fits[/green]",
         False: "[red]does not fit[/red]",
         None: "[yellow]may or may not fit[/yellow]",
-    }[found.fits]
+    }[plan.fits]
     trains = ""
     if isinstance(layout, ImageLayout):
         shape = layout.shape
@@ -82,7 +82,7 @@ def _headline(console: Console, found: Answer) -> None:
         step += f"{question.amount_per_step:,} tokens"
         if layout.lora_rank is not None:
             trains = f", {layout.trainable:,} trained (LoRA)"
-    _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(found)}")
+    _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(plan)}")
     _say(
         console,
         f"model     {layout.shape.parameters:,} parameters{trains}; {layout.strategy}, "
@@ -95,69 +95,67 @@ def _headline(console: Console, found: Answer) -> None:
     )
 
 
-def _memory(console: Console, found: Answer) -> None:
-    unit = "GPU" if found.question.job is not None else "worker"
-    room = "" if found.capacity_gib is None else f" of {found.capacity_gib:.1f}"
-    _say(
-        console, f"\n[bold]memory[/bold]    {band(found.peak_gib, '.1f', ' GiB')}{room} per {unit}"
-    )
-    _say(console, f"          at its most in: {found.peak.phase}")
-    largest = max(found.peak.total / GIB, found.capacity_gib or 0.0)
+def _memory(console: Console, plan: Answer) -> None:
+    unit = "GPU" if plan.question.job is not None else "worker"
+    room = "" if plan.capacity_gib is None else f" of {plan.capacity_gib:.1f}"
+    _say(console, f"\n[bold]memory[/bold]    {band(plan.peak_gib, '.1f', ' GiB')}{room} per {unit}")
+    _say(console, f"          at its most in: {plan.peak.phase}")
+    largest = max(plan.peak.total / GIB, plan.capacity_gib or 0.0)
     held = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})"
-    if found.question.layout.on_cpu:
+    if plan.question.layout.on_cpu:
         held = f" (Python, torch and Ray {PROCESS_BYTES / GIB:.2f})"
-    for name, size in found.peak.terms.items():
+    for name, size in plan.peak.terms.items():
         if size:
             drawn = "█" * max(1, round(BAR * size / GIB / largest))
             note = held if name == "slack" else ""
             _say(console, f"  {name:12} {size / GIB:8.2f} GiB {drawn}{note}")
 
 
-def _time(console: Console, found: Answer) -> None:
-    assert found.step is not None
-    _say(console, f"\n[bold]step[/bold]      {band(found.step_s, '.3g', ' s')}")
-    convolved = isinstance(found.question.layout, ImageLayout)
-    for name, seconds in vars(found.step).items():
+def _time(console: Console, plan: Answer) -> None:
+    assert plan.step is not None
+    _say(console, f"\n[bold]step[/bold]      {band(plan.step_s, '.3g', ' s')}")
+    convolved = isinstance(plan.question.layout, ImageLayout)
+    for name, seconds in vars(plan.step).items():
         if convolved and name == "attention_s":
             continue
         name = "convolutions" if convolved and name == "matrices_s" else name
-        share = seconds / found.step.total_s
+        share = seconds / plan.step.total_s
         drawn = "█" * round(BAR * share)
         _say(console, f"  {name.removesuffix('_s'):12} {seconds:8.3f} s   {share:4.0%} {drawn}")
-    per_gpu = found.rate
+    per_gpu = plan.rate
     assert per_gpu is not None
-    per_gpu = per_gpu.times(1 / found.workers)
+    per_gpu = per_gpu.times(1 / plan.workers)
     _say(
         console,
-        f"[bold]speed[/bold]     {band(found.rate, ',.0f', f' {found.question.unit.many}/s')}",
+        f"[bold]speed[/bold]     {band(plan.rate, ',.0f', f' {plan.question.unit.many}/s')}",
     )
-    _say(console, f"          {band(per_gpu, ',.0f', ' a GPU')}, MFU {band(found.mfu, '.1%')}")
-    if found.epoch_hours is not None:
-        count = found.question.epoch_rows
+    _say(console, f"          {band(per_gpu, ',.0f', ' a GPU')}, MFU {band(plan.mfu, '.1%')}")
+    if plan.epoch_hours is not None:
+        count = plan.question.epoch_rows
         _say(
             console,
-            f"[bold]epoch[/bold]     {band(found.epoch_hours, '.3g', ' h')}, {count:,} images",
+            f"[bold]epoch[/bold]     {band(plan.epoch_hours, '.3g', ' h')}, {count:,} images",
         )
-    _say(console, f"[bold]run[/bold]       {_figures(found)}")
-    saving = found.saving
-    if saving is not None and found.goodput is not None:
+    _say(console, f"[bold]run[/bold]       {_figures(plan)}")
+    saving = plan.saving
+    if saving is not None and plan.goodput is not None:
         _say(
             console,
             f"saving    {saving.size_gib:.1f} GiB a checkpoint, {saving.stall_s:.2g} s stalled, "
             f"{saving.upload_s:.0f} s to upload; one every {saving.every_s / 60:.0f} min costs "
-            f"least; goodput {found.goodput:.1%}",
+            f"least; goodput {plan.goodput:.1%}",
         )
 
 
-def _figures(one: Answer) -> str:
+def _figures(plan: Answer) -> str:
     return (
-        f"{band(one.hours, ',.3g', ' h')}, ${band(one.cost_usd, ',.0f')}, "
-        f"${band(one.usd_per_1m, ',.3g')} per 1M {one.question.unit.many}"
+        f"{band(plan.hours, ',.3g', ' h')}, ${band(plan.cost_usd, ',.0f')}, "
+        f"${band(plan.usd_per_1m, ',.3g')} per 1M {plan.question.unit.many}"
     )
 
 
-def _settings(one: Answer) -> str:
-    layout = one.question.layout
+def _settings(plan: Answer) -> str:
+    layout = plan.question.layout
     if isinstance(layout, ImageLayout):
         return f"train.micro_batch={layout.micro_batch}"
     return (
@@ -166,15 +164,15 @@ def _settings(one: Answer) -> str:
     )
 
 
-def _suggestions(console: Console, found: Answer, others: list[Suggestion]) -> None:
-    title = "faster" if found.fits else "what would fit"
-    rate = f"{found.question.unit.many}/s"
+def _suggestions(console: Console, plan: Answer, others: list[Suggestion]) -> None:
+    title = "faster" if plan.fits else "what would fit"
+    rate = f"{plan.question.unit.many}/s"
     table = Table("set", "GiB", rate, title=title, title_justify="left", title_style="bold")
-    for one in others:
+    for suggestion in others:
         table.add_row(
-            one.change.replace("[", r"\["),
-            band(one.answer.peak_gib, ".1f"),
-            band(one.answer.rate, ",.0f"),
+            suggestion.change.replace("[", r"\["),
+            band(suggestion.answer.peak_gib, ".1f"),
+            band(suggestion.answer.rate, ",.0f"),
         )
     console.print()
     console.print(table)
@@ -191,21 +189,21 @@ def _scaling(console: Console, answers: list[Answer]) -> None:
         title_justify="left",
         title_style="bold",
     )
-    first = next((one for one in answers if one.fits), answers[0])
+    first = next((plan for plan in answers if plan.fits), answers[0])
     assert first.rate is not None
-    for one in answers:
-        assert one.rate is not None
-        each = one.rate.value / one.workers
+    for plan in answers:
+        assert plan.rate is not None
+        each = plan.rate.value / plan.workers
         table.add_row(
-            str(one.question.nodes),
-            str(one.workers),
-            "yes" if one.fits else "no",
-            f"{one.peak_gib.value:.1f}",
-            f"{one.rate.value:,.0f}",
+            str(plan.question.nodes),
+            str(plan.workers),
+            "yes" if plan.fits else "no",
+            f"{plan.peak_gib.value:.1f}",
+            f"{plan.rate.value:,.0f}",
             f"{each * first.workers / first.rate.value:.0%}",
-            *([f"{one.epoch_hours.value:,.3g}"] if one.epoch_hours is not None else []),
-            "n/a" if one.hours is None else f"{one.hours.value:,.3g}",
-            "n/a" if one.cost_usd is None else f"{one.cost_usd.value:,.0f}",
+            *([f"{plan.epoch_hours.value:,.3g}"] if plan.epoch_hours is not None else []),
+            "n/a" if plan.hours is None else f"{plan.hours.value:,.3g}",
+            "n/a" if plan.cost_usd is None else f"{plan.cost_usd.value:,.0f}",
         )
     console.print()
     console.print(table)

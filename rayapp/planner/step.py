@@ -113,7 +113,7 @@ def _compute(job: Workload[Layout]) -> _Compute:
     tokens = layout.tokens
     forward = forward_flops(shape, job.context, layout.lora_rank, layout.lora_targets)
     backward = backward_flops(forward, frozen=layout.lora_rank is not None)
-    again = recomputed_flops(shape, forward, layout.checkpointing, _kept_share(layout))
+    recomputed = recomputed_flops(shape, forward, layout.checkpointing, _kept_share(layout))
     rate = matmul_rate(gpu, layout.precision)
     # Only the blocks' linear layers run in fp8; head, adapters and attention stay in bf16.
     plain = matmul_rate(gpu, "bf16") if layout.precision == "fp8" else rate
@@ -122,14 +122,14 @@ def _compute(job: Workload[Layout]) -> _Compute:
         return tokens * (flops.linears / rate + (flops.adapters + flops.head) / plain)
 
     flash = tokens * forward.attention / (ATTENTION_FORWARD * plain)
-    flash_again = tokens * again.attention / (ATTENTION_FORWARD * plain)
+    flash_again = tokens * recomputed.attention / (ATTENTION_FORWARD * plain)
     # The backward recomputes the scores: it costs 2.5 forwards, of which backward_flops counts 2.
     flash_back = 1.25 * tokens * backward.attention / (ATTENTION_BACKWARD * plain)
     once = shape.layers * tokens * block_traffic_bytes(layout)
     once /= TRAFFIC * gpu.memory_bytes_per_s
     passes = _passes(layout)
     return _Compute(
-        matrices_s=matrices(forward + backward + again),
+        matrices_s=matrices(forward + backward + recomputed),
         attention_s=flash + flash_again + flash_back,
         elementwise_s=passes * once,
         forward_s=matrices(forward) + flash + once,
@@ -185,7 +185,9 @@ def block_traffic_bytes(layout: Layout) -> float:
     routed = 16 * hidden * shape.active_experts if shape.experts > 1 else 0
     adapters = 0.0
     if layout.lora_rank is not None:  # peft adds a scaled result to the output of each linear
-        adapters = 8.0 * sum(one.outputs + one.inputs for one in shape.linears if one.module)
+        adapters = 8.0 * sum(
+            linear.outputs + linear.inputs for linear in shape.linears if linear.module
+        )
     return half * (moved + routed) + adapters
 
 
@@ -209,7 +211,10 @@ def _kept_share(layout: Layout) -> float:
     names = kept_linears(layout.shape) if layout.kept is None else layout.kept
     last = layout.shape.linears[-1].name  # never recomputed: no backward needs its result
 
-    work = {one.name: one.active * one.inputs * one.outputs for one in layout.shape.linears}
+    work = {
+        linear.name: linear.active * linear.inputs * linear.outputs
+        for linear in layout.shape.linears
+    }
     return sum(size for name, size in work.items() if name in names or name == last) / sum(
         work.values()
     )

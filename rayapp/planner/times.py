@@ -56,11 +56,13 @@ class Machine:
         return self.gpus * self.nodes
 
 
-def machine_of(one: Instance, nodes: int, gpus: int | None = None) -> Machine:
+def machine_of(instance: Instance, nodes: int, gpus: int | None = None) -> Machine:
     """Return `nodes` instances of one type as a machine; `gpus` are used of each (None: all)."""
-    assert one.gpu is not None, one.name
-    used = one.gpus if gpus is None else gpus
-    return Machine(one.gpu, used, nodes, one.network_bits_per_s, one.efa_interfaces > 0)
+    assert instance.gpu is not None, instance.name
+    used = instance.gpus if gpus is None else gpus
+    return Machine(
+        instance.gpu, used, nodes, instance.network_bits_per_s, instance.efa_interfaces > 0
+    )
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def read_config_json(
             problems.append(f"{file} is not valid JSON: {error}. Copy it anew")
             return None
     problems.append(
-        f"model.path={path} is not at hand: a plan needs the model's config.json and never uses "
-        f"the network. Give a local folder, or one of {', '.join(presets)}"
+        f"model.path={path} is not on this machine: a plan needs the model's config.json and never "
+        f"uses the network. Give a local folder, or one of {', '.join(presets)}"
     )
     return None
 
@@ -100,10 +100,10 @@ def random_weights(config: Config) -> str | None:
     if is_preset(path):
         source = PRESETS[path].source
         name = f"model.path={source}" if "/" in source else "model.path to a model folder or hub id"
-        return f"from random weights: the preset {path} is a shape alone. To fine-tune, set {name}"
+        return f"from random weights: the preset {path} has no weights. To fine-tune, set {name}"
     if config.model.from_scratch:
         return (
-            f"from random weights: model.from_scratch=true leaves those of {path} unread. "
+            f"from random weights: model.from_scratch=true ignores the weights of {path}. "
             "To fine-tune, set model.from_scratch=false"
         )
     return None

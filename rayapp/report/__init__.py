@@ -47,12 +47,12 @@ def compare(runs: Sequence[Storage], out: str) -> str:
         NoRun: one of the folders holds no run.
         StorageError: one cannot be read, or the page not be written.
     """
-    found = [read(run) for run in runs]
-    kinds = {run.unit.many for run in found}
+    reported = [read(run) for run in runs]
+    kinds = {run.unit.many for run in reported}
     if len(kinds) > 1:
         line = f"RUN is of two kinds: these runs are counted in {' and '.join(sorted(kinds))}. "
         raise ConfigError([f"{line}Compare runs of one kind"])
-    return _save(comparison_page(_told_apart(found)), out)
+    return _save(comparison_page(_told_apart(reported)), out)
 
 
 def write_for(run: Storage) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -19,14 +20,23 @@ from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of
 from rayapp.report.folder import ReportedRun
 
 TABLE_ROWS = 12
+DRAWN = ("id", "title", "unit", "zero", "log", "wide", "points")
 TOKEN, BYTE = "token", "byte"
 LOSSES = {"token": {TOKEN: "loss", BYTE: "loss_per_byte"}, "image": {TOKEN: "loss"}}
 HELD_COLUMNS = {
     "token": {"loss": "eval_loss", "per_byte": "eval_loss_per_byte"},
     "image": {"loss": "eval_loss", "top1": "eval_top1", "top5": "eval_top5"},
 }
-PHASES = {"forward": "peak_forward_gib", "backward": "peak_backward_gib"}
-PHASES |= {"optimizer": "peak_optimizer_gib"}
+PHASES = {name: f"peak_{name}_gib" for name in ("forward", "backward", "optimizer")}
+TIMES = {
+    "whole step": "step_s",
+    "data wait": "data_wait_s",
+    "checkpoint stall": "checkpoint_stall_s",
+    "evaluation": "eval_s",
+}
+
+Points: TypeAlias = dict[str, list[float | int | None]]
+"""{column: values}."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class Chart:
     title: str
     unit: str
     lines: list[ChartLine]
-    points: dict[str, dict[str, list[float | int | None]]]
+    points: dict[str, Points]
     """{ChartLine.points: {column: values}}; columns are step, tokens or images, seconds, and y."""
     summary: str
     marks: list[Mark] = field(default_factory=list)
@@ -85,16 +95,9 @@ class Chart:
 
     def spec(self) -> dict[str, object]:
         """Return the chart as page.js reads it."""
-        return {
-            "id": self.id,
-            "title": self.title,
-            "unit": self.unit,
-            "zero": self.zero,
-            "log": self.log,
-            "wide": self.wide,
+        return {name: getattr(self, name) for name in DRAWN} | {
             "lines": [vars(line) for line in self.lines],
             "marks": [vars(mark) for mark in self.marks],
-            "points": self.points,
         }
 
     @property
@@ -154,20 +157,20 @@ def points(
     columns: dict[str, Array],
     smoothed: Sequence[str] = (),
     buckets: int = BUCKETS,
-) -> dict[str, list[float | int | None]]:
+) -> Points:
     """Return the points to draw of some columns, with their steps, counts and seconds.
 
     A column named in `smoothed` is also returned smoothed, as NAME_smooth.
     """
-    kept = thin(list(columns.values()), buckets)
+    indices = thin(list(columns.values()), buckets)
     axes = {"step": run.columns["step"], run.unit.many: run.counted, "seconds": run.seconds}
-    found = {**axes, **columns}
-    found |= {f"{name}_smooth": smooth(columns[name]) for name in smoothed}
-    return {name: plain(values[kept]) for name, values in found.items()}
+    drawn = {**axes, **columns}
+    drawn |= {f"{name}_smooth": smooth(columns[name]) for name in smoothed}
+    return {name: plain(values[indices]) for name, values in drawn.items()}
 
 
 def _loss(runs: Sequence[ReportedRun]) -> Chart:
-    every: dict[str, dict[str, list[float | int | None]]] = {}
+    every: dict[str, Points] = {}
     lines: list[ChartLine] = []
     alone = len(runs) == 1
     for place, run in enumerate(runs):
@@ -182,25 +185,14 @@ def _loss(runs: Sequence[ReportedRun]) -> Chart:
         lines.append(ChartLine(f"{label}train", f"{place}", smooth_y, color, dash=place))
         if run.held:
             y = {unit: f"eval_{name}" for unit, name in raw.items()}
-            dots = ChartLine(
-                f"{label}held out", f"{place}-held", y, color + (1 if alone else 0), "dots"
-            )
-            lines.append(dots)
+            color += 1 if alone else 0
+            lines.append(ChartLine(f"{label}held out", f"{place}-held", y, color, "dots"))
     title = "Loss" if alone else "Loss, smoothed"
     summary = "; ".join(_trend(run, "loss", "training loss", alone) for run in runs)
     if alone and runs[0].held:
         summary += f"; held-out loss {words.fixed(runs[0].held[-1].loss, 4)}"
-    return Chart(
-        "loss",
-        title,
-        "nats",
-        lines,
-        every,
-        summary,
-        log=True,
-        wide=True,
-        note=_loss_note(runs, alone),
-    )
+    note = _loss_note(runs, alone)
+    return Chart("loss", title, "nats", lines, every, summary, log=True, wide=True, note=note)
 
 
 def _accuracy(runs: Sequence[ReportedRun]) -> Chart:
@@ -217,17 +209,17 @@ def _accuracy(runs: Sequence[ReportedRun]) -> Chart:
     return Chart("accuracy", "Held-out accuracy", "share, 0-1", lines, every, summary, zero=True)
 
 
-def _held_points(run: ReportedRun) -> dict[str, list[float | int | None]]:
+def _held_points(run: ReportedRun) -> Points:
     """Return the held-out figures, with the counts and seconds of their steps."""
-    steps = np.array([one.step for one in run.held], np.float64)
-    found: dict[str, list[float | int | None]] = {"step": plain(steps)}
+    steps = np.array([held.step for held in run.held], np.float64)
+    columns: Points = {"step": plain(steps)}
     places = np.searchsorted(run.columns["step"], steps, side="right") - 1
     for name, values in ((run.unit.many, run.counted), ("seconds", run.seconds)):
         known = [values[place] if place >= 0 else 0.0 for place in places]
-        found[name] = plain(np.array(known, np.float64))
+        columns[name] = plain(np.array(known, np.float64))
     for name, column in HELD_COLUMNS[run.unit.one].items():
-        found[column] = plain(np.array([getattr(one, name) for one in run.held], np.float64))
-    return found
+        columns[column] = plain(np.array([getattr(held, name) for held in run.held], np.float64))
+    return columns
 
 
 def _loss_note(runs: Sequence[ReportedRun], alone: bool) -> str:
@@ -235,17 +227,15 @@ def _loss_note(runs: Sequence[ReportedRun], alone: bool) -> str:
     parts = []
     if alone and runs[0].num_lines:
         run = runs[0]
-        window = window_of(run.num_lines)
-        parts.append(
-            f"The strong line is the mean of the {window} steps around each." * (window > 1)
-        )
+        if (window := window_of(run.num_lines)) > 1:
+            parts.append(f"The strong line is the mean of the {window} steps around each.")
         missing = int(np.isnan(run.columns["loss"]).sum())
         if missing:
             parts.append(f"{missing:,} steps have a loss that is not finite.")
         skipped = int(np.nansum(run.columns["skipped"]))
         if skipped:
             parts.append(f"{skipped:,} steps were skipped: the weights stayed as they were.")
-    return " ".join(part for part in parts if part)
+    return " ".join(parts)
 
 
 def _throughput(runs: Sequence[ReportedRun]) -> Chart:
@@ -262,40 +252,22 @@ def _throughput(runs: Sequence[ReportedRun]) -> Chart:
 
 
 def _memory(run: ReportedRun) -> Chart:
-    columns = {name: run.columns[name] for name in PHASES.values()}
-    lines = [
-        ChartLine(phase, "0", {TOKEN: name}, place, dash=place)
-        for place, (phase, name) in enumerate(PHASES.items())
-    ]
     marks = _planned(run, "peak_gib")
     capacity = run.plan.get("capacity_gib")
     if capacity:
         marks.append(Mark("a GPU has", capacity, capacity, capacity))
     highest = words.number(run.highest("peak_gib"))
     summary = f"Most memory that rank 0 held in each phase of a step; {highest} GiB at most"
-    every = {"0": points(run, columns, buckets=BUCKETS // 2)}
+    lines, every = _side_by_side(run, PHASES)
     return Chart("memory", "Memory by phase", "GiB", lines, every, summary, marks, zero=True)
 
 
 def _step_time(run: ReportedRun) -> Chart:
-    names = {
-        "whole step": "step_s",
-        "data wait": "data_wait_s",
-        "checkpoint stall": "checkpoint_stall_s",
-        "evaluation": "eval_s",
-    }
-    columns = {name: run.columns[name] for name in names.values()}
-    lines = [
-        ChartLine(label, "0", {TOKEN: name}, place, dash=place)
-        for place, (label, name) in enumerate(names.items())
-    ]
-    every = {"0": points(run, columns, buckets=BUCKETS // 2)}
-    shares = [
-        f"{label} {words.share(_part(run, name))}"
-        for label, name in names.items()
-        if _part(run, name)
-    ]
-    summary = f"Seconds of each step: {', '.join(shares[1:]) or 'nothing but the step itself'}"
+    lines, every = _side_by_side(run, TIMES)
+    totals_s = {label: float(np.nansum(run.columns[name])) for label, name in TIMES.items()}
+    step_s = totals_s.pop("whole step")
+    shares = [f"{label} {words.share(s / step_s)}" for label, s in totals_s.items() if s and step_s]
+    summary = f"Seconds of each step: {', '.join(shares) or 'nothing but the step itself'}"
     return Chart(
         "step-time",
         "Time of a step, and what held it up",
@@ -310,10 +282,16 @@ def _step_time(run: ReportedRun) -> Chart:
     )
 
 
-def _part(run: ReportedRun, name: str) -> float | None:
-    """Return the share of the time of all steps that a field takes."""
-    whole = float(np.nansum(run.columns["step_s"]))
-    return float(np.nansum(run.columns[name])) / whole if whole else None
+def _side_by_side(
+    run: ReportedRun, names: dict[str, str]
+) -> tuple[list[ChartLine], dict[str, Points]]:
+    """Return a line for each column of one run, named {label: column}, and their points."""
+    lines = [
+        ChartLine(label, "0", {TOKEN: name}, place, dash=place)
+        for place, (label, name) in enumerate(names.items())
+    ]
+    columns = {name: run.columns[name] for name in names.values()}
+    return lines, {"0": points(run, columns, buckets=BUCKETS // 2)}
 
 
 def _gradient(runs: Sequence[ReportedRun]) -> Chart:

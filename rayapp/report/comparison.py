@@ -1,19 +1,21 @@
-"""Several runs side by side: the config fields in which they differ, and their results.
+"""Runs side by side: the config fields in which they differ, and their results.
 
 differing([one, another])[0]    # ComparisonRow("train.lr", ["0.001", "0.003"])
+settings(one)                   # the fields of its config that are not at their defaults
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayapp.config import KINDS, Config
 from rayapp.config.fields import IMAGES
+from rayapp.config.text import flatten
 from rayapp.observe import words
 from rayapp.observe.words import UNKNOWN
 from rayapp.report.folder import ReportedRun
-from rayapp.report.tables import flat, shown
 
 OWN = ("run.name", "run.storage")  # not compared: they differ between any two runs
 
@@ -29,14 +31,43 @@ class ComparisonRow:
 
 def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     """Return the config fields that are not the same in all runs."""
-    every = [flat(run.config) for run in runs]
-    names = list(dict.fromkeys(name for one in every for name in one))
+    every = [_flat(run.config) for run in runs]
+    names = list(dict.fromkeys(name for config in every for name in config))
     rows = []
     for name in names:
-        cells = [shown(one[name]) if name in one else UNKNOWN for one in every]
+        cells = [_shown(config[name]) if name in config else UNKNOWN for config in every]
         if len(set(cells)) > 1 and name not in OWN:
             rows.append(ComparisonRow(name, cells))
     return rows
+
+
+def settings(run: ReportedRun) -> list[list[str]]:
+    """Return the fields of the config that are not at their defaults: field, value, default."""
+    kind = KINDS.get(run.task, Config)
+    defaults, own = _flat(kind().model_dump(mode="json")), _flat(run.config)
+    return [
+        [name, _shown(value), _shown(defaults.get(name))]
+        for name, value in own.items()
+        if _shown(value) != _shown(defaults.get(name))
+    ]
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, object]:
+    """Return a config as {"section.field": value}; sections without fields are left out."""
+    return flatten({name: section for name, section in tree.items() if section != {}})
+
+
+def _shown(value: Any) -> str:
+    """Return a config value as text.
+
+    >>> _shown(None), _shown(True), _shown([1, "a"]), _shown({})
+    ('none', 'true', '1, a', '{}')
+    """
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown(item) for item in value) or "[]"
+    return str(value)
 
 
 def results(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:

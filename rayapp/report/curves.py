@@ -80,8 +80,8 @@ def _lines(data: bytes, where: str) -> Iterator[dict[str, object]]:
 
 def columns_of(table: pa.Table) -> dict[str, Array]:
     """Return a table's columns as arrays: [steps], NaN where a line lacks the field."""
-    found = {name: table[name].cast(pa.float64()).to_numpy() for name in table.column_names}
-    return {name: np.asarray(column, np.float64) for name, column in found.items()}
+    columns = {name: table[name].cast(pa.float64()).to_numpy() for name in table.column_names}
+    return {name: np.asarray(column, np.float64) for name, column in columns.items()}
 
 
 def thin(columns: Sequence[Array], buckets: int = BUCKETS) -> np.ndarray[Any, np.dtype[np.intp]]:
@@ -136,10 +136,10 @@ def plain(values: Array) -> list[float | int | None]:
     >>> plain(np.array([1.23456789, 3.0, np.nan]))
     [1.23457, 3, None]
     """
-    found: list[float | int | None] = []
+    numbers: list[float | int | None] = []
     for value in values.tolist():
         if not np.isfinite(value):
-            found.append(None)
+            numbers.append(None)
         else:
-            found.append(int(value) if value == int(value) else float(f"{value:.6g}"))
-    return found
+            numbers.append(int(value) if value == int(value) else float(f"{value:.6g}"))
+    return numbers

@@ -107,15 +107,15 @@ class ReportedRun:
 
         Signs of life are events, steps, and `seen_until` of the command that follows.
         """
-        found = []
+        pauses = []
         every, times = commands(self.events), self.columns["time"]
-        for one, following in pairwise(every):
+        for command, following in pairwise(every):
             start = following[0]["time"]
-            before = times[(times >= one[0]["time"]) & (times < start)]
-            seen = [event["time"] for event in one] + before[-1:].tolist()
+            before = times[(times >= command[0]["time"]) & (times < start)]
+            seen = [event["time"] for event in command] + before[-1:].tolist()
             until = following[0].get("seen_until") or 0.0
-            found.append(Pause(min(max([*seen, until]), start), start))
-        return found
+            pauses.append(Pause(min(max([*seen, until]), start), start))
+        return pauses
 
     @cached_property
     def began(self) -> float:
@@ -127,12 +127,12 @@ class ReportedRun:
 
     def active_s(self, times: Any) -> Array:
         """Return the seconds from the run's beginning to given Unix times, without the pauses."""
-        found = np.asarray(times, np.float64)
+        moments = np.asarray(times, np.float64)
         idle = sum(
-            (np.clip(found - pause.start, 0.0, pause.end - pause.start) for pause in self.pauses),
-            np.zeros_like(found),
+            (np.clip(moments - pause.start, 0.0, pause.end - pause.start) for pause in self.pauses),
+            np.zeros_like(moments),
         )
-        return np.asarray(found - idle - self.began)
+        return np.asarray(moments - idle - self.began)
 
     @cached_property
     def seconds(self) -> Array:
@@ -246,14 +246,14 @@ def held_out(
     Of several for one step, the result's take precedence over those of training (`lines`), and
     these over those of checkpoints (`validations`).
     """
-    found: dict[int, Held] = {}
+    by_step: dict[int, Held] = {}
     last = (result.get("steps"), result)
-    for step, one in (*((each.get("step"), each) for each in (*validations, *lines)), last):
-        loss = one.get("eval_loss")
+    for step, line in (*((each.get("step"), each) for each in (*validations, *lines)), last):
+        loss = line.get("eval_loss")
         if step is not None and loss is not None:
-            shares = one.get("eval_top1"), one.get("eval_top5")
-            found[step] = Held(step, loss, one.get("eval_loss_per_byte"), *shares)
-    return [found[step] for step in sorted(found)]
+            shares = line.get("eval_top1"), line.get("eval_top5")
+            by_step[step] = Held(step, loss, line.get("eval_loss_per_byte"), *shares)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _evaluated(columns: dict[str, Array]) -> list[Evaluated]:
@@ -278,7 +278,7 @@ def _known(value: float) -> float | None:
 
 
 def _validations(storage: Storage) -> list[Validation]:
-    found = []
+    lines = []
     for number, line in enumerate((_text(storage, VALIDATIONS) or "").splitlines(), 1):
         try:
             value = json.loads(line)
@@ -288,8 +288,8 @@ def _validations(storage: Storage) -> list[Validation]:
             fix = "Delete the line"
             why = f"line {number} is no JSON object"
             raise DamagedEvents(f"{storage.url}/{VALIDATIONS}", why, fix)
-        found.append(cast(Validation, value))
-    return found
+        lines.append(cast(Validation, value))
+    return lines
 
 
 def _text(storage: Storage, name: str) -> str | None:

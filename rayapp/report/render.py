@@ -33,7 +33,7 @@ SCRIPTS = ("vendor/uPlot.iife.min.js", "page/page.js")
 def run_page(run: ReportedRun) -> bytes:
     """Return the HTML page of one run."""
     stretches, data = timeline.segments(run), run.plan.get("data", {})
-    total_s = max([one.end_s for one in stretches] + [1e-9])
+    total_s = max([stretch.end_s for stretch in stretches] + [1e-9])
     return _page(
         "run.html",
         [run],
@@ -45,7 +45,8 @@ def run_page(run: ReportedRun) -> bytes:
         moments=timeline.moments(run),
         total_s=total_s,
         stretches=[
-            [one.text, words.duration(one.start_s), words.duration(one.end_s)] for one in stretches
+            [stretch.text, words.duration(stretch.start_s), words.duration(stretch.end_s)]
+            for stretch in stretches
         ],
         goodput=tables.goodput(run),
         planned=tables.planned(run),
@@ -59,7 +60,7 @@ def run_page(run: ReportedRun) -> bytes:
         records=f"{data.get('records', 0):,}",
         sources=tables.sources(run),
         samples=run.result.get("samples") or [],
-        settings=tables.settings(run),
+        settings=comparison.settings(run),
         environment=tables.environment(run),
     )
 
@@ -79,17 +80,17 @@ def comparison_page(runs: Sequence[ReportedRun]) -> bytes:
 
 
 def _page(
-    name: str, of: Sequence[ReportedRun], found: Sequence[charts.Chart], **values: Any
+    name: str, of: Sequence[ReportedRun], drawn: Sequence[charts.Chart], **values: Any
 ) -> bytes:
     styles, scripts = _texts(STYLES), _texts(SCRIPTS)
     text = (
         _environment()
         .get_template(name)
         .render(
-            charts=found,
+            charts=drawn,
             unit=of[0].unit,
             data={
-                "charts": [one.spec() for one in found if not one.empty],
+                "charts": [chart.spec() for chart in drawn if not chart.empty],
                 "unit": of[0].unit.many,
             },
             styles=styles,

@@ -1,18 +1,14 @@
 """The figures and tables of a report, as text; what is not known is "n/a".
 
 headline(run)[0]                # Figure("held-out loss", "3.2014", "nats per token")
-settings(run)                   # the fields of its config that are not at their defaults
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-from rayapp.config import KINDS, Config
 from rayapp.config.fields import IMAGES
-from rayapp.config.text import flatten
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.goodput import ENDED, WORKERS
@@ -161,11 +157,11 @@ def planned(run: ReportedRun) -> list[list[str]]:
 
 def _calibrated(run: ReportedRun) -> list[str]:
     """Return the row of the step time: predicted from the first ten steps, and measured after."""
-    found = run.result.get("step_s")
-    foretold_s = found["calibrated"] if found else None
-    rest_s = found["measured"] if found else None
+    seconds = run.result.get("step_s")
+    foretold_s = seconds["calibrated"] if seconds else None
+    rest_s = seconds["measured"] if seconds else None
     ratio = f"{rest_s / foretold_s:.2f}" if foretold_s and rest_s else ""
-    label = "step, s, foretold by its first ten"
+    label = "step, s, predicted by its first ten"
     return [label, words.number(foretold_s), words.number(rest_s), ratio, "", ""]
 
 
@@ -194,14 +190,14 @@ def interruptions(run: ReportedRun) -> list[list[str]]:
     """Return each interruption: time, kind, reason, step, lost steps, time to the next step."""
     return [
         [
-            words.moment(one.get("time")),
-            str(one.get("kind", UNKNOWN)),
-            str(one.get("reason", UNKNOWN)),
-            words.number(one.get("step"), 12),
-            words.number(one.get("lost_steps"), 12),
-            words.duration(one.get("to_first_step_s")),
+            words.moment(interruption.get("time")),
+            str(interruption.get("kind", UNKNOWN)),
+            str(interruption.get("reason", UNKNOWN)),
+            words.number(interruption.get("step"), 12),
+            words.number(interruption.get("lost_steps"), 12),
+            words.duration(interruption.get("to_first_step_s")),
         ]
-        for one in run.interruptions
+        for interruption in run.interruptions
     ]
 
 
@@ -271,8 +267,8 @@ def _image_facts(run: ReportedRun, data: DataReport) -> list[Figure]:
 
 def classes(run: ReportedRun) -> list[TableBar]:
     """Return the accuracy of each class, the lowest first."""
-    found = run.result.get("classes")
-    every = found["each"] if found else []
+    classified = run.result.get("classes")
+    every = classified["each"] if classified else []
     shares = [(right / count if count else 0.0, name, count, right) for name, count, right in every]
     return [
         TableBar(
@@ -284,8 +280,10 @@ def classes(run: ReportedRun) -> list[TableBar]:
 
 def confusions(run: ReportedRun) -> list[list[str]]:
     """Return the pairs of classes most often confused: true class, predicted class, images."""
-    found = run.result.get("classes")
-    return [[true, taken, f"{n:,}"] for true, taken, n in (found["confused"] if found else [])]
+    classified = run.result.get("classes")
+    return [
+        [true, taken, f"{n:,}"] for true, taken, n in (classified["confused"] if classified else [])
+    ]
 
 
 def sources(run: ReportedRun) -> list[list[str]]:
@@ -331,32 +329,3 @@ def environment(run: ReportedRun) -> list[tuple[str, str]]:
         ("data fingerprint", str(run.plan.get("fingerprint", UNKNOWN))),
     ]
     return rows
-
-
-def settings(run: ReportedRun) -> list[list[str]]:
-    """Return the fields of the config that are not at their defaults: field, value, default."""
-    kind = KINDS.get(run.task, Config)
-    defaults, own = flat(kind().model_dump(mode="json")), flat(run.config)
-    return [
-        [name, shown(value), shown(defaults.get(name))]
-        for name, value in own.items()
-        if shown(value) != shown(defaults.get(name))
-    ]
-
-
-def flat(tree: Mapping[str, Any]) -> dict[str, object]:
-    """Return a config as {"section.field": value}; sections without fields are left out."""
-    return flatten({name: section for name, section in tree.items() if section != {}})
-
-
-def shown(value: Any) -> str:
-    """Return a config value as text.
-
-    >>> shown(None), shown(True), shown([1, "a"]), shown({})
-    ('none', 'true', '1, a', '{}')
-    """
-    if value is None or isinstance(value, bool):
-        return "none" if value is None else str(value).lower()
-    if isinstance(value, list | tuple):
-        return ", ".join(shown(one) for one in value) or "[]"
-    return str(value)

@@ -38,14 +38,14 @@ def segments(run: ReportedRun) -> list[Segment]:
     """Return a run's segments in order; without events, one of training for each attempt."""
     if not run.events:
         return _attempts(run)
-    found: list[Segment] = []
+    segments: list[Segment] = []
     kind, since, workers = START, run.events[0]["time"], None
 
     def until(time: float, following: str, rest: float | None = None) -> None:
         nonlocal kind, since
         start, end = (float(each) for each in run.active_s([since, time]))
         if end - start > 0:
-            found.append(Segment(kind, start, end, workers, _text(kind, workers, end - start)))
+            segments.append(Segment(kind, start, end, workers, _text(kind, workers, end - start)))
         kind, since = following, time if rest is None else rest
 
     for event in run.events:
@@ -68,20 +68,20 @@ def segments(run: ReportedRun) -> list[Segment]:
     if run.events[-1]["event"] != ENDED:
         last = float(run.columns["time"][-1]) if run.num_lines else since
         until(max(last, run.events[-1]["time"]), END)
-    return found
+    return segments
 
 
 def moments(run: ReportedRun) -> list[Moment]:
     """Return the interruptions and the pauses between commands, in order of time."""
-    found = []
+    moments = []
     for one in run.interruptions:
         at_s = float(run.active_s([one["time"]])[0])
-        found.append(Moment(one["kind"], at_s, f"{one['kind']} at step {one['step']:,}"))
+        moments.append(Moment(one["kind"], at_s, f"{one['kind']} at step {one['step']:,}"))
     for pause in run.pauses:
         idle = words.duration(pause.end - pause.start)
         at_s = float(run.active_s([pause.start])[0])
-        found.append(Moment("pause", at_s, f"nothing ran for {idle}"))
-    return sorted(found, key=lambda one: one.at_s)
+        moments.append(Moment("pause", at_s, f"nothing ran for {idle}"))
+    return sorted(moments, key=lambda one: one.at_s)
 
 
 def _last_sign(run: ReportedRun, since: float, before: float) -> float:
@@ -92,7 +92,7 @@ def _last_sign(run: ReportedRun, since: float, before: float) -> float:
 
 
 def _attempts(run: ReportedRun) -> list[Segment]:
-    attempts, found = run.columns["attempt"], []
+    attempts, segments = run.columns["attempt"], []
     for attempt in sorted(set(attempts.tolist())):
         own = attempts == attempt
         first, last = own.argmax(), len(own) - 1 - own[::-1].argmax()
@@ -100,8 +100,8 @@ def _attempts(run: ReportedRun) -> list[Segment]:
         end_s = float(run.seconds[last])
         workers = int(run.columns["workers"][last])
         text = _text(TRAIN, workers, end_s - start_s)
-        found.append(Segment(TRAIN, max(0.0, start_s), end_s, workers, text))
-    return found
+        segments.append(Segment(TRAIN, max(0.0, start_s), end_s, workers, text))
+    return segments
 
 
 def _text(kind: str, workers: int | None, seconds: float) -> str:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rayapp.config.fields import TOKENS, Unit
 from rayapp.observe.metrics import StepRecord
-from rayapp.observe.records import HeldOut
-from rayapp.train.loss_spikes import Spikes
-from rayapp.train.memory_peaks import Peaks
+from rayapp.train.engine import Batch, Engine, inputs
 from rayapp.train.optimizer import set_lr
-from rayapp.train.step_sync import STAY, Agreement
+from rayapp.train.step_sync import STAY, Agreement, Totals
 
 logger = logging.getLogger("rayapp.train.loop")
 
@@ -47,85 +43,6 @@ class BadLoss(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.step, self.rows)
-
-
-class Batch(Protocol):
-    """One rank's part of a step: m micro-batches of b rows."""
-
-    @property
-    def step(self) -> int:
-        """Number of the step, from 0."""
-
-    @property
-    def rows(self) -> np.ndarray[Any, Any]:
-        """int64 [m, b]: the number of each row in the data set, EMPTY where there is no row."""
-
-    def sums(self) -> tuple[int, ...]:
-        """Return the counts to sum over ranks; the first is the weight that divides the loss."""
-
-    def digest(self) -> int:
-        """Return the sum of the rows' digests, to be summed over ranks."""
-
-    def weight(self, i: int, j: int) -> int:
-        """Return the weight of row j of micro-batch i, which divides the loss of this row alone."""
-
-    def inputs(self, i: int, rows: slice = slice(None)) -> Mapping[str, object]:
-        """Return the model's inputs (arrays and numbers) for micro-batch i or some of its rows."""
-
-
-@dataclass
-class Engine:
-    """What a step needs. `model(**inputs(...))` returns (objective, cross-entropy, ...) as sums."""
-
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    lr_at: Callable[[int], float]
-    device: torch.device
-    grad_clip: float | None
-    control: Any
-    """A gloo process group for small messages in host memory."""
-    attempt: int = 1
-    rows_per_epoch: int = 1
-    rows_per_step: int = 1
-    save: Callable[[int], None] = field(default=lambda step: None)
-    """Save a checkpoint of so many steps. All ranks call it together; it may return while it still
-    reads the weights."""
-    settle: Callable[[], None] = field(default=lambda: None)
-    """Wait until the last save has read the weights."""
-    being_read: bool = False
-    """Whether a save was started and `settle` has not been called since."""
-    stalls: list[float] = field(default_factory=list)
-    """Of each save, the seconds that training waited for it in `save` and in `settle`."""
-    save_due: Callable[[int], bool] = field(default=lambda step: False)
-    leave_due: Callable[[], int] = field(default=lambda: STAY)
-    """Whether to leave after this step: rank 0 answers STAY, STOP or MOVE, other ranks STAY."""
-    look_due: Callable[[], bool] = field(default=lambda: False)
-    """Whether all ranks call `look` in this step: rank 0 decides, other ranks answer False."""
-    look: Callable[[], int] = field(default=lambda: STAY)
-    """Return STAY, STOP or MOVE, the same on all ranks, which call it together."""
-    left: int = STAY
-    """Why the loop ended before the last step (STOP or MOVE), else STAY."""
-    spikes: Spikes | None = None
-    """What tells a spike; None: a step is bad only if its loss or gradient norm is not finite."""
-    skip_bad: bool = False
-    """Skip the update of a bad step and go on, instead of raising BadLoss."""
-    skips: int = 0
-    """Bad steps in a row so far; the MAX_SKIPS-th one raises BadLoss even with `skip_bad`."""
-    unit: Unit = TOKENS
-    record: Callable[[dict[str, Any], tuple[int, ...], float, float], StepRecord] | None = None
-    """Make a step's record from (fields common to all kinds, sums of `Batch.sums` over ranks, sum
-    of losses, seconds without checkpoint stalls and evaluation)."""
-    last_of_step: Callable[[bool], None] = field(default=lambda last: None)
-    """Called before each micro-batch with whether it is the last of the step on this rank."""
-    updated: Callable[[bool], None] = field(default=lambda skipped: None)
-    """Called on all ranks after the update with whether the step was bad and left the weights."""
-    evaluate: Callable[[], HeldOut] | None = None
-    """Evaluate the held-out data; return figures named as in a record."""
-    eval_due: Callable[[int], bool] = field(default=lambda step: False)
-    peaks: Peaks = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.peaks = Peaks(self.device)
 
 
 class Update(NamedTuple):
@@ -145,62 +62,43 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
     """Run the steps and yield a record of each.
 
     After a step, all ranks evaluate if it is due, then save if rank 0 said so. If they agree to
-    leave (`leave_due` or `look`), they skip the evaluation, save, yield the record of this step,
+    leave (`leave_due` or `poll`), they skip the evaluation, save, yield the record of this step,
     set `engine.left` and end.
 
     Raises:
         BadLoss: before the optimizer has used what is not finite, or a spike; where such steps are
             skipped, after MAX_SKIPS of them in a row.
     """
-    world = dist.get_world_size()
     clock = time.perf_counter()
     iterator = iter(steps)
     while True:
-        waited = time.perf_counter()
+        asked = time.perf_counter()
         batch = next(iterator, None)
-        data_wait_s = time.perf_counter() - waited
+        data_wait_s = time.perf_counter() - asked
         if batch is None:
             return
         agreement = agree(engine, batch)
         update = train_step(engine, batch, agreement)
         totals = agreement.wait()
-        leave = totals.leave or (engine.look() if totals.look else STAY)
-        peaks = engine.peaks.take()
+        leave = totals.leave or (engine.poll() if totals.poll else STAY)
         done = batch.step + 1
+        facts = step_facts(engine, batch, update, totals)
         evaluated = time.perf_counter()
-        held_out: HeldOut = {}
         # No evaluation before leaving: a preempted node stays for minutes at most.
         if engine.evaluate is not None and not leave and engine.eval_due(done):
-            held_out = engine.evaluate()
+            facts |= engine.evaluate()
         eval_s = time.perf_counter() - evaluated
-        stall_s, called = update.waited_s, time.perf_counter()
         if engine.stalls:
             engine.stalls[-1] += update.waited_s
-        if totals.save or leave:
-            engine.save(done)
-            engine.being_read = True
-            engine.stalls.append(time.perf_counter() - called)
-            stall_s += engine.stalls[-1]
+        stall_s = update.waited_s + (save(engine, done) if totals.save or leave else 0.0)
         now = time.perf_counter()
         step_s, clock = now - clock, now
-        facts = {
-            "step": done,
-            "epoch": done * engine.rows_per_step / engine.rows_per_epoch,
-            "loss": update.loss_sum / totals.weight,
-            "grad_norm": update.grad_norm,
-            "lr": engine.lr_at(batch.step),
+        facts |= {
             "step_s": step_s,
             "data_wait_s": data_wait_s,
             "checkpoint_stall_s": stall_s,
             "eval_s": eval_s,
-            "skipped": update.skipped,
-            "peak_gib": engine.peaks.highest_gib,
-            **{f"peak_{name}_gib": peaks[name] for name in ("forward", "backward", "optimizer")},
-            "workers": world,
-            "attempt": engine.attempt,
-            "batch_digest": totals.digest,
             "time": time.time(),
-            **held_out,
         }
         assert engine.record is not None, "this engine was made for single steps"
         busy_s = max(step_s - stall_s - eval_s, 1e-9)
@@ -210,6 +108,33 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
             return
 
 
+def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> dict[str, Any]:
+    """Return the fields of a step's record that are known before evaluation and checkpoint."""
+    done, peaks = batch.step + 1, engine.peaks.take()
+    return {
+        "step": done,
+        "epoch": done * engine.rows_per_step / engine.rows_per_epoch,
+        "loss": update.loss_sum / totals.weight,
+        "grad_norm": update.grad_norm,
+        "lr": engine.lr_at(batch.step),
+        "skipped": update.skipped,
+        "peak_gib": engine.peaks.highest_gib,
+        **{f"peak_{name}_gib": peaks[name] for name in ("forward", "backward", "optimizer")},
+        "workers": dist.get_world_size(),
+        "attempt": engine.attempt,
+        "batch_digest": totals.digest,
+    }
+
+
+def save(engine: Engine, done: int) -> float:
+    """Start a checkpoint of `done` steps; return the seconds that training waited for it."""
+    asked = time.perf_counter()
+    engine.save(done)
+    engine.being_read = True
+    engine.stalls.append(time.perf_counter() - asked)
+    return engine.stalls[-1]
+
+
 def agree(engine: Engine, batch: Batch) -> Agreement:
     """Start the all-reduce of the step's sums and digest, and of what rank 0 decides."""
     return Agreement(
@@ -217,7 +142,7 @@ def agree(engine: Engine, batch: Batch) -> Agreement:
         batch.digest(),
         save=engine.save_due(batch.step + 1),
         leave=engine.leave_due(),
-        look=engine.look_due(),
+        poll=engine.poll_due(),
         group=engine.control,
     )
 
@@ -281,18 +206,6 @@ def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:
     return engine.spikes is not None and engine.spikes.is_spike(loss)
 
 
-def inputs(
-    batch: Batch, i: int, device: torch.device, rows: slice = slice(None)
-) -> dict[str, object]:
-    """Return the model's inputs for micro-batch i (or some of its rows), arrays on the device."""
-    return {
-        name: torch.from_numpy(value).to(device, non_blocking=True)
-        if isinstance(value, np.ndarray)
-        else value
-        for name, value in batch.inputs(i, rows).items()
-    }
-
-
 def clip(model: nn.Module, limit: float | None) -> float:
     """Clip the gradient to a global norm over all shards; return the norm before clipping.
 
@@ -324,7 +237,7 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
     else:
         what = "is not finite"
         cause = (
-            f"rows {shown} of the prepared data give it"
+            f"rows {shown} of the prepared data cause it"
             if broken
             else "each row alone gives a finite loss"
         )
@@ -334,16 +247,16 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
     )
     if not engine.skip_bad:
         raise BadLoss(
-            f"{message}; lower train.lr, or mend or remove those rows", batch.step + 1, broken
+            f"{message}; lower train.lr, or correct or remove those rows", batch.step + 1, broken
         )
     if engine.skips >= MAX_SKIPS:
         fix = (
             "Raise train.spike_sigmas or set train.on_spike=none, and run the same command"
             if finite
-            else "Lower train.lr, in a run of another run.name"
+            else "Lower train.lr, and set another run.name"
         )
-        said = f"it is the bad step number {engine.skips} in a row, so those rows are not the cause"
-        raise BadLoss(f"{message}; {said}. {fix}", batch.step + 1, broken)
+        problem = f"it is bad step number {engine.skips} in a row, so those rows are not the cause"
+        raise BadLoss(f"{message}; {problem}. {fix}", batch.step + 1, broken)
     if dist.get_rank() == 0:
         logger.warning("%s, and training goes on", message)
 
@@ -354,13 +267,13 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int]]:
 
     The loss is in nats per token or image of the row; losses that are not finite come first.
     """
-    found = []
+    losses = []
     for (i, j), row in np.ndenumerate(batch.rows):
         _, loss, *_ = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
         if row >= 0:
-            found.append((float(loss) / max(batch.weight(i, j), 1), int(row)))
+            losses.append((float(loss) / max(batch.weight(i, j), 1), int(row)))
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, found, group=engine.control)
+    dist.all_gather_object(gathered, losses, group=engine.control)
     rows = [pair for part in gathered for pair in part]
     return sorted(rows, key=lambda pair: (math.isfinite(pair[0]), -pair[0], pair[1]))
 

@@ -119,19 +119,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 added += torch.where(valid, extra + z_loss * log_z**2, 0).sum()
             if not (of_hidden or of_weight or of_bias):
                 continue
-            # d loss / d logits = softmax - one-hot of the target; it overwrites the logits, unless
-            # they are the caller's. At the target it is expm1(log_p), rounded once: p - 1 in bf16
-            # would be lost near 0. Ignored rows are zeroed in the [c, H] products, not in [c, V].
+            # The gradient overwrites the logits, unless they are the caller's. Ignored rows are
+            # zeroed in the [c, H] products, not in [c, V].
             room = logits if weight is not None or grad_hidden is None else grad_hidden[part]
-            if z_loss or smoothing:
-                slope, share = 1 + 2 * z_loss * log_z, smoothing / logits.shape[1]
-                at_target = log_p_target.expm1() * slope + (slope - 1) + smoothing - share
-                gradient = room.copy_(log_p.exp_().mul_(slope).sub_(share))
-            else:
-                at_target = log_p_target.expm1()
-                gradient = torch.exp(log_p, out=room)
+            gradient = _softmax_less_target(room, log_p, target, log_z, z_loss, smoothing)
             del log_p
-            gradient.scatter_(1, target, at_target.to(gradient.dtype))
             if weight is None:
                 gradient.mul_(valid)
                 continue
@@ -158,6 +150,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return hidden, weight, None, bias, None, None, None, None
+
+
+def _softmax_less_target(
+    room: torch.Tensor,
+    log_p: torch.Tensor,
+    target: torch.Tensor,
+    log_z: torch.Tensor,
+    z_loss: float,
+    smoothing: float,
+) -> torch.Tensor:
+    """Write d loss / d logits = softmax - one-hot of the target into `room`, and return it: [c, V].
+
+    At the target it is expm1(log_p), rounded once: p - 1 in bf16 would be lost near 0. `log_p`
+    [c, V] is overwritten.
+    """
+    at_target = log_p.gather(1, target).expm1()
+    if z_loss or smoothing:
+        slope, share = 1 + 2 * z_loss * log_z, smoothing / log_p.shape[1]
+        at_target = at_target * slope + (slope - 1) + smoothing - share
+        gradient = room.copy_(log_p.exp_().mul_(slope).sub_(share))
+    else:
+        gradient = torch.exp(log_p, out=room)
+    return gradient.scatter_(1, target, at_target.to(gradient.dtype))
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

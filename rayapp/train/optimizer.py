@@ -162,16 +162,16 @@ def make_optimizers(
     matrices = [p for group in groups for p in group["params"] if id(p) in hidden]
     rest = [g | {"params": [p for p in g["params"] if id(p) not in hidden]} for g in groups]
     rest = [group for group in rest if group["params"]]
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        found.append(
+        optimizers.append(
             torch.optim.Muon(
                 matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
             )
         )
     if rest:
-        found.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True))
-    return found
+        optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True))
+    return optimizers
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

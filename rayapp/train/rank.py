@@ -27,6 +27,7 @@ from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import restore, state_tensors, state_values
+from rayapp.train.engine import Engine
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
 from rayapp.train.step_sync import MOVE, STAY
@@ -71,13 +72,13 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     leaving = LeaveWatcher(storage, context.free_workers) if rank == 0 else None
     notices: list[str] = []
 
-    def look() -> int:
+    def poll() -> int:
         notice = context.preemption()
         notices.extend([notice] if notice else [])
         return MOVE if notice else STAY
 
     engine = trainer.engine(control, losses)
-    engine.attempt, engine.look, engine.skips = attempt[0], look, skips
+    engine.attempt, engine.poll, engine.skips = attempt[0], poll, skips
     schedule(engine, spec, trainer, saver, leaving)
     try:
         last = train(engine, context, first_step, log, phases)
@@ -125,7 +126,7 @@ def make_saver(spec: AnySpec, storage: Storage, log: metrics.MetricsLog | None) 
 
 
 def train(
-    engine: loop.Engine,
+    engine: Engine,
     context: RankContext,
     first_step: int,
     log: metrics.MetricsLog | None,
@@ -144,7 +145,7 @@ def train(
     return last
 
 
-def status_of(engine: loop.Engine, complete: bool) -> str:
+def status_of(engine: Engine, complete: bool) -> str:
     """Say how training ended: done, moved (the workers left to be started again) or stopped."""
     if complete:
         return DONE
@@ -152,7 +153,7 @@ def status_of(engine: loop.Engine, complete: bool) -> str:
 
 
 def schedule(
-    engine: loop.Engine,
+    engine: Engine,
     spec: AnySpec,
     trainer: Trainer,
     saver: Checkpointer,
@@ -168,4 +169,4 @@ def schedule(
     engine.save, engine.settle, engine.eval_due = save, saver.settle, cadence.eval_due
     if leaving is not None:
         engine.save_due = cadence.save_due
-        engine.leave_due, engine.look_due = leaving.due, leaving.look_due
+        engine.leave_due, engine.poll_due = leaving.due, leaving.poll_due

@@ -83,7 +83,7 @@ class LeaveWatcher:
             raise self._watching.error
         return self._leave
 
-    def look_due(self) -> bool:
+    def poll_due(self) -> bool:
         """Say whether all ranks should ask for preemptions: every NOTICE_POLL_S seconds."""
         now = self._clock.monotonic()
         due = now - self._noticed_at >= NOTICE_POLL_S

@@ -1,11 +1,11 @@
 """Agree on a step's totals across ranks: one small all-reduce that overlaps the first forward pass.
 
-    agreement = Agreement((tokens, documents), digest, save=due, leave=STAY, look=False, group=gloo)
+    agreement = Agreement((tokens, documents), digest, save=due, leave=STAY, poll=False, group=gloo)
     ...
     agreement.wait().sums  # over all ranks
 
 The message is 5 int64 and the sums, in host memory. Only rank 0 decides whether to save, leave or
-look; the other ranks send zeros there, so that the sum is rank 0's decision.
+poll; the other ranks send zeros there, so that the sum is rank 0's decision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Totals:
     save: bool
     leave: int
     """STAY, STOP or MOVE."""
-    look: bool
+    poll: bool
 
     @property
     def weight(self) -> int:
@@ -44,12 +44,12 @@ class Agreement:
     """The all-reduce of a step's totals, while it is under way."""
 
     def __init__(
-        self, sums: Sequence[int], digest: int, *, save: bool, leave: int, look: bool, group: Any
+        self, sums: Sequence[int], digest: int, *, save: bool, leave: int, poll: bool, group: Any
     ) -> None:
         """Start the all-reduce; `digest` is the sum of this rank's row digests, `group` is gloo."""
         digest %= 2**64
         # The digest is sent in halves, so that sums over ranks cannot overflow an int64.
-        parts = [digest >> 32, digest & 0xFFFFFFFF, int(save), leave, int(look), *sums]
+        parts = [digest >> 32, digest & 0xFFFFFFFF, int(save), leave, int(poll), *sums]
         self._message = torch.tensor(parts, dtype=torch.int64)
         self._work = dist.all_reduce(self._message, group=group, async_op=True)
         self._totals: Totals | None = None
@@ -59,7 +59,7 @@ class Agreement:
         if self._totals is None:
             assert self._work is not None, "every rank is in the group"
             self._work.wait()
-            high, low, save, leave, look, *sums = map(int, self._message)
+            high, low, save, leave, poll, *sums = map(int, self._message)
             whole = order.combine([high << 32, low])
-            self._totals = Totals(tuple(sums), whole, save > 0, leave, look > 0)
+            self._totals = Totals(tuple(sums), whole, save > 0, leave, poll > 0)
         return self._totals

@@ -11,9 +11,9 @@ from torch import nn
 
 from rayapp.observe.records import Outcome
 from rayapp.storage import Storage
-from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
+from rayapp.train.engine import Engine
 
 
 class Trainer(ABC):
@@ -23,7 +23,7 @@ class Trainer(ABC):
     optimizers: list[torch.optim.Optimizer]
 
     @abstractmethod
-    def engine(self, control: Any, losses: list[float]) -> loop.Engine:
+    def engine(self, control: Any, losses: list[float]) -> Engine:
         """Return the loop's engine; `rank.schedule` sets how and when it saves and leaves.
 
         `losses` are the last ones of the checkpoint, which tell whether a loss is a spike.
@@ -46,7 +46,5 @@ class Trainer(ABC):
         return {}
 
     @abstractmethod
-    def finish(
-        self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
-    ) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
         """Evaluate and export the model; `end_phase(name)` ends a phase and records its seconds."""

@@ -34,7 +34,7 @@ def validate(spec: AnySpec, name: str, step: int) -> Validation:
             dcp_state.set_model_state_dict(trainer.model, weights, options=some)
             engine = trainer.engine(dist.group.WORLD, [])
             assert engine.evaluate is not None, "no rows are held out"
-            found = engine.evaluate()
+            held_out = engine.evaluate()
         finally:
             dist.destroy_process_group()
-    return {"step": step, **found, "seconds": time.time() - began, "time": time.time()}
+    return {"step": step, **held_out, "seconds": time.time() - began, "time": time.time()}

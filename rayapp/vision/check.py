@@ -32,14 +32,14 @@ def absolute(config: VisionConfig) -> VisionConfig:
     """Make local paths absolute, because the workers have another working folder."""
     local = checks.absolute_path
     paths = {"path": local(config.data.path), "eval_path": local(config.data.eval_path)}
-    found = {
+    changes = {
         "run": checks.absolute_run(config.run),
         "data": config.data.model_copy(update=paths),
         "model": config.model.model_copy(update={"path": local(config.model.path)}),
     }
     if config.model.path in IMAGE_PRESETS:  # even if a folder here has the preset's name
-        del found["model"]
-    return config.model_copy(update=found)
+        del changes["model"]
+    return config.model_copy(update=changes)
 
 
 def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> CheckedImageRun:
@@ -64,8 +64,8 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Che
     if problems:
         raise ConfigError(problems)
     assert source is not None
-    found = {"format": source.format}
-    config = config.model_copy(update={"data": config.data.model_copy(update=found)})
+    fields = {"format": source.format}
+    config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
     shape, _ = shape_of_classifier(config.model.path, config.model.overrides, ())
     problem = planner.size_problem(forecast(config, shape))
     if problem and not config.cluster.ignore_plan:
@@ -82,8 +82,8 @@ def settle(ready: CheckedImageRun, gpus: bool) -> CheckedImageRun:
     train = ready.config.train
     if train.precision != "auto":
         return ready
-    found = {"precision": "bf16" if gpus and gpus_have_bf16() else "fp32"}
-    train = train.model_copy(update=found)
+    fields = {"precision": "bf16" if gpus and gpus_have_bf16() else "fp32"}
+    train = train.model_copy(update=fields)
     return replace(ready, config=ready.config.model_copy(update={"train": train}))
 
 
@@ -116,7 +116,7 @@ def classes_problem(config: VisionConfig, classes: tuple[str, ...]) -> str | Non
     if config.model.from_scratch or own == len(classes):
         return None
     return (
-        f"model.path={config.model.path} is for other classes: its last layer has {own}, and the "
+        f"model.path={config.model.path} is for other classes: its last layer has {own}, but the "
         f"data have {len(classes)}. Set model.from_scratch=true, or give a model of these classes"
     )
 

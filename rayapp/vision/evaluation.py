@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rayapp.data.images.batches import StepImages
 from rayapp.observe.records import Classes, HeldOut
 from rayapp.train import loop
+from rayapp.train.engine import Engine
 
 CONFUSIONS = 20  # pairs of classes that are listed
 TOP = 5
@@ -43,11 +44,11 @@ class Scores:
         """Return the images and correct ones of each class, and the pairs most often confused."""
         counts, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
         wrong = self.confusion.clone().fill_diagonal_(0)
-        found, places = wrong.flatten().sort(descending=True, stable=True)
+        confused, places = wrong.flatten().sort(descending=True, stable=True)
         pairs = [
             (classes[place // len(classes)], classes[place % len(classes)], count)
             for count, place in zip(
-                found[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True
+                confused[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True
             )
             if count
         ]
@@ -55,7 +56,7 @@ class Scores:
         return {"each": list(each), "confused": pairs}
 
 
-def evaluate(engine: loop.Engine, batches: Iterable[StepImages], classes: int) -> Scores:
+def evaluate(engine: Engine, batches: Iterable[StepImages], classes: int) -> Scores:
     """Classify this rank's batches; return the scores over all ranks, which call it together."""
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
 

@@ -69,13 +69,13 @@ def index(ready: CheckedImageRun, config: VisionConfig, console: Console) -> Ima
         shown = "; ".join(f"{place} is {why}" for place, why in images.examples)
         problems.append(
             f"data.path={data.path} is unusable in {images.bad_share:.1%} of its {images.records} "
-            f"files: {shown}. Mend them, or allow more with data.bad_images (now "
+            f"files: {shown}. Correct them, or raise data.bad_images (now "
             f"{data.bad_images:.1%})"
         )
     elif not images.counts["train"]:
         problems.append(
-            f"data.path={data.path} is empty: none of its {images.records} files is an image that "
-            "is not held out. Give images"
+            f"data.path={data.path} is empty: each of its {images.records} files is "
+            "either held out or not an image. Give more images"
         )
     if problems:
         raise ConfigError(problems)

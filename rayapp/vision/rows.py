@@ -19,8 +19,8 @@ def stream(spec: ImageSpec, first_step: int, world: int) -> ray.data.Dataset:
     """Return the images from `first_step` on, for `world` workers; its tasks decode and augment."""
     from rayapp.data.images import stream
 
-    look, workers = transform_of(spec.config), spec.config.data.workers
-    return stream.stream(spec.data, look, spec.order, first_step, world, workers)
+    transform, workers = transform_of(spec.config), spec.config.data.workers
+    return stream.stream(spec.data, transform, spec.order, first_step, world, workers)
 
 
 def steps(spec: ImageSpec, shard: Any, world: int) -> Iterator[StepImages]:

@@ -29,9 +29,9 @@ from rayapp.observe.metrics import ImageRecord
 from rayapp.observe.records import Outcome
 from rayapp.observe.run_folder import MODEL
 from rayapp.storage import Storage
-from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
+from rayapp.train.engine import Engine
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at, make_image_optimizer
 from rayapp.train.spec import ImageSpec
@@ -80,10 +80,10 @@ class ImageTrainer(Trainer):
         """Return the moving average of the weights, if there is one."""
         return {"average": self.average.tensors} if self.average else {}
 
-    def engine(self, control: Any, losses: list[float]) -> loop.Engine:
+    def engine(self, control: Any, losses: list[float]) -> Engine:
         """Return the loop's engine for a classifier."""
         spec, train = self.spec, self.spec.config.train
-        engine = loop.Engine(
+        engine = Engine(
             model=self.model,
             optimizers=self.optimizers,
             lr_at=partial(
@@ -111,35 +111,35 @@ class ImageTrainer(Trainer):
             engine.evaluate = lambda: self.scores(engine).figures()
         return engine
 
-    def scores(self, engine: loop.Engine) -> Scores:
+    def scores(self, engine: Engine) -> Scores:
         """Classify the held-out images, with the moving average of the weights if there is one."""
         rows = self.spec.data.rows("eval")
-        micro_batch, look = self.spec.config.train.micro_batch, transform_of(self.spec.config)
-        batches = held_out_batches(rows, look, micro_batch, dist.get_rank(), dist.get_world_size())
+        micro_batch, transform = self.spec.config.train.micro_batch, transform_of(self.spec.config)
+        batches = held_out_batches(
+            rows, transform, micro_batch, dist.get_rank(), dist.get_world_size()
+        )
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))
 
-    def finish(
-        self, engine: loop.Engine, storage: Storage, end_phase: Callable[[str], None]
-    ) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
         """Evaluate and export the model, with the moving average of the weights if there is one."""
-        found: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
+        outcome: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.spec.data.held_out:
             scores = self.scores(engine)
             table = scores.table(self.spec.data.classes)
-            found = {**found, **scores.figures(), "classes": table}
+            outcome = {**outcome, **scores.figures(), "classes": table}
         end_phase("evaluation")
-        found["model_path"] = None
+        outcome["model_path"] = None
         if self.spec.config.checkpoint.export:
             with self.average.in_place() if self.average else nullcontext():
                 model.export(self.classifier, storage / MODEL)
             if dist.get_rank() == 0:
                 data = self.spec.config.data
                 write_processor(storage / MODEL, data.size, data.eval_crop, data.mean, data.std)
-            found["model_path"] = f"{storage.url}/model"
+            outcome["model_path"] = f"{storage.url}/model"
         dist.barrier(group=engine.control)
         end_phase("export")
-        return found
+        return outcome
 
     def _last_of_step(self, last: bool) -> None:
         """Let DDP sum the gradients over ranks only in the last micro-batch of a step."""

@@ -36,6 +36,7 @@ RTX3090 = Gpu(
     None,
     32e9,
     "8.6",
+    "NVIDIA GeForce RTX 3090",
 )
 A100 = GPUS["A100-80GB"]
 

@@ -39,7 +39,7 @@ def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
         *_silences(facts),
         *_gpus_at_all(facts, required),
         *_versions(facts),
-        *(one for node in facts.nodes for one in _node(node, facts, required)),
+        *(finding for node in facts.nodes for finding in _node(node, facts, required)),
         *_speeds(facts),
         *network.efa(facts, required),
         *network.collectives(facts, required),
@@ -48,11 +48,11 @@ def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
 
 
 def _silences(facts: ClusterFacts) -> Iterator[Finding]:
-    for one in facts.silences:
+    for silence in facts.silences:
         yield Finding(
-            facts.node(one.node).name if one.node else "cluster",
-            f"does not finish {one.step}",
-            one.why,
+            facts.node(silence.node).name if silence.node else "cluster",
+            f"does not finish {silence.step}",
+            silence.why,
             "an answer",
             "Look at its Ray logs and at what else runs there; a run would hang here too",
         )
@@ -83,15 +83,16 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
 
     Of equally common versions the driver's counts as wanted, else the first.
     """
-    told = [(node.name, node.facts.versions) for node in facts.nodes if node.facts]
-    told += [(name, {"nccl": nccl}) for name, nccl in _nccl(facts).items()]
-    for package in dict.fromkeys(name for _, versions in told for name in versions):
-        counts = Counter(versions[package] for _, versions in told if package in versions)
+    reported = [(node.name, node.facts.versions) for node in facts.nodes if node.facts]
+    nccl = {facts.node(rank.node).name: rank.nccl for rank in facts.ranks if rank.nccl}
+    reported += [(name, {"nccl": version}) for name, version in nccl.items()]
+    for package in dict.fromkeys(name for _, versions in reported for name in versions):
+        counts = Counter(versions[package] for _, versions in reported if package in versions)
         most = max(counts.values())
         common = [version for version, count in counts.items() if count == most]
         own = facts.versions.get(package)
         wanted = own if own in common else common[0]
-        for name, versions in told:
+        for name, versions in reported:
             if package in versions and versions[package] != wanted:
                 yield Finding(
                     name,
@@ -110,17 +111,13 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
             )
 
 
-def _nccl(facts: ClusterFacts) -> dict[str, str]:
-    return {facts.node(one.node).name: one.nccl for one in facts.ranks if one.nccl}
-
-
 def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Judge one node by itself: limits, GPUs, clock, access to run.storage."""
-    found = node.facts
-    if found is not None:
+    node_facts = node.facts
+    if node_facts is not None:
         yield from _limits(node, facts)
         yield from _gpus(node, required)
-        for device in found.devices:
+        for device in node_facts.devices:
             yield from _device(node, device)
     clock = node.clock
     if clock is not None and abs(clock.offset_s) - clock.error_s > CLOCK_S:
@@ -154,42 +151,42 @@ def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iter
 
 def _limits(node: NodeReport, facts: ClusterFacts) -> Iterator[Finding]:
     """Judge shared memory, disk, open files and locked memory."""
-    found = node.facts
-    assert found is not None
+    node_facts = node.facts
+    assert node_facts is not None
     store = int(node.resources.get("object_store_memory", 0))
     gpus = int(node.resources.get("GPU", 0))
     wanted = store + (NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0)
-    if found.shared_memory_bytes < wanted:
+    if node_facts.shared_memory_bytes < wanted:
         why = " and NCCL" if gpus > 1 else ""
         yield Finding(
             node.name,
             "shared memory (/dev/shm) is too small",
-            size(found.shared_memory_bytes),
+            size(node_facts.shared_memory_bytes),
             f"{size(wanted)} for Ray's object store{why}",
             "Raise linuxParameters.sharedMemorySize (ECS), the emptyDir of medium Memory at "
             "/dev/shm (Kubernetes) or --shm-size (Docker)",
         )
-    if found.disk_free_bytes < DISK_FREE_SHARE * found.disk_bytes:
+    if node_facts.disk_free_bytes < DISK_FREE_SHARE * node_facts.disk_bytes:
         yield Finding(
             node.name,
-            f"the disk of {found.disk} is full",
-            f"{size(found.disk_free_bytes)} free of {size(found.disk_bytes)}",
+            f"the disk of {node_facts.disk} is full",
+            f"{size(node_facts.disk_free_bytes)} free of {size(node_facts.disk_bytes)}",
             f"{DISK_FREE_SHARE:.0%} free: Ray writes no objects beyond that",
             "Delete what is not needed, or give it a larger disk",
         )
-    if found.open_files < OPEN_FILES:
+    if node_facts.open_files < OPEN_FILES:
         yield Finding(
             node.name,
             "too few open files are allowed",
-            f"{found.open_files:,}",
+            f"{node_facts.open_files:,}",
             f"{OPEN_FILES:,}",
             "Raise ulimits.nofile of the container, or `ulimit -n` before `ray start`",
         )
-    if found.efa_devices and found.memlock_bytes is not None:
+    if node_facts.efa_devices and node_facts.memlock_bytes is not None:
         yield Finding(
             node.name,
             "locked memory is limited, and EFA registers what it sends",
-            size(found.memlock_bytes),
+            size(node_facts.memlock_bytes),
             "no limit",
             "Set ulimits.memlock to -1 (container), or LimitMEMLOCK=infinity",
         )
@@ -197,29 +194,29 @@ def _limits(node: NodeReport, facts: ClusterFacts) -> Iterator[Finding]:
 
 def _gpus(node: NodeReport, required: Requirements) -> Iterator[Finding]:
     """Compare the GPUs that the driver shows, Ray's GPUs and EFA with the instance type's."""
-    found, ray = node.facts, int(node.resources.get("GPU", 0))
-    assert found is not None
-    there = len(found.devices)
-    if ray > there:
+    node_facts, ray = node.facts, int(node.resources.get("GPU", 0))
+    assert node_facts is not None
+    device_count = len(node_facts.devices)
+    if ray > device_count:
         yield Finding(
             node.name,
             "Ray counts GPUs that the driver does not show",
-            f"{there} GPUs",
+            f"{device_count} GPUs",
             f"{ray}",
             "Look at `nvidia-smi` there: a GPU that has fallen off the bus needs another instance",
         )
     wanted = required.instance
-    if wanted is None or not wanted.gpus or required.gpus is False or not (ray or there):
+    if wanted is None or not wanted.gpus or required.gpus is False or not (ray or device_count):
         return
     if ray < wanted.gpus:
         yield Finding(
             node.name,
             "fewer GPUs than its instance has",
-            f"{ray} in Ray, {there} shown by the driver",
+            f"{ray} in Ray, {device_count} shown by the driver",
             f"{wanted.gpus} ({wanted.name})",
             "Give the container all GPUs; if the driver shows fewer, replace the instance",
         )
-    other = {one.name for one in found.devices if not _is(one, wanted.gpu)}
+    other = {device.name for device in node_facts.devices if not _is(device, wanted.gpu)}
     if other:
         assert wanted.gpu is not None
         yield Finding(
@@ -229,11 +226,11 @@ def _gpus(node: NodeReport, required: Requirements) -> Iterator[Finding]:
             f"{wanted.gpu.name} ({wanted.name})",
             "Set cluster.instance to what the nodes are",
         )
-    if wanted.efa_interfaces and found.efa_devices < wanted.efa_interfaces:
+    if wanted.efa_interfaces and node_facts.efa_devices < wanted.efa_interfaces:
         yield Finding(
             node.name,
             "EFA devices are missing",
-            f"{found.efa_devices}",
+            f"{node_facts.efa_devices}",
             f"{wanted.efa_interfaces} ({wanted.name})",
             "Attach EFA interfaces to the instance, and give the container /dev/infiniband "
             "(Kubernetes: vpc.amazonaws.com/efa)",

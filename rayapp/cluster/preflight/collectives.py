@@ -44,11 +44,11 @@ Pair = tuple[int, int]
 
 def sizes(device: torch.device, world: int) -> list[int]:
     """Return the sizes of a table in bytes, each rounded down to whole fp32 elements per rank."""
-    found, size = [], FIRST_BYTES
+    sizes, size = [], FIRST_BYTES
     while size <= LAST_BYTES[device.type]:
-        found.append(size // (4 * world) * 4 * world)
+        sizes.append(size // (4 * world) * 4 * world)
         size *= SIZE_STEP
-    return found
+    return sizes
 
 
 def bus_factor(operation: str, world: int) -> float:
@@ -132,7 +132,7 @@ def rounds(lanes: Sequence[Sequence[int]]) -> list[list[Pair]]:
     if nodes < 2:
         return []
     edges = [(a, (a + 1) % nodes) for a in range(nodes if nodes > 2 else 1)]
-    found = []
+    rounds = []
     for parity in (0, 1, 2):  # an odd ring's closing edge needs a third round
         closing = nodes % 2 == 1 and nodes > 2
         chosen = [
@@ -142,26 +142,26 @@ def rounds(lanes: Sequence[Sequence[int]]) -> list[list[Pair]]:
         ]
         for pairs in (chosen, [(b, a) for a, b in chosen]):
             if pairs:
-                found.append([p for a, b in pairs for p in zip(lanes[a], lanes[b], strict=False)])
-    return found
+                rounds.append([p for a, b in pairs for p in zip(lanes[a], lanes[b], strict=False)])
+    return rounds
 
 
 def rates(
     plan: Sequence[Sequence[Pair]], device: torch.device, at: Callable[[str], None]
 ) -> dict[Pair, float]:
     """Take part in all rounds of a plan; return bytes/s of the pairs in which this rank sends."""
-    rank, found = dist.get_rank(), {}
+    rank, rates = dist.get_rank(), {}
     for number, pairs in enumerate(plan):
         for sender, receiver in pairs:
             if rank == sender:
                 at(f"link {number}: sending to rank {receiver}")
-                found[(sender, receiver)] = _send(receiver, device)
+                rates[(sender, receiver)] = _send(receiver, device)
             elif rank == receiver:
                 at(f"link {number}: receiving from rank {sender}")
                 _receive(sender, device)
         at(f"link {number}: waiting for the others")
         dist.barrier()
-    return found
+    return rates
 
 
 def _send(receiver: int, device: torch.device) -> float:
@@ -239,14 +239,14 @@ def network_of(lines: Iterable[str]) -> str | None:
     """
     provider = network = transport = via = None
     for line in lines:
-        if found := _PROVIDER.search(line):
-            provider = found[1].split(";")[0].casefold()
-        if found := _NETWORK.search(line):
-            network = found[1].casefold()
-        if found := _TRANSPORT.search(line):
-            transport = found[1].casefold()
-        if found := _VIA.search(line):
-            via = found[1].casefold()
+        if match := _PROVIDER.search(line):
+            provider = match[1].split(";")[0].casefold()
+        if match := _NETWORK.search(line):
+            network = match[1].casefold()
+        if match := _TRANSPORT.search(line):
+            transport = match[1].casefold()
+        if match := _VIA.search(line):
+            via = match[1].casefold()
     name = via or network or transport  # a channel's, else the chosen, else the found network
     if name in FABRICS:
         return provider or "libfabric"

@@ -117,9 +117,9 @@ def links(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
 def _culprit(link: Link, facts: ClusterFacts, slow: list[Link]) -> str:
     """Say which end of a slow link is at fault; empty if the other links do not tell."""
     for id in (link.sender, link.receiver):
-        ways = [one for one in facts.links if id in (one.sender, one.receiver)]
-        others = {one.receiver if one.sender == id else one.sender for one in ways}
-        if len(others) > 1 and all(one in slow for one in ways):
+        ways = [way for way in facts.links if id in (way.sender, way.receiver)]
+        others = {way.receiver if way.sender == id else way.sender for way in ways}
+        if len(others) > 1 and all(way in slow for way in ways):
             return f", as are all of {facts.node(id).name}'s"
     back = [o for o in facts.links if (o.sender, o.receiver) == (link.receiver, link.sender)]
     if back and back[0].bytes_per_s > ONE_SIDED * link.bytes_per_s:

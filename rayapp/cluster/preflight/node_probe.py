@@ -60,13 +60,13 @@ class NodeProbe:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all nodes."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found | {"rayapp's files": _digest(Path(__file__).parents[1])}
+            versions[name] = "none"
+    return versions | {"rayapp's files": _digest(Path(__file__).parents[1])}
 
 
 def _digest(package: Path) -> str:

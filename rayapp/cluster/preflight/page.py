@@ -20,7 +20,7 @@ def as_dict(
     """Return facts, findings and what was not judged as plain values."""
     return {
         "passed": not findings,
-        "findings": [asdict(one) for one in findings],
+        "findings": [asdict(finding) for finding in findings],
         "not_judged": not_judged(facts, required),
         "facts": asdict(facts),
     }
@@ -61,10 +61,12 @@ def show(
     for note in not_judged(facts, required):
         console.print(f"not judged  {note}", highlight=False, soft_wrap=True)
     console.print()
-    for one in findings:
-        console.print(f"[bold red]FAIL[/bold red]  [bold]{one.node}[/bold]: {one.what}: ", end="")
+    for finding in findings:
         console.print(
-            f"{one.measured}, wanted {one.wanted}. {one.fix}",
+            f"[bold red]FAIL[/bold red]  [bold]{finding.node}[/bold]: {finding.what}: ", end=""
+        )
+        console.print(
+            f"{finding.measured}, wanted {finding.wanted}. {finding.fix}",
             highlight=False,
             soft_wrap=True,
             markup=False,
@@ -91,19 +93,19 @@ def _nodes(facts: ClusterFacts) -> Table:
 
 
 def _node(node: NodeReport) -> list[str]:
-    found, probe = node.facts, node.probe
-    if found is None:
+    node_facts, probe = node.facts, node.probe
+    if node_facts is None:
         return ["no answer"]
     clock = "n/a"
     if node.clock is not None:
         clock = f"{1000 * node.clock.offset_s:+.0f} ± {1000 * node.clock.error_s:.0f} ms"
     rates = [probe.write_bytes_per_s, probe.read_bytes_per_s] if probe else [None, None]
     return [
-        str(len(found.devices)),
-        str(found.efa_devices),
-        size(found.shared_memory_bytes),
-        size(found.disk_free_bytes),
-        f"{found.open_files:,}",
+        str(len(node_facts.devices)),
+        str(node_facts.efa_devices),
+        size(node_facts.shared_memory_bytes),
+        size(node_facts.disk_free_bytes),
+        f"{node_facts.open_files:,}",
         clock,
         *("n/a" if rate is None else f"{rate / 1e6:.0f} MB/s" for rate in rates),
     ]

@@ -71,17 +71,17 @@ class Survey:
         """
         refs = list(asked.values())
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]) if refs else set()
-        found = dict[str, T]()
+        answers = dict[str, T]()
         for name, ref in asked.items():
             if ref not in ready:
                 why = f"no answer within {timeout_s:.0f} s"
                 self.silences.append(Silence(nodes[name], step, why))
                 continue
             try:
-                found[name] = ray.get(ref, timeout=timeout_s)
+                answers[name] = ray.get(ref, timeout=timeout_s)
             except RayError as error:
                 self.silences.append(Silence(nodes[name], step, reason_of(error)))
-        return found
+        return answers
 
 
 def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
@@ -89,10 +89,13 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
     seen = Survey(config, timeout_s)
     nodes = [
         NodeReport(
-            one["NodeID"], one["NodeManagerAddress"], one["NodeManagerHostname"], one["Resources"]
+            entry["NodeID"],
+            entry["NodeManagerAddress"],
+            entry["NodeManagerHostname"],
+            entry["Resources"],
         )
-        for one in ray.nodes()
-        if one["Alive"]
+        for entry in ray.nodes()
+        if entry["Alive"]
     ]
     with seen.part("nodes"):
         nodes = _look(seen, nodes)
@@ -126,18 +129,20 @@ def _look(seen: Survey, nodes: Sequence[NodeReport]) -> list[NodeReport]:
     home: dict[str, str | None] = {node.id: node.id for node in nodes}
     disk = _spill_folder()
     facts = {id: actor.facts.remote(disk) for id, actor in actors.items()}
-    found = seen.answers(facts, home, "starting a process and looking around", seen.timeout_s)
-    alive = {id: actor for id, actor in actors.items() if id in found}
+    answered = seen.answers(facts, home, "starting a process and looking around", seen.timeout_s)
+    alive = {id: actor for id, actor in actors.items() if id in answered}
     clocks = {id: _clock(actor) for id, actor in alive.items()}
     with _mark(seen.config.run.storage) as mark:
-        asked = {id: one.probe.remote(seen.config.run.storage, mark) for id, one in alive.items()}
+        asked = {
+            id: actor.probe.remote(seen.config.run.storage, mark) for id, actor in alive.items()
+        }
         probes = seen.answers(asked, home, "writing to run.storage", seen.timeout_s)
     for actor in actors.values():
         ray.kill(actor)
     return [
         replace(
             node,
-            facts=found.get(node.id),
+            facts=answered.get(node.id),
             clock=clocks.get(node.id),
             probe=probes.get(node.id),
         )
@@ -157,12 +162,12 @@ def _clock(probe: Any) -> GpuClock | None:
     for _ in range(CLOCK_ASKED):
         started = time.time()
         try:
-            there = ray.get(probe.clock.remote(), timeout=WHERE_S)
+            node_s = ray.get(probe.clock.remote(), timeout=WHERE_S)
         except RayError:
             return best
         ended = time.time()
-        one = GpuClock(there - (started + ended) / 2, (ended - started) / 2)
-        best = one if best is None or one.error_s < best.error_s else best
+        clock = GpuClock(node_s - (started + ended) / 2, (ended - started) / 2)
+        best = clock if best is None or clock.error_s < best.error_s else best
     return best
 
 
@@ -214,11 +219,11 @@ def _work(
         address = places[int(first)][0].address
         rows, links = _together(seen, ranks, group, address, ports[first])
         asked = {str(rank.rank): group[rank.rank].network.remote() for rank in ranks}
-        told = seen.answers(
+        networks = seen.answers(
             asked, {str(r.rank): r.node for r in ranks}, "reading NCCL's log", WHERE_S * 2
         )
         for rank in ranks:
-            network, version = told.get(str(rank.rank), (None, None))
+            network, version = networks.get(str(rank.rank), (None, None))
             ranks[rank.rank] = replace(rank, network=network, nccl=version)
         return tuple(ranks), rows, links
     finally:
@@ -239,17 +244,17 @@ def _together(
         return [], []
     budget_s = min(COLLECTIVES_S, timeout_s / 3)
     tables = _all(
-        seen, ranks, group, [one.collectives.remote(budget_s) for one in group], "collectives"
+        seen, ranks, group, [actor.collectives.remote(budget_s) for actor in group], "collectives"
     )
     if tables is None:
         return [], []
     lanes = {rank.node: [r.rank for r in ranks if r.node == rank.node] for rank in ranks}
     plan = rounds(list(lanes.values()))
-    found = _all(seen, ranks, group, [one.links.remote(plan) for one in group], "links")
-    if found is None:
+    measured = _all(seen, ranks, group, [actor.links.remote(plan) for actor in group], "links")
+    if measured is None:
         return tables[0], []
     together: dict[tuple[str, str], list[float]] = {}
-    for rates in found:
+    for rates in measured:
         for (sender, receiver), rate in rates.items():
             ends = (ranks[sender].node, ranks[receiver].node)
             together.setdefault(ends, []).append(rate)
@@ -276,10 +281,10 @@ def _all(
     if not failed and not waiting:
         return list(ray.get(list(refs)))
     asked = [worker.where.remote() for worker in group]
-    there, _ = ray.wait(asked, num_returns=len(asked), timeout=WHERE_S)
+    ready, _ = ray.wait(asked, num_returns=len(asked), timeout=WHERE_S)
     steps: dict[int, tuple[int, str]] = {}
     for rank, ref in enumerate(asked):
-        if ref not in there:
+        if ref not in ready:
             continue
         try:
             steps[rank] = ray.get(ref)
@@ -300,8 +305,8 @@ def _all(
 
 def _actor(kind: type, node: NodeReport, *arguments: Any, **options: Any) -> Any:
     """Start an actor on this node and on no other."""
-    there = NodeAffinitySchedulingStrategy(node.id, soft=False)
-    return ray.remote(kind).options(scheduling_strategy=there, **options).remote(*arguments)
+    affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    return ray.remote(kind).options(scheduling_strategy=affinity, **options).remote(*arguments)
 
 
 def reason_of(error: RayError) -> str:

@@ -47,7 +47,7 @@ class Worker:
         import torch
 
         uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
-        index = next((one.index for one in node_probe.devices() if one.uuid == uuid), None)
+        index = next((device.index for device in node_probe.devices() if device.uuid == uuid), None)
         # NVML lists no such uuid if the device is only a part of a GPU (MIG).
         return measure(self._device, index, None if index is None else uuid)
 

@@ -4,7 +4,8 @@
     pixels = centred(data, look)                # a held-out image: the middle
 
 Random resized crop (Szegedy et al. 2014, as torchvision draws it), mirroring, RandAugment (Cubuk et
-al. 2019, arXiv 1909.13719, with torchvision's 14 operations and strengths); mixup (Zhang et al.
+al. 2019, arXiv 1909.13719, with torchvision's 14 operations and strengths, but shifts are not cut
+to whole pixels and the fill is grey); mixup (Zhang et al.
 2017, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899) between pairs of a
 micro-batch. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the crop needs no more.
 """
@@ -136,7 +137,7 @@ def _patch(size: int, share: float, draw: random.Random) -> tuple[slice, slice, 
 
 
 def _crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random) -> Box:
-    """Draw a crop by area and aspect ratio; the centre square if none fits in CROP_TRIES."""
+    """Draw a crop by area and aspect ratio; after CROP_TRIES the largest crop in the middle."""
     width, height = size
     if scale[0] >= 1:
         return _middle(size, 1.0)
@@ -149,7 +150,9 @@ def _crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random
             left = int(draw.random() * (width - w + 1))
             top = int(draw.random() * (height - h + 1))
             return left, top, left + w, top + h
-    return _middle(size, 1.0)
+    w, h = min(width, round(height * ASPECT[1])), min(height, round(width / ASPECT[0]))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
 
 
 def _middle(size: tuple[int, int], share: float) -> Box:

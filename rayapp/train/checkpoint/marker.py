@@ -201,8 +201,8 @@ def latest(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
 
 def steps_done(storage: Storage) -> int:
     """Return the step of the newest usable checkpoint, 0 if there is none."""
-    found, _ = latest(storage)
-    return found.step if found else 0
+    newest, _ = latest(storage)
+    return newest.step if newest else 0
 
 
 def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
@@ -212,8 +212,8 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
         NoneUsable: some were, and training from step 1 would throw away what the run has done.
         StorageError: the storage does not answer.
     """
-    found, skipped = latest(storage)
-    if found is None:
+    newest, skipped = latest(storage)
+    if newest is None:
         folder = storage / CHECKPOINTS
         lost = [
             line.removeprefix(f"{CHECKPOINTS}/").replace(" is skipped: ", ": ", 1)
@@ -222,11 +222,11 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
         ]
         if lost:
             raise NoneUsable(
-                f"{folder.url} is not usable: no checkpoint in it is whole ({'; '.join(lost)}). "
-                f"Restore the files of one, its {MARKER} too, from a copy, or move the folder away "
-                "to train from step 1 again"
+                f"{folder.url} is not usable: none of its checkpoints can be used ("
+                f"{'; '.join(lost)}). Restore the files of one from a copy, with its {MARKER}, or "
+                "move the folder away to train from step 1 again"
             )
-    return found, skipped
+    return newest, skipped
 
 
 def run_id(storage: Storage) -> str | None:
@@ -241,8 +241,8 @@ def claim_run_id(storage: Storage) -> str:
     """Return a run's id; if it has none, give it the id of its newest checkpoint, or a new one."""
     known = run_id(storage)
     if known is None:
-        found, _ = latest(storage)
-        known = (found and found.run) or uuid.uuid4().hex
+        newest, _ = latest(storage)
+        known = (newest and newest.run) or uuid.uuid4().hex
         if not storage.create(RUN_ID, known.encode()):  # another process was first
             known = storage.read(RUN_ID).decode()
     return known
@@ -311,7 +311,9 @@ def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
     marked = read_marker(folder, name)
     files = marked.files
     if run is not None and marked.run is not None and marked.run != run:
-        raise CheckpointError(f"it is of another run: {marked.run}, and {RUN_ID} has {run}")
+        raise CheckpointError(
+            f"it is of another run: its id is {marked.run}, and {RUN_ID} has {run}"
+        )
     sizes = {entry.name: entry.size for entry in folder.list()}
     for each, file in files.items():
         if each not in sizes:
@@ -343,6 +345,6 @@ def order_of(name: str) -> tuple[int, int] | None:
 
 def newest_first(folder: Storage) -> list[str]:
     """Return the names of a run's checkpoint folders, committed or not, newest first."""
-    found = {name: order_of(name) for name in folder.dirs()}
-    ours = {name: order for name, order in found.items() if order is not None}
+    orders = {name: order_of(name) for name in folder.dirs()}
+    ours = {name: order for name, order in orders.items() if order is not None}
     return sorted(ours, key=ours.__getitem__, reverse=True)

@@ -35,11 +35,11 @@ def is_quantized(leaf: Any) -> bool:
 
 def values(leaf: Any) -> torch.Tensor:
     """Return the fp32 values of a quantized leaf on the CPU, sharded like the leaf."""
-    found: torch.Tensor = local(leaf).dequantize().cpu()
+    full: torch.Tensor = local(leaf).dequantize().cpu()
     if not isinstance(leaf, DTensor):
-        return found
+        return full
     # from_local would move the shard to the mesh's device.
-    return DTensor(found, leaf._spec, requires_grad=False)
+    return DTensor(full, leaf._spec, requires_grad=False)
 
 
 def widened(state: Any) -> Any:

@@ -70,13 +70,13 @@ class HostCopy:
             assert isinstance(staged, dict)
             self._form, self._leaves = form, tree_flatten(staged)[0]
             return staged
-        for index, (there, here) in enumerate(zip(self._leaves, leaves, strict=True)):
-            if quantized.is_quantized(here):
-                _copy(quantized.local(there), quantized.local(here).dequantize())
-            elif isinstance(here, torch.Tensor):
-                _copy(quantized.local(there), quantized.local(here).detach())
+        for index, (target, source) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if quantized.is_quantized(source):
+                _copy(quantized.local(target), quantized.local(source).dequantize())
+            elif isinstance(source, torch.Tensor):
+                _copy(quantized.local(target), quantized.local(source).detach())
             else:
-                self._leaves[index] = copy.deepcopy(here)
+                self._leaves[index] = copy.deepcopy(source)
         if self._stream is not None:
             self._stream.synchronize()
         result: Tensors = tree_unflatten(self._leaves, spec)
@@ -95,13 +95,13 @@ def _form(leaf: Any) -> Any:
     return type(leaf), type(local), local.shape, local.dtype
 
 
-def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
-    in_place = here.device.type == "cpu" and here.is_contiguous() and there.is_contiguous()
-    if in_place and here.nbytes >= LARGE:
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    in_place = source.device.type == "cpu" and source.is_contiguous() and target.is_contiguous()
+    if in_place and source.nbytes >= LARGE:
         # NumPy copies with memcpy, whose large copies bypass the caches; torch's kernel does not.
-        np.copyto(_bytes(there), _bytes(here))
+        np.copyto(_bytes(target), _bytes(source))
     else:
-        there.copy_(here, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -97,27 +97,29 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
         StartAgain: the checkpoint turned out to be damaged, and is refused from now on.
         NoneUsable: checkpoints were committed, and none can be used.
     """
-    found = choose(storage)
-    if found is None:
+    checkpoint = choose(storage)
+    if checkpoint is None:
         return 0, [], 0
-    check_cursor(spec, found.state)
+    check_cursor(spec, checkpoint.state)
     wanted = state_tensors(trainer)
-    saved = saved_shapes(storage, found.name)
+    saved = saved_shapes(storage, checkpoint.name)
     rank = str(dist.get_rank())
     if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
         del wanted["rng"]
     scales = wanted.pop("scales", {rank: {}})[rank]
-    same = all(saved.get(f"scales.{rank}.{key}") == (*one.shape,) for key, one in scales.items())
+    same = all(
+        saved.get(f"scales.{rank}.{key}") == (*scale.shape,) for key, scale in scales.items()
+    )
     if scales and same:  # otherwise the shards' sizes have changed
         wanted["scales"] = {rank: scales}
     own, wanted = wanted["optimizer"], quantized.widened(wanted)
     try:
-        load_checkpoint(storage, found.name, wanted)
+        load_checkpoint(storage, checkpoint.name, wanted)
     except marker.Damaged as damage:
         if dist.get_rank() == 0:
-            marker.refuse(storage, found.name, str(damage))
+            marker.refuse(storage, checkpoint.name, str(damage))
         dist.barrier()
-        raise StartAgain(f"{damage}; it is refused from now on") from damage
+        raise StartAgain(f"{damage}; this checkpoint is not used again") from damage
     known = wanted.get("scales", {rank: {}})[rank]
     dcp_state.set_state_dict(
         trainer.model,
@@ -130,7 +132,11 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
         torch.set_rng_state(wanted["rng"][rank]["cpu"])
         if torch.cuda.is_available() and "cuda" in wanted["rng"][rank]:
             torch.cuda.set_rng_state(wanted["rng"][rank]["cuda"])
-    return found.step, found.state["losses"], found.state.get("skips", 0)  # older ones have none
+    return (
+        checkpoint.step,
+        checkpoint.state["losses"],
+        checkpoint.state.get("skips", 0),
+    )  # older ones have none
 
 
 def choose(storage: Storage) -> marker.SavedCheckpoint | None:
@@ -163,8 +169,8 @@ def check_cursor(spec: AnySpec, state: marker.State) -> None:
     if cursor.fingerprint != spec.data.fingerprint:
         changed = ", ".join(differences(state["data"], spec.data.parts))
         raise Resumed(
-            f"the data are not those of the checkpoint at step {state['step']}: changed {changed}. "
-            "Restore them, or give the run another run.name"
+            f"the data differ from those of the checkpoint at step {state['step']}: changed "
+            f"{changed}. Restore them, or set another run.name"
         )
     assert spec.order.step_of(cursor) == state["step"], (cursor, state["step"])
 

@@ -1,0 +1,209 @@
+"""Faults in the order of rows, and in the rows themselves."""
+
+from __future__ import annotations
+
+from mutated import Mutation
+
+SEQUENCE, BIJECTION, SHARES, DIGEST = (
+    f"rayapp/order/{name}.py" for name in ("sequence", "bijection", "shares", "digest")
+)
+PACKING, DATA_ROWS, STREAM = (f"rayapp/data/{name}.py" for name in ("packing", "rows", "stream"))
+CHAT, DOCUMENTS, PREPARE = (f"rayapp/data/{name}.py" for name in ("chat", "documents", "prepare"))
+READING = "rayapp/data/sources/reading.py"
+OF_ORDER = "tests/test_order.py -k 'not evenly and not well'"
+OF_PREPARE = "tests/test_data_prepare.py -k 'every_document or copies or each_part or truncated'"
+
+ROWS = (
+    # ---- Which row is where
+    Mutation(
+        "ranks-take-stretches",
+        SEQUENCE,
+        "index = rank + world * np.arange(num_micro)",
+        "index = rank * num_micro + np.arange(num_micro)",
+        OF_ORDER,
+    ),
+    Mutation(
+        "epochs-alike",
+        BIJECTION,
+        'round_keys("rows", seed, epoch))',
+        'round_keys("rows", seed, 0))',
+        OF_ORDER,
+    ),
+    Mutation(
+        "epochs-of-a-mixture-alike",
+        SEQUENCE,
+        "ids[slots] = first + permutation(places, size, self.seed, epoch)",
+        "ids[slots] = first + permutation(places, size, self.seed, 0)",
+        OF_ORDER,
+    ),
+    Mutation(
+        "last-step-is-filled-up",
+        SEQUENCE,
+        "positions = positions[: np.searchsorted(positions, self.total_rows)]",
+        "pass",
+        OF_ORDER,
+    ),
+    Mutation(
+        "cursor-of-another-seed",
+        SEQUENCE,
+        "if cursor.seed != self.seed:",
+        "if False:",
+        OF_ORDER,
+    ),
+    Mutation(
+        "mixture-skips-an-item",
+        SHARES,
+        "np.cumsum(mine)[offsets[slots]] - 1",
+        "np.cumsum(mine)[offsets[slots]]",
+        OF_ORDER,
+    ),
+    Mutation(
+        "shares-drift",
+        SHARES,
+        "math.floor(share * (k + 1) * block) - math.floor(share * k * block)",
+        "math.floor(share * block)",
+        OF_ORDER,
+    ),
+    Mutation(
+        "shares-in-binary",
+        SHARES,
+        "exact = [Fraction(repr(float(w))) for w in weights]",
+        "exact = [Fraction(float(w)) for w in weights]",
+        OF_ORDER,
+    ),
+    Mutation(
+        "digest-without-places",
+        DIGEST,
+        'digest = blake2b(int(position).to_bytes(8, "little"), digest_size=8)',
+        "digest = blake2b(digest_size=8)",
+        OF_ORDER,
+    ),
+    # ---- What is in a row
+    Mutation(
+        "label-lost-at-a-cut",
+        PACKING,
+        "labels[row, here] = targets[start + 1 : start + 1 + length]",
+        "labels[row, place : place + length - 1] = targets[start + 1 : start + length]",
+        "tests/test_data_packing.py",
+    ),
+    Mutation(
+        "bytes-of-inputs",
+        PACKING,
+        "np.stack([starts + 1, starts + 1 + lengths], axis=1)",
+        "np.stack([starts, starts + lengths], axis=1)",
+        "tests/test_data_packing.py",
+    ),
+    Mutation(
+        "segments-without-end",
+        PACKING,
+        "if free and held[row] < MAX_SEGMENTS:",
+        "if free:",
+        "tests/test_data_packing.py",
+    ),
+    Mutation(
+        "documents-of-a-row-are-one",
+        PACKING,
+        "segment = np.arange(len(row_of)) - first + 1",
+        "segment = np.ones_like(row_of)",
+        "tests/test_data_packing.py",
+    ),
+    Mutation(
+        "positions-go-on",
+        PACKING,
+        "first[..., 1:] = segments[..., 1:] != segments[..., :-1]",
+        "first[..., 1:] = segments[..., 1:] < segments[..., :-1]",
+        "tests/test_data_packing.py",
+    ),
+    Mutation(
+        "bounds-where-every-row-has-many",
+        DATA_ROWS,
+        "if not ((segments == segments[:, :1]) | (segments == 0)).all():",
+        "if not ((segments == segments[:, :1]) | (segments == 0)).all(1).any():",
+        "tests/test_data_stream.py -k bounds",
+    ),
+    Mutation(
+        "first-row-of-a-shard-misread",
+        DATA_ROWS,
+        'np.searchsorted(self._ends, ids[present], side="right")',
+        'np.searchsorted(self._ends, ids[present], side="left")',
+        "tests/test_data_stream.py -k 'by_number or take_each'",
+    ),
+    Mutation(
+        "held-out-rows-twice",
+        DATA_ROWS,
+        "ids = np.where(ids < len(rows), ids, EMPTY)",
+        "ids = ids % max(len(rows), 1)",
+        "tests/test_data_stream.py -k sequential",
+    ),
+    Mutation(
+        "data-restart-at-a-resume",
+        STREAM,
+        "first = first_step + chunk * per_chunk",
+        "first = chunk * per_chunk",
+        "tests/test_data_stream.py -k stream_is",
+    ),
+    # ---- Which tokens bear loss, and which documents are held out
+    Mutation(
+        "answers-without-first-token",
+        DOCUMENTS,
+        "loss = np.arange(len(tokens)) >= len(before)",
+        "loss = np.arange(len(tokens)) > len(before)",
+        "tests/test_data_documents.py",
+    ),
+    Mutation(
+        "end-of-text-not-trained",
+        DOCUMENTS,
+        "whole[-1], bears_loss[-1] = self.end, True",
+        "whole[-1] = self.end",
+        "tests/test_data_documents.py",
+    ),
+    Mutation(
+        "users-words-bear-loss",
+        CHAT,
+        'if message["role"] != "assistant":',
+        'if message["role"] == "system":',
+        "tests/test_data_chat.py",
+    ),
+    Mutation(
+        "headers-bear-loss",
+        CHAT,
+        "self._render(messages[:index], given, prompted=True)",
+        "self._render(messages[:index], given)",
+        "tests/test_data_chat.py",
+    ),
+    Mutation(
+        "end-of-turn-not-trained",
+        CHAT,
+        "end = start + len(stripped)",
+        "end = start + min(len(stripped.removesuffix(each)) for each in self.turn_ends)",
+        "tests/test_data_chat.py",
+    ),
+    Mutation(
+        "held-out-by-process",
+        READING,
+        'drawn = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")',
+        "drawn = hash(content) % 2**64",
+        "tests/test_data_sources.py -k held_out_share",
+    ),
+    Mutation(
+        "copies-on-both-sides",
+        PREPARE,
+        "content = content_of(record.value, recipe.kind) if piece.split",
+        "content = json.dumps(record.value).encode() if piece.split",
+        OF_PREPARE,
+    ),
+    Mutation(
+        "fingerprint-lacks-a-part",
+        PREPARE,
+        '            "truncate": self.truncate,\n',
+        "",
+        OF_PREPARE,
+    ),
+    Mutation(
+        "torn-shards-are-used",
+        PREPARE,
+        'sizes.get(name) == summary["counts"][split]["rows"] * row_bytes',
+        "name in sizes",
+        OF_PREPARE,
+    ),
+)

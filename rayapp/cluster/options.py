@@ -1,0 +1,111 @@
+"""What a config does not say about a cluster, how its parts are named, and checks of both."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rayapp.hardware import DEFAULT_REGION
+
+PLATFORMS = ("ecs", "kuberay")
+COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a config does not say: AWS account, region, image, head, how machines are bought."""
+
+    account: str | None = None
+    name: str = "rayapp"
+    region: str = DEFAULT_REGION
+    tag: str | None = None
+    """Tag of the image in the account's registry; None: that of these sources (`image.tag`)."""
+    head: str = "m6i.2xlarge"
+    market: str = "on-demand"
+    reservation: str | None = None
+    """Id of a capacity reservation, or of a capacity block with market=capacity-block."""
+    efa: str = "auto"
+    """auto: use EFA if the instance has it; true: refuse an instance without; false: never."""
+    launch: str = "ec2"
+    components: tuple[str, ...] = ()
+    api_cidrs: tuple[str, ...] = ()
+    """EKS: networks that may reach the API server over the internet; empty: the VPC alone."""
+    lustre: str | None = None
+    """Terraform's output `lustre` as JSON, for the component lustre."""
+    retries: int = 2
+    """How many new clusters a RayJob may start after failures."""
+
+
+def bucket(options: Options) -> str:
+    """Return the name of the S3 bucket that infra/base creates."""
+    return f"{options.name}-{options.account}-{options.region}"
+
+
+def stack(platform: str, options: Options) -> str:
+    """Return the prefix of the names of what infra/ecs or infra/eks creates."""
+    return f"{options.name}-{'ecs' if platform == 'ecs' else 'eks'}"
+
+
+def option_problems(platform: str, options: Options) -> list[str]:
+    """Return every problem of the options alone, without the config."""
+    problems = []
+    if platform not in PLATFORMS:
+        problems.append(f"{platform} is unknown: no such platform. Set one of ecs, kuberay")
+    if options.account is None:
+        problems.append(
+            "account=none is missing: names of roles and images contain it, and the credentials do "
+            "not tell it. Set --account=123456789012"
+        )
+    patterns = {
+        "account": (r"[0-9]{12}", "12 digits"),
+        "name": (r"[a-z][a-z0-9-]{1,19}", "2 to 20 lower-case letters, digits and dashes"),
+        "region": (r"[a-z]{2}(-[a-z]+)+-[0-9]", "a region such as us-west-2"),
+        "tag": (r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image"),
+        "reservation": (
+            r"cr-[0-9a-f]{8,17}",
+            "a capacity reservation such as cr-0123456789abcdef0",
+        ),
+    }
+    for field, (pattern, what) in patterns.items():
+        value = getattr(options, field)
+        if value is not None and not re.fullmatch(pattern, value):
+            problems.append(f"{field}={value} is malformed: {what} is expected. Set --{field}")
+    choices = {
+        "market": ("on-demand", "spot", "capacity-block"),
+        "efa": ("auto", "true", "false"),
+        "launch": ("ec2", "fargate"),
+    }
+    for field, allowed in choices.items():
+        if (value := getattr(options, field)) not in allowed:
+            problems.append(f"{field}={value} is unknown. Set one of {', '.join(allowed)}")
+    if options.market == "capacity-block" and options.reservation is None:
+        problems.append(
+            "reservation=none is missing: a capacity block is used by its id. Set --reservation"
+        )
+    for component in options.components:
+        if component not in COMPONENTS:
+            problems.append(f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}")
+        elif platform == "ecs":
+            problems.append(f"component {component} is impossible: ECS has none. Leave it out")
+    problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
+    if options.api_cidrs and platform == "ecs":
+        problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")
+    if "lustre" in options.components and options.lustre is None:
+        problems.append(
+            "lustre=none is missing: the volume is that of infra/eks. "
+            'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
+        )
+    return problems
+
+
+def _cidr_problems(cidr: str) -> Iterator[str]:
+    what = "networks such as 203.0.113.7/32 are expected. Set --api_cidrs"
+    try:
+        network = ipaddress.ip_network(cidr)
+    except ValueError as error:
+        yield f"api_cidrs={cidr} is malformed: {error}; {what}"
+    else:
+        if network.version != 4 or network.prefixlen < 16:
+            yield f"api_cidrs={cidr} is too wide: IPv4 networks of /16 at the widest; {what}"

@@ -1,0 +1,109 @@
+"""What the training loop works on: the engine of a run and the batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from rayapp.config.fields import TOKENS, Unit
+from rayapp.observe.metrics import StepRecord
+from rayapp.observe.records import HeldOut
+from rayapp.train.loss_spikes import Spikes
+from rayapp.train.memory_peaks import Peaks
+from rayapp.train.step_sync import STAY
+
+
+class Batch(Protocol):
+    """One rank's part of a step: m micro-batches of b rows."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 0."""
+
+    @property
+    def rows(self) -> np.ndarray[Any, Any]:
+        """int64 [m, b]: the number of each row in the data set, EMPTY where there is no row."""
+
+    def sums(self) -> tuple[int, ...]:
+        """Return the counts to sum over ranks; the first is the weight that divides the loss."""
+
+    def digest(self) -> int:
+        """Return the sum of the rows' digests, to be summed over ranks."""
+
+    def weight(self, i: int, j: int) -> int:
+        """Return the weight of row j of micro-batch i, which divides the loss of this row alone."""
+
+    def inputs(self, i: int, rows: slice = slice(None)) -> Mapping[str, object]:
+        """Return the model's inputs (arrays and numbers) for micro-batch i or some of its rows."""
+
+
+@dataclass
+class Engine:
+    """What a step needs. `model(**inputs(...))` returns (objective, cross-entropy, ...) as sums."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    lr_at: Callable[[int], float]
+    device: torch.device
+    grad_clip: float | None
+    control: Any
+    """A gloo process group for small messages in host memory."""
+    attempt: int = 1
+    rows_per_epoch: int = 1
+    rows_per_step: int = 1
+    save: Callable[[int], None] = field(default=lambda step: None)
+    """Save a checkpoint of so many steps. All ranks call it together; it may return while it still
+    reads the weights."""
+    settle: Callable[[], None] = field(default=lambda: None)
+    """Wait until the last save has read the weights."""
+    being_read: bool = False
+    """Whether a save was started and `settle` has not been called since."""
+    stalls: list[float] = field(default_factory=list)
+    """Of each save, the seconds that training waited for it in `save` and in `settle`."""
+    save_due: Callable[[int], bool] = field(default=lambda step: False)
+    leave_due: Callable[[], int] = field(default=lambda: STAY)
+    """Whether to leave after this step: rank 0 answers STAY, STOP or MOVE, other ranks STAY."""
+    poll_due: Callable[[], bool] = field(default=lambda: False)
+    """Whether all ranks call `poll` in this step: rank 0 decides, other ranks answer False."""
+    poll: Callable[[], int] = field(default=lambda: STAY)
+    """Return STAY, STOP or MOVE, the same on all ranks, which call it together."""
+    left: int = STAY
+    """Why the loop ended before the last step (STOP or MOVE), else STAY."""
+    spikes: Spikes | None = None
+    """What tells a spike; None: a step is bad only if its loss or gradient norm is not finite."""
+    skip_bad: bool = False
+    """Skip the update of a bad step and go on, instead of raising BadLoss."""
+    skips: int = 0
+    """Bad steps in a row so far; the MAX_SKIPS-th one raises BadLoss even with `skip_bad`."""
+    unit: Unit = TOKENS
+    record: Callable[[dict[str, Any], tuple[int, ...], float, float], StepRecord] | None = None
+    """Make a step's record from (fields common to all kinds, sums of `Batch.sums` over ranks, sum
+    of losses, seconds without checkpoint stalls and evaluation)."""
+    last_of_step: Callable[[bool], None] = field(default=lambda last: None)
+    """Called before each micro-batch with whether it is the last of the step on this rank."""
+    updated: Callable[[bool], None] = field(default=lambda skipped: None)
+    """Called on all ranks after the update with whether the step was bad and left the weights."""
+    evaluate: Callable[[], HeldOut] | None = None
+    """Evaluate the held-out data; return figures named as in a record."""
+    eval_due: Callable[[int], bool] = field(default=lambda step: False)
+    peaks: Peaks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.peaks = Peaks(self.device)
+
+
+def inputs(
+    batch: Batch, i: int, device: torch.device, rows: slice = slice(None)
+) -> dict[str, object]:
+    """Return the model's inputs for micro-batch i (or some of its rows), arrays on the device."""
+    return {
+        name: torch.from_numpy(value).to(device, non_blocking=True)
+        if isinstance(value, np.ndarray)
+        else value
+        for name, value in batch.inputs(i, rows).items()
+    }

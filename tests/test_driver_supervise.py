@@ -1,0 +1,236 @@
+"""Check how the driver watches over attempts, without Ray: the workers are stand-ins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rayapp.config import from_dict
+from rayapp.driver import supervise
+from rayapp.driver.stop import StopAsked
+from rayapp.driver.supervise import Command, fit
+from rayapp.observe.result import RunFailed
+from rayapp.observe.run_folder import METRICS
+from rayapp.order import Order
+from rayapp.storage import Storage, StorageError, open_storage
+
+WAITS = 60  # after which an attempt ends by itself
+LINE = {"attempt": 2, "loss": 2.0, "tokens_per_s": 1.0, "mfu": None, "step_s": 1.0, "time": 9e9}
+DONE = {"status": "done", "steps": 9, "entered": 0.0, "seconds": {}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "POLL_S", 0.005)
+    monkeypatch.setattr(supervise, "OUTAGE_POLL_S", 0.005)
+    monkeypatch.setattr(supervise, "ANSWER_S", 0.0)
+
+
+class Attempt:
+    """Workers that end after WAITS waits, or when they are ended."""
+
+    def __init__(self, look: Callable[[int], None]) -> None:
+        self.count, self.ended, self._look = 0, 0, look
+
+    def wait(self, seconds: float) -> bool:
+        import time
+
+        time.sleep(seconds)
+        self.count += 1
+        self._look(self.count)
+        return self.count >= WAITS or bool(self.ended)
+
+    def outcome(self) -> Any:
+        return RuntimeError("its node has died") if self.ended else dict(DONE)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Driver:
+    """A driver whose workers, lease and stops a test decides about."""
+
+    def __init__(self, run: Storage, look: Callable[[int], None] = lambda count: None) -> None:
+        self.run, self.look = run, look
+        self.attempts: list[Attempt] = []
+        self.shown: list[int] = []
+        self.fresh = True
+        self.stop_asked = False
+        self.lost = False
+
+    def fit(self) -> dict[str, Any]:
+        def check() -> None:
+            if self.lost:
+                raise RunFailed("another driver has taken over")
+
+        def wait_until_fresh(note: Any = None, check: Any = None) -> None:
+            self.fresh = True
+
+        def start(spec: Any, workers: int) -> Attempt:
+            self.attempts.append(Attempt(self.look))
+            return self.attempts[-1]
+
+        def stop_check() -> None:
+            if self.stop_asked:
+                raise StopAsked
+
+        lease: Any = SimpleNamespace(
+            check=check, is_fresh=lambda: self.fresh, wait_until_fresh=wait_until_fresh
+        )
+        stop: Any = SimpleNamespace(asked=lambda: self.stop_asked, check=stop_check)
+        journal: Any = SimpleNamespace(
+            saw=lambda line: self.shown.append(line["step"]),
+            attempt=lambda config, workers: None,
+            catch_up=list,
+            interrupted=lambda ending, workers: None,
+        )
+        workers: Any = SimpleNamespace(
+            asked_for=nullcontext, wait_for_room=lambda note, check: 1, start=start
+        )
+        config = from_dict({"run": {"name": "demo"}, "eval": {"checkpoints": False}})
+        spec: Any = SimpleNamespace(config=config, order=Order.for_steps(64, 4, 2, 3, 9))
+        command = Command(self.run, lease, stop, journal)
+        summary: Any = fit(command, spec, workers, Console(quiet=True), lambda *ended: None)
+        return summary
+
+
+def add_line(run: Storage, step: int) -> None:
+    before = run.read(METRICS) if run.exists(METRICS) else b""
+    run.write(METRICS, before + json.dumps({**LINE, "step": step}).encode() + b"\n")
+
+
+def test_steps_are_shown_and_written_down(run: Storage) -> None:
+    """Not the last one of an attempt before."""
+    add_line(run, 1)
+
+    def look(count: int) -> None:
+        if count in (20, 40):
+            add_line(run, count)
+
+    driver = Driver(run, look)
+    assert driver.fit()["status"] == "done"
+    assert driver.shown == [20, 40] and not driver.attempts[0].ended
+
+
+def test_a_driver_that_has_lost_its_run_ends_the_attempt(run: Storage) -> None:
+    def look(count: int) -> None:
+        driver.lost = count == 3
+
+    driver = Driver(run, look)
+    with pytest.raises(RunFailed, match="taken over"):
+        driver.fit()
+
+
+def test_workers_are_ended_when_the_lease_is_stale_and_started_when_it_is_fresh(
+    run: Storage,
+) -> None:
+    def look(count: int) -> None:
+        if count == 3 and len(driver.attempts) == 1:
+            driver.fresh = False
+
+    driver = Driver(run, look)
+    assert driver.fit()["status"] == "done"
+    assert [attempt.ended for attempt in driver.attempts] == [1, 0]
+
+
+def test_a_request_that_hangs_does_not_hide_a_stale_lease(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    answered = threading.Event()
+    last = supervise.metrics.last
+
+    def hang(storage: Storage) -> Any:
+        answered.wait(20.0)
+        return last(storage)
+
+    def look(count: int) -> None:
+        if len(driver.attempts) == 1:
+            driver.fresh = count < 3
+            if driver.attempts[0].ended:
+                answered.set()
+
+    monkeypatch.setattr(supervise.metrics, "last", hang)
+    driver = Driver(run, look)
+    original = Attempt.end
+
+    def end(self: Attempt) -> None:
+        original(self)
+        answered.set()
+
+    monkeypatch.setattr(Attempt, "end", end)
+    driver.fit()
+    assert driver.attempts[0].ended == 1
+
+
+def test_an_unknown_error_of_the_watch_ends_the_run(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise.metrics, "last", lambda run: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        Driver(run).fit()
+
+
+def test_workers_without_a_step_are_ended_by_a_stop(run: Storage) -> None:
+    add_line(run, 7)  # of an attempt before
+
+    def look(count: int) -> None:
+        driver.stop_asked = True
+
+    driver = Driver(run, look)
+    assert driver.fit()["status"] == "stopped"
+    assert driver.attempts[0].ended
+
+
+def test_workers_that_do_steps_answer_a_stop_themselves(run: Storage) -> None:
+    """They save first."""
+
+    def look(count: int) -> None:
+        if count == 1:
+            add_line(run, 7)
+        driver.stop_asked = count > 30
+
+    driver = Driver(run, look)
+    assert driver.fit()["status"] == "done"
+    assert driver.shown == [7] and not driver.attempts[0].ended
+
+
+def test_an_outage_between_two_attempts_is_waited_out(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an error that does not pass is raised at once."""
+    supervisor = supervise._Supervisor.__new__(supervise._Supervisor)
+    supervisor.bar = SimpleNamespace(note=lambda text: None)  # type: ignore[assignment]
+    supervisor.clock = supervise.CLOCK
+    supervisor.command = SimpleNamespace(lease=SimpleNamespace(check=lambda: None))  # type: ignore[assignment]
+    answers = iter([outage(True), outage(True), 7])
+
+    def ask() -> Any:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert supervisor.patiently(ask) == 7
+    answers = iter([outage(False)])
+    with pytest.raises(StorageError):
+        supervisor.patiently(ask)
+
+
+def outage(passes: bool) -> StorageError:
+    error = StorageError("read", "s3://bucket/x", "no answer")
+    error.outage = passes
+    return error
