@@ -137,7 +137,7 @@ def test_packed_rows_are_refused_where_documents_are_not_apart() -> None:
     trainer.device, trainer.parts = CPU, SimpleNamespace(lm=model_of("Falcon", {}))  # type: ignore[assignment]
     spec: Any = SimpleNamespace(order=SimpleNamespace(num_steps=1), config=from_dict({}))
     trainer.spec = spec
-    with pytest.raises(Unavailable, match=r"in falcon, .* Set data.pack=false"):
+    with pytest.raises(Unavailable, match=r"falcon, the documents .* Set data.pack=false"):
         trainer.warm_up()
     spec.config = from_dict({"data": {"pack": False}})
     assert trainer.warm_up() == {"compile": None}

@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_met_once(group: None, tmp_path: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(StartAgain, match=r"another checksum .* it is refused from now on"):
+    with pytest.raises(StartAgain, match=r"another checksum .* this checkpoint is not used again"):
         restore(spec_of(), trainee_of(2), storage)
     assert restore(spec_of(), trainee_of(2), storage)[0] == 3
 
