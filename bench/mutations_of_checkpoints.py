@@ -8,6 +8,7 @@ RANK = "rayapp/train/rank.py"
 STATE, SAVER, MARKER, STAGING = (
     f"rayapp/train/checkpoint/{name}.py" for name in ("state", "saver", "marker", "staging")
 )
+COMMIT = "rayapp/train/checkpoint/commit.py"
 OF_CHECKPOINT = "tests/test_train_checkpoint.py"
 OF_STATE = "tests/test_train_state.py"
 
@@ -101,30 +102,30 @@ CHECKPOINTS = (
     ),
     Mutation(
         "folder-taken-twice",
-        SAVER,
-        'if self.storage.create(f"{name}/{STATE}", state):',
-        'if self.storage.write(f"{name}/{STATE}", state) is None:',
+        COMMIT,
+        'if folder.create(f"{name}/{STATE}", state):',
+        'if folder.write(f"{name}/{STATE}", state) is None:',
         OF_CHECKPOINT,
     ),
     Mutation(
         "sweep-leaves-the-marker",
-        SAVER,
-        '            self.storage.delete(f"{name}/{MARKER}")\n',
+        COMMIT,
+        '        folder.delete(f"{name}/{MARKER}")\n',
         "",
         OF_CHECKPOINT,
     ),
     Mutation(
         "damaged-ones-are-kept",
-        SAVER,
-        "if kept < self.keep and self._is_usable(name, run):",
-        "if kept < self.keep:",
+        COMMIT,
+        "if kept < keep and _is_usable(folder, name, run_id):",
+        "if kept < keep:",
         OF_CHECKPOINT,
     ),
     Mutation(
         "keeps-one-too-many",
-        SAVER,
-        "names, run, kept = newest_first(self.storage), claim_run_id(self.run), 1",
-        "names, run, kept = newest_first(self.storage), claim_run_id(self.run), 0",
+        COMMIT,
+        "claim_run_id(run), 1",
+        "claim_run_id(run), 0",
         OF_CHECKPOINT,
     ),
     Mutation(

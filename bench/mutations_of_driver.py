@@ -16,6 +16,7 @@ LEASE, STOP, RECOVERY, PLACEMENT, SUPERVISE, VALIDATION, WORKER = (
         "worker",
     )
 )
+FENCE = "rayapp/driver/fence.py"
 METRICS = "rayapp/observe/metrics.py"
 OF_LEASE = "tests/test_driver_lease.py"
 OF_STOP = "tests/test_driver_stop.py"
@@ -29,53 +30,51 @@ DRIVER = (
     Mutation(
         "lease-taken-without-comparing",
         LEASE,
-        "            etag = run.replace_if(LEASE, json.dumps(mine).encode(), entry.etag)\n"
-        "            if etag is not None:\n                return mine, etag\n",
-        "            run.write(LEASE, json.dumps(mine).encode())\n"
-        "            return mine, run.stat(LEASE).etag\n",
+        "etag = run.replace_if(LEASE, _text(mine), entry.etag)",
+        "etag = run.write(LEASE, _text(mine)) or run.stat(LEASE).etag",
         OF_LEASE,
     ),
     Mutation(
         "lease-of-another-deleted",
         LEASE,
-        "if entry is not None and entry.etag == self._etag:",
-        "if entry is not None:",
+        "self._run.delete_if(LEASE, self._etag)",
+        "self._run.delete(LEASE)",
         OF_LEASE,
     ),
     Mutation(
         "renewals-end-with-an-error",
         LEASE,
-        "                continue\n            if etag is None:",
-        "                return\n            if etag is None:",
+        'logger.warning("cannot renew the lease, will try again: %s", error)',
+        "return",
         OF_LEASE,
     ),
     Mutation(
         "renewal-goes-unseen",
         LEASE,
-        "if here or entry.etag != seen:",
-        "if here:",
+        "if (here and not ended) or entry.etag != seen:",
+        "if here and not ended:",
         OF_LEASE,
     ),
     Mutation(
         "pid-of-another-process",
         LEASE,
-        'holder["process"] != _process(holder["pid"])',
-        '_process(holder["pid"]) is None',
+        'other["process"] != _process(other["pid"])',
+        '_process(other["pid"]) is None',
         OF_LEASE,
     ),
     Mutation(
         "lost-lease-not-told",
         LEASE,
-        "                self._lost.set()\n",
-        "",
+        "            self._lose(holder)\n        else:",
+        "            return\n        else:",
         OF_LEASE,
     ),
     # ---- STOP
     Mutation(
         "new-stop-taken-for-old",
         STOP,
-        "if entry is not None and entry.etag == self._old:",
-        "if entry is not None:",
+        "self._run.delete_if(run_folder.STOP, self._old)",
+        "self._run.delete(run_folder.STOP)",
         OF_STOP,
     ),
     Mutation(
@@ -95,30 +94,30 @@ DRIVER = (
     Mutation(
         "start-cannot-be-stopped",
         STOP,
-        "            check()\n        return future.result()",
-        "            pass\n        return future.result()",
+        "        check()\n    return call.result()",
+        "        pass\n    return call.result()",
         OF_STOP,
     ),
     # ---- When training is started again
     Mutation(
         "one-failure-too-few",
         RECOVERY,
-        "if self._failures > self.max_failures:",
-        "if self._failures >= self.max_failures:",
+        "if len(times) + 1 > most:",
+        "if len(times) + 1 >= most:",
         OF_RECOVERY,
     ),
     Mutation(
         "preemptions-use-up-failures",
         RECOVERY,
-        "            self._preemptions += 1\n",
-        "            self._preemptions += 1\n            self._failures += 1\n",
+        "        self._preemptions += 1\n",
+        '        self._preemptions += 1\n        self._failed_at[STEP] = [float("inf")]\n',
         OF_RECOVERY,
     ),
     Mutation(
         "pauses-without-bound",
         RECOVERY,
-        "min(LONGEST_PAUSE_S, 2.0**tried)",
-        "2.0**tried",
+        "min(LONGEST_PAUSE_S, 2.0 ** (self._pauses - 1))",
+        "2.0 ** (self._pauses - 1)",
         OF_RECOVERY,
     ),
     Mutation(
@@ -131,8 +130,8 @@ DRIVER = (
     Mutation(
         "full-disk-tried-again",
         RECOVERY,
-        "        if ending.final:\n",
-        "        if False:\n",
+        "        elif ending.final:\n",
+        "        elif False:\n",
         OF_RECOVERY,
     ),
     # ---- Room, and the watch over an attempt
@@ -153,29 +152,29 @@ DRIVER = (
     Mutation(
         "lost-lease-trains-on",
         SUPERVISE,
-        "        done = bool(wait([fit], timeout=wait_s).done)\n        lease.check()\n",
-        "        done = bool(wait([fit], timeout=wait_s).done)\n",
+        "        while not attempt.wait(POLL_S):\n            lease.check()\n",
+        "        while not attempt.wait(POLL_S):\n",
         OF_SUPERVISE,
     ),
     Mutation(
         "stuck-start-cannot-be-stopped",
         SUPERVISE,
-        "                end_workers()\n",
-        "                pass\n",
+        "                attempt.end()\n                look.asked_at = now\n",
+        "                look.asked_at = now\n",
         OF_SUPERVISE,
     ),
     Mutation(
         "steps-are-cut-off-by-a-stop",
         SUPERVISE,
-        "shown, stepped = line, True",
-        "shown = line",
+        "            self.stepped = True\n",
+        "",
         OF_SUPERVISE,
     ),
     Mutation(
         "pause-cannot-be-stopped",
         SUPERVISE,
-        "        check()\n        time.sleep(POLL_S)\n",
-        "        time.sleep(POLL_S)\n",
+        "            self.command.check()\n            self.clock.sleep(POLL_S)\n",
+        "            self.clock.sleep(POLL_S)\n",
         OF_SUPERVISE,
     ),
     Mutation(
@@ -220,5 +219,47 @@ DRIVER = (
         "json.dumps(_finite(asdict(record)), allow_nan=False)",
         "json.dumps(asdict(record))",
         OF_METRICS,
+    ),
+    Mutation(
+        "stale-lease-trusted",
+        LEASE,
+        "return self._lost is None and age_s < LEASE_STOPPED_S",
+        "return self._lost is None",
+        OF_LEASE,
+    ),
+    Mutation(
+        "late-renewal-is-anothers",
+        LEASE,
+        'if entry is None or holder is None or holder["id"] != self._holder["id"]:',
+        "if True:",
+        OF_LEASE,
+    ),
+    Mutation(
+        "thread-dies-in-silence",
+        LEASE,
+        '            self._lost = f"the lease of {self._run.url} cannot be renewed: {error!r}"\n',
+        "            pass\n",
+        OF_LEASE,
+    ),
+    Mutation(
+        "write-after-the-lease",
+        FENCE,
+        "                self.verify()  #",
+        "                pass  #",
+        OF_LEASE,
+    ),
+    Mutation(
+        "window-without-end",
+        RECOVERY,
+        "if now - at < window_s",
+        "if True",
+        OF_RECOVERY,
+    ),
+    Mutation(
+        "stale-lease-trains-on",
+        SUPERVISE,
+        "                attempt.end()\n            look.again()",
+        "            look.again()",
+        OF_SUPERVISE,
     ),
 )

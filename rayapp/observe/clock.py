@@ -19,8 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Event(Protocol):
-    """The part of threading.Event that drivers use."""
+class Flag(Protocol):
+    """The part of threading.Flag that drivers use."""
 
     def set(self) -> None: ...
     def is_set(self) -> bool: ...
@@ -42,9 +42,9 @@ class Clock:
         """Wait."""
         time.sleep(seconds)
 
-    def event(self) -> Event:
+    def event(self) -> Flag:
         """Return an event that is not set."""
-        return threading.Event()
+        return threading.Flag()
 
     def thread(self, target: Callable[[], Any], name: str) -> None:
         """Run `target` in a daemon thread: one that hangs does not hold up the process's end."""

@@ -45,6 +45,18 @@ class Judge:
     least: dict[str, int] = field(default_factory=dict)
     """For each group that resumes, the newest usable step when it began to look."""
 
+    damaged_at: dict[str, float] = field(default_factory=dict)
+    broken: Violation | None = None
+
+    def _broken(self, what: str) -> None:
+        """Note a broken promise; the code under test might swallow what is raised here."""
+        self.broken = self.broken or Violation(what)
+
+    def check(self) -> None:
+        """Raise the first violation."""
+        if self.broken is not None:
+            raise self.broken
+
     # ---- drivers and their lease --------------------------------------------------------------
 
     def pid_of(self, process: Process) -> int:
@@ -62,11 +74,11 @@ class Judge:
         if "another driver has taken over" in outcome:
             mine = [n for n, holder in enumerate(self.holders) if self._is_of(holder, process)]
             if mine and mine[-1] == len(self.holders) - 1:
-                raise Violation(f"{process.name} lost its lease to itself")
+                self._broken(f"{process.name} lost its lease to itself")
         if "has failed 3 times" in outcome and "step" in outcome:
             step = int(outcome.split("step ")[1].split(",")[0]) - 1
             if self.failures.count(step) < 3:
-                raise Violation(
+                self._broken(
                     f"{process.name} blames step {step + 1}, which failed "
                     f"{self.failures.count(step)} times"
                 )
@@ -96,12 +108,12 @@ class Judge:
         if name in (EVENTS, RESULT, METRICS):
             number = self._number_of(process)
             if number < self.writers.get(name, -1):
-                raise Violation(f"{process.name} writes {name} after its successor")
+                self._broken(f"{process.name} writes {name} after its successor")
             self.writers[name] = number
         if name == METRICS:
             steps = [json.loads(line)["step"] for line in data.splitlines()]
             if steps != list(range(1, len(steps) + 1)):
-                raise Violation(f"metrics hold steps {steps}")
+                self._broken(f"metrics hold steps {steps}")
         if name.endswith(MARKER):
             self.committed = True
 
@@ -109,12 +121,15 @@ class Judge:
         """A marker is deleted: not one of the newest KEEP usable checkpoints may go."""
         if name.endswith(f"/{MARKER}"):
             folder = name.split("/")[1]
-            usable = self.usable()
-            if folder in usable[:KEEP]:
-                raise Violation(f"{folder} is deleted; usable are {usable}")
+            usable = self.usable(grace_s=10.0)  # a sweep has looked at them one by one
+            if folder in usable[:KEEP] and folder in self.usable():
+                self._broken(f"{folder} is deleted; usable are {usable}")
 
-    def usable(self) -> list[str]:
-        """Return the names of the undamaged committed checkpoints, newest first."""
+    def usable(self, grace_s: float = 0.0) -> list[str]:
+        """Return the names of the committed checkpoints, newest first.
+
+        Those that were damaged longer ago than `grace_s` are left out.
+        """
         from simulation import ROOT
 
         names = []
@@ -125,7 +140,8 @@ class Judge:
                 files = self.world.files
                 shard = files.get(f"{folder}/{SHARD}")
                 whole = shard is not None and shard.data == f"{name} {SHARD}".encode()
-                if whole and f"{folder}/{REFUSED}" not in files:
+                since_s = self.world.scheduler.now - self.damaged_at.get(name, -1e9)
+                if (whole or since_s < grace_s) and f"{folder}/{REFUSED}" not in files:
                     names.append(folder.removeprefix(f"{ROOT}/{CHECKPOINTS}/"))
         return sorted(names, key=lambda name: order_of(name) or (0, 0), reverse=True)
 
@@ -140,9 +156,9 @@ class Judge:
     def resumed(self, driver: Process, group: Process, step: int) -> None:
         self.world.log(f"{group.name} starts at step {step}")
         if step < min(self.least[group.name], self.newest_step()):
-            raise Violation(f"{group.name} starts at {step}, behind {self.newest_step()}")
+            self._broken(f"{group.name} starts at {step}, behind {self.newest_step()}")
         if step == 0 and self.committed:
-            raise Violation(f"{group.name} starts anew although checkpoints were committed")
+            self._broken(f"{group.name} starts anew although checkpoints were committed")
 
     def failed(self, driver: Process, step: int) -> None:
         self.failures.append(step)
@@ -150,12 +166,12 @@ class Judge:
     def steps(self, driver: Process, group: Process, step: int) -> None:
         number = self._number_of(group)
         if number < self.trained_by:
-            raise Violation(f"{group.name} trains while its successor's group does")
+            self._broken(f"{group.name} trains while its successor's group does")
         self.trained_by = max(self.trained_by, number)
         if self.stops and self._calm_since(self.stops[-1]):
             late_s = self.world.scheduler.now - self.stops[-1]
             if late_s > ANSWERED_S:
-                raise Violation(f"{group.name} does step {step} {late_s:.0f} s after STOP")
+                self._broken(f"{group.name} does step {step} {late_s:.0f} s after STOP")
 
     def stop_is_asked(self) -> None:
         """Count a stop if the driver that must hear it is at work by now."""
@@ -179,6 +195,7 @@ class Judge:
         for process in self.drivers:
             outcome = self.ended.get(process.name)
             if outcome is None and process.alive:
-                raise Violation(f"{process.name} never ended")
+                self._broken(f"{process.name} never ended")
+        self.check()
         for error in self.world.scheduler.errors:
             raise error

@@ -216,6 +216,7 @@ class World:
         self.outage_until = 0.0
         self._etags = 0
         self.judge = Judge(self)
+        self.scheduler.after_each = self.judge.check
 
     # ---- the store ----------------------------------------------------------------------------
 
@@ -329,6 +330,7 @@ class World:
         for url in some:
             file = self.files[url]
             self.files[url] = File(file.data[:-1], file.etag, file.at)
+            self.judge.damaged_at[url.split("/")[-2]] = self.scheduler.now
             self.log(f"damaged {url.removeprefix(ROOT)}")
 
     # ---- a driver -----------------------------------------------------------------------------

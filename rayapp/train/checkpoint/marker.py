@@ -272,17 +272,19 @@ def read_marker(folder: Storage, name: str) -> Marker:
         CheckpointError: there is none, or it is damaged.
     """
     try:
-        marker = json.loads(folder.read(MARKER))
-        step, run = _whole_number(marker["step"]), marker.get("run")
-        files = {file: SavedFile.from_dict(facts) for file, facts in marker["files"].items()}
-        whole = marker["name"] == name and (step, 0) <= (order_of(name) or (0, 0)) < (step + 1, 0)
-        whole = whole and {STATE, METADATA} <= files.keys()
-        whole = whole and isinstance(run, str | None)
+        text = folder.read(MARKER)
     except FileNotFoundError:
         why = f"it has no {MARKER} (the save was cut off)"
         if folder.exists(REFUSED):
             why = folder.read(REFUSED).decode(errors="replace")
         raise CheckpointError(why) from None
+    try:
+        marker = json.loads(text)
+        step, run = _whole_number(marker["step"]), marker.get("run")
+        files = {file: SavedFile.from_dict(facts) for file, facts in marker["files"].items()}
+        whole = marker["name"] == name and (step, 0) <= (order_of(name) or (0, 0)) < (step + 1, 0)
+        whole = whole and {STATE, METADATA} <= files.keys()
+        whole = whole and isinstance(run, str | None)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         whole = False
     if not whole:
@@ -323,10 +325,11 @@ def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
     with open_checked(folder, METADATA, files[METADATA]) as metadata:
         metadata.read()
     with open_checked(folder, STATE, files[STATE]) as stream:
-        try:
-            state = json.loads(stream.read())
-        except (ValueError, RecursionError):
-            state = None
+        text = stream.read()  # an error of the storage is no damage
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError):
+        state = None
     if not isinstance(state, dict):
         raise Damaged(f"{STATE} is damaged")
     return SavedCheckpoint(name, marked.step, cast(State, state), marked.run)
