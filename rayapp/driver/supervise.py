@@ -84,14 +84,14 @@ def fit(
                 began = time.time()
                 journal.attempt(spec.config, workers)
                 ended = _attempt(spec, workers, run, bar, lease, stop, journal, validator)
-                lines = journal.catch_up()
+                last = journal.catch_up()
                 if isinstance(ended, Exception):
                     check()  # a run that was asked to stop is not started again
                 if isinstance(ended, dict) and ended["status"] != MOVED:
                     if validator is not None:
                         validator.close()
                     break
-                ending = ending_of(ended, lines, began)
+                ending = ending_of(ended, last, began)
                 if ending.kind != NO_ROOM:
                     journal.interrupted(ending, workers)
                 if smaller := after_failure(spec, ended):
