@@ -160,6 +160,21 @@ def test_the_next_window_is_read_before_the_last_one_ends(
     assert max(waits[1:]) < 1.0, [round(wait, 2) for wait in waits]
 
 
+def test_a_stream_that_is_ahead_takes_little_cpu(ray_cluster: None) -> None:
+    order = Order.for_steps(num_rows=17, rows_per_step=1, micro_batch=1, seed=0, num_steps=32 * 500)
+    fields = {"bytes": ((2**16,), np.uint8)}  # blocks of 2 MiB
+    dealt = stream.blocks(order, 0, 1, 2**16, fields, lambda step, rank, columns: None)
+    bundles = dealt.lanes[0].iter_internal_ref_bundles()  # its executor is in this process
+    next(bundles)
+    time.sleep(4.0)
+    began, cpu_s = time.monotonic(), time.process_time()
+    for _ in range(8):
+        time.sleep(0.5)
+        next(bundles)
+    share = (time.process_time() - cpu_s) / (time.monotonic() - began)
+    assert share < 0.35, f"{share:.0%} of a core"
+
+
 def test_a_resume_at_the_end_gives_nothing(ray_cluster: None, tmp_path: Path) -> None:
     assert deal(random_rows(str(tmp_path)), EPOCHS, EPOCHS.num_steps, 2) == [[], []]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 import ray.train
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
 from rayapp.data.prepared import Prepared
@@ -38,6 +40,7 @@ WINDOW_BLOCKS = 2_048  # a planned block costs Ray Data 0.8 ms at the start, and
 LEAST_CHUNKS = 8  # of a window
 MAX_STEPS_PER_CHUNK = 32
 LEAST_TASKS = 2
+PAUSE_S = 0.01
 Arrays = dict[str, np.ndarray[Any, Any]]
 Fields = Mapping[str, tuple[tuple[int, ...], Any]]  # of a row: shape and dtype
 FIELDS = ("input_ids", "labels", "segments", "target_bytes", "positions", "rows")
@@ -155,6 +158,17 @@ class Numbers(ray.data.Datasource):
         return [ray.data.ReadTask(partial(_numbered, number), one) for number in window]
 
 
+class Paced(ExecutionCallback):
+    """Lets Ray Data look for finished tasks 100 times a second, at most.
+
+    While enough blocks are ready, which is most of a run, its executor would look all the time.
+    """
+
+    def on_execution_step(self, executor: Any) -> None:
+        """Wait; Ray Data calls it after each look."""
+        time.sleep(PAUSE_S)
+
+
 def _numbered(number: int) -> list[pa.Table]:
     return [pa.table({"id": [number]})]
 
@@ -220,6 +234,7 @@ def _lane(numbers: Numbers, read: Callable[[Arrays], Arrays], concurrency: int) 
     dataset.context.execution_options.preserve_order = True
     dataset.context.target_max_block_size = None  # a split block would go to two ranks
     dataset.context.enable_progress_bars = False
+    dataset.context.custom_execution_callback_classes = [Paced]
     return dataset
 
 
