@@ -94,8 +94,7 @@ def through_ray(folder: str, steps: int) -> dict[str, float]:
 
     def batches(count: int) -> Iterator[np.ndarray]:
         order = Order.for_steps(images.counts["train"], IMAGES_PER_STEP, MICRO_BATCH, 0, count)
-        dataset = stream.stream(images, Transform(224), order, 0, 1)
-        (shard,) = dataset.streaming_split(1, equal=True)
+        (shard,) = stream.stream(images, Transform(224), order, 0, 1).split()
         for batch in stream.steps(shard, MICRO_BATCH, order.num_micro_batches(1)):
             yield batch.images
 

@@ -45,10 +45,10 @@ DRIVEN = """
 import sys, time
 import ray
 from ray.util.metrics import Gauge
-from rayapp.observe.gauges import Driver, Steps
+from rayapp.observe.gauges import Driver, Columns
 from rayapp.observe.metrics import TokenRecord
 ray.init(address=sys.argv[1], log_to_driver=False)
-told = Steps("driven", rank=0)
+told = Columns("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
 Driver("driven", 1, time.time()).close("stopped")  # what no other run has told yet: an end
 numbers = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)

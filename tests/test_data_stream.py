@@ -90,6 +90,14 @@ def deal(prepared: Prepared, order: Order, first_step: int, world: int) -> list[
     return taken
 
 
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make windows of two chunks of two steps."""
+    monkeypatch.setattr(stream, "MAX_STEPS_PER_CHUNK", 2)
+    monkeypatch.setattr(stream, "WINDOW_BLOCKS", 1)
+    monkeypatch.setattr(stream, "LEAST_CHUNKS", 2)
+
+
 def same(one: StepRows, other: StepRows) -> bool:
     return one.step == other.step and all(
         np.array_equal(getattr(one, name), getattr(other, name))
@@ -124,6 +132,47 @@ def test_the_stream_is_what_one_process_reads(
     assert EPOCHS.num_steps == 9
     monkeypatch.setattr(stream, "MAX_STEPS_PER_CHUNK", 2)  # 9 and 4 steps: a last chunk of 1 and 2
     check(random_rows(str(tmp_path)), EPOCHS, first_step, world)
+
+
+@pytest.mark.parametrize("first_step", [0, 3, 20])
+def test_windows_follow_one_another(
+    ray_cluster: None, tmp_path: Path, short_windows: None, first_step: int
+) -> None:
+    order = Order.for_steps(num_rows=17, rows_per_step=6, micro_batch=2, seed=3, num_steps=21)
+    check(random_rows(str(tmp_path)), order, first_step, 2)
+
+
+def test_the_next_window_is_read_before_the_last_one_ends(
+    ray_cluster: None, short_windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "LEAST_CHUNKS", 8)
+    order = Order.for_steps(num_rows=17, rows_per_step=1, micro_batch=1, seed=0, num_steps=32)
+    dealt = stream.blocks(order, 0, 1, 8, {}, lambda step, rank, columns: None)
+    assert dealt.windows == 2
+    (shard,) = dealt.split()
+    waits = list[float]()
+    blocks = shard.blocks()
+    for _ in range(dealt.windows * dealt.chunks):
+        began = time.monotonic()
+        next(blocks)
+        waits.append(time.monotonic() - began)
+        time.sleep(1.5)  # the steps of a chunk
+    assert max(waits[1:]) < 1.0, [round(wait, 2) for wait in waits]
+
+
+def test_a_stream_that_is_ahead_takes_little_cpu(ray_cluster: None) -> None:
+    order = Order.for_steps(num_rows=17, rows_per_step=1, micro_batch=1, seed=0, num_steps=32 * 500)
+    fields = {"bytes": ((2**16,), np.uint8)}  # blocks of 2 MiB
+    dealt = stream.blocks(order, 0, 1, 2**16, fields, lambda step, rank, columns: None)
+    bundles = dealt.lanes[0].iter_internal_ref_bundles()  # its executor is in this process
+    next(bundles)
+    time.sleep(4.0)
+    began, cpu_s = time.monotonic(), time.process_time()
+    for _ in range(8):
+        time.sleep(0.5)
+        next(bundles)
+    share = (time.process_time() - cpu_s) / (time.monotonic() - began)
+    assert share < 0.35, f"{share:.0%} of a core"
 
 
 def test_a_resume_at_the_end_gives_nothing(ray_cluster: None, tmp_path: Path) -> None:
@@ -162,7 +211,8 @@ def test_rows_come_where_workers_hold_every_cpu(ray_cluster: None, tmp_path: Pat
     held = ray.util.placement_group([{"CPU": 3}])
     assert held.wait(60)
     fields = {"at_once": ((), np.int64)}
-    dataset = stream.blocks(order, 0, 2, 8, fields, fill, concurrency=2, block_bytes=1)
+    dealt = stream.blocks(order, 0, 2, 8, fields, fill, concurrency=2, block_bytes=1)
+    (dataset,) = dealt.lanes
     found: list[int] = []
     reader = threading.Thread(
         target=lambda: found.extend(int(row["at_once"]) for row in dataset.iter_rows()), daemon=True
@@ -176,19 +226,25 @@ def test_rows_come_where_workers_hold_every_cpu(ray_cluster: None, tmp_path: Pat
         ray.util.remove_placement_group(held)
 
 
-def row_bytes(prepared: Prepared) -> int:
-    return int(prepared.rows("train").dtype.itemsize)
+@pytest.mark.parametrize(
+    ("world", "steps", "chunks"), [(1, 12_800, 512), (8, 10_000, 256), (256, 100_000, 8)]
+)
+def test_the_start_is_the_same_at_any_length(
+    ray_cluster: None, world: int, steps: int, chunks: int
+) -> None:
+    row = row_dtype(4096).itemsize
+    order = Order.for_steps(10**6, 4 * world, 4, seed=0, num_steps=steps)
+    per_chunk = stream.steps_per_chunk(order, world, row)
+    assert per_chunk * 4 * row <= stream.CHUNK_BYTES
+    dealt = stream.blocks(order, 0, world, row, {}, lambda step, rank, columns: None)
+    assert dealt.chunks == chunks
+    assert dealt.windows == -(-steps // (per_chunk * chunks))
 
 
-def test_chunks_are_of_a_few_mib_and_not_too_many(tmp_path: Path) -> None:
-    prepared = random_rows(str(tmp_path))
-    assert stream.steps_per_chunk(EPOCHS, 0, 1, row_bytes(prepared)) == stream.MAX_STEPS_PER_CHUNK
-    long = Order.for_steps(num_rows=17, rows_per_step=6, micro_batch=2, seed=0, num_steps=10**6)
-    for world in (1, 8):
-        per_chunk = stream.steps_per_chunk(long, 0, world, row_bytes(prepared))
-        assert -(-(10**6) // per_chunk) * world <= stream.MAX_CHUNKS + world
+def test_a_block_has_at_least_a_step_and_few_of_them() -> None:
+    assert stream.steps_per_chunk(EPOCHS, 1, 100) == stream.MAX_STEPS_PER_CHUNK
     large = Order.for_steps(17, 10**6, 10**6, 0, 10)
-    assert stream.steps_per_chunk(large, 0, 1, row_bytes(prepared)) == 1
+    assert stream.steps_per_chunk(large, 1, 100) == 1
 
 
 # ---- Rows --------------------------------------------------------------------------------------

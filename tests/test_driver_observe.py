@@ -60,9 +60,21 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return made
 
 
-def told_of(run: Storage) -> TrackerFeed:
-    job: Any = SimpleNamespace(config=load())
-    return TrackerFeed("recorder", run, job)
+class Told(TrackerFeed):
+    """A feed whose lines are given instead of read."""
+
+    def __init__(self, run: Storage) -> None:
+        self.held: list[Any] = []
+        job: Any = SimpleNamespace(config=load())
+        super().__init__("recorder", run, job, lambda start, stop: self.held[start:stop])
+
+    def have(self, lines: list[dict[str, Any]], kept: int) -> None:
+        self.held = lines
+        self.update(len(lines), kept)
+
+
+def told_of(run: Storage) -> Told:
+    return Told(run)
 
 
 def wait_for(recorder: Recorder, steps: list[tuple[int, int]]) -> None:
@@ -79,13 +91,13 @@ def lines_of(steps: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
 def test_a_tracker_is_cut_back_and_told_the_rest(recorder: Recorder, tmp_path: Path) -> None:
     told = told_of(open_storage(str(tmp_path)))
     first = [(1, step) for step in range(1, 1201)]  # more than is handed on at once
-    told.update(lines_of(first), 0)
+    told.have(lines_of(first), 0)
     wait_for(recorder, first)
     second = first[:700] + [(2, step) for step in range(701, 720)]
-    told.update(lines_of(second), 700)
+    told.have(lines_of(second), 700)
     wait_for(recorder, second)
     third = [(3, 1)]
-    told.update(lines_of(third), 0)
+    told.have(lines_of(third), 0)
     wait_for(recorder, third)
     told.close("stopped", [("a", "b")], time.monotonic() + PATIENCE_S)
     assert recorder.ended == ("stopped", [("a", "b")])
@@ -95,11 +107,11 @@ def test_what_was_refused_is_told_once_when_the_server_is_back(
     recorder: Recorder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = told_of(open_storage(str(tmp_path)))
-    told.update(lines_of([(1, 1), (1, 2)]), 0)
+    told.have(lines_of([(1, 1), (1, 2)]), 0)
     wait_for(recorder, [(1, 1), (1, 2)])
     recorder.refuses.set()
     steps = [(1, 1), (1, 2), (1, 3), (1, 4)]
-    told.update(lines_of(steps), 2)
+    told.have(lines_of(steps), 2)
     time.sleep(0.3)
     warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert warned == ["recorder: the server is away; trying again"]  # once, not at every try
@@ -114,11 +126,11 @@ def test_steps_are_told_together_and_the_last_ones_at_once(
 ) -> None:
     monkeypatch.setattr(observe, "TELL_S", PATIENCE_S)
     told = told_of(open_storage(str(tmp_path)))
-    told.update(lines_of([(1, 1)]), 0)
+    told.have(lines_of([(1, 1)]), 0)
     wait_for(recorder, [(1, 1)])
     steps = [(1, 1), (1, 2), (1, 3)]
     for count in (2, 3):
-        told.update(lines_of(steps[:count]), count - 1)
+        told.have(lines_of(steps[:count]), count - 1)
     time.sleep(0.3)
     assert recorder.steps == [(1, 1)]
     began = time.monotonic()
@@ -133,7 +145,7 @@ def test_a_server_that_hangs_holds_up_nobody(
     recorder.refuses.set()
     told = told_of(open_storage(str(tmp_path)))
     began = time.monotonic()
-    told.update(lines_of([(1, 1), (1, 2)]), 0)
+    told.have(lines_of([(1, 1), (1, 2)]), 0)
     told.close("done", [], began + 0.5)
     assert time.monotonic() - began < 5
     assert recorder.ended is None

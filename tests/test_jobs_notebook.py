@@ -32,7 +32,8 @@ from stub_dashboard import Dashboard, dashboard
 from rayapp.__main__ import main
 from rayapp.config import ConfigError
 from rayapp.jobs import JobError, page, terminal
-from rayapp.jobs.handle import Job, submit
+from rayapp.jobs.handle import CURVES, Job, submit
+from rayapp.observe.columns import ACCOUNTED, Columns
 from rayapp.observe.goodput import account
 from rayapp.observe.run_folder import LEASE, STOP
 from rayapp.observe.status import Progress
@@ -507,11 +508,11 @@ class Watched:
     def __init__(self, *moments: str | BaseException) -> None:
         self.moments = list(moments)
 
-    def snapshot(self) -> tuple[str, None, list[Any]]:
+    def snapshot(self) -> tuple[str, None, Columns]:
         moment = self.moments.pop(0)
         if isinstance(moment, BaseException):
             raise moment
-        return moment, None, []
+        return moment, None, Columns()
 
     def reason(self) -> None:
         return None
@@ -580,11 +581,15 @@ class Words(HTMLParser):
         self.words.append(data)
 
 
+def steps_of(lines: list[dict[str, Any]]) -> Columns:
+    return Columns.of(lines, (*ACCOUNTED, *CURVES))
+
+
 def moment(lines: list[dict[str, Any]], **more: Any) -> Progress:
     began = {"event": "started", "time": 0.0, "usd_per_hour": 36.0, "seen_until": None}
     known = {"status": "running", "step": len(lines), "num_steps": 10, "left_s": 4000.0}
     known |= {"line": lines[-1] if lines else None, "reason": None, "updated_s": 1.0}
-    return Progress(**{**known, "account": account([began], lines, now=100.0), **more})
+    return Progress(**{**known, "account": account([began], Columns.of(lines), now=100.0), **more})
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -596,7 +601,9 @@ def line(step: int, **more: Any) -> dict[str, Any]:
 def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
     lines = [line(n) for n in range(1, 8)] + [line(8, loss=None, eval_loss=1.25)]
     hostile = "</pre><script>alert(1)</script>"
-    text = page.render("<b>name", f"failed{hostile}", moment(lines, reason=hostile), lines)
+    text = page.render(
+        "<b>name", f"failed{hostile}", moment(lines, reason=hostile), steps_of(lines)
+    )
     found = Words(text)
     assert not {"script", "b>name", "iframe", "img", "link"} & set(found.tags)
     assert "".join(found.words).count(hostile) == 2 and "<b>name" in found.words
@@ -608,10 +615,10 @@ def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
 
 @pytest.mark.parametrize("lines", [[], [line(1)], [line(1, loss=None), line(2, loss=None)]])
 def test_what_is_not_known_is_said_to_be(lines: list[dict[str, Any]]) -> None:
-    assert "n/a" in page.render("x", "running", moment(lines), lines)
-    assert page.render("x", "pending", None, [])
+    assert "n/a" in page.render("x", "running", moment(lines), steps_of(lines))
+    assert page.render("x", "pending", None, Columns())
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(terminal.render("x", "running", moment(lines), lines))
+    console.print(terminal.render("x", "running", moment(lines), steps_of(lines)))
     assert "n/a" in console.export_text()
 
 

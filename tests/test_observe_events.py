@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rayapp.config import Config, load
+from rayapp.observe.columns import Columns
 from rayapp.observe.ending import FAILURE, Ending
 from rayapp.observe.events import Journal, machines
 from rayapp.observe.goodput import account, read_events
@@ -62,7 +63,7 @@ def test_steps_lost_by_a_failure_and_by_a_killed_driver(tmp_path: Path) -> None:
         (0, 0, 0), (2, 2, 2.0), (3, 2, 2.0),
     ]  # fmt: skip
     assert events[6]["seen_until"] == second[-1]["time"]
-    found = account(events, third)
+    found = account(events, Columns.of(third))
     assert found.lost_steps == 4
     (broken,) = found.interruptions
     assert (broken["reason"], broken["lost_steps"]) == ("rank 1 died", 2)

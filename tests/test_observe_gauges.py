@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rayapp.observe.columns import Columns
 from rayapp.observe.gauges import AT_THE_END, COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
 from rayapp.observe.goodput import account
 from rayapp.observe.metrics import ImageRecord, TokenRecord
@@ -160,7 +161,7 @@ def test_the_driver_tells_accounts_and_checkpoints(scrape: Scrape) -> None:
         {"event": "workers", "time": 1000.0, "workers": 2, **price},
     ]
     told = Driver("driven", num_steps=10, started=1005.0)
-    told.set(account(events, [], now=1100.0), None, None, planned_step_s=None)
+    told.set(account(events, Columns(), now=1100.0), None, None, planned_step_s=None)
     # Before there is a step or a checkpoint, time counts from the start of this command.
     values = {"last_step_unix_s": 1005.0, "checkpoint_unix_s": 1005.0, "num_steps": 10}
     values |= {"wall_s": 100, "goodput,start": 1.0, "goodput,step": 0.0}
@@ -171,7 +172,7 @@ def test_the_driver_tells_accounts_and_checkpoints(scrape: Scrape) -> None:
     failure = {"kind": "failure", "reason": "", "step": 3, "workers": 2, "trained_until": 1150.0}
     events += [{"event": "interrupted", "time": 1150.0, **failure}]
     told.set(
-        account(events, [], now=1200.0),
+        account(events, Columns(), now=1200.0),
         1190.0,
         (7, 1180.0),
         checkpoint_every_s=30.0,
@@ -184,7 +185,7 @@ def test_the_driver_tells_accounts_and_checkpoints(scrape: Scrape) -> None:
 
     # Resumed after a day: what was done before this command is not told as a day without a step.
     told = Driver("resumed", num_steps=10, started=90_000.0)
-    told.set(account([], [], now=None), 1190.0, (7, 1180.0))
+    told.set(account([], Columns(), now=None), 1190.0, (7, 1180.0))
     values = {"last_step_unix_s": 90_000.0, "checkpoint_unix_s": 90_000.0, "checkpoint_step": 7}
     found = shown(scrape, "resumed", values | {"wall_s": 0.0})
     assert "cost_usd" not in found
@@ -201,7 +202,7 @@ def test_an_end_is_told_by_a_process_that_ends_at_once(
     class Process:
         def end(self) -> None:
             told = Driver(f"ends-{status}", num_steps=10, started=1000.0)
-            told.set(account([], [], now=None), 1190.0, None)
+            told.set(account([], Columns(), now=None), 1190.0, None)
             told.close(status)
 
     process = Process.remote()
@@ -209,7 +210,7 @@ def test_an_end_is_told_by_a_process_that_ends_at_once(
     ray.kill(process)
     shown(scrape, f"ends-{status}", {"failed": failed})
     told = Driver("goes-on", num_steps=10, started=1000.0)
-    told.set(account([], [], now=None), 1190.0, None)
+    told.set(account([], Columns(), now=None), 1190.0, None)
     assert "failed" not in shown(scrape, "goes-on", {"last_step_unix_s": 1190.0})
 
 

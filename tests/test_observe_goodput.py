@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import Event, account, goodput, read_events
 from rayapp.observe.run_folder import EVENTS
 from rayapp.storage import open_storage
@@ -57,7 +58,7 @@ KEPT = [line(1, 20.0, 1), line(2, 25.0, 1)] + [line(n, 50.0 + 5 * n, 2) for n in
 
 def test_lost_work_and_recovery_are_told_apart_from_the_start() -> None:
     """100 s: 15 to the first of 2 kept and 2 lost steps, 25 from there to another, 6 kept."""
-    found = account(ONE, KEPT)
+    found = account(ONE, Columns.of(KEPT))
     assert found.wall_s == 100.0
     shares = {cause: round(100 * share) for cause, share in found.goodput.items()}
     assert (shares["start"], shares["lost_work"], shares["recovery"]) == (15, 10, 25)
@@ -78,15 +79,15 @@ def test_lost_work_and_recovery_are_told_apart_from_the_start() -> None:
 
 
 def test_machines_cost_from_the_command_to_its_end() -> None:
-    assert account(ONE, KEPT).cost_usd == pytest.approx((40 * 36 + 60 * 72) / 3600)
-    assert account(ONE, KEPT).usd_per_hour == 72.0
-    assert account([started(0.0, None), ended(5.0)], []).cost_usd is None
-    assert account([], []).cost_usd is None
+    assert account(ONE, Columns.of(KEPT)).cost_usd == pytest.approx((40 * 36 + 60 * 72) / 3600)
+    assert account(ONE, Columns.of(KEPT)).usd_per_hour == 72.0
+    assert account([started(0.0, None), ended(5.0)], Columns.of([])).cost_usd is None
+    assert account([], Columns.of([])).cost_usd is None
 
 
 def test_between_commands_nothing_is_counted() -> None:
     again = [started(1000.0, 36.0, seen_until=95.0), resumed(1010.0, 8), ended(1020.0)]
-    found = account([*ONE, *again], [*KEPT, line(9, 1010.0, 3)])
+    found = account([*ONE, *again], Columns.of([*KEPT, line(9, 1010.0, 3)]))
     assert found.wall_s == 120.0
     assert found.goodput["start"] == pytest.approx(20 / 120)
     assert found.cost_usd == pytest.approx((40 * 36 + 60 * 72 + 20 * 36) / 3600)
@@ -96,10 +97,10 @@ def test_a_killed_driver_ends_with_its_last_sign_of_life() -> None:
     """Its last steps are found lost by the next command, and count as its time."""
     killed = [started(0.0), resumed(10.0, 0)]
     kept = [line(1, 10.0, 1), line(2, 15.0, 1)]
-    assert account(killed, kept).wall_s == 15.0
-    assert account(killed, kept, now=40.0).wall_s == 40.0
+    assert account(killed, Columns.of(kept)).wall_s == 15.0
+    assert account(killed, Columns.of(kept), now=40.0).wall_s == 40.0
     later = [started(500.0, 36.0, seen_until=30.0), resumed(510.0, 2, lost_steps=3), ended(515.0)]
-    found = account([*killed, *later], [*kept, line(3, 510.0, 2), line(4, 515.0, 2)])
+    found = account([*killed, *later], Columns.of([*kept, line(3, 510.0, 2), line(4, 515.0, 2)]))
     assert found.wall_s == 30.0 + 15.0
     seconds = {cause: share * found.wall_s for cause, share in found.goodput.items()}
     assert seconds["lost_work"] == pytest.approx(15.0)
@@ -118,10 +119,10 @@ def test_attempts_that_never_train_are_recovery_of_the_one_that_did() -> None:
         resumed(55.0, 1),
         ended(55.0),
     ]
-    found = account(events, [line(1, 10.0, 1), line(2, 55.0, 3)])
+    found = account(events, Columns.of([line(1, 10.0, 1), line(2, 55.0, 3)]))
     assert found.goodput["recovery"] * found.wall_s == pytest.approx(40.0)
     never = [started(0.0), interrupted(30.0, 0, trained_until=0.0), ended(40.0)]
-    assert account(never, []).goodput["start"] == 1.0
+    assert account(never, Columns.of([])).goodput["start"] == 1.0
 
 
 def test_a_torn_last_event_is_left_out(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ step_lines = st.fixed_dictionaries(
 def test_goodput_adds_up(
     lines: list[dict[str, Any]], wall_s: float, known: dict[str, float]
 ) -> None:
-    found = goodput(lines, wall_s, known)
+    found = goodput(Columns.of(lines), wall_s, known)
     assert set(found) == {
         "data_wait", "checkpoint_stall", "evaluation", "step", "other", *known
     }  # fmt: skip
@@ -165,7 +166,7 @@ def test_goodput_adds_up(
 
 def test_goodput_of_a_small_run() -> None:
     step = {"step_s": 10.0, "data_wait_s": 1.0, "checkpoint_stall_s": 2.0, "eval_s": 3.0}
-    assert goodput([step, step], 40.0, {"start": 8.0}) == {
+    assert goodput(Columns.of([step, step]), 40.0, {"start": 8.0}) == {
         "data_wait": 0.05,
         "checkpoint_stall": 0.1,
         "evaluation": 0.15,

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from patience import PATIENCE_S
 
 from rayapp.observe import metrics
+from rayapp.observe.columns import Follower
 from rayapp.observe.metrics import (
-    TAIL_BYTES,
-    Follower,
     ImageRecord,
     MetricsLog,
     TokenRecord,
@@ -33,6 +32,7 @@ from rayapp.observe.metrics import (
 )
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import METRICS
+from rayapp.observe.segments import FIRST_BYTES
 from rayapp.storage import Storage, StorageError, open_storage
 
 
@@ -64,7 +64,7 @@ def test_the_last_line_is_read_from_the_end(storage: Storage) -> None:
         log.write(record(step))
     log.close()
     data = storage.read(METRICS)
-    assert len(data) > 4 * TAIL_BYTES
+    assert len(data) > 4 * FIRST_BYTES
     assert last(storage) == read(storage)[-1] and last(storage)["step"] == 200
     storage.write(METRICS, data + b'{"step": 201, "lo')  # torn
     assert last(storage)["step"] == 200
@@ -313,6 +313,12 @@ def pairs(lines: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
     return [(line["attempt"], line["step"]) for line in lines]
 
 
+def pairs_of(lines: Follower) -> list[tuple[int, int]]:
+    """Return what a follower holds."""
+    columns = (lines.steps[name].astype(int).tolist() for name in ("attempt", "step"))
+    return list(zip(*columns, strict=True))
+
+
 def text_of(steps: Sequence[tuple[int, int]]) -> bytes:
     lines = ({"attempt": attempt, "step": step} for attempt, step in steps)
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
@@ -329,16 +335,17 @@ def test_lines_follow_every_cut_back(
     """Each attempt keeps some lines and adds some; looks are taken, or not, in between."""
     run = open_storage(str(tmp_path_factory.mktemp("lines")))
     lines, held = Follower(run), []
-    assert lines.poll() == 0 and lines.lines == []
+    assert lines.poll() == 0 and len(lines.steps) == 0
     for attempt, (kept, added, looked) in enumerate(attempts, 1):
         held = held[:kept]
         held += [(attempt, len(held) + number + 1) for number in range(added)]
         run.write(METRICS, text_of(held) + b'{"attempt": 9, "step": 1234567890}'[:torn])
         if looked:
-            known = pairs(lines.lines)
+            known = pairs_of(lines)
             valid = lines.poll()
-            assert pairs(lines.lines) == held
+            assert pairs_of(lines) == held
+            assert not held or pairs(lines.lines(0, len(held))) == held
             assert known[:valid] == held[:valid]
             assert valid == len(known) or known[valid : valid + 1] != held[valid : valid + 1]
     lines.poll()
-    assert pairs(lines.lines) == held
+    assert pairs_of(lines) == held

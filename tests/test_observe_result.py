@@ -87,35 +87,35 @@ LINES = [{"step": 6, "time": 99.0}, {"step": 7, "time": 101.0}]
 
 def test_endings_are_told_apart() -> None:
     moved = {"status": "moved", "reason": "2 more workers fit", "notice": False}
-    assert ending_of(moved, LINES, 100.0) == Ending(RESIZE, "2 more workers fit", 7, True)
-    assert ending_of(moved | {"notice": True}, LINES, 100.0).kind == PREEMPTION
+    assert ending_of(moved, LINES[-1], 100.0) == Ending(RESIZE, "2 more workers fit", 7, True)
+    assert ending_of(moved | {"notice": True}, LINES[-1], 100.0).kind == PREEMPTION
     again = moved | {"again": True, "reason": "other data"}
-    assert ending_of(again, LINES, 102.0) == Ending(AGAIN, "other data", 7, False)
+    assert ending_of(again, LINES[-1], 102.0) == Ending(AGAIN, "other data", 7, False)
     info = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"a": [1]})
-    assert ending_of(PreemptionError(info, True), LINES, 100.0).kind == PREEMPTION
+    assert ending_of(PreemptionError(info, True), LINES[-1], 100.0).kind == PREEMPTION
     waited = ControllerError(WorkerGroupStartupTimeoutError(2))
-    assert ending_of(waited, [], 100.0).kind == NO_ROOM
-    assert ending_of(ControllerError(RuntimeError("no")), [], 1.0) == Ending(
+    assert ending_of(waited, None, 100.0).kind == NO_ROOM
+    assert ending_of(ControllerError(RuntimeError("no")), None, 1.0) == Ending(
         FAILURE, "no", 0, False, cause=START
     )
     lost = ControllerError(RuntimeError("The actor died because its node has died"))
-    assert ending_of(lost, LINES, 100.0).cause == NODE
+    assert ending_of(lost, LINES[-1], 100.0).cause == NODE
     unfound = ControllerError(RuntimeError("DistNetworkError: Connection refused"))
-    assert ending_of(unfound, [], 1.0).cause == NETWORK
-    assert ending_of(unfound, LINES, 100.0).cause == STEP
+    assert ending_of(unfound, None, 1.0).cause == NETWORK
+    assert ending_of(unfound, LINES[-1], 100.0).cause == STEP
     silent = StorageError("read", "s3://b/x", "no answer")
-    assert ending_of(WorkerGroupError("1 failed", {0: silent}), [], 1.0).cause == STORAGE
+    assert ending_of(WorkerGroupError("1 failed", {0: silent}), None, 1.0).cause == STORAGE
     unsaved = CheckpointError("3 checkpoints in a row could not be saved in s3://b: no answer")
-    assert ending_of(WorkerGroupError("1 failed", {0: unsaved}), LINES, 100.0).cause == STORAGE
+    assert ending_of(WorkerGroupError("1 failed", {0: unsaved}), LINES[-1], 100.0).cause == STORAGE
     taken = RayActorError(error_msg="its node was taken away", preempted=True)
     broken = RuntimeError("Connection closed by peer")
-    assert ending_of(WorkerGroupError("2 failed", {0: broken, 1: taken}), LINES, 100.0) == Ending(
-        PREEMPTION, "rank 1: its node was taken away", 7, True
-    )
-    assert ending_of(WorkerGroupError("1 failed", {0: broken}), LINES, 100.0) == Ending(
+    assert ending_of(
+        WorkerGroupError("2 failed", {0: broken, 1: taken}), LINES[-1], 100.0
+    ) == Ending(PREEMPTION, "rank 1: its node was taken away", 7, True)
+    assert ending_of(WorkerGroupError("1 failed", {0: broken}), LINES[-1], 100.0) == Ending(
         FAILURE, "rank 0: Connection closed by peer", 7, True
     )
-    assert ending_of(RayActorError(error_msg="the controller died"), [], 1.0).kind == FAILURE
+    assert ending_of(RayActorError(error_msg="the controller died"), None, 1.0).kind == FAILURE
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_a_fault_of_a_machine_is_final_and_its_own_reason(cause: Exception) -> N
     except Exception as error:
         handed_on = UserExceptionWithTraceback(error, traceback.format_exc())
     broken = RuntimeError("Connection closed by peer")
-    said = ending_of(WorkerGroupError("2 failed", {0: broken, 1: handed_on}), LINES, 100.0)
+    said = ending_of(WorkerGroupError("2 failed", {0: broken, 1: handed_on}), LINES[-1], 100.0)
     assert said.final and said.kind == FAILURE and said.reason.startswith("rank 1: ")
     assert str(cause).rstrip(".") in said.reason
-    assert not ending_of(WorkerGroupError("1 failed", {0: broken}), LINES, 100.0).final
+    assert not ending_of(WorkerGroupError("1 failed", {0: broken}), LINES[-1], 100.0).final
 
 
 @given(st.floats(1e-3, 60.0), st.floats(1e3, 1e8))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rayapp.observe.columns import Columns
 from rayapp.planner.calibration import STEPS, Calibration, calibrate, rest_s
 
 
@@ -19,16 +20,18 @@ def test_saves_evaluations_and_the_first_step_do_not_count() -> None:
     lines += [line(step, 2.0) for step in range(2, 8)]
     lines += [line(8, 5.0, checkpoint_stall_s=3.0), line(9, 12.0, eval_s=10.0)]
     lines += [line(10, 2.0), line(11, 2.0)]
-    found = calibrate(lines)
+    found = calibrate(Columns.of(lines))
     assert found == Calibration(2.0, last=11, workers=2)
-    assert rest_s(lines, found) is None
+    assert rest_s(Columns.of(lines), found) is None
     lines += [line(12, 2.5), line(13, 6.5, eval_s=3.0)]
-    assert calibrate(lines) == found and rest_s(lines, found) == pytest.approx(3.0)
+    assert calibrate(Columns.of(lines)) == found and rest_s(
+        Columns.of(lines), found
+    ) == pytest.approx(3.0)
 
 
 def test_one_slow_step_does_not_change_it() -> None:
     lines = [line(step, 50.0 if step == 5 else 1.0) for step in range(1, 30)]
-    found = calibrate(lines)
+    found = calibrate(Columns.of(lines))
     assert found is not None and found.step_s == 1.0
 
 
@@ -37,15 +40,15 @@ def test_other_workers_are_calibrated_anew_and_restarts_are_left_out() -> None:
     lines += [
         line(step, 9.0 if step == 21 else 3.0, workers=1, attempt=2) for step in range(21, 31)
     ]
-    assert calibrate(lines) is None, "nine steps of one worker"
+    assert calibrate(Columns.of(lines)) is None, "nine steps of one worker"
     lines += [line(31, 3.0, workers=1, attempt=2), line(32, 8.0, workers=1, attempt=3)]
-    found = calibrate(lines)
+    found = calibrate(Columns.of(lines))
     assert found == Calibration(3.0, last=31, workers=1)
-    assert rest_s(lines, found) is None, "only the first step of an attempt came after"
+    assert rest_s(Columns.of(lines), found) is None, "only the first step of an attempt came after"
     lines += [line(33, 3.3, workers=1, attempt=3)]
-    assert rest_s(lines, found) == pytest.approx(3.3)
+    assert rest_s(Columns.of(lines), found) == pytest.approx(3.3)
 
 
 def test_before_there_are_enough() -> None:
-    assert calibrate([]) is None
-    assert calibrate([line(step, 1.0) for step in range(1, STEPS + 1)]) is None
+    assert calibrate(Columns()) is None
+    assert calibrate(Columns.of(line(step, 1.0) for step in range(1, STEPS + 1))) is None

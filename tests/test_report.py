@@ -28,7 +28,8 @@ from run_folders import HOSTILE, RunFolder, eventful
 from rayapp import report
 from rayapp.__main__ import main
 from rayapp.config import load
-from rayapp.observe import metrics
+from rayapp.observe import columns, metrics, segments
+from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import account, read_events
 from rayapp.observe.metrics import ImageRecord, MetricsLog
 from rayapp.observe.run_folder import METRICS, REPORT
@@ -118,7 +119,7 @@ def test_the_page_holds_what_the_run_recorded(
 
 def test_headline_and_goodput_are_those_of_the_account(storage: Storage) -> None:
     run = eventful(storage, steps=200).run
-    sums = account(read_events(run), metrics.read(run))
+    sums = account(read_events(run), Columns.read(run))
     page = page_of(run)
     text = page.texts["body"][0]
     assert f"${sums.cost_usd:.2f}" in text and sums.lost_steps == 25
@@ -403,18 +404,19 @@ def test_steps_are_read_block_by_block(
     run = RunFolder(storage, steps=50)
     run.train(30)
     run.train(20, loss=math.nan)
-    monkeypatch.setattr(curves, "BLOCK_BYTES", 5_000)  # some 7 lines
+    monkeypatch.setattr(segments, "BLOCK_BYTES", 5_000)  # some 7 lines
+    monkeypatch.setattr(columns, "FEW_BYTES", 0)
     whole = run.run.read(METRICS)
     damaged = whole.replace(b'{"step": 20,', b'{"step" 20,')
     for data, missing in ((whole, []), (damaged, [20]), (whole + b'{"step": 51, "lo', [])):
         run.run.write(METRICS, data)
-        columns = curves.columns_of(curves.read_steps(run.run))
+        found = Columns.read(run.run, curves.NAMES).columns()
         lines = metrics.read(run.run)
         assert [line["step"] for line in lines] == [s for s in range(1, 51) if s not in missing]
-        for name, column in columns.items():
+        for name, column in found.items():
             wanted = np.array([line.get(name, math.nan) for line in lines], np.float64)
             np.testing.assert_array_equal(column, wanted, err_msg=name)
-    assert "a line is not readable" in caplog.text
+    assert "line 20 is not readable" in caplog.text
 
 
 COLUMNS = st.lists(

@@ -4,15 +4,23 @@
     for batch in steps(ray.train.get_dataset_shard("train"), order.micro_batch): ...
 
 When a group of workers starts, Ray calls `first_step`, then `ExactOrder.configure` with the size of
-the group. The pipeline has one block per (chunk of steps, rank), in that order. With
-`preserve_order` and blocks of equal size, `streaming_split(equal=True)` deals them out in turn, so
-rank r gets exactly its part of every step. A resume starts reading at the step where it resumes.
+the group. The stream has one block per (chunk of steps, rank), in that order. With `preserve_order`
+and blocks of equal size, `streaming_split(equal=True)` deals them out in turn, so rank r gets
+exactly its part of every step. A resume starts reading at the step where it resumes.
+
+Ray Data plans a data set as a whole, so a long run is cut into windows. Two data sets take turns:
+each execution of one is a window, and while its last chunks are used the other starts the next.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 import ray.train
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
 from rayapp.data.prepared import Prepared
@@ -27,47 +36,137 @@ from rayapp.data.rows import StepRows, step_rows
 from rayapp.order import EMPTY, Order
 
 CHUNK_BYTES = 4 * 2**20
-MAX_CHUNKS = 10_000
+WINDOW_BLOCKS = 2_048  # a planned block costs Ray Data 0.8 ms at the start, and 5 KiB
+LEAST_CHUNKS = 8  # of a window
 MAX_STEPS_PER_CHUNK = 32
 LEAST_TASKS = 2
+PAUSE_S = 0.01
+Arrays = dict[str, np.ndarray[Any, Any]]
+Fields = Mapping[str, tuple[tuple[int, ...], Any]]  # of a row: shape and dtype
 FIELDS = ("input_ids", "labels", "segments", "target_bytes", "positions", "rows")
+
+
+@dataclass
+class Shard:
+    """One rank's part of a stream."""
+
+    lanes: list[ray.data.DataIterator]
+    """Window w is execution w // n of lane w % n, for n lanes."""
+    windows: int
+    chunks: int
+    """Of a window; the last one may have fewer."""
+
+    def blocks(self) -> Iterator[Arrays]:
+        """Yield the blocks; open the next window when three quarters of one are taken.
+
+        All ranks must iterate together: Ray Data starts a window when all have opened it.
+        """
+        blocks = self._open(0)
+        for window in range(self.windows):
+            following: Future[Iterator[Arrays]] | None = None
+            for number, block in enumerate(blocks):
+                if window + 1 < self.windows and number == self.chunks * 3 // 4:
+                    following = _beside(partial(self._open, window + 1))
+                yield block
+            if following is not None:
+                blocks = following.result()
+
+    def _open(self, window: int) -> Iterator[Arrays]:
+        """Start a window and wait for its first block, after which Ray Data reads ahead."""
+        lane: Any = self.lanes[window % len(self.lanes)]  # the stubs want a batch size
+        blocks = iter(lane.iter_batches(batch_size=None, prefetch_batches=2))
+        return itertools.chain([next(blocks)], blocks)
+
+
+def _beside(work: Callable[[], Iterator[Arrays]]) -> Future[Iterator[Arrays]]:
+    """Do `work` in a thread of its own, which keeps no process from ending."""
+    done: Future[Iterator[Arrays]] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="next-window", daemon=True).start()
+    return done
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The rest of a run for a number of workers."""
+
+    world: int
+    lanes: list[ray.data.Dataset]
+    """One if a single window holds the run, else two."""
+    windows: int
+    chunks: int
+    """Of a window; the last one may have fewer."""
+
+    def split(self) -> list[Shard]:
+        """Return each rank's part."""
+        lanes = [lane.streaming_split(self.world, equal=True) for lane in self.lanes]
+        return [Shard(list(each), self.windows, self.chunks) for each in zip(*lanes, strict=True)]
 
 
 class ExactOrder(ray.train.DataConfig):
     """Gives each rank its rows of every step, from the first step (`datasets["train"]`) onwards."""
 
-    def __init__(self, open_stream: Callable[[int, int], ray.data.Dataset]) -> None:
+    def __init__(self, open_stream: Callable[[int, int], Stream]) -> None:
         """`open_stream(first_step, world)` returns the stream for a number of workers."""
         super().__init__(enable_shard_locality=False)
         self.open_stream = open_stream
 
-    def configure(
-        self, datasets: Any, world_size: int, *args: Any, **kwargs: Any
-    ) -> list[dict[str, Any]]:
-        """Build the pipeline of a group of workers; Ray calls it."""
+    def configure(self, datasets: Any, world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return {name: Shard} of each rank; Ray calls it."""
         ((name, first_step),) = datasets.items()
-        splits = self.open_stream(first_step, world_size).streaming_split(world_size, equal=True)
-        return [{name: split} for split in splits]
+        return [{name: shard} for shard in self.open_stream(first_step, world_size).split()]
 
 
 class Numbers(ray.data.Datasource):
-    """The numbers 0 to count - 1, each in a block of its own.
+    """The numbers of a lane's blocks, each in a block of its own; one window in each execution.
 
-    `ray.data.range` does the same, but each of its tasks reserves a CPU.
+    `ray.data.range` would reserve a CPU for each of its tasks.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, size: int, lane: int, lanes: int) -> None:
+        """Of `count` numbers, windows of `size` go to the lanes in turn."""
         super().__init__()
-        self.count = count
+        self.count, self.size, self.lane, self.lanes = count, size, lane, lanes
 
     def estimate_inmemory_data_size(self) -> int:
         """Return the bytes of all blocks; Ray Data calls it."""
-        return 8 * self.count
+        return 8 * self.size
 
-    def get_read_tasks(self, *args: Any, **kwargs: Any) -> list[ray.data.ReadTask]:
-        """Return one read task per block; Ray Data calls it."""
+    def get_read_tasks(
+        self,
+        parallelism: int,
+        per_task_row_limit: int | None = None,
+        data_context: ray.data.DataContext | None = None,
+    ) -> list[ray.data.ReadTask]:
+        """Return one read task per block; Ray Data calls it.
+
+        It calls it once more without a context, for the number of tasks that it was told.
+        """
         one = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
-        return [ray.data.ReadTask(partial(_numbered, i), one) for i in range(self.count)]
+        # How often the data set has been executed; by it Ray's own sources shuffle anew.
+        done = 0 if data_context is None else data_context._execution_idx
+        first = (done * self.lanes + self.lane) * self.size
+        window = range(first, min(first + self.size, self.count))
+        if data_context is None:
+            window = range(parallelism)
+        return [ray.data.ReadTask(partial(_numbered, number), one) for number in window]
+
+
+class Paced(ExecutionCallback):
+    """Lets Ray Data look for finished tasks 100 times a second, at most.
+
+    While enough blocks are ready, which is most of a run, its executor would look all the time.
+    """
+
+    def on_execution_step(self, executor: Any) -> None:
+        """Wait; Ray Data calls it after each look."""
+        time.sleep(PAUSE_S)
 
 
 def _numbered(number: int) -> list[pa.Table]:
@@ -79,10 +178,6 @@ def spare_cpus(world: int) -> int:
     return max(LEAST_TASKS, int(ray.cluster_resources().get("CPU", 0)) - world)
 
 
-Arrays = dict[str, np.ndarray[Any, Any]]
-Fields = Mapping[str, tuple[tuple[int, ...], Any]]  # of a row: shape and dtype
-
-
 def blocks(
     order: Order,
     first_step: int,
@@ -92,18 +187,18 @@ def blocks(
     fill: Callable[[int, int, Arrays], None],
     concurrency: int | None = None,
     block_bytes: int = CHUNK_BYTES,
-) -> ray.data.Dataset:
-    """Return the rest of a run as a Dataset of equal blocks, one per (chunk of steps, rank).
+) -> Stream:
+    """Return the rest of a run as equal blocks, one per (chunk of steps, rank).
 
     `fill(step, rank, columns)` writes a rank's rows of a step into `columns`, slices [m * b, ...]
-    of the block that are zero. A block has at least one step, and aims at `block_bytes` at most.
+    of the block that are zero. A block has as many steps as fit `block_bytes`, at least one.
 
     At most `concurrency` tasks run at once, by default one per CPU without a worker. They reserve
     no CPU in Ray: the workers of runs that share a cluster may hold every CPU, and would then wait
     for tasks that wait for a CPU.
     """
     rank_rows = order.num_micro_batches(world) * order.micro_batch
-    per_chunk = steps_per_chunk(order, first_step, world, row_bytes, block_bytes)
+    per_chunk = steps_per_chunk(order, world, row_bytes, block_bytes)
     chunks = max(1, math.ceil((order.num_steps - first_step) / per_chunk))
 
     def read(block: Arrays) -> Arrays:
@@ -120,26 +215,35 @@ def blocks(
             fill(step, rank, {name: made[name][part] for name in fields})
         return made
 
-    count = chunks * world
+    in_window = min(chunks, max(LEAST_CHUNKS, WINDOW_BLOCKS // world))
+    windows = math.ceil(chunks / in_window)
+    lanes = []
+    for lane in range(min(2, windows)):
+        numbers = Numbers(chunks * world, in_window * world, lane, min(2, windows))
+        lanes.append(_lane(numbers, read, concurrency or spare_cpus(world)))
+    return Stream(world, lanes, windows, in_window)
+
+
+def _lane(numbers: Numbers, read: Callable[[Arrays], Arrays], concurrency: int) -> ray.data.Dataset:
     # The same for both operators, so that Ray Data fuses them into one task.
-    tasks: dict[str, object] = {
-        "num_cpus": 0,
-        "compute": ray.data.TaskPoolStrategy(size=concurrency or spare_cpus(world)),
-    }
-    numbers = ray.data.read_datasource(Numbers(count), override_num_blocks=count, **tasks)
-    dataset = numbers.map_batches(read, batch_size=None, **tasks)
+    compute = ray.data.TaskPoolStrategy(size=concurrency)
+    tasks: dict[str, object] = {"num_cpus": 0, "compute": compute}
+    # Fewer tasks than that, in the last window, are no reason to split their blocks.
+    dataset = ray.data.read_datasource(numbers, override_num_blocks=numbers.size, **tasks)
+    dataset = dataset.map_batches(read, batch_size=None, **tasks)
     dataset.context.execution_options.preserve_order = True
     dataset.context.target_max_block_size = None  # a split block would go to two ranks
     dataset.context.enable_progress_bars = False
+    dataset.context.custom_execution_callback_classes = [Paced]
     return dataset
 
 
 def parts(
-    shard: Any, names: Iterable[str], micro_batch: int, num_micro_batches: int
+    shard: Shard, names: Iterable[str], micro_batch: int, num_micro_batches: int
 ) -> Iterator[tuple[int, Arrays]]:
-    """Yield (step, columns as [m, b, ...]) of a rank's steps from its shard of the blocks."""
+    """Yield (step, columns as [m, b, ...]) of a rank's steps from its part of the stream."""
     size = micro_batch * num_micro_batches
-    for block in shard.iter_batches(batch_size=None, prefetch_batches=2):
+    for block in shard.blocks():
         for start in range(0, len(block["step"]), size):
             part = slice(start, start + size)
             step = int(block["step"][start])
@@ -153,12 +257,11 @@ def parts(
 
 
 def steps_per_chunk(
-    order: Order, first_step: int, world: int, row_bytes: int, block_bytes: int = CHUNK_BYTES
+    order: Order, world: int, row_bytes: int, block_bytes: int = CHUNK_BYTES
 ) -> int:
-    """Return steps per block: as many as fit `block_bytes`, more beyond MAX_CHUNKS blocks."""
+    """Return the steps of a block: as many as fit `block_bytes`, from 1 to MAX_STEPS_PER_CHUNK."""
     step_bytes = row_bytes * order.micro_batch * order.num_micro_batches(world)
-    least = math.ceil((order.num_steps - first_step) * world / MAX_CHUNKS)
-    return max(1, least, min(MAX_STEPS_PER_CHUNK, block_bytes // step_bytes))
+    return max(1, min(MAX_STEPS_PER_CHUNK, block_bytes // step_bytes))
 
 
 # ---- Rows of tokens ----------------------------------------------------------------------------
@@ -170,8 +273,8 @@ def stream(
     first_step: int,
     world: int,
     concurrency: int | None = None,
-) -> ray.data.Dataset:
-    """Return the rest of the run from `first_step` as a Dataset for `world` workers."""
+) -> Stream:
+    """Return the rest of the run from `first_step` on, for `world` workers."""
     rows = prepared.rows("train")
 
     def fill(step: int, rank: int, columns: Arrays) -> None:
@@ -183,8 +286,8 @@ def stream(
     return blocks(order, first_step, world, row_bytes, fields, fill, concurrency)
 
 
-def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[StepRows]:
-    """Yield this rank's steps from its shard of the stream."""
+def steps(shard: Shard, micro_batch: int, num_micro_batches: int) -> Iterator[StepRows]:
+    """Yield this rank's steps from its part of the stream."""
     for step, arrays in parts(shard, FIELDS, micro_batch, num_micro_batches):
         yield StepRows(step, **arrays)
 

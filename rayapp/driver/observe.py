@@ -7,7 +7,7 @@
 One thread of the driver reads metrics.jsonl as it grows; one thread per tracker sends the lines, so
 that a server that hangs delays no other. None of this delays or ends the training. Lines that a
 tracker refuses are sent again later; lines that are still unsent CLOSE_S seconds after the end are
-given up, and the log says so.
+given up, and the log says so. No line is kept here: what a tracker lacks is read again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
-from rayapp.observe import goodput, metrics, trackers
+import numpy as np
+
+from rayapp.observe import goodput, trackers
+from rayapp.observe.columns import Follower
 from rayapp.observe.gauges import Driver, Pace
 from rayapp.observe.records import MetricsLine, Sample, Summary
 from rayapp.observe.run_folder import FAILED
@@ -33,27 +38,30 @@ RETRY_S = 5.0
 CLOSE_S = 30.0  # to send what is left when the command ends
 PART = 500  # lines in one request
 
+LinesOf: TypeAlias = Callable[[int, int], list[MetricsLine]]
+
 logger = logging.getLogger("rayapp.observe")
 
 
 class TrackerFeed:
     """A tracker and how many lines it has; a thread opens the tracker, feeds it and closes it."""
 
-    def __init__(self, name: str, run: Storage, spec: AnySpec) -> None:
-        self.name, self._run, self._spec = name, run, spec
+    def __init__(self, name: str, run: Storage, spec: AnySpec, lines: LinesOf) -> None:
+        """`lines(start, stop)` returns lines of metrics.jsonl; the feed keeps none."""
+        self.name, self._run, self._spec, self._lines = name, run, spec, lines
         self._changed = threading.Condition()
-        self._lines: list[MetricsLine] = []
+        self._count = 0  # lines in metrics.jsonl
         self._done = self._valid = 0  # lines sent, and how many of them still stand
         self._ending: tuple[str, list[Sample]] | None = None
         self._tracker: trackers.Tracker | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def update(self, lines: list[MetricsLine], kept: int) -> None:
-        """Replace the lines by these; the first `kept` are the same as before."""
+    def update(self, count: int, kept: int) -> None:
+        """Say that there are `count` lines; the first `kept` are the same as before."""
         with self._changed:
             self._valid = min(self._valid, kept)
-            self._lines = lines[:]
+            self._count = count
             self._changed.notify()
 
     def close(self, status: str, samples: list[Sample], until: float) -> None:
@@ -89,24 +97,27 @@ class TrackerFeed:
             self._tracker = trackers.OPEN[self.name](self._run, self._spec.config)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._valid != self._done or len(self._lines) > self._done or self._ending
+                lambda: self._valid != self._done or self._count > self._done or self._ending
             )
-            valid = self._valid
-            if valid < self._done:
-                self._tracker.cut_back(self._lines[valid - 1]["step"] if valid else 0)
-            part = self._lines[valid : valid + PART]
-            self._done = self._valid = valid + len(part)
-        if not part:
-            if self._ending is not None:
-                self._tracker.close(*self._ending)
-            return self._ending is not None
+            valid, cut_back = self._valid, self._valid < self._done
+            stop = min(valid + PART, self._count)
+            self._done = self._valid = stop
         try:
-            self._tracker.write(part)
+            if cut_back:
+                kept = self._lines(valid - 1, valid) if valid else []
+                self._tracker.cut_back(kept[0]["step"] if kept else 0)
+            if stop > valid:
+                self._tracker.write(self._lines(valid, stop))
         except BaseException:
             with self._changed:  # some of it may have arrived: cut back to before it and resend
                 self._valid = min(self._valid, valid)
+                self._done = max(self._done, valid + 1)
             raise
-        if len(part) < PART:
+        if stop == valid:
+            if self._ending is not None:
+                self._tracker.close(*self._ending)
+            return self._ending is not None
+        if stop - valid < PART:
             with self._changed:
                 self._changed.wait_for(lambda: self._ending, TELL_S)
         return False
@@ -122,8 +133,10 @@ class Observer:
         self._driver = Driver(spec.config.run.name, self._num_steps, self._started)
         every = spec.config.checkpoint
         self._pace = Pace(every.every_s, every.every_steps)
-        self._lines = metrics.Follower(run)
-        self._told = [TrackerFeed(name, run, spec) for name in spec.config.run.trackers]
+        self._lines = Follower(run)
+        self._told = [
+            TrackerFeed(name, run, spec, self._lines.lines) for name in spec.config.run.trackers
+        ]
         self._stop = threading.Event()
         self._status = FAILED
         self._samples: list[Sample] = []
@@ -161,26 +174,26 @@ class Observer:
                 logger.warning("cannot look at the run: %s", error)
 
     def _look(self, last: bool) -> None:
-        before = len(self._lines.lines)
+        before = len(self._lines.steps)
         kept = self._lines.poll()
-        lines = self._lines.lines
-        for line in lines[kept:]:
-            self._pace.saw(line["step_s"] or 0.0)
-        if kept < before or len(lines) > kept:
+        steps = self._lines.steps
+        for step_s in np.nan_to_num(steps["step_s"][kept:]):
+            self._pace.saw(float(step_s))
+        if kept < before or len(steps) > kept:
             for told in self._told:
-                told.update(lines, kept)
+                told.update(len(steps), kept)
         began = time.monotonic()
         if began < self._account_at and not last:
             return
-        sums = goodput.account(goodput.read_events(self._run), lines, now=time.time())
+        sums = goodput.account(goodput.read_events(self._run), steps, now=time.time())
         self._driver.set(
             sums,
-            lines[-1]["time"] if lines else None,
+            steps.last["time"] if steps.last else None,
             (newest.step, newest.at_s) if (newest := newest_committed(self._run)) else None,
             checkpoint_every_s=self._pace.checkpoint_every_s(),
             planned_step_s=self._planned_step_s,
-            calibrated_step_s=found.step_s if (found := calibrate(lines)) else None,
-            cost_at_end_usd=cost_at_end_usd(sums, left_s(lines, self._num_steps)),
+            calibrated_step_s=found.step_s if (found := calibrate(steps)) else None,
+            cost_at_end_usd=cost_at_end_usd(sums, left_s(steps, self._num_steps)),
         )
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)

@@ -141,14 +141,14 @@ class _Supervisor:
             stale = self._watch(attempt)
             ended = attempt.outcome()
             self.command.lease.wait_until_fresh(self.bar.note)
-            lines = self.patiently(self.journal.catch_up)
+            last = self.patiently(self.journal.catch_up)
             if isinstance(ended, dict) and ended["status"] != MOVED:
                 if self.validator is not None:
                     self.validator.close()
                 group_s = ended.pop("entered") - began
                 return ended | {"group_s": group_s}
             self.command.check()  # a run that was asked to stop is not started again
-            ending = ending_of(ended, lines, began)
+            ending = ending_of(ended, last, began)
             if stale:
                 ending = replace(ending, kind=FAILURE, cause=STORAGE, final=False, reason=stale)
             self._prepare_next(ending, ended, count)

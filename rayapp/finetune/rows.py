@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayapp.train.spec import LanguageSpec
 
 if TYPE_CHECKING:
-    import ray.data
-
     from rayapp.data.rows import StepRows
+    from rayapp.data.stream import Shard, Stream
 
 
-def stream(spec: LanguageSpec, first_step: int, world: int) -> ray.data.Dataset:
+def stream(spec: LanguageSpec, first_step: int, world: int) -> Stream:
     """Return the rows from `first_step` on, for `world` workers."""
     from rayapp.data import stream
 
     return stream.stream(spec.data, spec.order, first_step, world, spec.config.data.workers)
 
 
-def steps(spec: LanguageSpec, shard: Any, world: int) -> Iterator[StepRows]:
-    """Yield a rank's batch of each step from its shard of the stream."""
+def steps(spec: LanguageSpec, shard: Shard, world: int) -> Iterator[StepRows]:
+    """Yield a rank's batch of each step from its part of the stream."""
     from rayapp.data import stream
 
     return stream.steps(shard, spec.order.micro_batch, spec.order.num_micro_batches(world))

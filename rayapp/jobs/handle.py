@@ -21,7 +21,7 @@ from rayapp.jobs.remote import RemoteJob, find_named
 from rayapp.jobs.results import Result, config_of, own_config_of, result_of
 from rayapp.jobs.submission import Again, changed, send, shipment_again
 from rayapp.observe import metrics
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
     DONE,
     EXIT_CODES,
@@ -44,6 +44,8 @@ POLL_S = 2.0
 SILENCE_S = 60.0  # `wait` takes a cluster that has not answered for this long to be gone
 QUIET_S = LEASE_RENEWED_S + 5.0  # age of a lease from which the cluster is asked too
 STOPPED_EARLY = "its job was stopped before it had saved. Resume it: it continues where it was"
+
+CURVES = ("loss", "eval_loss", "tokens_per_s", "images_per_s", "peak_gib")  # of a page
 
 logger = logging.getLogger("rayapp.jobs")
 
@@ -111,7 +113,7 @@ class Job:
         self._remote = RemoteJob(self.run, address, submission_id)
         self._sent: tuple[RunConfig, SubmitOptions] | None = None
         """What this process has sent itself."""
-        self._followed = metrics.Follower(self.run)
+        self._followed = Follower(self.run, (*ACCOUNTED, *CURVES))
 
     @classmethod
     def send(
@@ -144,7 +146,7 @@ class Job:
             NoRun: it has not begun to write.
         """
         self._followed.poll()
-        return read(self.run, self._followed.lines)
+        return read(self.run, self._followed.steps)
 
     def status(self) -> str:
         """Return the run's status.
@@ -154,8 +156,8 @@ class Job:
         """
         return self.snapshot()[0]
 
-    def snapshot(self) -> tuple[str, Progress | None, list[MetricsLine]]:
-        """Return the status, the progress if there is any, and the lines of metrics.jsonl.
+    def snapshot(self) -> tuple[str, Progress | None, Columns]:
+        """Return the status, the progress if there is any, and the steps of metrics.jsonl.
 
         Raises:
             NoRun: neither the folder nor a cluster knows of a run.
@@ -171,7 +173,7 @@ class Job:
         if now is not None and status != now.status and status in (STOPPED, LOST):
             reason = STOPPED_EARLY if status == STOPPED else VANISHED
             now = replace(now, status=status, reason=reason, left_s=None)
-        return status, now, self._followed.lines
+        return status, now, self._followed.steps
 
     def _now(self) -> Progress | None:
         try:
@@ -215,8 +217,7 @@ class Job:
         """Return metrics.jsonl as a DataFrame, one row per step."""
         import pandas
 
-        self._followed.poll()
-        return pandas.DataFrame(self._followed.lines)
+        return pandas.DataFrame(metrics.read(self.run))
 
     def logs(self) -> str:
         """Return the driver's output, as long as the cluster keeps it."""

@@ -8,8 +8,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rayapp.config.fields import unit_of
-from rayapp.observe.records import MetricsLine, figure
+from rayapp.observe.columns import Columns
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress, figures, share_of_waiting
 
@@ -96,16 +98,16 @@ def show_on(job: Job, every_s: float) -> threading.Thread:
 
 def _drawn(job: Job) -> tuple[str, str]:
     """Return the run's status now, and its view as HTML."""
-    status, now, lines = job.snapshot()
+    status, now, steps = job.snapshot()
     reason = job.reason() if status in EXIT_CODES else None
-    return status, render(job.name, status, now, lines, reason)
+    return status, render(job.name, status, now, steps, reason)
 
 
 def render(
     name: str,
     status: str,
     now: Progress | None,
-    lines: list[MetricsLine],
+    steps: Columns,
     reason: str | None = None,
 ) -> str:
     """Return the view of a snapshot as HTML."""
@@ -124,16 +126,16 @@ def render(
         parts.append(f"<div class='tiles'>{tiles}</div>")
         parts.append(_goodput(now))
         reason = reason or now.reason
-    if lines:
-        unit = unit_of(lines[-1])
+    if steps.last is not None:
+        unit = unit_of(steps.last)
         curves = {
             f"loss ({unit.loss})": [("loss", "#0072b2"), ("eval_loss", "#d55e00")],
             f"{unit.many}/s": [(unit.per_s, "#009e73")],
             "memory (GiB)": [("peak_gib", "#cc79a7")],
         }
-        drawn = "".join(_curve(label, lines, series) for label, series in curves.items())
+        drawn = "".join(_curve(label, steps, series) for label, series in curves.items())
         parts.append(f"<div class='curves'>{drawn}</div>")
-        parts.append(f"<small>{html.escape(share_of_waiting(lines))}</small>")
+        parts.append(f"<small>{html.escape(share_of_waiting(steps))}</small>")
     if reason:
         parts.append(f"<pre>{html.escape(reason)}</pre>")
     return "".join(parts) + "</div>"
@@ -150,24 +152,21 @@ def _goodput(now: Progress) -> str:
     return f"<div class='bar'>{blocks}</div><small>time: {html.escape(words)}</small>"
 
 
-def _curve(label: str, lines: list[MetricsLine], series: list[tuple[str, str]]) -> str:
+def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
     """Return an SVG of fields of metrics.jsonl over steps; its label has the least and greatest."""
-    known = {
-        name: [(line["step"], y) for line in lines if (y := figure(line, name)) is not None]
-        for name, _ in series
-    }
-    values = [value for points in known.values() for _, value in points]
+    known = {name: points(steps, name) for name, _ in series}
+    values = [value for places in known.values() for _, value in places]
     if not values:
         return ""
     low, high, label = min(values), max(values), html.escape(label)
-    first, last = lines[0]["step"], lines[-1]["step"]
+    first, last = (steps["step"][end] for end in (0, -1))
     across = (WIDTH - 10) / max(1, last - first)
     up = (HEIGHT - 30) / ((high - low) or 1.0)
 
-    def path(points: list[tuple[int, float]]) -> str:
+    def path(found: list[tuple[int, float]]) -> str:
         places = (
             f"{5 + (step - first) * across:.1f},{HEIGHT - 8 - (value - low) * up:.1f}"
-            for step, value in thin(points, POINTS)
+            for step, value in thin(found, POINTS)
         )
         return " ".join(places)
 
@@ -185,9 +184,16 @@ def _curve(label: str, lines: list[MetricsLine], series: list[tuple[str, str]]) 
     )
 
 
-def _dot(points: list[tuple[int, float]], color: str, path: Any) -> str:
-    x, _, y = path(points).partition(",")
+def _dot(found: list[tuple[int, float]], color: str, path: Any) -> str:
+    x, _, y = path(found).partition(",")
     return f"<circle cx='{x}' cy='{y}' r='2.5' fill='{color}'/>"
+
+
+def points(steps: Columns, name: str) -> list[tuple[int, float]]:
+    """Return (step, value) where the value is known."""
+    values = steps[name]
+    known = ~np.isnan(values)
+    return list(zip(steps["step"][known].astype(int).tolist(), values[known].tolist(), strict=True))
 
 
 def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rayapp.jobs.page import thin
-from rayapp.observe.records import MetricsLine
+from rayapp.jobs.page import points, thin
+from rayapp.observe.columns import Columns
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress, figures, share_of_waiting
 
@@ -28,8 +28,8 @@ def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
     try:
         with Live(console=console, auto_refresh=False, transient=False) as live:
             while True:
-                status, now, lines = job.snapshot()
-                live.update(render(job.name, status, now, lines), refresh=True)
+                status, now, steps = job.snapshot()
+                live.update(render(job.name, status, now, steps), refresh=True)
                 if status in EXIT_CODES:
                     break
                 time.sleep(every_s)
@@ -41,7 +41,7 @@ def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
         raise
 
 
-def render(name: str, status: str, now: Progress | None, lines: list[MetricsLine]) -> Group:
+def render(name: str, status: str, now: Progress | None, steps: Columns) -> Group:
     """Return the view of a snapshot."""
     parts: list[Any] = [Text.assemble((name, "bold"), f"  {status}")]
     if now is not None:
@@ -58,10 +58,10 @@ def render(name: str, status: str, now: Progress | None, lines: list[MetricsLine
         parts.append(table)
         if now.reason:
             parts.append(Text(now.reason))
-    if lines:
-        losses = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
+    if len(steps):
+        losses = points(steps, "loss")
         parts.append(Text(f"loss {spark([value for _, value in thin(losses, COLUMNS)])}"))
-        parts.append(Text(share_of_waiting(lines), style="dim"))
+        parts.append(Text(share_of_waiting(steps), style="dim"))
     return Group(*parts)
 
 

@@ -49,7 +49,7 @@ class Ending:
     """FAILURE, PREEMPTION, RESIZE, NO_ROOM or AGAIN."""
     reason: str
     step: int
-    """Steps done when it ended, whether a checkpoint holds them or not."""
+    """Columns done when it ended, whether a checkpoint holds them or not."""
     trained: bool
     """Whether the attempt has done a step; if so, it ended in the step after `step`."""
     final: bool = False
@@ -58,17 +58,17 @@ class Ending:
     """Of a failure: STEP, START, NODE, NETWORK or STORAGE."""
 
 
-def ending_of(ended: Summary | Exception, lines: list[MetricsLine], began: float) -> Ending:
+def ending_of(ended: Summary | Exception, last: MetricsLine | None, began: float) -> Ending:
     """Classify how an attempt ended.
 
     `ended` is rank 0's summary if the workers left (status `moved`), else the error of the attempt.
-    `lines` are those of metrics.jsonl; `began` is the Unix time at which the attempt began.
+    `last` is the last line of metrics.jsonl; `began` is the Unix time at which the attempt began.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    step = lines[-1]["step"] if lines else 0
-    trained = bool(lines) and lines[-1]["time"] >= began
+    step = last["step"] if last else 0
+    trained = last is not None and last["time"] >= began
     if isinstance(ended, dict):
         kind = PREEMPTION if ended["notice"] else AGAIN if ended.get("again") else RESIZE
         return Ending(kind, ended["reason"], step, trained)

@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+
 from rayapp import hardware
 from rayapp.config import RunConfig
-from rayapp.observe import metrics
+from rayapp.observe.columns import Follower
 from rayapp.observe.ending import Ending
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
 from rayapp.observe.records import EventFields, MetricsLine
@@ -28,14 +30,20 @@ class Journal:
 
     def __init__(self, run: Storage) -> None:
         self.run, self.events = run, read_events(run)
-        self._lines = metrics.read(run)
-        self._kept = {(line["attempt"], line["step"]) for line in self._lines}
-        self._followed = max((attempt for attempt, _ in self._kept), default=0)
+        self._lines = Follower(run, ("step", "attempt", "step_s", "time"))
+        self._lines.poll()
+        self._followed = self._attempt()
+        self._lost_steps, self._lost_s = 0, 0.0  # not in an event yet
+
+    def _attempt(self) -> int:
+        last = self._lines.steps.last
+        return last["attempt"] if last else 0
 
     @contextmanager
     def command(self, config: RunConfig, began: float) -> Iterator[None]:
         """Record the start of a command, and its end if the block raises."""
-        seen_until = self._lines[-1]["time"] if self._lines else None
+        last = self._lines.steps.last
+        seen_until = last["time"] if last else None
         self.add(
             STARTED,
             {
@@ -65,36 +73,38 @@ class Journal:
             except OSError as error:  # the next line is another chance
                 logger.warning("cannot read %s: %s", METRICS, error)
 
-    def catch_up(self) -> list[MetricsLine]:
-        """Read metrics.jsonl, record a `resumed` event if a new attempt has done a step, and return
-        the lines.
+    def catch_up(self) -> MetricsLine | None:
+        """Read the new lines of metrics.jsonl, record a `resumed` event if a new attempt has done a
+        step, and return the last line.
 
-        Steps that were there before and are not any more count as lost.
+        Columns that were there before and are not any more count as lost.
         """
-        lines = metrics.read(self.run)
-        kept = {(line["attempt"], line["step"]) for line in lines}
-        fresh = [line for line in lines if line["attempt"] > self._followed]
-        if fresh:
-            lost = [line for line in self._lines if (line["attempt"], line["step"]) not in kept]
-            first = fresh[0]
-            self._followed = lines[-1]["attempt"]
+        before = self._lines.steps
+        known = len(before)
+        lost_s = before["step_s"][self._lines.poll() : known]
+        self._lost_steps += len(lost_s)
+        self._lost_s += float(np.nansum(lost_s))
+        steps = self._lines.steps
+        if self._attempt() > self._followed:
+            first = int(np.argmax(steps["attempt"] > self._followed))
+            self._followed = self._attempt()
             self.add(
                 RESUMED,
                 {
-                    "attempt": first["attempt"],
-                    "step": first["step"] - 1,
-                    "first_step_s": first["step_s"],
-                    "lost_steps": len(lost),
-                    "lost_s": sum(line["step_s"] for line in lost),
+                    "attempt": int(steps["attempt"][first]),
+                    "step": int(steps["step"][first]) - 1,
+                    "first_step_s": float(steps["step_s"][first]),
+                    "lost_steps": self._lost_steps,
+                    "lost_s": self._lost_s,
                 },
-                first["time"],
+                float(steps["time"][first]),
             )
-        self._lines = lines
-        return lines
+            self._lost_steps, self._lost_s = 0, 0.0
+        return steps.last
 
     def interrupted(self, ending: Ending, workers: int) -> None:
         """Record that an attempt has ended early."""
-        lines = self.catch_up()
+        last = self.catch_up()
         self.add(
             INTERRUPTED,
             {
@@ -102,7 +112,7 @@ class Journal:
                 "reason": ending.reason,
                 "step": ending.step,
                 "workers": workers,
-                "trained_until": lines[-1]["time"] if lines else None,
+                "trained_until": last["time"] if last else None,
             },
         )
 

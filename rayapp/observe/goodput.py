@@ -1,6 +1,6 @@
 """Account for a run's time and cost over all its commands, from events.jsonl and metrics.jsonl.
 
-    account = account(read_events(run), metrics.read(run), now=time.time())
+    account = account(read_events(run), Columns.read(run), now=time.time())
     account.goodput["step"], account.cost_usd
 
 The driver writes events.jsonl, one JSON object a line, each with `event` and `time` (Unix seconds):
@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from rayapp.config import ConfigError
-from rayapp.observe.records import Event, Interruption, MetricsLine, figure
+from rayapp.observe.columns import Array, Columns
+from rayapp.observe.records import Event, Interruption
 from rayapp.observe.run_folder import EVENTS
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ class Account:
     usd_per_hour: float | None
     """Of all machines at the last event that has a price; None if not known."""
     lost_steps: int
-    """Steps that were done and then lost, as no checkpoint held them."""
+    """Columns that were done and then lost, as no checkpoint held them."""
     interruptions: list[Interruption]
 
 
@@ -125,20 +128,18 @@ def _is(value: Any, kind: type | UnionType) -> bool:
     return isinstance(value, kind)
 
 
-def account(
-    events: Sequence[Event], lines: Iterable[MetricsLine], now: float | None = None
-) -> Account:
+def account(events: Sequence[Event], steps: Columns, now: float | None = None) -> Account:
     """Add up a run's time, cost and interruptions.
 
-    `now` (Unix seconds) is given if the last command still runs. `lines` are the kept steps.
+    `now` (Unix seconds) is given if the last command still runs. `steps` are the kept ones.
     """
-    lines = list(lines)
+    times = steps["time"]
     seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0, "evaluation": 0.0, "export": 0.0}
     wall_s, cost_usd = 0.0, 0.0
     every = commands(events)
     for index, command in enumerate(every):
         follows = every[index + 1][0] if index + 1 < len(every) else None
-        until = _end_of(command, follows, lines, now)
+        until = _end_of(command, follows, times, now)
         wall_s += until - command[0]["time"]
         for cause, value in _idle_s(command, until).items():
             seconds[cause] += value
@@ -147,7 +148,7 @@ def account(
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
     return Account(
         wall_s,
-        goodput(lines, wall_s, seconds),
+        goodput(steps, wall_s, seconds),
         None if math.isnan(cost_usd) or not every else cost_usd,
         rates[-1] if rates else None,
         sum(event["lost_steps"] for event in events if event["event"] == RESUMED),
@@ -165,20 +166,14 @@ def commands(events: Sequence[Event]) -> list[list[Event]]:
     return found
 
 
-def goodput(
-    lines: Iterable[MetricsLine], wall_s: float, known_s: dict[str, float]
-) -> dict[str, float]:
+def goodput(steps: Columns, wall_s: float, known_s: dict[str, float]) -> dict[str, float]:
     """Return fractions of wall time by cause; they sum to 1 and none is negative.
 
     `known_s` holds seconds measured elsewhere (start, export, lost_work, recovery ...); the time
     that nothing accounts for is `other`.
     """
-    lines = list(lines)
-    seconds = {
-        cause: math.fsum(figure(line, name) or 0.0 for line in lines)
-        for cause, name in OF_A_STEP.items()
-    }
-    step_s = math.fsum(line["step_s"] or 0.0 for line in lines)
+    seconds = {cause: _sum(steps[name]) for cause, name in OF_A_STEP.items()}
+    step_s = _sum(steps["step_s"])
     seconds["step"] = step_s - math.fsum(seconds.values())
     for cause, value in known_s.items():
         seconds[cause] = seconds.get(cause, 0.0) + max(0.0, value)
@@ -187,6 +182,10 @@ def goodput(
     wall_s = max(wall_s, accounted_s, 1e-9)
     seconds["other"] = wall_s - accounted_s
     return {cause: value / wall_s for cause, value in seconds.items()}
+
+
+def _sum(values: Array) -> float:
+    return math.fsum(np.nan_to_num(values))
 
 
 def interruptions(events: Sequence[Event]) -> list[Interruption]:
@@ -214,9 +213,7 @@ def interruptions(events: Sequence[Event]) -> list[Interruption]:
     return found
 
 
-def _end_of(
-    command: list[Event], follows: Event | None, lines: list[MetricsLine], now: float | None
-) -> float:
+def _end_of(command: list[Event], follows: Event | None, times: Array, now: float | None) -> float:
     """Return the Unix time at which a command ended, or its last sign of life if it was killed.
 
     `follows` is the `started` event of the next command. If there is none and `now` is given, the
@@ -228,7 +225,8 @@ def _end_of(
     if follows is None and now is not None:
         return max(now, command[-1]["time"])
     limit = math.inf if follows is None else follows["time"]
-    signs = [line["time"] for line in lines if command[0]["time"] <= line["time"] < limit]
+    own = times[(times >= command[0]["time"]) & (times < limit)]
+    signs = [float(own.max())] if len(own) else []
     seen_until = None if follows is None else follows["seen_until"]
     if seen_until is not None and seen_until >= command[0]["time"]:
         signs.append(seen_until)

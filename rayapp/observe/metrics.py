@@ -3,10 +3,11 @@
     log = MetricsLog(storage, first_step=resumed_at)
     log.write(TokenRecord(step=1, loss=..., ...)); log.close()
 
-Rank 0 writes `metrics.jsonl` itself, not through Ray. It appends to a local file. An S3 object
-cannot be appended to, so a thread rewrites it, at most every FLUSH_S seconds (sooner only for a
-checkpoint that waits for its step) and less often as it grows; while S3 fails, training goes on and
-the lines wait. A resume drops the lines after the resumed step, so that each step is there once.
+Rank 0 writes `metrics.jsonl` itself, not through Ray. It appends to a local file. On S3 a thread
+writes new lines to segments beside the file (see rayapp.observe.segments), at most every FLUSH_S
+seconds, sooner only for a checkpoint that waits for its step; `close` makes one file of them. While
+S3 fails, training goes on and the lines wait. A resume drops the lines after the resumed step, so
+that each step is there once.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
+from rayapp.observe import segments
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
 FLUSH_S = 5.0
 STORED_S = 150.0  # longer than the storage retries a request
-TAIL_BYTES = 16 * 2**10  # several lines
-BYTES_PER_S = 2 * 2**20  # the average rate of rewriting an S3 object
 
 logger = logging.getLogger("rayapp.observe.metrics")
 
@@ -98,76 +98,48 @@ class ImageRecord(StepRecord):
 def read(storage: Storage) -> list[MetricsLine]:
     """Return the lines of a run's metrics.jsonl, an empty list if there is no such file yet.
 
-    Lines that are not readable are left out: a process that was killed leaves a partial last line.
+    Of a long run `rayapp.observe.columns` holds less. Lines that are not readable are left out: a
+    process that was killed leaves a partial last line.
     """
-    try:
-        data = storage.read(METRICS)
-    except FileNotFoundError:
-        return []
-    return _whole_lines(storage, data)
+    found = list[MetricsLine]()
+    for start, data in segments.blocks(storage):
+        found += [line for _, line in lines_of(data, start, storage, len(found))]
+    return found
 
 
 def last(storage: Storage) -> MetricsLine | None:
-    """Return the last line of metrics.jsonl, if any; reads only the last TAIL_BYTES of the file."""
-    size = storage.size(METRICS)
-    if not size:
-        return None
-    start = max(0, size - TAIL_BYTES)
-    data = storage.read(METRICS, start)
-    if start:
-        data = data[data.find(b"\n") + 1 :]
-    lines = _whole_lines(storage, data)
-    return lines[-1] if lines else None
+    """Return the last line of metrics.jsonl, if any; reads only the end of the file."""
+    for _, text in segments.backwards(storage):
+        line = parsed(text)
+        if line is not None:
+            return line
+    return None
 
 
-class Follower:
-    """Follow a metrics.jsonl that grows: read each line once, and all again if a resume cut it."""
+def lines_of(
+    data: bytes, start: int, storage: Storage, before: int
+) -> Iterator[tuple[int, MetricsLine]]:
+    """Yield (byte behind it, line) of data at byte `start` of a file, after `before` lines.
 
-    def __init__(self, storage: Storage) -> None:
-        self.lines: list[MetricsLine] = []
-        self._storage, self._end, self._last = storage, 0, b""
-
-    def poll(self) -> int:
-        """Read the new lines into `lines`; return how many of the old lines are still there."""
-        known, size = len(self.lines), self._storage.size(METRICS) or 0
-        if size < self._end:
-            return self._again()
-        data = self._storage.read(METRICS, self._end - len(self._last)) if size else b""
-        if not data.startswith(self._last):  # the file was cut back and has grown since
-            return self._again()
-        self._take(data[len(self._last) :])
-        return known
-
-    def _again(self) -> int:
-        before = self.lines
-        self._end, self._last, self.lines = 0, b"", []
-        self._take(self._storage.read(METRICS))
-        kept = 0
-        for old, new in zip(before, self.lines, strict=False):
-            if (old["attempt"], old["step"]) != (new["attempt"], new["step"]):
-                break
-            kept += 1
-        return kept
-
-    def _take(self, data: bytes) -> None:
-        whole = data[: data.rfind(b"\n") + 1]
-        self.lines += _whole_lines(self._storage, whole)
-        self._last = whole.splitlines(keepends=True)[-1] if whole else self._last
-        self._end += len(whole)
-
-
-def _whole_lines(storage: Storage, data: bytes) -> list[MetricsLine]:
-    lines, texts = list[MetricsLine](), data.split(b"\n")
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        if isinstance(line, dict):
-            lines.append(cast(MetricsLine, line))
-        elif number < len(texts):  # not the last line: after a power loss, or an edit
+    Lines that are not readable are left out, and the log names them; a last line without an end
+    is left out silently.
+    """
+    for number, text in enumerate(data.splitlines(keepends=True), before + 1):
+        start += len(text)
+        line = parsed(text)
+        if line is not None:
+            yield start, line
+        elif text.endswith(b"\n"):  # after a power loss, or an edit
             logger.warning("%s/%s: line %d is not readable", storage.url, METRICS, number)
-    return lines
+
+
+def parsed(text: bytes) -> MetricsLine | None:
+    """Return the line that a text is, None if it is none."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return cast(MetricsLine, line) if isinstance(line, dict) else None
 
 
 class MetricsLog:
@@ -175,22 +147,20 @@ class MetricsLog:
 
     def __init__(self, storage: Storage, first_step: int) -> None:
         self.storage = storage
-        before = read(storage)
-        kept = [line for line in before if line["step"] <= first_step]
-        self.attempt = 1 + max((line["attempt"] for line in before), default=0)
-        self._data = bytearray("".join(json.dumps(line) + "\n" for line in kept).encode())
-        storage.write(METRICS, bytes(self._data))
+        newest, end, self._data = _end_of(storage, first_step)
+        self.attempt = newest + 1
+        segments.cut(storage, end)
         path = storage.local_path(METRICS)
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
-        if path:
-            self._data.clear()  # of a local file, it holds only what waits to be appended
+        # `_data` is, of a local file, what waits to be appended, and on S3 the last segment.
         self._changed, self._last, self._closed = (threading.Event() for _ in range(3))
         self._newest = self._stored = first_step
         self._progress, self._hurry, self._awaited = threading.Condition(), threading.Event(), 0
         self._error: Exception | None = None
         self._thread = None
         if path is None:
-            self._thread = threading.Thread(target=self._rewrite, name="metrics", daemon=True)
+            self._segments = segments.Segments(storage)
+            self._thread = threading.Thread(target=self._flush, name="metrics", daemon=True)
             self._thread.start()
 
     def write(self, record: StepRecord) -> None:
@@ -271,9 +241,13 @@ class MetricsLog:
             self._thread.join()
             if self._error is not None:
                 raise self._error
+            try:
+                segments.seal(self.storage)
+            except OSError as error:  # every reader reads the segments too
+                logger.warning("segments are not in %s yet: %s", METRICS, error)
 
-    def _rewrite(self) -> None:
-        """Rewrite the S3 object whenever there are new lines, and once more at `close`."""
+    def _flush(self) -> None:
+        """Write the last segment whenever there are new lines, and once more at `close`."""
         last = False
         while not last:
             self._changed.wait()
@@ -282,19 +256,42 @@ class MetricsLog:
             newest = self._newest  # before the data is copied, which may then hold more steps
             data = bytes(self._data)
             try:
-                self.storage.write(METRICS, data)
+                if data:
+                    self._segments.put(data)
                 self._error = None
                 self._have_stored(newest)
             except Exception as error:  # the storage has retried; close() raises the last error
                 self._error = error
                 self._changed.set()
                 logger.warning("metrics are not stored yet: %s", error)
+            else:
+                if len(data) >= segments.SEGMENT_BYTES:
+                    self._segments.end(len(data))
+                    del self._data[: len(data)]
             if not last:
-                self._hurry.wait(max(FLUSH_S, len(data) / BYTES_PER_S))
+                self._hurry.wait(FLUSH_S)
                 self._hurry.clear()
 
     def _storage_error(self, why: str | None) -> StorageError:
         return StorageError("write", f"{self.storage.url}/{METRICS}", str(why), "Free some space")
+
+
+def _end_of(storage: Storage, first_step: int) -> tuple[int, int, bytearray]:
+    """Return the newest attempt, the byte behind the line of `first_step`, and what it lacks there.
+
+    Reads from the end: a resume does few steps again.
+    """
+    attempt: int | None = None
+    for stop, text in segments.backwards(storage):
+        line = parsed(text)
+        if line is None:
+            continue
+        attempt = line["attempt"] if attempt is None else attempt
+        if line["step"] <= first_step:
+            return attempt, stop, bytearray(b"" if text.endswith(b"\n") else b"\n")
+        if first_step == 0:
+            break
+    return attempt or 0, 0, bytearray()
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import time
 from typing import cast
+
+import numpy as np
 
 from rayapp.config import RunConfig
 from rayapp.config.fields import unit_of
 from rayapp.observe import metrics
+from rayapp.observe.columns import ACCOUNTED, Array, Columns
 from rayapp.observe.goodput import account, commands
 from rayapp.observe.records import (
     CheckpointCost,
     Event,
-    MetricsLine,
     RunResult,
     StepSeconds,
     Summary,
-    figure,
 )
 from rayapp.observe.run_folder import FAILED, RESULT
 from rayapp.observe.status import planned_step_s
@@ -51,8 +51,8 @@ class RunFailed(RuntimeError):
 
 def failed(run: Storage, reason: str) -> RunFailed:
     """Record in result.json why the run failed, and return the error to raise."""
-    lines = metrics.read(run)
-    failure = {"status": FAILED, "steps": lines[-1]["step"] if lines else 0, "reason": reason}
+    line = metrics.last(run)
+    failure = {"status": FAILED, "steps": line["step"] if line else 0, "reason": reason}
     run.write(RESULT, json.dumps(failure, indent=1).encode())
     return RunFailed(reason)
 
@@ -70,27 +70,28 @@ def result_of(
     command. The rates and MFU are means over this command's steps without the first tenth, or over
     all steps of the run if this command did none.
     """
-    lines = metrics.read(run)
+    last = metrics.last(run)
+    unit = unit_of(last or summary)
+    steps = Columns.read(run, (*ACCOUNTED, "mfu", unit.many, unit.per_s))
     seconds, stall_s, commit_s = summary["seconds"], summary["stall_s"], summary["commit_s"]
-    sums = account(events, lines)
+    sums = account(events, steps)
     began = commands(events)[-1][0]["time"]
-    steady = [line for line in lines if line["time"] >= began]
-    steady = steady[len(steady) // 10 :] or lines
-    busy = [line["step_s"] - line["checkpoint_stall_s"] - line["eval_s"] for line in steady]
+    steady = np.flatnonzero(steps["time"] >= began)
+    steady = steady[len(steady) // 10 :] if len(steady) else np.arange(len(steps))
+    busy = (steps["step_s"] - steps["checkpoint_stall_s"] - steps["eval_s"])[steady]
     restart_s = phases | {k: v for k, v in seconds.items() if k in ON_THE_WAY}
-    unit = unit_of(lines[-1] if lines else summary)
     values = {
         "run": run.url,
         **{name: value for name, value in summary.items() if name not in TOLD_BELOW},
-        unit.many: sum(figure(line, unit.many) or 0 for line in lines),
+        unit.many: int(np.nansum(steps[unit.many])),
         "lost_steps": sums.lost_steps,
         "interruptions": sums.interruptions,
-        "loss": lines[-1]["loss"] if lines else None,
-        unit.per_s: _mean([figure(line, unit.per_s) for line in steady], busy),
-        "mfu": _mean([line["mfu"] for line in steady], busy),
+        "loss": last["loss"] if last else None,
+        unit.per_s: _mean(steps[unit.per_s][steady], busy),
+        "mfu": _mean(steps["mfu"][steady], busy),
         "goodput": sums.goodput,
         "checkpoint": _checkpoints(config, stall_s, commit_s, sum(restart_s.values())),
-        "step_s": step_s(run, lines),
+        "step_s": step_s(run, steps),
         "start_s": restart_s,
         "wall_s": sums.wall_s,
         "cost_usd": sums.cost_usd,
@@ -99,21 +100,21 @@ def result_of(
     return cast(RunResult, values)  # some names are made of the unit's
 
 
-def step_s(run: Storage, lines: list[MetricsLine]) -> StepSeconds:
+def step_s(run: Storage, steps: Columns) -> StepSeconds:
     """Return the seconds of a step: as planned, by the first ten steps, and of the later ones."""
-    calibration = calibrate(lines)
+    found = calibrate(steps)
     return {
         "planned": planned_step_s(run),
-        "calibrated": calibration.step_s if calibration else None,
-        "measured": rest_s(lines, calibration) if calibration else None,
+        "calibrated": found.step_s if found else None,
+        "measured": rest_s(steps, found) if found else None,
     }
 
 
-def _mean(rates: list[float | None], busy_s: list[float]) -> float | None:
+def _mean(rates: Array, busy_s: Array) -> float | None:
     """Return the mean of rates, weighted by their seconds; None if a rate is not known."""
-    if not rates or None in rates or not sum(busy_s):
+    if not len(rates) or np.isnan(rates).any() or not busy_s.sum():
         return None
-    return sum(map(operator.mul, rates, busy_s)) / sum(busy_s)
+    return float((rates * busy_s).sum() / busy_s.sum())
 
 
 def best_interval_s(stall_s: float, restart_s: float, mtbf_s: float) -> float:

@@ -14,6 +14,7 @@ from rayapp import data
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
+SEGMENTS = "metrics"  # a folder: on S3, what is not yet in metrics.jsonl
 EVENTS = "events.jsonl"
 VALIDATIONS = "validation.jsonl"
 RESULT = "result.json"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from rayapp.config.fields import unit_of
-from rayapp.observe import metrics
+from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import (
     ENDED,
     RESUMED,
@@ -85,8 +85,8 @@ class Progress:
         return self.status in LIVE
 
 
-def read(run: Storage, lines: list[MetricsLine] | None = None) -> Progress:
-    """Read a run's folder; `lines` are those of metrics.jsonl, if the caller has them already.
+def read(run: Storage, steps: Columns | None = None) -> Progress:
+    """Read a run's folder; `steps` are those of metrics.jsonl, if the caller has them already.
 
     Raises:
         NoRun: nothing there is a run's.
@@ -96,22 +96,22 @@ def read(run: Storage, lines: list[MetricsLine] | None = None) -> Progress:
     lease = run.stat(LEASE)
     if not events and lease is None and not run.exists(CONFIG):
         raise NoRun(f"{run.url} holds no run: there is no {CONFIG} in it")
-    lines = metrics.read(run) if lines is None else lines
+    steps = Columns.read(run) if steps is None else steps
     now = time.time()
     live = lease is not None and now - lease.modified_s < LIVE_S
     last = commands(events)[-1] if events else []
     status, reason = _status(run, last, live)
     num_steps = _num_steps(run)
-    line = lines[-1] if lines else None
+    line = steps.last
     step = line["step"] if line else 0
     signs = [event["time"] for event in last] + ([line["time"]] if line else [])
     return Progress(
         status=status,
         step=step,
         num_steps=num_steps,
-        left_s=left_s(lines, num_steps) if status == RUNNING else None,
+        left_s=left_s(steps, num_steps) if status == RUNNING else None,
         line=line,
-        account=account(events, lines, now if live else None),
+        account=account(events, steps, now if live else None),
         reason=reason,
         updated_s=max(signs, default=None),
         quiet_s=None if lease is None else now - lease.modified_s,
@@ -183,12 +183,12 @@ def read_object(run: Storage, name: str) -> dict[str, object]:
     return value
 
 
-def left_s(lines: list[MetricsLine], num_steps: int | None) -> float | None:
+def left_s(steps: Columns, num_steps: int | None) -> float | None:
     """Return the seconds left at the mean pace of the last RECENT_STEPS steps; None: not known."""
-    recent = [line["step_s"] for line in lines[-RECENT_STEPS:]]
-    if num_steps is None or not recent:
+    recent = steps["step_s"][-RECENT_STEPS:].tolist()
+    if num_steps is None or steps.last is None:
         return None
-    return (num_steps - lines[-1]["step"]) * statistics.fmean(recent)
+    return (num_steps - steps.last["step"]) * statistics.fmean(recent)
 
 
 RECENT = 50  # steps that `share_of_waiting` covers
@@ -213,14 +213,14 @@ def figures(now: Progress) -> dict[str, str]:
     }
 
 
-def share_of_waiting(lines: list[MetricsLine]) -> str:
+def share_of_waiting(steps: Columns) -> str:
     """Say how long the last steps took, and the shares of data waits and checkpoint stalls."""
-    recent = lines[-RECENT:]
-    step_s = sum(line["step_s"] for line in recent) or 1.0
+    recent = steps["step_s"][-RECENT:].tolist()
+    step_s = sum(recent) or 1.0
     shares = {
-        "waiting for data": sum(line["data_wait_s"] for line in recent) / step_s,
-        "stalled by checkpoints": sum(line["checkpoint_stall_s"] for line in recent) / step_s,
+        "waiting for data": steps["data_wait_s"][-RECENT:].sum() / step_s,
+        "stalled by checkpoints": steps["checkpoint_stall_s"][-RECENT:].sum() / step_s,
     }
     words = ", ".join(f"{share:.2%} {what}" for what, share in shares.items())
-    median_s = statistics.median(line["step_s"] for line in recent)
+    median_s = statistics.median(recent)
     return f"last {len(recent)} steps: {median_s:.3g} s each, {words}"

@@ -15,8 +15,9 @@ import numpy as np
 
 from rayapp.config.fields import IMAGES
 from rayapp.observe import words
+from rayapp.observe.columns import Array
 from rayapp.observe.records import band_of
-from rayapp.report.curves import BUCKETS, Array, plain, smooth, thin, window_of
+from rayapp.report.curves import BUCKETS, plain, smooth, thin, window_of
 from rayapp.report.folder import ReportedRun
 
 TABLE_ROWS = 12

@@ -1,6 +1,6 @@
-"""Turn a run's steps into curves small enough for a page: columns, smoothing, thinning.
+"""Turn a run's steps into curves small enough for a page: smoothing, thinning.
 
-    columns = columns_of(read_steps(run))
+    columns = Columns.read(run, NAMES).columns()
     kept = thin([columns["loss"]], buckets=600)
     smooth(columns["loss"])[kept]
 
@@ -9,79 +9,25 @@ A long run is drawn as the lowest and the highest point of each bucket of steps,
 
 from __future__ import annotations
 
-import io
-import json
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.json as pa_json
 
+from rayapp.observe.columns import Array
 from rayapp.observe.metrics import ImageRecord, TokenRecord
-from rayapp.observe.run_folder import METRICS
-from rayapp.storage import Storage
 
 BUCKETS = 600  # about one for each 2 pixels of a wide screen
 SMOOTH_SHARE = 0.02  # width of the smoothing window, as a share of the steps
-BLOCK_BYTES = 16 * 2**20
 TEXTS = ("batch_digest",)
-TYPES = {"skipped": pa.bool_()}  # all other columns are float64
 KINDS = (TokenRecord, ImageRecord)
-SCHEMA = pa.schema(
-    [
-        (name, TYPES.get(name, pa.float64()))
-        for name in dict.fromkeys(f.name for kind in KINDS for f in fields(kind))
-        if name not in TEXTS
-    ]
+NAMES = tuple(
+    name
+    for name in dict.fromkeys(field.name for kind in KINDS for field in fields(kind))
+    if name not in TEXTS
 )
-
-logger = logging.getLogger("rayapp.report")
-
-Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def read_steps(run: Storage) -> pa.Table:
-    """Return the numeric fields of a run's metrics.jsonl, read in blocks; about 200 bytes a step.
-
-    An unfinished last line is left out; lines that cannot be parsed are logged and left out.
-    """
-    size, rest, tables = run.size(METRICS) or 0, b"", [SCHEMA.empty_table()]
-    for start in range(0, size, BLOCK_BYTES):
-        data = rest + run.read(METRICS, start, min(BLOCK_BYTES, size - start))
-        whole, newline, rest = data.rpartition(b"\n")
-        if whole:
-            tables.append(_table(whole + newline, f"{run.url}/{METRICS}"))
-    return pa.concat_tables(tables)
-
-
-def _table(data: bytes, where: str) -> pa.Table:
-    try:
-        return pa_json.read_json(
-            io.BytesIO(data),
-            pa_json.ReadOptions(block_size=len(data)),
-            pa_json.ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="ignore"),
-        )
-    except pa.ArrowInvalid:
-        return pa.Table.from_pylist(list(_lines(data, where)), SCHEMA)
-
-
-def _lines(data: bytes, where: str) -> Iterator[dict[str, object]]:
-    """Parse a block line by line; log and leave out the lines that cannot be parsed."""
-    for text in data.splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            logger.warning("%s: a line is not readable: %.40r", where, text)
-
-
-def columns_of(table: pa.Table) -> dict[str, Array]:
-    """Return a table's columns as arrays: [steps], NaN where a line lacks the field."""
-    columns = {name: table[name].cast(pa.float64()).to_numpy() for name in table.column_names}
-    return {name: np.asarray(column, np.float64) for name, column in columns.items()}
 
 
 def thin(columns: Sequence[Array], buckets: int = BUCKETS) -> np.ndarray[Any, np.dtype[np.intp]]:

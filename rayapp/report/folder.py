@@ -19,7 +19,8 @@ import yaml
 from rayapp.config import parse_yaml
 from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.observe import status as statuses
-from rayapp.observe.goodput import OF_A_STEP, Account, DamagedEvents, commands, read_events
+from rayapp.observe.columns import Array, Columns
+from rayapp.observe.goodput import Account, DamagedEvents, commands, read_events
 from rayapp.observe.records import (
     Evaluated,
     Event,
@@ -30,10 +31,9 @@ from rayapp.observe.records import (
     Validation,
 )
 from rayapp.observe.run_folder import CONFIG, VALIDATIONS
-from rayapp.report.curves import Array, columns_of, read_steps
+from rayapp.report.curves import NAMES
 from rayapp.storage import Storage
 
-ACCOUNTED = ["step", "time", "step_s", *OF_A_STEP.values()]
 WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
 
 
@@ -197,7 +197,7 @@ class ReportedRun:
 
     @property
     def lost_steps(self) -> int | None:
-        """Steps whose work was lost at interruptions."""
+        """Columns whose work was lost at interruptions."""
         return self.account.lost_steps if self.account else self.result.get("lost_steps")
 
 
@@ -209,9 +209,9 @@ def read(storage: Storage) -> ReportedRun:
         DamagedEvents: a file of it is not as a run writes it.
         StorageError: it cannot be read.
     """
-    steps = read_steps(storage)
-    columns = columns_of(steps)
-    now = statuses.read(storage, steps.select(ACCOUNTED).to_pylist())
+    steps = Columns.read(storage, NAMES)
+    columns = steps.columns()
+    now = statuses.read(storage, steps)
     events = read_events(storage)
     result = statuses.read_result(storage)
     text = _text(storage, CONFIG)

@@ -21,9 +21,9 @@ from rayapp.order import Order
 from rayapp.storage import open_storage
 
 if TYPE_CHECKING:
-    import ray.data
     import torch
 
+    from rayapp.data.stream import Shard, Stream
     from rayapp.train.trainer import Trainer
 
 
@@ -61,13 +61,13 @@ class RunSpec(Generic[ConfigType, DataType]):
     auto_micro_batch: bool = False
     """Whether the micro-batch size was chosen by `auto`, and may be reduced."""
 
-    def stream(self, first_step: int, world: int) -> ray.data.Dataset:
+    def stream(self, first_step: int, world: int) -> Stream:
         """Return the rows from `first_step` on, for `world` workers: blocks dealt out in turn."""
-        dataset: ray.data.Dataset = self._module("rows").stream(self, first_step, world)
-        return dataset
+        stream: Stream = self._module("rows").stream(self, first_step, world)
+        return stream
 
-    def steps(self, shard: Any, world: int) -> Iterator[Any]:
-        """Yield a rank's batch of each step from its shard of the stream."""
+    def steps(self, shard: Shard, world: int) -> Iterator[Any]:
+        """Yield a rank's batch of each step from its part of the stream."""
         steps: Iterator[Any] = self._module("rows").steps(self, shard, world)
         return steps
 

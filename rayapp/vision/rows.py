@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayapp.config import VisionConfig
 from rayapp.data.images.augment import Transform
 from rayapp.train.spec import ImageSpec
 
 if TYPE_CHECKING:
-    import ray.data
-
     from rayapp.data.images.batches import StepImages
+    from rayapp.data.stream import Shard, Stream
 
 
-def stream(spec: ImageSpec, first_step: int, world: int) -> ray.data.Dataset:
+def stream(spec: ImageSpec, first_step: int, world: int) -> Stream:
     """Return the images from `first_step` on, for `world` workers; its tasks decode and augment."""
     from rayapp.data.images import stream
 
@@ -23,8 +22,8 @@ def stream(spec: ImageSpec, first_step: int, world: int) -> ray.data.Dataset:
     return stream.stream(spec.data, transform, spec.order, first_step, world, workers)
 
 
-def steps(spec: ImageSpec, shard: Any, world: int) -> Iterator[StepImages]:
-    """Yield a rank's batch of each step from its shard of the stream."""
+def steps(spec: ImageSpec, shard: Shard, world: int) -> Iterator[StepImages]:
+    """Yield a rank's batch of each step from its part of the stream."""
     from rayapp.data.images import stream
 
     return stream.steps(shard, spec.order.micro_batch, spec.order.num_micro_batches(world))

@@ -19,7 +19,7 @@ from rayapp import planner
 from rayapp.config import load
 from rayapp.data.prepared import Prepared
 from rayapp.data.report import summed
-from rayapp.observe import metrics
+from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
 from rayapp.observe.metrics import MetricsLog, TokenRecord
 from rayapp.observe.result import step_s
@@ -176,7 +176,7 @@ class RunFolder:
                 "versions": VERSIONS,
             }
             if self.run.exists("plan.json"):
-                values["step_s"] = step_s(self.run, metrics.read(self.run))
+                values["step_s"] = step_s(self.run, Columns.read(self.run))
         self.run.write("result.json", json.dumps(values | result).encode())
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import ray
-import ray.data
 
 from rayapp.data.images.augment import Transform
 from rayapp.data.images.batches import StepImages, step_images
 from rayapp.data.images.index import Images
-from rayapp.data.stream import Arrays, Fields, blocks, parts
+from rayapp.data.stream import Arrays, Fields, Shard, Stream, blocks, parts
 from rayapp.order import Order
 
 # A Ray Data task costs 10 to 30 ms of CPU whatever it does: as much as 16 images of 224 pixels.
@@ -29,7 +27,7 @@ def stream(
     first_step: int,
     world: int,
     concurrency: int | None = None,
-) -> ray.data.Dataset:
+) -> Stream:
     """Return the rest of the run for `world` workers; its tasks read, decode and augment."""
     pixels = (look.size, look.size, 3)
     fields: Fields = {
@@ -53,7 +51,7 @@ def stream(
     return blocks(order, first_step, world, row_bytes, fields, fill, concurrency, block_bytes)
 
 
-def steps(shard: Any, micro_batch: int, num_micro_batches: int) -> Iterator[StepImages]:
-    """Yield this rank's steps from its shard of the stream."""
+def steps(shard: Shard, micro_batch: int, num_micro_batches: int) -> Iterator[StepImages]:
+    """Yield this rank's steps from its part of the stream."""
     for step, arrays in parts(shard, FIELDS, micro_batch, num_micro_batches):
         yield StepImages(step, **arrays)

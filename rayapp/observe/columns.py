@@ -1,0 +1,179 @@
+"""Hold the figures of a run's steps as columns: some 70 bytes a step.
+
+steps = Columns.read(run)              # of metrics.jsonl, in a stream
+steps["step_s"], steps.last          # an array with NaN for what is not known, and a line
+
+follower = Follower(run); kept = follower.poll(); follower.steps; follower.lines(kept, kept + 9)
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rayapp.observe import metrics, segments
+from rayapp.observe.records import MetricsLine, figure
+from rayapp.observe.run_folder import METRICS
+from rayapp.storage import Storage, StorageError
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+OF_A_STEP = ("step_s", "data_wait_s", "checkpoint_stall_s", "eval_s")
+ACCOUNTED = ("step", "attempt", "workers", "time", *OF_A_STEP)
+FEW_BYTES = 2**18  # of so many, Python reads the lines in less time than pyarrow is imported
+BOOLEAN = "skipped"  # all other columns are numbers
+
+
+class Columns:
+    """Columns of metrics.jsonl: [steps], NaN where a line lacks the field."""
+
+    def __init__(self, names: Sequence[str] = ACCOUNTED) -> None:
+        self.last: MetricsLine | None = None
+        """The last line, with all of its fields."""
+        self.ends = array("q")
+        """The byte of metrics.jsonl behind each line."""
+        self._columns = {name: array("d") for name in names}
+
+    @classmethod
+    def of(cls, lines: Iterable[MetricsLine], names: Sequence[str] = ACCOUNTED) -> Columns:
+        """Return the columns of given lines."""
+        found = cls(names)
+        for line in lines:
+            found._add(line, 0)
+        return found
+
+    @classmethod
+    def read(cls, storage: Storage, names: Sequence[str] = ACCOUNTED) -> Columns:
+        """Read a run's metrics.jsonl, block by block; an unfinished last line is left out.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        found = cls(names)
+        for start, data in segments.blocks(storage):
+            found.extend(data, start, storage)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, name: str) -> Array:
+        return np.array(self._columns[name], np.float64)
+
+    def columns(self) -> dict[str, Array]:
+        """Return all columns, by name."""
+        return {name: self[name] for name in self._columns}
+
+    def extend(self, data: bytes, start: int, storage: Storage) -> None:
+        """Append the whole lines of `data`, which is at byte `start` of a run's metrics.jsonl.
+
+        Lines that are not readable are left out, and the log names them.
+        """
+        data = data[: data.rfind(b"\n") + 1]
+        if len(data) <= FEW_BYTES or not self._extend_at_once(data, start):
+            for end, line in metrics.lines_of(data, start, storage, len(self)):
+                self._add(line, end)
+
+    def _extend_at_once(self, data: bytes, start: int) -> bool:
+        """Append lines by pyarrow; False if there is one that it cannot read."""
+        import pyarrow as pa
+        import pyarrow.json as pa_json
+
+        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + start + 1
+        kinds = {name: pa.bool_() if name == BOOLEAN else pa.float64() for name in self._columns}
+        try:
+            table = pa_json.read_json(
+                io.BytesIO(data),
+                pa_json.ReadOptions(block_size=len(data)),
+                pa_json.ParseOptions(
+                    explicit_schema=pa.schema(list(kinds.items())),
+                    unexpected_field_behavior="ignore",
+                ),
+            )
+        except pa.ArrowInvalid:
+            return False
+        newest = data[data.rfind(b"\n", 0, -1) + 1 :]
+        last = metrics.parsed(newest)
+        if last is None or len(table) != len(ends):  # e.g. an empty line
+            return False
+        for name, column in self._columns.items():
+            values = table[name].cast(pa.float64()).to_numpy()
+            column.frombytes(np.asarray(values, np.float64).tobytes())
+        self.ends.frombytes(ends.astype(np.int64).tobytes())
+        self.last = last
+        return True
+
+    def _add(self, line: MetricsLine, end: int) -> None:
+        for name, column in self._columns.items():
+            value = figure(line, name)
+            column.append(math.nan if value is None else value)
+        self.ends.append(end)
+        self.last = line
+
+
+class Follower:
+    """Follow a metrics.jsonl that grows: read each line once, and all again if a resume cut it."""
+
+    def __init__(self, storage: Storage, names: Sequence[str] = ACCOUNTED) -> None:
+        self.steps = Columns(names)
+        """Replaced by others when a resume has cut the file."""
+        self._storage, self._names, self._end, self._last = storage, names, 0, b""
+
+    def poll(self) -> int:
+        """Take the new lines into `steps`; return how many of the old lines are still there.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        known, parts = len(self.steps), segments.parts(self._storage)
+        if (parts[-1].end if parts else 0) >= self._end and self._take(parts):
+            return known
+        return self._again(parts)  # the file was cut back, and may have grown since
+
+    def lines(self, start: int, stop: int) -> list[MetricsLine]:
+        """Return lines `start` to `stop` of those that `steps` holds, from the storage.
+
+        Raises:
+            StorageError: it cannot be read, or these lines are not there any more.
+        """
+        steps = self.steps
+        first, end = steps.ends[start - 1] if start else 0, steps.ends[stop - 1]
+        data = segments.read(self._storage, first, end)
+        found = [line for _, line in metrics.lines_of(data, first, self._storage, start)]
+        if _known(Columns.of(found, ("attempt", "step")), 0) != _known(steps, start, stop):
+            raise StorageError("read", f"{self._storage.url}/{METRICS}", "it has been cut")
+        return found
+
+    def _again(self, parts: list[segments.Part]) -> int:
+        before, self.steps = self.steps, Columns(self._names)
+        self._end, self._last = 0, b""
+        self._take(parts)
+        both = min(len(before), len(self.steps))
+        same = np.ones(both, bool)
+        for name in ("attempt", "step"):
+            same &= before[name][:both] == self.steps[name][:both]
+        return both if same.all() else int(np.argmin(same))
+
+    def _take(self, parts: list[segments.Part]) -> bool:
+        """Take what follows the last line; False if that line is not where it was."""
+        held = self._end - len(self._last)
+        for start, data in segments.blocks(self._storage, held, parts):
+            if start == held and not data.startswith(self._last):
+                return False
+            whole = data[: data.rfind(b"\n") + 1]
+            self.steps.extend(
+                whole[max(0, self._end - start) :], max(start, self._end), self._storage
+            )
+            if whole:
+                self._last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
+                self._end = start + len(whole)
+        return True
+
+
+def _known(steps: Columns, start: int, stop: int | None = None) -> list[list[float]]:
+    return [steps[name][start:stop].tolist() for name in ("attempt", "step")]

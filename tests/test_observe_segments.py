@@ -1,0 +1,209 @@
+"""Check that metrics.jsonl is whole while it is in segments, whenever its writer is killed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_observe_metrics import record, steps
+
+from rayapp.observe import metrics, segments
+from rayapp.observe.columns import Columns, Follower
+from rayapp.observe.metrics import MetricsLog, last
+from rayapp.observe.run_folder import METRICS, SEGMENTS
+from rayapp.observe.segments import Segments, backwards, blocks, cut, parts, seal
+from rayapp.storage import Storage, open_storage
+from rayapp.storage.local import LocalStorage
+
+
+class Killed(BaseException):
+    """The writer is gone."""
+
+
+class Mortal(LocalStorage):
+    """A folder whose process is killed before one of its writes or deletions."""
+
+    left = 0
+
+    def _live(self) -> None:
+        if Mortal.left == 0:
+            raise Killed
+        Mortal.left -= 1
+
+    @contextmanager
+    def open_write(self, name: str) -> Iterator[Any]:
+        self._live()
+        with super().open_write(name) as out:
+            yield out
+
+    def delete(self, name: str) -> None:
+        self._live()
+        super().delete(name)
+
+    def delete_tree(self, prefix: str) -> None:
+        for entry in self.list(prefix):
+            self.delete(entry.name)
+        super().delete_tree(prefix)
+
+    def local_path(self, name: str = "") -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let segments be of 3 lines, and merge 3 of them."""
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 40)
+    monkeypatch.setattr(segments, "FAN", 3)
+
+
+def line(number: int) -> bytes:
+    return b'{"step": %6d}\n' % number
+
+
+def content(storage: Storage) -> bytes:
+    return b"".join(data for _, data in blocks(storage))
+
+
+def append(storage: Storage, first: int, count: int) -> bytes:
+    """Write lines as a run does, one after the other; return the bytes of the last segment."""
+    tail, data = Segments(storage), b""
+    for number in range(first, first + count):
+        data += line(number)
+        tail.put(data)
+        if len(data) >= segments.SEGMENT_BYTES:
+            tail.end(len(data))
+            data = b""
+    return data
+
+
+def test_segments_stay_few_and_are_sealed(tmp_path: Path, small: None) -> None:
+    storage = open_storage(str(tmp_path))
+    whole = b"".join(map(line, range(1, 1001)))
+    append(storage, 1, 1000)
+    assert content(storage) == whole
+    assert len(parts(storage)) <= 3 * 6
+    seal(storage)
+    assert [part.name for part in parts(storage)] == [METRICS]
+    assert storage.read(METRICS) == whole and storage.list(SEGMENTS) == []
+
+
+def test_a_killed_writer_leaves_all_that_it_has_stored(tmp_path: Path, small: None) -> None:
+    """Kill it at its 1st, 2nd ... write or deletion; the next attempt cuts, goes on and seals."""
+    draw = random.Random(0)
+    for kill in range(1, 120):
+        storage = Mortal(str(tmp_path / str(kill)))
+        Mortal.left, stored, resumed = kill, b"", False
+        try:
+            tail, data = Segments(storage), b""
+            for number in range(1, 31):
+                data += line(number)
+                tail.put(data)
+                stored += line(number)
+                if len(data) >= 40:
+                    tail.end(len(data))
+                    data = b""
+            seal(storage)
+        except Killed:
+            pass
+        assert content(storage) in (stored, stored + line(len(stored) // len(line(1)) + 1))
+        end = len(line(1)) * draw.randint(0, len(stored) // len(line(1)))
+        Mortal.left = draw.randint(0, 4)
+        try:  # the next attempt may be killed as it begins
+            cut(storage, end)
+            resumed = True
+        except Killed:
+            now = content(storage)
+            assert stored[:end] == now[:end] and (stored + line(99)).startswith(now[: len(stored)])
+        Mortal.left = 10**6
+        if not resumed:
+            cut(storage, end)
+        assert content(storage) == stored[:end]
+        append(storage, 100, 20)
+        seal(storage)
+        assert storage.read(METRICS) == stored[:end] + b"".join(map(line, range(100, 120)))
+        assert storage.list(SEGMENTS) == []
+
+
+def test_lines_are_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "FIRST_BYTES", 20)
+    monkeypatch.setattr(segments, "BLOCK_BYTES", 50)
+    storage = open_storage(str(tmp_path))
+    lines = [line(number) for number in range(1, 40)]
+    storage.write(METRICS, b"".join(lines) + b'{"torn')
+    found = list(backwards(storage))
+    assert [text for _, text in found] == [b'{"torn', *reversed(lines)]
+    assert [stop for stop, _ in found[1:]] == [len(line(1)) * n for n in range(39, 0, -1)]
+
+
+def test_a_run_on_s3_writes_few_bytes_and_is_read_at_any_time(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3_000)  # some 5 lines
+    monkeypatch.setattr(segments, "FAN", 4)
+    monkeypatch.setattr(metrics, "FLUSH_S", 0.0)
+    storage = open_storage(f"s3://{s3_bucket}/run")
+    written = 0
+    put = type(storage).write
+
+    def counted(self: Storage, name: str, data: bytes) -> None:
+        nonlocal written
+        written += len(data)
+        put(self, name, data)
+
+    monkeypatch.setattr(type(storage), "write", counted)
+    storage.write(METRICS, b"".join(b'{"step": %d, "attempt": 3}\n' % n for n in range(1, 9)))
+    followed = Follower(storage)
+    log = MetricsLog(storage, 6)  # of a run of before there were segments
+    assert log.attempt == 4 and steps(storage) == [1, 2, 3, 4, 5, 6]
+    for step in range(7, 127):
+        log.write(record(step, attempt=4))
+        log.wait_stored(step)
+        if step % 20 == 0:
+            assert followed.poll() == (0 if step == 20 else step - 20)
+            assert followed.steps["step"].tolist() == list(range(1, step + 1))
+            newest = last(storage)
+            assert newest is not None and newest["step"] == step
+    assert len(parts(storage)) > 3
+    size = parts(storage)[-1].end
+    assert written < 10 * size, "it rewrites what it has written"
+    # Killed here: no `close`. The next attempt begins in the midst of a segment that was merged.
+    again = MetricsLog(storage, 41)
+    assert followed.poll() == 41 and steps(storage) == list(range(1, 42))
+    again.write(record(42, attempt=5))
+    again.close()
+    assert followed.poll() == 41 and followed.steps["attempt"].tolist()[-2:] == [4, 5]
+    assert [part.name for part in parts(storage)] == [METRICS]
+    assert steps(storage) == list(range(1, 43))
+    assert [entry["step"] for entry in followed.lines(39, 42)] == [40, 41, 42]
+    log.close()
+
+
+def test_a_folder_copied_in_the_midst_goes_on_locally(tmp_path: Path, small: None) -> None:
+    storage = open_storage(str(tmp_path))
+    storage.write(METRICS, line(1))
+    append(storage, 2, 20)
+    assert steps(storage) == list(range(1, 22))
+    end = segments.parts(storage)[-1].end
+    cut(storage, end - len(line(1)))
+    assert storage.list(SEGMENTS) == [] and steps(storage) == list(range(1, 21))
+
+
+def test_columns_are_what_the_lines_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read by pyarrow and by Python, with lines that lack fields or are damaged."""
+    storage = open_storage(str(tmp_path))
+    log = MetricsLog(storage, 0)
+    for step in range(1, 40):
+        log.write(record(step, loss=float(step), mfu=None, skipped=step % 2 == 0))
+    log.close()
+    names = ("step", "loss", "mfu", "skipped", "images")
+    for few in (0, 10**9):
+        monkeypatch.setattr("rayapp.observe.columns.FEW_BYTES", few)
+        found = Columns.read(storage, names)
+        assert found["step"].tolist() == found["loss"].tolist() == list(range(1, 40))
+        assert found["skipped"].tolist() == [float(step % 2 == 0) for step in range(1, 40)]
+        assert all(value != value for name in ("mfu", "images") for value in found[name])
+        assert found.ends[-1] == storage.size(METRICS) and found.last == last(storage)
