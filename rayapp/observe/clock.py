@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Flag(Protocol):
-    """The part of threading.Flag that drivers use."""
+    """The part of threading.Event that drivers use."""
 
     def set(self) -> None: ...
     def is_set(self) -> bool: ...
@@ -44,7 +44,7 @@ class Clock:
 
     def event(self) -> Flag:
         """Return an event that is not set."""
-        return threading.Flag()
+        return threading.Event()
 
     def thread(self, target: Callable[[], Any], name: str) -> None:
         """Run `target` in a daemon thread: one that hangs does not hold up the process's end."""
