@@ -160,7 +160,7 @@ class Judge:
         if step == 0 and self.committed:
             self._broken(f"{group.name} starts anew although checkpoints were committed")
 
-    def failed(self, driver: Process, step: int) -> None:
+    def failed(self, step: int) -> None:
         self.failures.append(step)
 
     def steps(self, driver: Process, group: Process, step: int) -> None:

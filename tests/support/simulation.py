@@ -214,6 +214,8 @@ class World:
         self.bad_step = self.random.choice([None, None, None, self.random.randrange(STEPS)])
         self.weak_steps = {self.random.randrange(STEPS) for _ in range(self.random.choice([0, 3]))}
         self.outage_until = 0.0
+        self.second_at = self.random.choice([None, None, self.random.uniform(0, 300)])
+        """When the user gives the command again although a driver is alive."""
         self._etags = 0
         self.judge = Judge(self)
         self.scheduler.after_each = self.judge.check
@@ -278,7 +280,6 @@ class World:
         """Give the command again until the run has ended; perhaps ask it to stop once."""
         number, storage = 1, SimulatedStorage(ROOT, self, self.user)
         stop_at = self.random.choice([None, 0.3, 2.0, self.random.uniform(0, 250)])
-        second_at = self.random.choice([None, None, self.random.uniform(0, 300)])
         while self.scheduler.now < 20_000:
             self.scheduler.pause(0.1 if self.scheduler.now < 3 else 2.0)
             if stop_at is not None and self.scheduler.now >= stop_at:
@@ -288,9 +289,9 @@ class World:
                 storage.write(STOP, b"asked\n")
             drivers = [p for p in self.judge.drivers if p.alive and p.name not in self.judge.ended]
             again = not drivers and number < 9 and not self.judge.over()
-            beside = second_at is not None and self.scheduler.now >= second_at
+            beside = self.second_at is not None and self.scheduler.now >= self.second_at
             if again or beside:
-                second_at = None if beside else second_at
+                self.second_at = None if beside else self.second_at
                 number += 1
                 machine = self.random.choice(["a", "b", f"m{number}"])
                 process = Process(f"driver {number}", machine, self.random.uniform(-5, 5))
@@ -311,10 +312,10 @@ class World:
             self.log(f"{what} ({target.name}, {for_s:.0f} s)")
             if what == "kill driver":
                 target.kill()
-            elif what == "suspend driver":
-                target.suspended_until = self.scheduler.now + for_s
-            elif what == "cut driver":
-                target.cut_off_until = self.scheduler.now + for_s
+            elif what in ("suspend driver", "cut driver"):
+                until = "suspended_until" if what == "suspend driver" else "cut_off_until"
+                setattr(target, until, self.scheduler.now + for_s)
+                self.second_at = self.scheduler.now + self.random.uniform(0, 30)
             elif what == "kill workers":
                 for child in target.children:
                     child.kill()
@@ -423,13 +424,20 @@ class Group:
         self.world, self.driver, self.process = world, driver, process
         self.clock = SimulatedClock(world.scheduler, process)
         self.run = SimulatedStorage(ROOT, world, process)
-        self.failures = 0
+        self.failures = self.step = 0
 
     def train(self) -> dict[str, Any]:
+        try:
+            return self._train()
+        except Exception:
+            self.world.judge.failed(self.step)
+            raise
+
+    def _train(self) -> dict[str, Any]:
         world, entered = self.world, self.clock.time()
         world.judge.resumes(self.process)
         found, _ = marker.resume_point(self.run)
-        first = step = found.step if found else 0
+        first = step = self.step = found.step if found else 0
         world.judge.resumed(self.driver, self.process, step)
         lines = [line for line in self._lines() if line["step"] <= step]
         attempt = 1 + max((line["attempt"] for line in self._lines()), default=0)
@@ -440,13 +448,13 @@ class Group:
             self.clock.sleep(world.random.uniform(1.0, 6.0))
             if step == world.bad_step or step in world.weak_steps:
                 world.weak_steps.discard(step)
-                world.judge.failed(self.driver, step)
                 raise RuntimeError(f"boom in step {step + 1}")
             step += 1
             leave = watcher.due()
             world.judge.steps(self.driver, self.process, step)
             lines.append({**LINE, "step": step, "attempt": attempt, "time": self.clock.time()})
             self._store(lines)
+            self.step = step
             if step % 3 == 0 or step == STEPS or leave != STAY:
                 self._save(step)
         watcher.close()
