@@ -195,15 +195,15 @@ DRIVER = (
     Mutation(
         "resume-drops-a-line",
         METRICS,
-        'if line["step"] <= first_step]',
-        'if line["step"] < first_step]',
+        'if line["step"] <= first_step:',
+        'if line["step"] < first_step:',
         OF_METRICS,
     ),
     Mutation(
         "attempt-numbered-twice",
         METRICS,
-        "for line in before), default=0)",
-        "for line in kept), default=0)",
+        "self.attempt = newest + 1",
+        "self.attempt = newest",
         OF_METRICS,
     ),
     Mutation(

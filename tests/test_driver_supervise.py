@@ -93,7 +93,7 @@ class Driver:
         journal: Any = SimpleNamespace(
             saw=lambda line: self.shown.append(line["step"]),
             attempt=lambda config, workers: None,
-            catch_up=list,
+            catch_up=lambda: None,
             interrupted=lambda ending, workers: None,
         )
         workers: Any = SimpleNamespace(

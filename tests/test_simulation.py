@@ -48,7 +48,7 @@ def test_promises_hold_in_thousands_of_histories(part: int) -> None:
 def test_a_seed_gives_one_history() -> None:
     histories = []
     for _ in range(2):
-        world = World(7)
+        world = World(5)
         world.simulate()
         histories.append(world.history)
     assert histories[0] == histories[1] and len(histories[0]) > 5

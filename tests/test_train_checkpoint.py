@@ -35,6 +35,7 @@ from rayapp.observe.run_folder import RUN_ID
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint import files, marker, staging
 from rayapp.train.checkpoint import saver as saving
+from rayapp.train.checkpoint.commit import claim
 from rayapp.train.checkpoint.marker import (
     MARKER,
     METADATA,
@@ -913,9 +914,8 @@ def test_a_name_is_never_taken_twice(storage: Storage, monkeypatch: pytest.Monke
     save(storage, 5)
     assert found_name(storage) == f"{base}.13"
     # What another attempt makes at the same time is not listed yet: creating decides.
-    saver = Checkpointer(storage, keep=2, asynchronous=True)
     monkeypatch.setattr(type(storage), "dirs", lambda self: [])
-    claimed = [saver._claim(7, b"{}") for _ in range(3)]
+    claimed = [claim(storage, 7, b"{}") for _ in range(3)]
     assert claimed == ["step-00000007", "step-00000007.1", "step-00000007.2"]
 
 
