@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,27 @@ PROMETHEUS, GRAFANA = ROOT / "cluster" / "prometheus", ROOT / "cluster" / "grafa
 DASHBOARDS = sorted(GRAFANA.glob("dashboards/*.json"))
 DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
 
+
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="Prometheus is not installed (Debian's package: prometheus)",
 )
+
+
+def with_prometheus(test: Callable[..., None]) -> Any:
+    """A run on a Ray that Prometheus scrapes: started once, in some 40 s."""
+    return pytest.mark.full(needs_prometheus(test))
+
 
 # What a process tells that is no training: what the tiny run on CPUs has not (an MFU, bad steps).
 DRIVEN = """
 import sys, time
 import ray
 from ray.util.metrics import Gauge
-from rayapp.observe.gauges import Driver, Columns
+from rayapp.observe.gauges import Driver, Steps
 from rayapp.observe.metrics import TokenRecord
 ray.init(address=sys.argv[1], log_to_driver=False)
-told = Columns("driven", rank=0)
+told = Steps("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
 Driver("driven", 1, time.time()).close("stopped")  # what no other run has told yet: an end
 numbers = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
@@ -217,7 +224,7 @@ def expressions(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-@needs_prometheus
+@with_prometheus
 @pytest.mark.parametrize("name", ["training", "ray"])
 def test_every_panel_has_data(live: Live, name: str) -> None:
     for title, expression in expressions(GRAFANA / "dashboards" / f"{name}.json"):
@@ -228,7 +235,7 @@ def test_every_panel_has_data(live: Live, name: str) -> None:
         assert live.get(f"label/{label}/values", **{"match[]": metric})
 
 
-@needs_prometheus
+@with_prometheus
 @pytest.mark.parametrize("name", ["gpu", "efa"])
 def test_what_is_not_here_is_asked_for_rightly(live: Live, name: str) -> None:
     for _, expression in expressions(GRAFANA / "dashboards" / f"{name}.json"):
@@ -241,7 +248,7 @@ def variables(name: str) -> list[str]:
     return [each["query"]["query"] for each in listed if each["type"] == "query"]
 
 
-@needs_prometheus
+@with_prometheus
 def test_every_name_of_ours_and_rays_is_there(live: Live) -> None:
     """Each metric by itself: in an `or` one of a wrong name would go unseen."""
     rules = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"]
@@ -270,7 +277,7 @@ def whole_moment(live: Live) -> str:
         assert time.monotonic() < until, told
 
 
-@needs_prometheus
+@with_prometheus
 def test_the_values_are_those_of_the_run(live: Live) -> None:
     live.wait_for('ray_rayapp_checkpoint_step{run="watched"} > 0')  # looked at every 10 s
     at = whole_moment(live)
@@ -302,7 +309,7 @@ def test_the_values_are_those_of_the_run(live: Live) -> None:
     assert not live.ask('ray_rayapp_mfu{run="watched"}')  # unknown on CPUs, so not told
 
 
-@needs_prometheus
+@with_prometheus
 def test_alerts_are_evaluated_and_only_the_bad_run_fires(live: Live) -> None:
     rules = [rule for group in live.get("rules")["groups"] for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == {
@@ -319,7 +326,7 @@ def test_alerts_are_evaluated_and_only_the_bad_run_fires(live: Live) -> None:
     ]
 
 
-@needs_prometheus
+@with_prometheus
 def test_rays_train_api_knows_the_run(live: Live) -> None:
     request = urllib.request.Request(
         f"{live.dashboard}/api/train/v2/runs/v1", headers={"Authorization": f"Bearer {live.token}"}
@@ -331,7 +338,7 @@ def test_rays_train_api_knows_the_run(live: Live) -> None:
     assert found["run_settings"]["train_loop_config"] is None  # it would show to everyone
 
 
-@needs_prometheus
+@with_prometheus
 @needs_chromium
 def test_rays_dashboard_shows_the_run(live: Live, tmp_path: Path) -> None:
     """In a browser with the token: the job with what was asked, its workers, its log."""
@@ -366,7 +373,7 @@ def wait_for_text(page: Page, wanted: str, seconds: float = 60.0) -> str:
     return text
 
 
-@needs_prometheus
+@with_prometheus
 def test_what_ends_leaves_its_last_counts(live: Live) -> None:
     live.run.write("STOP", b"")
     assert live.training.wait(timeout=PATIENCE_S) == 3

@@ -19,7 +19,7 @@ from stub_dashboard import dashboard
 
 from rayapp.config import Config, ConfigError, load
 from rayapp.config.arguments import read
-from rayapp.jobs import JobError, JobsClient, SubmitOptions, package, prepare
+from rayapp.jobs import JobError, JobsClient, SubmitOptions, client, package, prepare
 from rayapp.jobs.client import address_of
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +29,34 @@ ARN = "arn:aws:secretsmanager:us-west-2:123456789012:secret:hub-AbC123"
 def config(**overrides: str) -> Config:
     names = {name.replace("__", "."): value for name, value in overrides.items()}
     return load(None, {"run.name": "demo", "run.storage": "s3://bucket/runs", **names})
+
+
+class Starting:
+    """Ray's client of a cluster whose agent for jobs comes up after two answers."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.asked = reason, 0
+
+    def list_jobs(self) -> list[Any]:
+        return []
+
+    def submit_job(self, **_: Any) -> str:
+        self.asked += 1
+        if self.asked <= 2:
+            raise RuntimeError(f"Request failed with status code 500: {self.reason}")
+        return "demo"
+
+
+def test_a_cluster_that_has_just_started_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "POLL_S", 0.01)
+    order = prepare(config(), SubmitOptions())
+    starting: Any = Starting("No available agent to submit job, please try again later.")
+    assert JobsClient("http://head:8265", starting).submit(order) == "demo"
+    assert starting.asked == 3
+    refusing: Any = Starting("the runtime environment is invalid")
+    with pytest.raises(JobError, match="runtime environment"):
+        JobsClient("http://head:8265", refusing).submit(order)
+    assert refusing.asked == 1
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)

@@ -35,6 +35,7 @@ TRAINS = {kind.MODULE for kind in KINDS.values()}  # a job that runs one of thes
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
 RECONNECT_S = 60.0  # how long `follow` tries to reach a cluster that does not answer
+NO_AGENT, AGENT_S = "No available agent", 60.0  # Ray's answer where a cluster has just started
 
 _environment = threading.Lock()  # held while VARIABLES are hidden from Ray's client
 
@@ -128,6 +129,7 @@ class JobsClient:
         """Start a submission as a Ray job; return its submission id.
 
         The id is the submission's name, or `name-2`, `name-3` and so on where that is taken.
+        A cluster that has just started and has no agent for jobs yet is asked for AGENT_S seconds.
 
         Raises:
             ConfigError: a job of this run is live.
@@ -146,6 +148,16 @@ class JobsClient:
         taken, number = {job.submission_id for job in jobs}, 1
         while (submission_id := order.name + (f"-{number}" if number > 1 else "")) in taken:
             number += 1
+        until = time.monotonic() + AGENT_S
+        while True:
+            try:
+                return self._submit(order, submission_id)
+            except JobError as error:
+                if NO_AGENT not in str(error) or time.monotonic() > until:
+                    raise
+            time.sleep(POLL_S)
+
+    def _submit(self, order: Submission, submission_id: str) -> str:
         shipment = order.shipment
         with tempfile.TemporaryDirectory() as folder, _said(self.address):
             return str(
