@@ -4,9 +4,9 @@
 
 Each section is a frozen pydantic model; the string under a field is its documentation (and its
 description in the JSON Schema). A value comes from the defaults, then the YAML file, then the
-`--section.field=value` overrides. What is wrong is collected, never one at a time, and raised as
-one `ConfigError` whose lines read `<field>=<value> is <problem>: <why>. <what to set>`.
-Whatever needs a look at the outside (files, buckets, clusters) is checked by the module concerned.
+`--section.field=value` overrides. All problems are collected and raised as one `ConfigError`, whose
+lines read `<field>=<value> is <problem>: <why>. <what to set>`. Checks that read files, buckets or
+clusters are in the modules that use them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def load(
 ) -> RunConfig:
     """Read a YAML file (or only the defaults) and `section.field` overrides into a checked config.
 
-    What kind of run it is, `task` says, unless the caller knows.
+    `kind` is the class to make; None takes it from `task`.
 
     Raises:
         ConfigError: with every problem of the file, the overrides and their combination.
@@ -94,7 +94,9 @@ def load(
 def from_dict(
     tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[RunConfig] | None = None
 ) -> RunConfig:
-    """Check a nested mapping of sections and fields; `problems` are reported with what is found.
+    """Make a config of a nested mapping of sections and fields.
+
+    `problems` are those found before; they are raised together with new ones.
 
     Raises:
         ConfigError: with every problem.

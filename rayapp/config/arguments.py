@@ -16,7 +16,7 @@ from rayapp.config import ConfigError, Described, RunConfig, load
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return (what stands alone, what is set); fire reads it, every value stays a string."""
+    """Split a command line with fire into its words and its options, all of them strings."""
 
     @fire.decorators.SetParseFn(str)
     def collect(*paths: str, **overrides: str) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -39,9 +39,10 @@ def read(
 def read(
     argv: Sequence[str], options: Mapping[str, str], kind: type[RunConfig] | None = None
 ) -> tuple[RunConfig, dict[str, str]]:
-    """Return the config and the command's own options, by default as given.
+    """Read a config and the command's own options.
 
-    A config is of the kind that it says, unless the command is for one kind.
+    `options` holds each option's default. `kind` is the class of the config; None takes it from
+    `task`.
 
     Raises:
         ConfigError: with every problem.
@@ -68,9 +69,10 @@ def read(
 def read_plain(
     argv: Sequence[str], what: str, options: Mapping[str, str]
 ) -> tuple[str, dict[str, str]]:
-    """Return the one word that a command is about, and its options, by default as given.
+    """Read a command's one word, such as RUN, and its options.
 
-    `what` says what the word is, in capitals; empty: there is none.
+    `what` names the word in messages; empty: the command takes none. `options` holds each option's
+    default.
 
     Raises:
         ConfigError: with every problem.
@@ -91,7 +93,7 @@ def read_plain(
 
 
 def read_words(argv: Sequence[str], options: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words that a command is about, however many, and its options.
+    """Read any number of words and the options of a command.
 
     Raises:
         ConfigError: with every problem.
@@ -103,15 +105,17 @@ def read_words(argv: Sequence[str], options: Mapping[str, str]) -> tuple[list[st
 
 
 def flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return argv with `--name` alone written out as `--name=true`, for names that are switches."""
+    """Return argv with each bare `--name` of `names` written as `--name=true`."""
     return [f"{word}=true" if word.removeprefix("--") in names else word for word in argv]
 
 
 def number(name: str, text: str, *, zero: bool = False, endless: bool = True) -> float:
-    """Return an option's number: above 0, or with `zero` 0 too; infinity if it may be `endless`.
+    """Parse an option's number.
+
+    It must be above 0; `zero` allows 0, `endless` allows infinity.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not such a number.
     """
     try:
         value = float(text)

@@ -1,4 +1,4 @@
-"""Sections, and the types of their fields: what text from YAML or a command line may stand for."""
+"""The base class of sections, and field types that also read text from a command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
 class Section(BaseModel):
-    """A frozen part of the config that knows no other field than its own."""
+    """A frozen part of the config; unknown fields are refused."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -40,7 +40,7 @@ class Section(BaseModel):
 
 
 def none_or(value: Any) -> Any:
-    """Read `none`, `null` and nothing at all as None."""
+    """Read `none`, `null` and the empty text as None."""
     return None if isinstance(value, str) and value.lower() in ("none", "null", "") else value
 
 
@@ -118,24 +118,24 @@ Gpu = Annotated[
 
 @dataclass(frozen=True)
 class Unit:
-    """What a kind of run is counted in; `metrics.jsonl` names its rates after it."""
+    """The unit of a run's data: tokens or images. `metrics.jsonl` names rates after it."""
 
     one: str
     many: str
 
     @property
     def per_s(self) -> str:
-        """Field of a step's rate over all workers."""
+        """Name of the metric for the rate over all workers."""
         return f"{self.many}_per_s"
 
     @property
     def per_s_per_gpu(self) -> str:
-        """Field of a step's rate of one worker."""
+        """Name of the metric for the rate of one worker."""
         return f"{self.many}_per_s_per_gpu"
 
     @property
     def loss(self) -> str:
-        """What a loss is in."""
+        """Unit of a loss."""
         return f"nats per {self.one}"
 
 
@@ -143,5 +143,5 @@ TOKENS, IMAGES = UNITS = (Unit("token", "tokens"), Unit("image", "images"))
 
 
 def unit_of(names: Iterable[str]) -> Unit:
-    """Tell by the names of a line's fields, or of a result's, what the run is counted in."""
+    """Return the unit of a run from the field names of a metrics line or a result."""
     return IMAGES if IMAGES.per_s in names else TOKENS

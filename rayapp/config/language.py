@@ -192,7 +192,7 @@ class Config(RunConfig):
 
     @property
     def micro_batch(self) -> int:
-        """Rows of a micro-batch, once there is a number instead of `auto`."""
+        """Rows of a micro-batch; `auto` must have been replaced by a number."""
         assert self.train.micro_batch is not None, "train.micro_batch=auto is not chosen yet"
         return self.train.micro_batch
 
@@ -202,13 +202,13 @@ class Config(RunConfig):
         return self.rows_per_step // self.micro_batch
 
     def with_micro_batch(self, size: int) -> Config:
-        """Return the config with so many rows in a micro-batch."""
+        """Return a copy with `size` rows in a micro-batch."""
         return self.model_copy(
             update={"train": self.train.model_copy(update={"micro_batch": size})}
         )
 
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield (fields, problem) for what is wrong between fields that are each legal alone."""
+        """Yield (fields, problem) for conflicts between fields that are each valid alone."""
         yield from super().conflicts()
         yield from _batch_and_data(self)
         yield from _techniques(self)

@@ -1,8 +1,8 @@
-"""Make a checked run description of a tree of sections and fields, or say all that is wrong.
+"""Check a tree of sections and fields, and make a config of it.
 
     config = check(Config, tree)
 
-Every problem is found in one go, also those between fields of which others are wrong.
+All problems are reported at once: those of single fields, and conflicts among the valid fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Described = TypeVar("Described", bound=RunConfig)
 
 
 class ConfigError(ValueError):
-    """The run cannot start as described; `problems` holds one line for each reason."""
+    """The config is not usable; `problems` holds one line for each reason."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -34,7 +34,9 @@ class ConfigError(ValueError):
 def check(
     kind: type[Described], tree: Mapping[str, Any], problems: Iterable[str] = ()
 ) -> Described:
-    """Check a nested mapping of sections and fields; `problems` are reported with what is found.
+    """Make a config of a nested mapping of sections and fields.
+
+    `problems` are those found before; they are raised together with new ones.
 
     Raises:
         ConfigError: with every problem.
@@ -46,7 +48,7 @@ def check(
     except ValidationError as error:
         problems += [_explain(kind, item) for item in error.errors()]
         wrong = [tuple(map(str, item["loc"])) for item in error.errors()]
-    if wrong:  # what is right is still checked for what is wrong between its fields
+    if wrong:  # conflicts among the valid fields are reported too
         try:
             config = kind.model_validate(_without(tree, wrong))
         except ValidationError:
@@ -63,16 +65,15 @@ def check(
 
 
 def combined_problems(config: RunConfig) -> list[str]:
-    """Return what is wrong between fields that are each legal alone."""
+    """Return the conflicts between fields that are each valid alone."""
     return [problem for _, problem in config.conflicts()]
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """Return `field: old -> new` for fields that make it another run.
+    """Return `field: old -> new` for each changed field that makes `new` another run.
 
-    Where a run executes (`cluster`), how often it saves (`checkpoint`), where its storage is and
-    who is told of it, what is done at a spike, and how a step is cut into micro-batches (its rows
-    are the same) may change between two commands that are the same run; all else may not.
+    A run may be resumed with other values of `cluster`, `checkpoint`, `run.storage`,
+    `run.trackers` and the fields in `FREE`: none of them changes what is trained.
     """
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     free = ("cluster.", "checkpoint.", "run.storage", "run.trackers", *new.FREE)
@@ -84,7 +85,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def fields(kind: type[RunConfig]) -> dict[str, str]:
-    """Return every `section.field` with its documentation; those of a field's own fields last."""
+    """Return the documentation of every `section.field`; nested fields come last."""
     documentation: dict[str, str] = {}
     below: dict[str, str] = {}
     for section, info in kind.model_fields.items():
@@ -104,7 +105,7 @@ def fields(kind: type[RunConfig]) -> dict[str, str]:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the sections that a field may hold."""
+    """Yield the section classes in a field's annotation."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, BaseModel):
             yield each
@@ -133,7 +134,7 @@ def put(tree: dict[str, object], field: str, value: Any, problems: list[str]) ->
 
 
 def _without(tree: Any, locations: Iterable[Sequence[str]]) -> Any:
-    """Return a copy of a nested mapping that lacks what stands at, or holds, the locations."""
+    """Return a copy of a nested mapping without the values at the locations."""
     if not isinstance(tree, Mapping):
         return {}
     copy: dict[Any, Any] = {}
@@ -146,7 +147,7 @@ def _without(tree: Any, locations: Iterable[Sequence[str]]) -> Any:
     return copy
 
 
-_WHY = {  # what pydantic calls the error -> why
+_WHY = {  # type of pydantic's error, or field -> reason
     "int_parsing": "it must be a whole number",
     "int_type": "it must be a whole number",
     "int_from_float": "it must be a whole number",
@@ -164,7 +165,7 @@ _WHY = {  # what pydantic calls the error -> why
 
 
 def _explain(kind: type[RunConfig], error: Any) -> str:
-    """Turn one pydantic error into a line of the house form."""
+    """Turn one pydantic error into `<field>=<value> is not valid: <why>. <what to set>`."""
     location, mistake = [str(part) for part in error["loc"]], error["type"]
     if mistake == "extra_forbidden":
         return _explain_unknown(kind, location, error["input"])

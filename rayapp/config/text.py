@@ -1,4 +1,4 @@
-"""Read and write YAML 1.2 without double keys; find the folders that come with the package."""
+"""Read and write YAML 1.2 without duplicate keys; find the folders shipped with the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's idea of plain values, and no key twice in a mapping.
+    """Reads plain values as YAML 1.2 does and refuses duplicate keys.
 
     PyYAML reads YAML 1.1, where `2:8` is the number 128, `1e-3` is text and `no` is false.
     """
@@ -30,10 +30,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would read as something else than text."""
+    """Quotes texts that YAML 1.1 or 1.2 would read as another type."""
 
 
-_PLAIN = (  # tag, what it looks like, how it may begin
+_PLAIN = (  # tag, pattern, possible first characters
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
@@ -64,7 +64,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: str) -> tuple[dict[str, object], list[str]]:
-    """Return (the mapping of a config file, what is wrong with it); one of them is empty."""
+    """Return (mapping of a config file, problems); one of the two is empty."""
     give = "Give the path of a YAML file of sections and fields"
     try:
         tree = parse_yaml(config_file(path).read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def read_yaml(path: str) -> tuple[dict[str, object], list[str]]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as one would write it, on one line and not longer than 80 characters."""
+    """Return a value as text for messages: one line of at most 80 characters."""
     if value is None or isinstance(value, bool):
         value = "none" if value is None else str(value).lower()
     text = " ".join(str(value).split())
@@ -106,15 +106,16 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def shipped(name: str) -> Path:
-    """Return the folder `cluster` or `configs` as it came with this rayapp."""
+    """Return the folder `cluster` or `configs` of this installation."""
     inside = PACKAGE / "_files" / name
     return inside if inside.is_dir() else PACKAGE.parent / name
 
 
 def config_file(path: str) -> Path:
-    """Return a config's file; `configs/tiny_cpu.yaml` and `tiny_cpu` are found from any folder.
+    """Return the path of a config file.
 
-    A file of that path wins over the one that came with rayapp.
+    A path that exists is taken as it is. Otherwise `tiny_cpu` and `configs/tiny_cpu.yaml` name the
+    config that is shipped with rayapp.
     """
     name = path.removeprefix("configs/").removesuffix(".yaml")
     ours = {file.stem: file for file in shipped("configs").glob("*.yaml")}

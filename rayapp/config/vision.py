@@ -160,7 +160,7 @@ class VisionConfig(RunConfig):
     parallel: ImageParallel = ImageParallel()
 
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield (fields, problem) for what is wrong between fields that are each legal alone."""
+        """Yield (fields, problem) for conflicts between fields that are each valid alone."""
         yield from super().conflicts()
         train, data, parallel = self.train, self.data, self.parallel
         if train.images_per_step % train.micro_batch:
