@@ -76,9 +76,21 @@ def read(run: Storage, attempt: int | None = None, rank: int | None = None) -> s
     text = plain_text(run.read(name_of(attempt)).decode(errors="replace"))
     if rank is None:
         return text
-    bodies = dict(part.split("\n", 1) for part in f"\n{text}".split(f"\n{MARK}")[1:])
-    failed = ", ".join(name.removeprefix("rank ") for name in bodies if name.startswith("rank "))
-    if f"rank {rank}" not in bodies:
+    sections = _sections(text)
+    if f"rank {rank}" not in sections:
+        failed = ", ".join(name[len("rank ") :] for name in sections if name.startswith("rank "))
         instead = f"Set one of {failed}" if failed else "Leave rank out to see the driver's output"
         raise ConfigError([f"rank={rank} has left no error in attempt {attempt}. {instead}"])
-    return bodies[f"rank {rank}"] + "\n"
+    return sections[f"rank {rank}"]
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Return {name: lines} of the sections of a log."""
+    sections, name = dict[str, str](), ""
+    for line in text.splitlines():
+        if line.startswith(MARK):
+            name = line.removeprefix(MARK)
+            sections[name] = ""
+        elif name:
+            sections[name] += f"{line}\n"
+    return sections
