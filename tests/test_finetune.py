@@ -575,6 +575,16 @@ def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_p
     folder = "checkpoints/step-00000003"
     assert {f"{folder}/{n}" for n in ("COMMITTED", "state.json", ".metadata")} <= found
     assert {"model/config.json", "model/tokenizer.json", "model/model.safetensors"} <= found
+    log = (tmp_path / "cli" / "logs" / "attempt-1.txt").read_text()
+    before_the_sample = first.stdout.partition("\nsample ")[0]
+    assert f"\n==== driver\n{before_the_sample}\n" in log and "step 3/3" in before_the_sample
+    told = subprocess.run(
+        [sys.executable, "-m", "rayapp", "logs", str(tmp_path / "cli")],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert told.stdout == log, told.stderr
     second = run()
     assert second.returncode == 0 and "already done" in second.stdout
     other = run("--train.lr=1e-5")

@@ -129,7 +129,7 @@ def _logged(command: Command, console: Console) -> Iterator[None]:
         if url is not None:
             console.print(f"the log is {url}", highlight=False, soft_wrap=True)
         raise
-    command.logs.close("the command has ended")
+    command.logs.close("the command ended without an error")
 
 
 def _to_the_end(
