@@ -305,7 +305,7 @@ def test_a_crash_loop_ends_with_the_reason_and_blames_no_rows(folder: Path) -> N
     assert last == f"failed: {result['reason']}"
     assert log == f"the log is {drill.run.url}/{name_of(numbers(drill.run)[-1])}"
     kept = read(drill.run)
-    assert "\n==== rank 0\n" in kept or "\n==== rank 1\n" in kept
+    assert "\n==== rank " in kept or "\n==== workers\n" in kept, "some die before they have a rank"
     assert kept.endswith(f"\n==== end\n{last}\n")
 
 

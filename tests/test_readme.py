@@ -21,7 +21,7 @@ def rows(text: str) -> list[list[str]]:
     ][2:]
 
 
-def tests_of(name: str) -> set[str]:
+def functions_of(name: str) -> set[str]:
     """Return the test functions of a file, without importing it; none if there is no such file."""
     path = ROOT / "tests" / name
     tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
@@ -35,7 +35,7 @@ def missing(text: str) -> list[str]:
         ids = TEST_ID.findall(drills)
         if not ids or TEST_ID.sub("", drills).strip(", "):
             found.append(f"{what}: {then} has no drill, or more than drills: {drills}")
-        found += [f"{what}: {file}::{test}" for file, test in ids if test not in tests_of(file)]
+        found += [f"{what}: {file}::{test}" for file, test in ids if test not in functions_of(file)]
     return found
 
 
