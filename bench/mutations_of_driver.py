@@ -24,6 +24,8 @@ OF_RECOVERY = "tests/test_driver_recovery.py"
 OF_PLACEMENT = "tests/test_driver_placement.py"
 OF_METRICS = "tests/test_observe_metrics.py"
 OF_SUPERVISE = "tests/test_driver_supervise.py"
+OUTPUT, OF_OUTPUT = "rayapp/driver/output.py", "tests/test_driver_output.py"
+OF_RESERVE = "tests/test_driver_reserve.py"
 
 DRIVER = (
     # ---- One live run per name
@@ -261,5 +263,69 @@ DRIVER = (
         "                attempt.end()\n            look.again()",
         "            look.again()",
         OF_SUPERVISE,
+    ),
+    # ---- What a command leaves of its end
+    Mutation(
+        "no-room-for-the-reason",
+        SUPERVISE,
+        "        self.command.reserve.free()\n",
+        "",
+        OF_RESERVE,
+    ),
+    Mutation(
+        "full-disk-is-waited-for",
+        SUPERVISE,
+        "            raise GiveUp(str(self.command.lease.full))\n",
+        "            return\n",
+        OF_RESERVE,
+    ),
+    Mutation(
+        "write-without-end-on-a-full-disk",
+        LEASE,
+        "if self.full is not None and self._clock.monotonic() > until:",
+        "if False:",
+        OF_RESERVE,
+    ),
+    Mutation(
+        "reserve-that-takes-no-room",
+        "rayapp/driver/reserve.py",
+        "file.write(os.urandom(RESERVE_BYTES))",
+        "file.truncate(RESERVE_BYTES)",
+        OF_RESERVE,
+    ),
+    Mutation(
+        "frames-of-a-bar-are-kept",
+        OUTPUT,
+        'shown.rpartition("\\r")[2]',
+        "shown",
+        OF_OUTPUT,
+    ),
+    Mutation(
+        "output-of-the-attempt-before",
+        OUTPUT,
+        "        self._tail.clear()\n",
+        "",
+        OF_OUTPUT,
+    ),
+    Mutation(
+        "logs-without-number",
+        OUTPUT,
+        "if number <= self.number - KEPT:",
+        "if False:",
+        OF_OUTPUT,
+    ),
+    Mutation(
+        "a-peer-is-blamed",
+        "rayapp/observe/ending.py",
+        "RayActorError), follows, rank",
+        "RayActorError), rank",
+        "tests/test_observe_result.py -k explain",
+    ),
+    Mutation(
+        "first-failure-untold",
+        RECOVERY,
+        "if ending.kind == FAILURE and self._first is None:",
+        "if ending.kind == FAILURE:",
+        OF_RECOVERY,
     ),
 )

@@ -17,10 +17,13 @@ import psutil
 import pytest
 from calls import Recorder, calls, golden, same_as_golden
 from ceph import Ceph
+from disks import fill, small_disk
 from drill import TEXT, Drill, Undisturbed, assert_alike, assert_same
 from faults import Storm
 from patience import PATIENCE_S
 
+from rayapp.observe import status
+from rayapp.observe.attempt_logs import name_of, numbers, read
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import MIN_PART_BYTES, Storage, open_storage
 from rayapp.train.checkpoint.marker import MARKER, latest
@@ -296,7 +299,32 @@ def test_a_crash_loop_ends_with_the_reason_and_blames_no_rows(folder: Path) -> N
     drill.end(1)
     result = drill.result()
     assert result["status"] == "failed" and 3 <= len(killed) <= 8, killed
-    assert result["reason"].startswith("3 attempts have failed before they had done a step: ")
+    why = "3 attempts have failed alike before they had done a step: "
+    assert result["reason"].startswith(why)
+    *_, log, last = drill.log.read_text().splitlines()
+    assert last == f"failed: {result['reason']}"
+    assert log == f"the log is {drill.run.url}/{name_of(numbers(drill.run)[-1])}"
+    kept = read(drill.run)
+    assert "\n==== rank " in kept or "\n==== workers\n" in kept, "some die before they have a rank"
+    assert kept.endswith(f"\n==== end\n{last}\n")
+
+
+@pytest.mark.full
+def test_a_disk_that_becomes_full_leaves_the_reason(folder: Path, tmp_path: Path) -> None:
+    """Once there is room again, the same command goes on."""
+    with small_disk(tmp_path / "disk", 64) as disk:
+        drill = Drill(folder, "full", storage=str(disk))
+        drill.wait_for_checkpoint(13)
+        filler = fill(disk)
+        drill.end(1)
+        result = drill.result()
+        assert result["status"] == "failed"
+        assert "the disk is full" in result["reason"] or "No space left" in result["reason"]
+        assert drill.log.read_text().splitlines()[-1] == f"failed: {result['reason']}"
+        assert read(drill.run).endswith(f"==== end\nfailed: {result['reason']}\n")
+        assert status.read(drill.run).reason == result["reason"]
+        filler.unlink()
+        Drill(folder, "full", storage=str(disk)).end(0)
 
 
 @pytest.mark.drill

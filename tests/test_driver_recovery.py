@@ -218,3 +218,22 @@ def test_pauses_are_bounded_and_a_run_ends_in_a_loop_only(steps: list[int]) -> N
             return
         pause = budget.after(failure(step))
         assert (pause == 0.0) == (len(since) == 1) and pause <= LONGEST_PAUSE_S
+
+
+def test_the_first_failure_is_named_where_the_last_is_another() -> None:
+    """An error that attempts after it only follow, as ranks that find no peers."""
+    budget = recovery(max_failures=2)
+    budget.after(failure(9))
+    budget.after(Ending(FAILURE, "rank 3: CUDA error: an illegal memory access", 20, True))
+    budget.after(Ending(FAILURE, "rank 0: no peer at 10.0.0.7", 20, False, cause=START))
+    budget.after(Ending(FAILURE, "rank 1: no peer at 10.0.0.9", 20, False, cause=START))
+    with pytest.raises(GiveUp) as caught:
+        budget.after(Ending(FAILURE, "rank 1: no peer at 10.0.0.8", 20, False, cause=START))
+    assert str(caught.value).endswith(
+        "The first failure was after step 20: rank 3: CUDA error: an illegal memory access"
+    )
+    budget = recovery(max_failures=1)
+    budget.after(failure(9))
+    with pytest.raises(GiveUp) as caught:
+        budget.after(failure(12))
+    assert "The first failure" not in str(caught.value)

@@ -87,13 +87,14 @@ class Driver:
                 raise StopAsked
 
         lease: Any = SimpleNamespace(
-            check=check, is_fresh=lambda: self.fresh, wait_until_fresh=wait_until_fresh
+            check=check, is_fresh=lambda: self.fresh, wait_until_fresh=wait_until_fresh, full=None
         )
         stop: Any = SimpleNamespace(asked=lambda: self.stop_asked, check=stop_check)
         journal: Any = SimpleNamespace(
             saw=lambda line: self.shown.append(line["step"]),
             attempt=lambda config, workers: None,
             catch_up=lambda: None,
+            attempts=1,
             interrupted=lambda ending, workers: None,
         )
         workers: Any = SimpleNamespace(

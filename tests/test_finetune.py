@@ -575,6 +575,17 @@ def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_p
     folder = "checkpoints/step-00000003"
     assert {f"{folder}/{n}" for n in ("COMMITTED", "state.json", ".metadata")} <= found
     assert {"model/config.json", "model/tokenizer.json", "model/model.safetensors"} <= found
+    log = (tmp_path / "cli" / "logs" / "attempt-1.txt").read_text()
+    kept = iter(log.splitlines())
+    before_the_sample = first.stdout.partition("\nsample ")[0].splitlines()
+    assert all(line in kept for line in before_the_sample), "in this order"
+    told = subprocess.run(
+        [sys.executable, "-m", "rayapp", "logs", str(tmp_path / "cli")],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert told.stdout == log, told.stderr
     second = run()
     assert second.returncode == 0 and "already done" in second.stdout
     other = run("--train.lr=1e-5")

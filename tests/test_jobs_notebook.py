@@ -33,6 +33,7 @@ from rayapp.__main__ import main
 from rayapp.config import ConfigError
 from rayapp.jobs import JobError, page, terminal
 from rayapp.jobs.handle import CURVES, Job, submit
+from rayapp.observe.attempt_logs import name_of, render
 from rayapp.observe.columns import ACCOUNTED, Columns
 from rayapp.observe.goodput import account
 from rayapp.observe.run_folder import LEASE, STOP
@@ -365,6 +366,37 @@ def test_a_folder_sends_nothing_anywhere(
     assert sent["runtime_env"]["env_vars"]["A"] == "010"
     assert not {"working_dir", "pip"} & set(sent["runtime_env"])
     assert sent["metadata"]["rayapp.tag.t"] == "u"
+
+
+def test_logs_outlive_the_cluster(
+    served: Dashboard,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a run that was submitted, the cluster's while it knows the job; else the folder's."""
+    direct, sent = folder_of(tmp_path / "a", BEGAN, LEFT), folder_of(tmp_path / "b", BEGAN, LEFT)
+    assert "was not submitted" in said(capsys, 1, "logs", direct.url)
+    sent.write(
+        "submission.json", b'{"address": "", "submission_id": "demo", "time": 1, "shipment": {}}'
+    )
+    served.add("demo", "FAILED")
+    for run in (direct, sent):
+        for number in (1, 2):
+            errors = {"rank 1": f"ValueError: boom {number}"}
+            text = render(f"attempt {number}", "step 1", errors, "failed")
+            run.write(name_of(number), text.encode())
+    newest = "attempt 2\n==== driver\nstep 1\n==== rank 1\nValueError: boom 2\n==== end\nfailed\n"
+    assert said(capsys, 0, "logs", direct.url) == newest
+    assert said(capsys, 0, "logs", sent.url) == "logs of demo\n"
+    assert said(capsys, 0, "logs", sent.url, "--attempt=2") == newest
+    assert said(capsys, 0, "logs", sent.url, "--attempt=1", "--rank=1") == "ValueError: boom 1\n"
+    assert said(capsys, 0, "logs", sent.url, "--rank=1") == "ValueError: boom 2\n"
+    assert "attempt=3 has no log in" in said(capsys, 2, "logs", sent.url, "--attempt=3")
+    assert "rank=0 has left no error" in said(capsys, 2, "logs", sent.url, "--rank=0")
+    assert "--rank=-1 is not valid" in said(capsys, 2, "logs", sent.url, "--rank=-1")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
+    assert said(capsys, 0, "logs", sent.url) == newest
 
 
 def test_a_folder_names_no_other_job(served: Dashboard, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from rayapp.observe.ending import (
     Ending,
     ending_of,
     reason_of,
+    tracebacks,
 )
 from rayapp.observe.result import RunFailed, best_interval_s, result_of
 from rayapp.storage import StorageError, open_storage
@@ -59,6 +60,23 @@ def test_a_death_explains_the_errors_of_the_ranks_around_it() -> None:
     alone = WorkerGroupError("1 worker failed", {2: collateral})
     assert reason_of(alone) == "rank 2: Connection closed by peer"
     assert reason_of(ValueError("one\ntwo")) == "two"
+
+
+@pytest.mark.parametrize(
+    "follows",
+    [
+        "RuntimeError: [enforce] Timed out waiting 1800000ms for recv operation to complete",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0.",
+        "RuntimeError: Read error [10.0.0.1]:38310: Connection reset by peer",
+    ],
+)
+def test_an_error_explains_those_of_ranks_that_wait_for_its_rank(follows: str) -> None:
+    own = RuntimeError("Traceback ...\ntorch.OutOfMemoryError: CUDA out of memory")
+    error = WorkerGroupError("3 failed", {n: RuntimeError(follows) for n in (0, 1)} | {2: own})
+    assert reason_of(error) == "rank 2: torch.OutOfMemoryError: CUDA out of memory"
+    assert list(tracebacks(error)) == ["rank 1", "rank 0", "rank 2"]
+    assert tracebacks(error)["rank 2"] == str(own)
+    assert tracebacks(ValueError("no rank's")) == {"workers": "no rank's"}
 
 
 def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(

@@ -6,24 +6,22 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial, wraps
-from typing import NotRequired, TypedDict, cast
+from functools import wraps
+from typing import cast
 
 import yaml
 
+from rayapp.cli.listing import of_cluster, of_storage, values_of
 from rayapp.config import ConfigError, arguments
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.handle import Job, job
-from rayapp.jobs.remote import runs_of
 from rayapp.jobs.submission import Again
-from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES, Exit
-from rayapp.observe.status import NoRun, Progress, figures, read
+from rayapp.observe.status import NoRun
 from rayapp.observe.words import UNKNOWN, clock
-from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.storage import StorageError
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
-UNREADABLE = "unreadable"
 WHERE = {"storage": "none", "address": "none"}
 
 SUBMIT = """python -m rayapp submit [CONFIG.yaml] [--section.field=value ...]
@@ -42,6 +40,12 @@ RESUME = """python -m rayapp resume RUN [--storage=URL] [--address=URL] [--follo
 
   --working_dir=FOLDER, --pip, --env, --secrets   as submit takes them: what the run was sent with
                         is given again, or none, as its folder is not trusted to name that"""
+
+LOGS = """python -m rayapp logs RUN [--storage=URL] [--address=URL] [--follow]
+
+  --follow      go on until the run ends
+  --attempt=N   what the folder keeps of attempt N; without a cluster, the newest by default
+  --rank=R      the error and traceback of rank R, if it failed in that attempt"""
 
 PREFLIGHT = """python -m rayapp preflight [CONFIG.yaml] [--section.field=value ...]
 
@@ -123,7 +127,8 @@ def runs(argv: list[str]) -> int:
     """List the runs of a folder, or of a cluster."""
     argv = arguments.flags(argv, {"json"})
     _, asked = arguments.read_plain(argv, "", {**WHERE, "json": "false"})
-    rows = _of_storage(asked) if _or_none(asked["storage"]) else _of_cluster(asked)
+    storage, address = (_or_none(asked[name]) for name in WHERE)
+    rows = of_cluster(address) if storage is None else of_storage(storage)
     if asked["json"] == "true":
         print(json.dumps(rows, indent=2))
         return Exit.DONE
@@ -157,7 +162,7 @@ def status(argv: list[str]) -> int:
     handle, asked = _handle(arguments.flags(argv, {"json"}), {"json": "false"})
     state, now, lines = handle.snapshot()
     if asked["json"] == "true":
-        print(json.dumps(_values(handle.run.url, state, now), indent=2))
+        print(json.dumps(values_of(handle.run.url, state, now), indent=2))
     else:
         from rich.console import Console
 
@@ -181,13 +186,15 @@ def watch(argv: list[str]) -> int:
         return Exit.DONE
 
 
-@_command("python -m rayapp logs RUN [--storage=URL] [--address=URL] [--follow]")
+@_command(LOGS)
 def logs(argv: list[str]) -> int:
-    """Print what a run's driver prints; followed to its end, return what it returned."""
-    handle, asked = _handle(arguments.flags(argv, {"follow"}), {"follow": "false"})
+    """Print what a run's driver prints; followed to its end, return what it returned; see LOGS."""
+    options = {"follow": "false", "attempt": "none", "rank": "none"}
+    handle, asked = _handle(arguments.flags(argv, {"follow"}), options)
+    attempt, rank = (_count(name, asked[name]) for name in ("attempt", "rank"))
     if asked["follow"] == "true":
         return _follow(handle)
-    print(handle.logs(), end="")
+    print(handle.logs(attempt, rank), end="")
     return Exit.DONE
 
 
@@ -236,100 +243,12 @@ def _follow(handle: Job) -> int:
     return EXIT_CODES[handle.wait()]
 
 
-class Listed(TypedDict):
-    """What --json prints of a run; the second half is there once it has begun."""
-
-    run: str
-    status: str
-    job: str | None
-    updated_s: float | None
-    reason: str | None
-    figures: dict[str, str]
-    step: NotRequired[int]
-    num_steps: NotRequired[int | None]
-    left_s: NotRequired[float | None]
-    goodput: NotRequired[dict[str, float]]
-    wall_s: NotRequired[float]
-    cost_usd: NotRequired[float | None]
-    cost_at_end_usd: NotRequired[float | None]
-    line: NotRequired[MetricsLine | None]
-
-
-def _of_storage(asked: dict[str, str]) -> list[Listed]:
-    """Return the runs of a folder, whatever clusters they ran on."""
-    root = open_storage(asked["storage"])
-    rows = [_row((root / name).url, partial(_in_folder, root / name)) for name in root.dirs()]
-    return sorted(filter(None, rows), key=lambda row: row["updated_s"] or 0.0)
-
-
-def _in_folder(run: Storage) -> tuple[str, Progress | None]:
-    now = read(run)
-    return now.status, now
-
-
-def _of_cluster(asked: dict[str, str]) -> list[Listed]:
-    """Return the runs whose jobs a cluster knows of, each with its newest job."""
-    from rayapp.jobs import JobsClient
-
-    address = _or_none(asked["address"])
-    rows = list[Listed]()
-    for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()):
-        if url is None:
-            values = _values(info.storage or UNKNOWN, info.status.lower(), None)
-            values["reason"] = "its command line does not say which run of this folder it is"
-            rows.append({**values, "job": info.submission_id})
-            continue
-        row = _row(url, partial(_on_cluster, url, address, info.submission_id))
-        if row is not None:
-            rows.append({**row, "job": info.submission_id})
-    return rows
-
-
-def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progress | None]:
-    state, now, _ = Job(url, address, known).snapshot()
-    return state, now
-
-
-def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> Listed | None:
-    """Return what is listed of a run, None of a folder without one.
-
-    A run that cannot be read is listed with the reason, whatever that is, and hides no other.
-    """
-    try:
-        return _values(url, *read_status())
-    except NoRun:
+def _count(name: str, text: str) -> int | None:
+    if _or_none(text) is None:
         return None
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, ConfigError | JobError | StorageError):
-            reason = f"{type(error).__name__}: {reason}"
-        return {**_values(url, UNREADABLE, None), "reason": reason}
-
-
-def _values(url: str, state: str, now: Progress | None) -> Listed:
-    """Return what --json prints of a run."""
-    values: Listed = {
-        "run": url,
-        "status": state,
-        "job": None,
-        "updated_s": None,
-        "reason": None,
-        "figures": figures(now) if now is not None else {},
-    }
-    if now is not None:
-        values |= {
-            "step": now.step,
-            "num_steps": now.num_steps,
-            "left_s": now.left_s,
-            "updated_s": now.updated_s,
-            "reason": now.reason,
-            "goodput": now.account.goodput,
-            "wall_s": now.account.wall_s,
-            "cost_usd": now.account.cost_usd,
-            "cost_at_end_usd": now.cost_at_end_usd,
-            "line": now.line,
-        }
-    return values
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError([f"--{name}={text} is not valid: it must be a whole number. Set one"])
+    return int(text)
 
 
 def _or_none(text: str) -> str | None:

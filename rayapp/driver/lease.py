@@ -42,9 +42,11 @@ from rayapp.observe.run_folder import (
     STOP,
 )
 from rayapp.storage import Storage
+from rayapp.storage.local import FULL
 
 POLL_S = 1.0
 NOTE_EVERY_S = 60.0
+ROOM_S = 3 * LEASE_RENEWED_S  # after which a disk that is still full refuses a write
 
 logger = logging.getLogger("rayapp.driver")
 
@@ -59,6 +61,8 @@ class Lease:
         self._run, self._holder, self._etag, self._clock = run, holder, etag, clock
         self._renewed_at = sent_at
         self._lost: str | None = None
+        self.full: OSError | None = None
+        """The error of the last renewal, if the disk had no room for it."""
         self._closed, self._ended = clock.event(), clock.event()
         clock.thread(self._renew, "lease")
 
@@ -92,6 +96,16 @@ class Lease:
             self._clock.sleep(POLL_S)
             self.check()
 
+    def _wait_to_write(self) -> None:
+        """Wait until the lease is renewed; raise OSError if a full disk keeps it from that."""
+        until = self._clock.monotonic() + ROOM_S
+
+        def check() -> None:
+            if self.full is not None and self._clock.monotonic() > until:
+                raise self.full
+
+        self.wait_until_fresh(check=check)
+
     def verify(self) -> None:
         """Read the lease; raise RunFailed if another driver holds it."""
         holder = _read(self._run)
@@ -101,7 +115,7 @@ class Lease:
 
     def fence(self, storage: Storage) -> Storage:
         """Return a storage that writes and deletes only while this lease is held."""
-        return Fenced(storage.url, storage, self.wait_until_fresh, self.verify)
+        return Fenced(storage.url, storage, self._wait_to_write, self.verify)
 
     def release(self) -> None:
         """Stop renewing, and delete the lease unless another driver holds it by now."""
@@ -117,7 +131,9 @@ class Lease:
                 count += 1
                 try:
                     self._renew_once(count)
+                    self.full = None
                 except OSError as error:
+                    self.full = error if error.errno in FULL else None
                     logger.warning("cannot renew the lease, will try again: %s", error)
         except BaseException as error:  # of any kind: without renewals the run must end
             self._lost = f"the lease of {self._run.url} cannot be renewed: {error!r}"

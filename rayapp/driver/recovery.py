@@ -21,12 +21,14 @@ LONGEST_PAUSE_S with each failure, until the run gets further than ever before. 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from rayapp.config.sections import Cluster
 from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.ending import (
     AGAIN,
+    FAILURE,
     NETWORK,
     NO_ROOM,
     PREEMPTION,
@@ -58,17 +60,31 @@ class Recovery:
         self._preemptions = self._pauses = 0
         self._alike: Counter[int | str] = Counter()  # endings since the run last got further
         self._furthest = -1
+        self._first: Ending | None = None  # failure since the run last got further
 
     def after(self, ending: Ending) -> float:
         """Return the seconds to wait before the next attempt.
 
         Raises:
             GiveUp: a budget is used up, attempts end alike again and again, or another one is no
-                use.
+                use. The message ends with the first failure since the run last got further, if
+                that was of another kind than the last.
         """
         if ending.trained and ending.step > self._furthest:
-            self._furthest, self._pauses = ending.step, 0
+            self._furthest, self._pauses, self._first = ending.step, 0, None
             self._alike.clear()
+        if ending.kind == FAILURE and self._first is None:
+            self._first = ending
+        try:
+            return self._pause_s(ending)
+        except GiveUp as error:
+            first = self._first
+            if first is None or _form(first.reason) == _form(ending.reason):
+                raise
+            began = f"The first failure was after step {first.step}: {first.reason}"
+            raise GiveUp(f"{error}. {began}") from None
+
+    def _pause_s(self, ending: Ending) -> float:
         if ending.kind == NO_ROOM:
             return 0.0
         if ending.kind == PREEMPTION:
@@ -137,3 +153,8 @@ class Recovery:
             f"{where}: {ending.reason}. Nothing that was committed is lost: mend the cause and run "
             "the same command"
         )
+
+
+def _form(reason: str) -> str:
+    """Return a reason without its numbers: ranks, processes and addresses differ each time."""
+    return re.sub(r"0x[0-9a-f]+|[0-9]+", "0", reason)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from rayapp.driver import display
 from rayapp.driver.lease import Lease
+from rayapp.driver.output import AttemptLogs, Tail
 from rayapp.driver.ray_workers import Attempt, Workers
 from rayapp.driver.recovery import GiveUp, Recovery
+from rayapp.driver.reserve import Reserve
 from rayapp.driver.stop import POLL_S, Stop, StopAsked
 from rayapp.driver.validation import Validator
 from rayapp.observe import metrics
@@ -25,7 +28,7 @@ from rayapp.observe.clock import CLOCK, Call, Clock
 from rayapp.observe.ending import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.events import Journal
 from rayapp.observe.records import MetricsLine, Summary
-from rayapp.observe.result import failed
+from rayapp.observe.result import RunFailed, failed
 from rayapp.observe.run_folder import CONFIG, FAILED, LEASE_STOPPED_S, METRICS, MOVED, STOPPED
 from rayapp.observe.words import clock as clock_text
 from rayapp.storage import Storage, StorageError
@@ -55,6 +58,18 @@ class Command:
     stop: Stop
     journal: Journal
     clock: Clock = CLOCK
+    tail: Tail = field(default_factory=Tail)
+    """The end of what this command has printed."""
+
+    @cached_property
+    def logs(self) -> AttemptLogs:
+        """The logs of this command's attempts."""
+        return AttemptLogs(self.run, self.journal, self.tail, self.clock)
+
+    @cached_property
+    def reserve(self) -> Reserve:
+        """Room on the run's disk for the reason of a failure."""
+        return Reserve(self.run)
 
     def check(self) -> None:
         """Raise RunFailed if the lease is lost, StopAsked if a stop was requested."""
@@ -87,12 +102,11 @@ def fit(
     except StopAsked:
         return supervisor.patiently(lambda: as_it_stands(command.run))
     except GiveUp as error:
-        reason = str(error)
-        raise supervisor.patiently(lambda: failed(command.run, reason)) from error
+        raise supervisor.failure(str(error)) from error
     finally:
         supervisor.bar.close()
     if summary["status"] == FAILED:
-        raise supervisor.patiently(lambda: failed(command.run, summary["reason"]))
+        raise supervisor.failure(summary["reason"])
     return summary
 
 
@@ -132,15 +146,18 @@ class _Supervisor:
         """Make attempts until one is not to be followed by another; return its summary."""
         while True:
             count = self.workers.wait_for_room(self.bar.note, self.command.check)
-            self.command.lease.wait_until_fresh(self.bar.note, self.command.stop.check)
+            self.command.lease.wait_until_fresh(self.bar.note, self._check_while_stale)
             self.command.check()
             self.bar.note(f"starting {count} worker{'s' if count > 1 else ''}")
             began = self.clock.time()
             self.journal.attempt(self.spec.config, count)
+            self.command.logs.begin_attempt()
             attempt = self.workers.start(self.spec, count)
             stale = self._watch(attempt)
             ended = attempt.outcome()
-            self.command.lease.wait_until_fresh(self.bar.note)
+            if isinstance(ended, Exception):
+                self.command.logs.keep_errors(ended)
+            self.command.lease.wait_until_fresh(self.bar.note, self._check_room)
             last = self.patiently(self.journal.catch_up)
             if isinstance(ended, dict) and ended["status"] != MOVED:
                 if self.validator is not None:
@@ -152,6 +169,20 @@ class _Supervisor:
             if stale:
                 ending = replace(ending, kind=FAILURE, cause=STORAGE, final=False, reason=stale)
             self._prepare_next(ending, ended, count)
+
+    def failure(self, reason: str) -> RunFailed:
+        """Record why the run failed, and return the error to raise."""
+        self.command.reserve.free()
+        return self.patiently(lambda: failed(self.command.run, reason))
+
+    def _check_while_stale(self) -> None:
+        self.command.stop.check()
+        self._check_room()
+
+    def _check_room(self) -> None:
+        """Raise GiveUp if a full disk is why the lease is not renewed: no wait would end that."""
+        if self.command.lease.full is not None:
+            raise GiveUp(str(self.command.lease.full))
 
     def patiently(self, function: Callable[[], T]) -> T:
         """Return the function's result; wait out an outage of the storage.
@@ -179,16 +210,20 @@ class _Supervisor:
             self.spec = smaller
             text = smaller.config.to_yaml().encode()
             self.patiently(lambda: self.command.run.write(CONFIG, text))
-            again = smaller.accumulation(workers)
-            self.bar.say(f"after step {ending.step}: {ending.reason}; again with {again}")
+            self._say_again(ending, f"again with {smaller.accumulation(workers)}")
             return
         pause_s = self.recovery.after(ending)
-        again = f"again in {pause_s:.0f} s" if pause_s else "again"
-        self.bar.say(f"after step {ending.step}: {ending.reason}; {again}")
+        self._say_again(ending, f"again in {pause_s:.0f} s" if pause_s else "again")
         until = self.clock.monotonic() + pause_s
         while self.clock.monotonic() < until:
             self.command.check()
             self.clock.sleep(POLL_S)
+
+    def _say_again(self, ending: Ending, again: str) -> None:
+        text = f"after step {ending.step}: {ending.reason}; {again}"
+        self.bar.say(text)
+        if ending.kind != NO_ROOM:
+            self.command.logs.end_attempt(text)
 
     def _watch(self, attempt: Attempt) -> str | None:
         """Show the last line of metrics.jsonl until the attempt ends.
@@ -275,6 +310,7 @@ class _Look:
             self.asked_at = self._command.clock.monotonic()
         if self._validator is not None:
             self._validator.poll()
+        self._command.logs.refresh()
 
 
 def _last_line(run: Storage) -> MetricsLine | None:

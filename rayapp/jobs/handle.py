@@ -1,6 +1,6 @@
 """The handle of a run.
 
-It reads the run's folder. It asks the cluster only for logs, for the status before there is a
+It reads the run's folder. It asks the cluster only for whole logs, for the status before there is a
 folder, and for whether a job whose driver no longer renews its lease has ended.
 """
 
@@ -219,10 +219,9 @@ class Job:
 
         return pandas.DataFrame(metrics.read(self.run))
 
-    def logs(self) -> str:
-        """Return the driver's output, as long as the cluster keeps it."""
-        cluster, info = self._remote.or_fail()
-        return cluster.logs(info.submission_id)
+    def logs(self, attempt: int | None = None, rank: int | None = None) -> str:
+        """Return the driver's output, or of a kept attempt its log or one rank's error."""
+        return self._remote.logs(attempt, rank)
 
     def follow(self) -> Iterator[str]:
         """Yield the driver's output until the job ends; reconnect when cut off."""

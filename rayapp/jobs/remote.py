@@ -14,6 +14,7 @@ from rayapp.config import ConfigError
 from rayapp.jobs import JobError, JobsClient
 from rayapp.jobs.client import JobInfo, Unreachable, address_of
 from rayapp.jobs.submission import ID, sent
+from rayapp.observe import attempt_logs
 from rayapp.observe.goodput import STARTED, read_events
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -81,6 +82,24 @@ class RemoteJob:
                 f"{self._elsewhere() or ' Set its address'}"
             )
         return cluster, info
+
+    def logs(self, attempt: int | None = None, rank: int | None = None) -> str:
+        """Return the driver's output: the cluster's as long as it keeps it, else the folder's log.
+
+        `attempt` chooses a log of the folder, by default the newest; `rank` the error of a rank.
+
+        Raises:
+            ConfigError: neither the cluster nor the folder has it.
+            JobError: the cluster does not tell, and the folder has no log.
+        """
+        if attempt is None and rank is None:
+            try:
+                cluster, info = self.or_fail()
+                return cluster.logs(info.submission_id)
+            except JobError:
+                if not attempt_logs.numbers(self.run):
+                    raise
+        return attempt_logs.read(self.run, attempt, rank)
 
     def ask_to_stop(self) -> bool:
         """Ask Ray to stop the job, so that the dashboard shows STOPPED; return whether it did ask.

@@ -32,6 +32,8 @@ NETWORK_WORDS = (
     "Name or service not known",
     "Temporary failure in name resolution",
 )
+# Errors of ranks whose peers have failed.
+FOLLOW_ON_WORDS = (*NETWORK_WORDS, "DistBackendError", "NCCL", "Timed out waiting")
 NODE_WORDS = ("its node has died", "node was terminated", "unexpected system error on the node")
 # Messages of full and read-only disks: Python's, Ray's and torch's, and those of our storage.
 FINAL = tuple(
@@ -108,16 +110,37 @@ def _final_reason(error: Exception) -> str | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Say which worker failed and why: the lowest rank that died, else the lowest with an error.
-
-    A dead worker comes first, as its death causes the errors of other ranks.
-    """
+    """Say which worker failed first and why."""
     deaths = _deaths(error)
     if not deaths:
         return _reason(error)
-    ranks = [rank for rank in sorted(deaths) if isinstance(deaths[rank], RayActorError)]
-    rank = min(ranks or deaths)
+    rank = _by_cause(deaths)[0]
     return f"rank {rank}: {_reason(deaths[rank])}"
+
+
+def tracebacks(error: Exception) -> dict[str, str]:
+    """Return {"rank N": its error with the traceback}, the first cause last.
+
+    An error that no rank has raised is one of the workers together.
+    """
+    deaths = _deaths(error)
+    if not deaths:
+        return {"workers": str(error)}
+    return {f"rank {rank}": str(deaths[rank]) for rank in reversed(_by_cause(deaths))}
+
+
+def _by_cause(deaths: dict[int, BaseException]) -> list[int]:
+    """Return the ranks that ended, those first whose ends explain the others' errors.
+
+    That are dead workers, then errors of other kinds than a lost peer, then the lowest rank.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        line = _reason(deaths[rank])
+        follows = any(words in line for words in FOLLOW_ON_WORDS)
+        return not isinstance(deaths[rank], RayActorError), follows, rank
+
+    return sorted(deaths, key=order)
 
 
 def causes(error: Exception) -> list[BaseException]:

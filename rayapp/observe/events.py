@@ -35,6 +35,11 @@ class Journal:
         self._followed = self._attempt()
         self._lost_steps, self._lost_s = 0, 0.0  # not in an event yet
 
+    @property
+    def attempts(self) -> int:
+        """How often workers were started, over all commands."""
+        return sum(event["event"] == WORKERS for event in self.events)
+
     def _attempt(self) -> int:
         last = self._lines.steps.last
         return last["attempt"] if last else 0

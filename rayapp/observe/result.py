@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from typing import cast
@@ -24,10 +25,13 @@ from rayapp.observe.records import (
 from rayapp.observe.run_folder import FAILED, RESULT
 from rayapp.observe.status import planned_step_s
 from rayapp.planner.calibration import calibrate, rest_s
-from rayapp.storage import Storage
+from rayapp.storage import Storage, StorageError
 
 TOLD_BELOW = ("seconds", "stall_s", "commit_s", "group_s")  # they go into start_s and checkpoint
 ON_THE_WAY = ("model", "restore", "first_step")  # a worker's phases until its first step is done
+
+
+logger = logging.getLogger("rayapp.driver")
 
 
 class Phases:
@@ -50,10 +54,18 @@ class RunFailed(RuntimeError):
 
 
 def failed(run: Storage, reason: str) -> RunFailed:
-    """Record in result.json why the run failed, and return the error to raise."""
-    line = metrics.last(run)
-    failure = {"status": FAILED, "steps": line["step"] if line else 0, "reason": reason}
-    run.write(RESULT, json.dumps(failure, indent=1).encode())
+    """Record in result.json why the run failed, and return the error to raise.
+
+    Raises: StorageError: an outage of the storage.
+    """
+    try:
+        line = metrics.last(run)
+        failure = {"status": FAILED, "steps": line["step"] if line else 0, "reason": reason}
+        run.write(RESULT, json.dumps(failure, indent=1).encode())
+    except StorageError as error:
+        if error.outage:
+            raise
+        logger.error("%s is not written: %s", RESULT, error)  # must not hide the reason
     return RunFailed(reason)
 
 

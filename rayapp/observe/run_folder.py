@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from rayapp import data
+from rayapp.storage.base import HIDDEN
 
 # ---- Files of <run.storage>/<run.name> ------------------------------------------------------
 
@@ -19,6 +20,7 @@ EVENTS = "events.jsonl"
 VALIDATIONS = "validation.jsonl"
 RESULT = "result.json"
 REPORT = "report.html"
+LOGS = "logs"  # a folder: what the driver printed, by attempt
 SUBMISSION = "submission.json"  # how the run was submitted, to resume it in the same way
 LEASE = "LEASE"  # renewed by the driver that works on the run
 STOP = "STOP"  # asks the run to save and stop
@@ -27,6 +29,7 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 MODEL = "model"
 ADAPTER = "adapter"  # beside a model that an adapter was merged into
+RESERVE = f"{HIDDEN}reserve"  # on a disk, while a command trains: room for the reason of a failure
 
 # Beside the runs, shared by all of them.
 PREPARED = data.FOLDER

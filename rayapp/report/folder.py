@@ -18,6 +18,7 @@ import yaml
 
 from rayapp.config import parse_yaml
 from rayapp.config.fields import IMAGES, TOKENS, Unit
+from rayapp.observe import attempt_logs
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.goodput import Account, DamagedEvents, commands, read_events
@@ -65,6 +66,8 @@ class ReportedRun:
     url: str
     status: str
     reason: str | None
+    log: str | None
+    """The name of the newest attempt's log; None if no attempt has ended."""
     task: str | None
     """`task` of the config; None: a language model."""
     config_yaml: str | None
@@ -225,6 +228,7 @@ def read(storage: Storage) -> ReportedRun:
         url=storage.url,
         status=status,
         reason=reason,
+        log=attempt_logs.name_of(logs[-1]) if (logs := attempt_logs.numbers(storage)) else None,
         task=task,
         config_yaml=text,
         config=config,

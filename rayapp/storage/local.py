@@ -89,24 +89,24 @@ class LocalStorage(Storage):
         path = self._url(name)
         folder = os.path.dirname(path)
         temporary = f"{folder}/{HIDDEN}{uuid.uuid4().hex}.tmp"
-        with _explained("write", path):
+        with explained("write", path):
             _make_folder(folder)
             out = _LocalWriter(temporary, path)
         try:
             with out:
                 yield out
-                with _explained("write", path):
+                with explained("write", path):
                     os.fsync(out.fileno())
-            with _explained("write", path):
+            with explained("write", path):
                 publish(temporary, path)
                 _sync_folder(folder)
         finally:
-            with _explained("write", path), suppress(FileNotFoundError):  # renamed: published
+            with explained("write", path), suppress(FileNotFoundError):  # renamed: published
                 os.unlink(temporary)
 
     def stat(self, name: str) -> Entry | None:
         path = self._url(name)
-        with _explained("read", path):
+        with explained("read", path):
             try:
                 return None if os.path.isdir(path) else _entry(name, os.stat(path))
             except (FileNotFoundError, NotADirectoryError):
@@ -114,19 +114,19 @@ class LocalStorage(Storage):
 
     def dirs(self, prefix: str = "") -> Names:
         path = self._folder_url(prefix)
-        with _explained("list", path):
+        with explained("list", path):
             folders = [e for e in _scan(path) if e.is_dir(follow_symlinks=False)]
             return sorted(e.name for e in folders if any(_files(e.path)))
 
     def delete(self, name: str) -> None:
         path = self._url(name)
         absent = suppress(FileNotFoundError, NotADirectoryError)
-        with _explained("delete", path), _locked(path, make=False), absent:
+        with explained("delete", path), _locked(path, make=False), absent:
             os.unlink(path)
 
     def delete_if(self, name: str, etag: str) -> bool:
         path = self._url(name)
-        with _explained("delete", path), _locked(path, make=True):
+        with explained("delete", path), _locked(path, make=True):
             entry = self.stat(name)
             if entry is None or entry.etag != etag:
                 return False
@@ -141,13 +141,13 @@ class LocalStorage(Storage):
         path = self._folder_url(prefix)
         if path == "/":
             raise StorageError("delete", path, "that is the whole disk", "Name a folder")
-        with _explained("delete", path):
+        with explained("delete", path):
             if os.path.isdir(path):
                 shutil.rmtree(path, onerror=failed)
 
     def check_writable(self) -> None:
         data = os.urandom(64)
-        with _explained("write", self.url):
+        with explained("write", self.url):
             _make_folder(self.url)
             probe = f"{self.url}/{HIDDEN}{uuid.uuid4().hex}.probe"
             out = _LocalWriter(probe, self.url)
@@ -164,7 +164,7 @@ class LocalStorage(Storage):
     def list(self, prefix: str = "") -> Entries:
         path = self._folder_url(prefix)
         found = []
-        with _explained("list", path):
+        with explained("list", path):
             for file in _files(path):
                 with suppress(FileNotFoundError):  # deleted since the folder was read
                     found.append(_entry(os.path.relpath(file.path, self.url), file.stat()))
@@ -181,7 +181,7 @@ class _LocalWriter(io.FileIO):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        with _explained("write", self._path):
+        with explained("write", self._path):
             while done < len(view):
                 done += super().write(view[done:]) or 0
         return done
@@ -281,6 +281,8 @@ LOCAL_REASONS = {  # errno -> (why, what to do)
     errno.EISDIR: ("it is a folder, not a file", "Correct the path"),
 }
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 def _local_error(what: str, path: str, error: OSError) -> StorageError:
     default = (str(error.strerror or error), "Check the disk or choose another folder")
@@ -290,7 +292,7 @@ def _local_error(what: str, path: str, error: OSError) -> StorageError:
 
 
 @contextmanager
-def _explained(what: str, path: str) -> Iterator[None]:
+def explained(what: str, path: str) -> Iterator[None]:
     try:
         yield
     except StorageError:
