@@ -7,6 +7,7 @@ order, with a run that nothing happened to, made by plain processes without Ray.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -22,7 +23,8 @@ from faults import Cut, Storm
 from patience import PATIENCE_S
 from takeover import wait_for_renewal, watch
 
-from rayapp.observe.run_folder import CHECKPOINTS, EVENTS, LEASE, METRICS
+import rayapp.report.folder as reports
+from rayapp.observe.run_folder import CHECKPOINTS, EVENTS, LEASE, METRICS, REPORT
 from rayapp.storage import MIN_PART_BYTES, Storage, open_storage
 from rayapp.train.checkpoint.marker import MARKER, latest
 
@@ -389,15 +391,27 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_changes_nothing(
     (newest / "__1_0.distcp").write_bytes(data)
     reasons = (
         f"{older.name}: __0_0.distcp has 10 bytes instead of",
-        f"{newest.name}: __1_0.distcp has another checksum than when it was saved",
+        f"{newest.name} could not be loaded: __1_0.distcp has another checksum than when",
     )
-    metrics, events = (run / METRICS).read_bytes(), (run / EVENTS).read_bytes()
-    before = first.result()
+    metrics, events = (run / METRICS).read_bytes(), (run / EVENTS).read_text()
+    steps = metrics.count(b"\n")
     for _ in range(2):
         again = Drill(folder, name)
+        told = len(again.log.read_text())
         again.end(1)
-        told = " ".join(again.log.read_text().split())
-        assert all(reason in told for reason in reasons), told
+        said = " ".join(again.log.read_text()[told:].split())
+        assert all(reason in said for reason in reasons), said
+        assert "Traceback" not in said, said
         assert (run / METRICS).read_bytes() == metrics
-        assert (run / EVENTS).read_bytes().startswith(events)
-        print((run / EVENTS).read_text(), again.result(), before)
+        assert (run / EVENTS).read_text().startswith(events)
+        events = (run / EVENTS).read_text()
+        reported = reports.read(again.run)
+        assert (reported.status, reported.step, reported.num_lines) == ("failed", steps, steps)
+        assert all(reason in str(reported.reason) for reason in reasons), reported.reason
+        result = again.result()
+        assert (result["status"], result["steps"]) == ("failed", steps)
+        assert all(reason in result["reason"] for reason in reasons), result
+        page = (run / REPORT).read_text()
+        assert "another checksum than when it was saved" in page
+    endings = [json.loads(line).get("status") for line in events.splitlines()]
+    assert [status for status in endings if status] == ["stopped", "failed"]
