@@ -162,7 +162,7 @@ def test_the_order_outlives_every_change_of_workers(worlds: tuple[int, ...], fol
 def test_a_node_is_taken_away_and_another_comes(folder: Path) -> None:
     """2 workers, after a notice 1, and 2 again as soon as there is room: nothing is lost.
 
-    Columns are long and batch-norm sees 16 images, as sums in another order grow apart with each
+    Steps are long and batch-norm sees 16 images, as sums in another order grow apart with each
     step: of 24 images in micro-batches of 4 it was 1e-4 after 140 steps, and 1e-3 after 430. And
     a machine that is fast must not be through before the node is there.
     """

@@ -114,7 +114,7 @@ class Train(Section):
     decay: float = Field(default=0.2, gt=0, le=1)
     """Share of the steps, 0-1, over which wsd falls."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Columns of linear warm-up from 0."""
+    """Steps of linear warm-up from 0."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.95)

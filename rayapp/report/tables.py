@@ -72,7 +72,7 @@ def headline(run: ReportedRun) -> list[Figure]:
         Figure("Goodput", words.share((run.goodput or {}).get("step")), "of the time in steps"),
         Figure("Cost", words.dollars(run.cost_usd), _usd_per_1m(run) or price),
         Figure(
-            "Columns",
+            "Steps",
             words.number(run.step, 12),
             (f"of {total:,}; " if total else "") + words.duration(run.wall_s),
         ),
