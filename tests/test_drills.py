@@ -342,7 +342,7 @@ def test_a_crash_loop_ends_with_the_reason_and_blames_no_rows(folder: Path) -> N
     drill.end(1)
     result = drill.result()
     assert result["status"] == "failed" and 3 <= len(killed) <= 8, killed
-    assert result["reason"].startswith("3 attempts have failed before they had done a step: ")
+    assert result["reason"].startswith("3 attempts have failed alike before they had done a step: ")
 
 
 @pytest.mark.drill
