@@ -7,6 +7,7 @@ order, with a run that nothing happened to, made by plain processes without Ray.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -18,13 +19,15 @@ import pytest
 from calls import Recorder, calls, golden, same_as_golden
 from ceph import Ceph
 from disks import fill, small_disk
-from drill import TEXT, Drill, Undisturbed, assert_alike, assert_same
-from faults import Storm
+from drill import TEXT, Drill, DrillElsewhere, Undisturbed, assert_alike, assert_same
+from faults import Cut, Storm
 from patience import PATIENCE_S
+from takeover import wait_for_renewal, watch
 
+import rayapp.report.folder as reports
 from rayapp.observe import status
 from rayapp.observe.attempt_logs import name_of, numbers, read
-from rayapp.observe.run_folder import CHECKPOINTS
+from rayapp.observe.run_folder import CHECKPOINTS, EVENTS, LEASE, METRICS, REPORT
 from rayapp.storage import MIN_PART_BYTES, Storage, open_storage
 from rayapp.train.checkpoint.marker import MARKER, latest
 
@@ -178,6 +181,49 @@ def send_in_parts(run: Storage) -> None:
     with pytest.raises(InterruptedError), run.open_write(shard) as out:
         out.write(data)
         raise InterruptedError
+
+
+@pytest.mark.drill
+def test_a_driver_that_is_cut_off_stops_before_another_takes_over(
+    folder: Path, tmp_path: Path, ceph: Ceph, ceph_bucket: str
+) -> None:
+    """All requests of the first command hang. Another machine's comes, then the first's go on."""
+    name, storage = "cut", f"s3://{ceph_bucket}/runs"
+    # Rows come from S3 too, so the steps are long, that those read ahead last for a while.
+    model = "{num_hidden_layers: 6, hidden_size: 256, intermediate_size: 768}"
+    long = {"train.epochs": 2000, "train.lr": 1e-4, "model.overrides": model}
+    saved = Drill(folder, name, long, storage)
+    saved.wait_for_step(2)
+    saved.stop()
+    long["checkpoint.every_steps"] = "none"  # a save that hangs would hold up training
+    with Cut(ceph.url).serving() as network:
+        first = Drill(folder, name, long, storage, {"AWS_ENDPOINT_URL_S3": network.url})
+        first.wait_for_step(saved.lines()[-1]["step"] + 1)
+        wait_for_renewal(first.run)
+        network.cut()
+        cut_at = time.time()
+        second = DrillElsewhere(folder, name, long, storage)
+        seen = watch(first, cut_at)
+        assert seen.ended_at is not None and seen.ended_at < seen.taken_at, seen
+        assert seen.trained_until - cut_at > 30.0, "the first trains on while it is cut off"
+        assert seen.changed == set() and network.hung.total() > 3, (seen, network.hung)
+        second.wait_for_step(1)
+        network.heal()
+        first.end(1)
+        written = [asked for asked in network.seen if asked.method not in ("GET", "HEAD")]
+    assert "another driver has taken over" in first.log.read_text()
+    assert all(f"/{LEASE}" in asked.path and asked.status in (404, 412) for asked in written)
+    second.wait_for_step(second.lines()[-1]["step"] + 2)
+    second.stop()
+    lines = second.lines()
+    assert_same(lines, Undisturbed(tmp_path)(second, 2))
+    steps_from = next(line["time"] for line in lines if line["attempt"] == 3)
+    assert steps_from > seen.taken_at
+    print(
+        f"seconds from the cut: last training {seen.trained_until - cut_at:.0f}, last worker "
+        f"{seen.ended_at - cut_at:.0f}, lease taken {seen.taken_at - cut_at:.0f}, first step "
+        f"{steps_from - cut_at:.0f}"
+    )
 
 
 # The file of the second checkpoint whose upload is held up; whom SIGKILL hits meanwhile; what then
@@ -354,3 +400,46 @@ def test_a_damaged_checkpoint_is_refused_and_named(
     kept = [line["attempt"] for line in drill.lines()].count(1)
     assert before.name == f"step-{kept:08d}"
     assert victim.name in drill.log.read_text().replace("\n", "")
+
+
+@pytest.mark.drill
+def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_changes_nothing(
+    folder: Path,
+) -> None:
+    """One is cut short, one has a bit flipped: the same command fails, however often it is sent."""
+    name = "damaged-all"
+    first = Drill(folder, name)
+    first.wait_for_step(25)
+    first.stop()
+    run = Path(first.run.url)
+    older, newest = sorted((run / CHECKPOINTS).iterdir())
+    os.truncate(older / "__0_0.distcp", 10)
+    data = bytearray((newest / "__1_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "__1_0.distcp").write_bytes(data)
+    reasons = (
+        f"{older.name}: __0_0.distcp has 10 bytes instead of",
+        f"{newest.name} could not be loaded: __1_0.distcp has another checksum than when",
+    )
+    metrics, events = (run / METRICS).read_bytes(), (run / EVENTS).read_text()
+    steps = metrics.count(b"\n")
+    for _ in range(2):
+        again = Drill(folder, name)
+        told = len(again.log.read_text())
+        again.end(1)
+        said = " ".join(again.log.read_text()[told:].split())
+        assert all(reason in said for reason in reasons), said
+        assert "Traceback" not in said, said
+        assert (run / METRICS).read_bytes() == metrics
+        assert (run / EVENTS).read_text().startswith(events)
+        events = (run / EVENTS).read_text()
+        reported = reports.read(again.run)
+        assert (reported.status, reported.step, reported.num_lines) == ("failed", steps, steps)
+        assert all(reason in str(reported.reason) for reason in reasons), reported.reason
+        result = again.result()
+        assert (result["status"], result["steps"]) == ("failed", steps)
+        assert all(reason in result["reason"] for reason in reasons), result
+        page = (run / REPORT).read_text()
+        assert "another checksum than when it was saved" in page
+    endings = [json.loads(line).get("status") for line in events.splitlines()]
+    assert [status for status in endings if status] == ["stopped", "failed"]

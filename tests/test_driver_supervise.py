@@ -17,7 +17,7 @@ from rayapp.driver import supervise
 from rayapp.driver.stop import StopAsked
 from rayapp.driver.supervise import Command, fit
 from rayapp.observe.result import RunFailed
-from rayapp.observe.run_folder import METRICS
+from rayapp.observe.run_folder import METRICS, RESULT
 from rayapp.order import Order
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -132,6 +132,19 @@ def test_a_driver_that_has_lost_its_run_ends_the_attempt(run: Storage) -> None:
     driver = Driver(run, look)
     with pytest.raises(RunFailed, match="taken over"):
         driver.fit()
+
+
+def test_a_failure_of_all_workers_ends_the_run_with_their_reason(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rayapp.driver.worker returns it: without the facts of training."""
+    failure = {"status": "failed", "reason": "none of its checkpoints can be used"}
+    monkeypatch.setattr(Attempt, "outcome", lambda self: failure)
+    driver = Driver(run)
+    with pytest.raises(RunFailed, match="none of its checkpoints can be used"):
+        driver.fit()
+    assert len(driver.attempts) == 1
+    assert json.loads(run.read(RESULT)) == {**failure, "steps": 0}
 
 
 def test_workers_are_ended_when_the_lease_is_stale_and_started_when_it_is_fresh(

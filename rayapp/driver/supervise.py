@@ -98,16 +98,13 @@ def fit(
         supervisor.validator = make_validator(spec, command.run, supervisor.bar.say)
     try:
         with workers.asked_for():
-            summary = supervisor.train()
+            return supervisor.train()
     except StopAsked:
         return supervisor.patiently(lambda: as_it_stands(command.run))
     except GiveUp as error:
         raise supervisor.failure(str(error)) from error
     finally:
         supervisor.bar.close()
-    if summary["status"] == FAILED:
-        raise supervisor.failure(summary["reason"])
-    return summary
 
 
 def as_it_stands(run: Storage) -> Summary:
@@ -162,6 +159,8 @@ class _Supervisor:
             if isinstance(ended, dict) and ended["status"] != MOVED:
                 if self.validator is not None:
                     self.validator.close()
+                if ended["status"] == FAILED:
+                    raise GiveUp(ended["reason"])
                 group_s = ended.pop("entered") - began
                 return ended | {"group_s": group_s}
             self.command.check()  # a run that was asked to stop is not started again

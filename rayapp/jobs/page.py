@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayapp.config.fields import unit_of
-from rayapp.observe.columns import Columns
+from rayapp.observe.columns import Array, Columns
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress, figures, share_of_waiting
 
@@ -154,7 +154,7 @@ def _goodput(now: Progress) -> str:
 
 def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
     """Return an SVG of fields of metrics.jsonl over steps; its label has the least and greatest."""
-    known = {name: points(steps, name) for name, _ in series}
+    known = {name: points(steps, name, POINTS) for name, _ in series}
     values = [value for places in known.values() for _, value in places]
     if not values:
         return ""
@@ -166,7 +166,7 @@ def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
     def path(found: list[tuple[int, float]]) -> str:
         places = (
             f"{5 + (step - first) * across:.1f},{HEIGHT - 8 - (value - low) * up:.1f}"
-            for step, value in thin(found, POINTS)
+            for step, value in found
         )
         return " ".join(places)
 
@@ -189,26 +189,25 @@ def _dot(found: list[tuple[int, float]], color: str, path: Any) -> str:
     return f"<circle cx='{x}' cy='{y}' r='2.5' fill='{color}'/>"
 
 
-def points(steps: Columns, name: str) -> list[tuple[int, float]]:
-    """Return (step, value) where the value is known."""
+def points(steps: Columns, name: str, most: int) -> list[tuple[int, float]]:
+    """Return (step, value) where the value is known, at most so many; see `thin`."""
     values = steps[name]
-    known = ~np.isnan(values)
-    return list(zip(steps["step"][known].astype(int).tolist(), values[known].tolist(), strict=True))
+    known = np.flatnonzero(~np.isnan(values))
+    kept = known[thin(values[known], most)]
+    return list(zip(steps["step"][kept].astype(int).tolist(), values[kept].tolist(), strict=True))
 
 
-def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Return at most `most` points: the first, the last, the least and greatest of each stretch.
+def thin(values: Array, most: int) -> list[int]:
+    """Return at most `most` places: the first, the last, the least and greatest of each stretch.
 
-    >>> thin([(0, 1.0), (1, 9.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 2.0)], 4)
-    [(0, 1.0), (1, 9.0), (2, 0.0), (5, 2.0)]
+    >>> thin(np.array([1.0, 9.0, 0.0, 1.0, 1.0, 2.0]), 4)
+    [0, 1, 2, 5]
     """
-    if len(points) <= most:
-        return points
-    inner = points[1:-1]
-    stretch = math.ceil(len(inner) / max(1, (most - 2) // 2))
-    kept = [points[0]]
-    for start in range(0, len(inner), stretch):
-        part = inner[start : start + stretch]
-        ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return [*kept, points[-1]]
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    kept, stretch = {0, count - 1}, math.ceil((count - 2) / max(1, (most - 2) // 2))
+    for start in range(1, count - 1, stretch):
+        part = values[start : min(start + stretch, count - 1)]
+        kept |= {start + int(part.argmin()), start + int(part.argmax())}
+    return sorted(kept)

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rayapp.jobs.page import points, thin
+from rayapp.jobs.page import points
 from rayapp.observe.columns import Columns
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress, figures, share_of_waiting
@@ -59,8 +59,8 @@ def render(name: str, status: str, now: Progress | None, steps: Columns) -> Grou
         if now.reason:
             parts.append(Text(now.reason))
     if len(steps):
-        losses = points(steps, "loss")
-        parts.append(Text(f"loss {spark([value for _, value in thin(losses, COLUMNS)])}"))
+        losses = [value for _, value in points(steps, "loss", COLUMNS)]
+        parts.append(Text(f"loss {spark(losses)}"))
         parts.append(Text(share_of_waiting(steps), style="dim"))
     return Group(*parts)
 

@@ -57,6 +57,7 @@ Lines = list[dict[str, Any]]
 class Drill:
     """One command in a process of its own; `more` overrides SETTINGS."""
 
+    PROGRAM = "-m"
     MODULE = "rayapp.finetune"
     SETTINGS: ClassVar[dict[str, Any]] = SETTINGS
 
@@ -74,7 +75,7 @@ class Drill:
         self.temporary = tempfile.mkdtemp()
         data = self.data(folder)
         arguments = {"run.storage": self.storage, "run.name": name, "data.path": data}
-        command = [sys.executable, "-m", self.MODULE]
+        command = [sys.executable, self.PROGRAM, self.MODULE]
         for field, value in {**arguments, **self.SETTINGS, **(more or {})}.items():
             command.append(f"--{field}={value}")
         own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self.temporary}
@@ -153,6 +154,12 @@ class Drill:
     def end(self, code: int) -> None:
         assert self.process.wait(timeout=PATIENCE_S) == code, self.log.read_text()
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class DrillElsewhere(Drill):
+    """A command that takes itself for one on another machine."""
+
+    PROGRAM = str(Path(__file__).with_name("elsewhere.py"))
 
 
 class Undisturbed:

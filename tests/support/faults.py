@@ -121,6 +121,34 @@ class Storm(Faults):
         return self.end_of_held
 
 
+class Cut(Faults):
+    """Forward until `cut`: then requests hang, on connections that stay open, until `heal`."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self.connected, self.hung = threading.Event(), Counter[str]()
+        self.connected.set()
+        self.seen: list[Asked] = []
+
+    def cut(self) -> None:
+        self.connected.clear()
+
+    def heal(self) -> None:
+        """Forward again, and forget what has been answered; the requests that hang are reset."""
+        self.seen.clear()
+        self.connected.set()
+
+    def take(self, method: str, path: str) -> str:
+        if self.connected.is_set():
+            return ""
+        self.hung[method] += 1
+        self.connected.wait()
+        return "reset"
+
+    def answered(self, asked: Asked) -> None:
+        self.seen.append(asked)
+
+
 class FaultsHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Faults
