@@ -39,7 +39,7 @@ class Run(Section):
 
 class Checkpoint(Section):
     every_steps: OptionalInt = Field(default=None, ge=1)
-    """Columns between checkpoints; none saves by every_s alone."""
+    """Steps between checkpoints; none saves by every_s alone."""
     every_s: OptionalFloat = Field(default=600.0, gt=0)
     """Seconds between checkpoints; none saves by every_steps alone."""
     keep: int = Field(default=2, ge=1)
@@ -52,7 +52,7 @@ class Checkpoint(Section):
 
 class Eval(Section):
     every_steps: OptionalInt = Field(default=None, ge=1)
-    """Columns between held-out evaluations; none evaluates only at the end."""
+    """Steps between held-out evaluations; none evaluates only at the end."""
     checkpoints: bool = False
     """Evaluate committed checkpoints beside training, where a worker's room is free."""
 

@@ -49,7 +49,7 @@ class Ending:
     """FAILURE, PREEMPTION, RESIZE, NO_ROOM or AGAIN."""
     reason: str
     step: int
-    """Columns done when it ended, whether a checkpoint holds them or not."""
+    """Steps done when it ended, whether a checkpoint holds them or not."""
     trained: bool
     """Whether the attempt has done a step; if so, it ended in the step after `step`."""
     final: bool = False

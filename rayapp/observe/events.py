@@ -77,7 +77,7 @@ class Journal:
         """Read the new lines of metrics.jsonl, record a `resumed` event if a new attempt has done a
         step, and return the last line.
 
-        Columns that were there before and are not any more count as lost.
+        Steps that were there before and are not any more count as lost.
         """
         before = self._lines.steps
         known = len(before)

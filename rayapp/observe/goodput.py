@@ -74,7 +74,7 @@ class Account:
     usd_per_hour: float | None
     """Of all machines at the last event that has a price; None if not known."""
     lost_steps: int
-    """Columns that were done and then lost, as no checkpoint held them."""
+    """Steps that were done and then lost, as no checkpoint held them."""
     interruptions: list[Interruption]
 
 

@@ -65,7 +65,7 @@ class Order:
     seed: int
     """Determines the order, together with the epoch."""
     num_steps: int
-    """Columns in the run."""
+    """Steps in the run."""
     total_rows: int | None = None
     """Rows to train on in all (epochs * num_rows); positions past them are empty. None: no end."""
     sizes: tuple[int, ...] = ()

@@ -197,7 +197,7 @@ class ReportedRun:
 
     @property
     def lost_steps(self) -> int | None:
-        """Columns whose work was lost at interruptions."""
+        """Steps whose work was lost at interruptions."""
         return self.account.lost_steps if self.account else self.result.get("lost_steps")
 
 
