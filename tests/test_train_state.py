@@ -5,23 +5,27 @@ test_train_loop and test_vision resume whole runs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rayapp.config import load
+from rayapp.observe.clock import CLOCK, Call
 from rayapp.order import Order
 from rayapp.storage import Storage, open_storage
-from rayapp.train.checkpoint.marker import LoopState
+from rayapp.train.checkpoint.marker import CheckpointError, LoopState
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import (
     Resumed,
@@ -178,3 +182,26 @@ def test_a_checkpoint_waits_for_the_metrics_of_its_step(
     saver.save(7, {"x": torch.zeros(3)}, state_values(spec, trainee_of(1), 7, {}))
     saver.close()
     assert waited == [7] * asynchronous and saver.saved_step == 7
+
+
+def test_a_rank_that_hangs_does_not_hold_up_a_save_for_ever(tmp_path: Path) -> None:
+    processes.spawn(hanging_rank, 2, str(tmp_path / "rendezvous"), str(tmp_path))
+
+
+def hanging_rank(rank: int, world: int, folder: str) -> None:
+    """Rank 1 does not save until rank 0 has given up, after cluster.collective_timeout_s."""
+    spec, over = spec_of(), Path(folder, "over")
+    spec.config = load(None, {"cluster.collective_timeout_s": "2"})
+    saver = make_saver(spec, open_storage(f"{folder}/run"), None)
+    if rank == 1:
+        while not over.exists():
+            time.sleep(0.1)
+        return
+    try:
+        began = time.monotonic()
+        saver.save(7, {"x": torch.zeros(3)}, state_values(spec, trainee_of(1), 7, {}))
+        closing = Call(CLOCK, saver.close, "close")
+        assert closing.wait(PATIENCE_S) and time.monotonic() - began >= 2.0
+        assert isinstance(closing.error, CheckpointError)
+    finally:
+        over.touch()

@@ -40,12 +40,12 @@ CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
 class BadLoss(RuntimeError):
     """The loss or the gradient is not finite, or a spike; the message names the step and rows."""
 
-    def __init__(self, message: str, step: int, rows: list[int]) -> None:
+    def __init__(self, message: str, step: int, rows: list[int], finite: bool) -> None:
         super().__init__(message)
-        self.step, self.rows = step, rows
+        self.step, self.rows, self.finite = step, rows, finite
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.step, self.rows)
+        return type(self), (str(self), self.step, self.rows, self.finite)
 
 
 class Interrupted(Exception):
@@ -279,9 +279,8 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
         "The weights are as before the step"
     )
     if not engine.skip_bad:
-        raise BadLoss(
-            f"{message}; lower train.lr, or correct or remove those rows", batch.step + 1, broken
-        )
+        fix = "lower train.lr, or correct or remove those rows"
+        raise BadLoss(f"{message}; {fix}", batch.step + 1, broken, finite)
     if engine.skips >= MAX_SKIPS:
         fix = (
             "Raise train.spike_sigmas or set train.on_spike=none, and run the same command"
@@ -289,7 +288,7 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
             else "Lower train.lr, and set another run.name"
         )
         problem = f"it is bad step number {engine.skips} in a row, so those rows are not the cause"
-        raise BadLoss(f"{message}; {problem}. {fix}", batch.step + 1, broken)
+        raise BadLoss(f"{message}; {problem}. {fix}", batch.step + 1, broken, finite)
     if dist.get_rank() == 0:
         logger.warning("%s, and training goes on", message)
 

@@ -121,6 +121,7 @@ def make_saver(spec: AnySpec, storage: Storage, log: metrics.MetricsLog | None) 
         storage,
         keep=settings.keep,
         asynchronous=settings.asynchronous,
+        timeout_s=spec.config.cluster.collective_timeout_s,
         # A synchronous save commits before its step has a record, so it cannot wait for one.
         before_commit=log.wait_stored if log and settings.asynchronous else lambda step: None,
     )
