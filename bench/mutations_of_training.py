@@ -53,8 +53,8 @@ TRAINING = (
     Mutation(
         "infinite-gradient-is-taken",
         LOOP,
-        "if not (math.isfinite(loss) and math.isfinite(grad_norm)):",
-        "if not math.isfinite(loss):",
+        "finite = math.isfinite(loss) and math.isfinite(grad_norm)",
+        "finite = math.isfinite(loss)",
         ONE_STEP,
     ),
     Mutation(
@@ -81,15 +81,15 @@ TRAINING = (
     Mutation(
         "leave-alone",
         LOOP,
-        "leave = totals.leave or (engine.poll() if totals.poll else STAY)",
-        "leave = engine.leave_due() or (engine.poll() if totals.poll else STAY)",
+        "leave = leave_of(engine, totals)",
+        "leave = engine.leave_due() or leave_of(engine, totals)",
         f"{OF_LOOP} -k all_damaged",
     ),
     Mutation(
         "dropout-ends-with-evaluation",
         LOOP,
-        "    engine.model.train()\n",
-        "",
+        "        engine.model.train()\n",
+        "        pass\n",
         ONE_STEP,
     ),
     Mutation(
@@ -195,9 +195,22 @@ TRAINING = (
     Mutation(
         "spikes-raise-the-threshold",
         SPIKES,
-        "            return True\n        self.losses.append(loss)\n",
-        "            self.losses.append(loss)\n            return True\n"
-        "        self.losses.append(loss)\n",
+        "            self.in_a_row.append(loss)\n",
+        "            self.in_a_row.append(loss)\n            self.losses.append(loss)\n",
         "tests/test_train_loss_spikes.py",
+    ),
+    Mutation(
+        "diverging-takes-level-after-level",
+        SPIKES,
+        "if len(self.in_a_row) < LEVEL or self.at_level < WINDOW:",
+        "if len(self.in_a_row) < LEVEL:",
+        "tests/test_train_loss_spikes.py",
+    ),
+    Mutation(
+        "evaluation-holds-up-the-save",
+        LOOP,
+        "if engine.interruptible and (leave := leave_now(engine)):",
+        "if False and (leave := leave_now(engine)):",
+        "tests/test_vision_trainer.py -k by_hand",
     ),
 )

@@ -124,7 +124,7 @@ def make_runs(rank: int, init: str, storage: Path) -> None:
         step = step_at(spec.order, epochs)
         run = storage / "places" / name
         saver = Checkpointer(open_storage(str(run)), keep=1, asynchronous=False)
-        values = state.state_values(spec, trainer, step, None)
+        values = state.state_values(spec, trainer, step, {})
         saver.save(step, state.state_tensors(trainer), values)
         saver.close()
         if rank == 0:

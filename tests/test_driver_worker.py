@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,7 +12,22 @@ import pytest
 
 from rayapp.config import load
 from rayapp.driver import worker
+from rayapp.train.loop import BadLoss
 from rayapp.train.rank import RankContext
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand in for Ray; return what the gauges were told."""
+    found: list[str] = []
+    gauges = SimpleNamespace(step=None, bad_step=lambda: found.append("bad step"))
+    monkeypatch.setattr(worker, "Steps", lambda name, rank: nullcontext(gauges))
+    monkeypatch.setattr(worker, "_free_workers", lambda config: None)
+    monkeypatch.setattr(worker.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(worker.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(worker.ray.train, "get_dataset_shard", lambda name: None)
+    monkeypatch.setattr(worker.ray.train.torch, "get_device", lambda: None)
+    return found
 
 
 @pytest.mark.parametrize("checkpoint", [2, 3, 4])
@@ -25,14 +41,7 @@ def test_the_data_start_where_the_checkpoint_ends(
         taken: Iterator[Any] = context.open_steps(checkpoint)
         return {"status": "done", "taken": [batch.step for batch in taken]}
 
-    gauges = nullcontext(SimpleNamespace(step=lambda record: None))
     monkeypatch.setattr(worker, "train_rank", train_rank)
-    monkeypatch.setattr(worker, "Steps", lambda name, rank: gauges)
-    monkeypatch.setattr(worker, "_free_workers", lambda config: None)
-    monkeypatch.setattr(worker.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(worker.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(worker.ray.train, "get_dataset_shard", lambda name: None)
-    monkeypatch.setattr(worker.ray.train.torch, "get_device", lambda: None)
     spec: Any = SimpleNamespace(config=load(), steps=lambda shard, world: iter(steps))
     summary: Any = worker.work(spec)
     if checkpoint == 3:
@@ -44,3 +53,18 @@ def test_the_data_start_where_the_checkpoint_ends(
         "again": True,
         "reason": f"the data start at step 3, the checkpoint at {checkpoint}",
     }
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_only_what_is_not_finite_is_told_as_a_bad_step(
+    finite: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spike that ends the run is none."""
+
+    def train_rank(spec: Any, context: RankContext) -> None:
+        raise pickle.loads(pickle.dumps(BadLoss("step 4: why", 4, [7], finite)))
+
+    monkeypatch.setattr(worker, "train_rank", train_rank)
+    spec: Any = SimpleNamespace(config=load(), steps=lambda shard, world: iter(()))
+    assert worker.work(spec) == {"status": "failed", "reason": "step 4: why"}
+    assert told == ["bad step"] * (not finite)

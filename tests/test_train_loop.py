@@ -41,7 +41,7 @@ from rayapp.train.checkpoint import state
 from rayapp.train.checkpoint.marker import NoneUsable, latest
 from rayapp.train.checkpoint.state import StartAgain, saved_shapes
 from rayapp.train.engine import Engine
-from rayapp.train.loss_spikes import Spikes
+from rayapp.train.loss_spikes import LEVEL, Spikes
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sync import MOVE, STAY, STOP, Agreement
@@ -550,6 +550,60 @@ def stopped_worker(rank: int, world: int, spec: LanguageSpec, stop_after: int) -
     assert summary["status"] == "stopped" and summary["steps"] == stop_after, summary
 
 
+@pytest.mark.parametrize("why", [pytest.param("stop", marks=pytest.mark.full), "notice"])
+def test_an_evaluation_is_given_up_and_follows_the_next_step_instead(
+    inputs: Path, why: str
+) -> None:
+    """All ranks leave at the same batch and save; no figure is of some of the held-out rows."""
+    tree = config_of(inputs, f"given-up-{why}").model_dump(mode="json")
+    tree["eval"]["every_steps"] = 4
+    config = from_dict(tree)
+    spec = spec_of(config, inputs, num_steps=7)
+    processes.spawn(giving_up_worker, 2, str(inputs / f"given-up-{why}-a"), spec, why)
+    found, _ = latest(open_storage(spec.run_url))
+    assert found is not None and found.step == 4
+    lines, summary = train(config, inputs, world=2, num_steps=7)
+    assert summary["first_step"] == 4
+    assert [line["step"] for line in lines if line["eval_loss"] is not None] == [5]
+    tree["run"]["name"], tree["eval"]["every_steps"] = f"whole-{why}", 1
+    expected, whole = train(from_dict(tree), inputs, world=2, num_steps=7)
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in lines] == [line[name] for line in expected], name
+    for name in ("eval_loss", "eval_loss_per_byte"):
+        assert lines[4][name] == expected[4][name] is not None
+        assert summary[name] == whole[name]
+
+
+def giving_up_worker(rank: int, world: int, spec: LanguageSpec, why: str) -> None:
+    """Train until there is a reason to leave, which comes up at the second held-out batch."""
+    from rayapp.finetune import trainer
+
+    seen: list[int] = []
+    rows, batches = spec.data.rows("train"), trainer.sequential_batches
+
+    def counted(*asked: Any) -> Iterator[Any]:
+        for batch in batches(*asked):
+            seen.append(batch.step)
+            yield batch
+
+    def notice() -> str | None:
+        return "rank 1 is taken away" if why == "notice" and len(seen) >= 2 else None
+
+    trainer.sequential_batches = counted
+    schedule.NOTICE_POLL_S = 0.0
+    schedule.LeaveWatcher.due = lambda self: STOP if why == "stop" and len(seen) >= 2 else STAY  # type: ignore[method-assign]
+    summary = train_rank(
+        spec,
+        RankContext(
+            torch.device("cpu"),
+            lambda step: local_steps(rows, spec.order, rank, world, step),
+            preemption=notice,
+        ),
+    )
+    assert (summary["status"], summary["steps"]) == ({"stop": "stopped"}.get(why, "moved"), 4)
+    assert seen == [0, 1]
+
+
 def test_a_loss_that_is_not_finite_names_the_step_and_the_rows(inputs: Path) -> None:
     config = config_of(inputs, "not-finite")
     spec = spec_of(config, inputs, num_steps=5)
@@ -654,18 +708,30 @@ def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> N
 
 @pytest.mark.parametrize(("bad", "fix"), [(9.0, "set train.on_spike=none"), (math.nan, "train.lr")])
 def test_skips_in_a_row_end_the_run(engine: Engine, bad: float, fix: str) -> None:
-    """A level that stays is none of single rows; a good step between begins the count anew."""
+    """So many are none of single rows; a good step between begins the count anew."""
     engine.spikes, engine.skip_bad = Spikes(6.0, [1.0] * 64), True
-    losses = [bad] * (loop.MAX_SKIPS - 1) + [1.0] + [bad] * 3
+    losses = [bad + number for number in range(loop.MAX_SKIPS - 1)] + [1.0] + [bad] * 3
     steps = iter([OneRow(number, loss) for number, loss in enumerate(losses)])
     assert [line["skipped"] for line in loop.train(engine, steps)] == [  # type: ignore[index]
-        loss is bad for loss in losses
+        loss != 1.0 for loss in losses
     ]
-    assert engine.skips == 3  # goes into the checkpoint
+    assert engine.state()["skips"] == 3
     said = rf"bad step number {loop.MAX_SKIPS} in a row, so those rows are not the cause\..*{fix}"
     with pytest.raises(loop.BadLoss, match=said) as caught:
-        list(loop.train(engine, (OneRow(number, bad) for number in range(50, 100))))
+        list(loop.train(engine, (OneRow(number, bad + number) for number in range(50, 100))))
     assert caught.value.step == 50 + loop.MAX_SKIPS - 3
+
+
+def test_a_level_that_stays_is_trained_on(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """After LEVEL losses in a row; what is not finite in between is no part of a level."""
+    engine.spikes, engine.skip_bad = Spikes(6.0, [1.0] * 64), True
+    losses = [2.0] * (LEVEL - 1) + [math.nan] + [2.0] * 20
+    steps = [OneRow(number, loss) for number, loss in enumerate(losses)]
+    skipped = [line["skipped"] for line in loop.train(engine, steps)]  # type: ignore[index]
+    assert skipped == [True] * (2 * LEVEL - 1) + [False] * (len(losses) - 2 * LEVEL + 1)
+    assert caplog.messages[-1] == (
+        "step 16: its loss and those of the 7 steps before lie near 2.000, a new level"
+    )
 
 
 def test_a_skipped_step_leaves_no_gradient_behind(engine: loop.Engine) -> None:

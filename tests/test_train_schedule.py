@@ -106,3 +106,11 @@ def test_saves_are_due_by_steps_by_time_and_at_the_end(monkeypatch: pytest.Monke
         if cadence.save_due(step):
             due.append(step)
     assert due == [4, 7, 8, 12, 14]
+
+
+def test_an_evaluation_that_is_owed_follows_the_next_step() -> None:
+    """But the last step, which the final evaluation follows, and only while there are any."""
+    cadence = Cadence(load(None, {"eval.every_steps": "3"}), num_steps=9)
+    assert [step for step in range(1, 10) if cadence.eval_due(step)] == [3, 6]
+    assert cadence.eval_due(4, owed=True) and not cadence.eval_due(9, owed=True)
+    assert not Cadence(load(), num_steps=9).eval_due(4, owed=True)

@@ -5,22 +5,27 @@ test_train_loop and test_vision resume whole runs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rayapp.config import load
+from rayapp.observe.clock import CLOCK, Call
 from rayapp.order import Order
 from rayapp.storage import Storage, open_storage
+from rayapp.train.checkpoint.marker import CheckpointError, LoopState
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import (
     Resumed,
@@ -29,7 +34,8 @@ from rayapp.train.checkpoint.state import (
     state_tensors,
     state_values,
 )
-from rayapp.train.loss_spikes import Spikes
+from rayapp.train.engine import Engine
+from rayapp.train.loss_spikes import WINDOW, Spikes
 from rayapp.train.rank import make_saver
 
 
@@ -80,6 +86,15 @@ def test_nothing_of_it_changes_before_the_optimizers_next_step(group: None, wrap
 # ---- A resume ----------------------------------------------------------------------------------
 
 
+LOOP: LoopState = {
+    "losses": [2.5, 1.5],
+    "spikes": [9.5],
+    "at_level": 40,
+    "skips": 2,
+    "evaluate": True,
+}
+
+
 def trainee_of(seed: int) -> Any:
     """Return the trainer of one layer."""
     torch.manual_seed(seed)
@@ -99,10 +114,10 @@ def spec_of(seq_len: int = 8) -> Any:
 
 
 def saved(storage: Storage, trainee: Any, *steps: int) -> None:
-    """Save the trainee after each of these steps, with two losses and two skips before."""
+    """Save the trainee after each of these steps, with what the loop knows."""
     saver = Checkpointer(storage, keep=3, asynchronous=False)
     for step in steps:
-        values = state_values(spec_of(), trainee, step, Spikes(6.0, [2.5, 1.5]), 2)
+        values = state_values(spec_of(), trainee, step, LOOP)
         saver.save(step, state_tensors(trainee), values)
     saver.close()
 
@@ -113,10 +128,26 @@ def test_a_resume_gets_back_what_was_saved(group: None, tmp_path: Path) -> None:
     torch.manual_seed(5)
     saved(storage, first, 4)
     drawn = torch.rand(3)
-    assert restore(spec_of(), second, storage) == (4, [2.5, 1.5], 2)
+    step, state = restore(spec_of(), second, storage)
+    assert step == 4 and {name: state[name] for name in LOOP} == LOOP  # type: ignore[literal-required]
     assert torch.equal(torch.rand(3), drawn)
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one.to_local(), other.to_local())
+
+
+def test_the_loop_goes_on_from_its_state() -> None:
+    engine = Engine(nn.Linear(1, 1), [], lambda step: 0.0, torch.device("cpu"), None, None)
+    engine.spikes = Spikes(6.0)
+    engine.resume(LOOP)
+    assert engine.state() == LOOP and engine.spikes.sigmas == 6.0
+    engine.resume({"losses": [1.0]})  # of an older version
+    assert engine.state() == {
+        "losses": [1.0],
+        "spikes": [],
+        "at_level": WINDOW,
+        "skips": 0,
+        "evaluate": False,
+    }
 
 
 def test_a_run_does_not_resume_on_other_data(group: None, tmp_path: Path) -> None:
@@ -148,6 +179,29 @@ def test_a_checkpoint_waits_for_the_metrics_of_its_step(
     spec.config = spec.config.model_copy(update={"checkpoint": settings})
     log: Any = SimpleNamespace(wait_stored=waited.append)
     saver = make_saver(spec, open_storage(str(tmp_path / "run")), log)
-    saver.save(7, {"x": torch.zeros(3)}, state_values(spec, trainee_of(1), 7, None))
+    saver.save(7, {"x": torch.zeros(3)}, state_values(spec, trainee_of(1), 7, {}))
     saver.close()
     assert waited == [7] * asynchronous and saver.saved_step == 7
+
+
+def test_a_rank_that_hangs_does_not_hold_up_a_save_for_ever(tmp_path: Path) -> None:
+    processes.spawn(hanging_rank, 2, str(tmp_path / "rendezvous"), str(tmp_path))
+
+
+def hanging_rank(rank: int, world: int, folder: str) -> None:
+    """Rank 1 does not save until rank 0 has given up, after cluster.collective_timeout_s."""
+    spec, over = spec_of(), Path(folder, "over")
+    spec.config = load(None, {"cluster.collective_timeout_s": "2"})
+    saver = make_saver(spec, open_storage(f"{folder}/run"), None)
+    if rank == 1:
+        while not over.exists():
+            time.sleep(0.1)
+        return
+    try:
+        began = time.monotonic()
+        saver.save(7, {"x": torch.zeros(3)}, state_values(spec, trainee_of(1), 7, {}))
+        closing = Call(CLOCK, saver.close, "close")
+        assert closing.wait(PATIENCE_S) and time.monotonic() - began >= 2.0
+        assert isinstance(closing.error, CheckpointError)
+    finally:
+        over.touch()

@@ -35,11 +35,14 @@ from rayapp.data.images import Images, local_steps, step_images
 from rayapp.data.images import load as load_images
 from rayapp.observe import metrics
 from rayapp.storage import open_storage
+from rayapp.train import schedule
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.loop import BadLoss
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
+from rayapp.train.step_sync import STAY, STOP
 from rayapp.vision import check as checks
+from rayapp.vision import trainer
 from rayapp.vision.prepare import order_of
 from rayapp.vision.rows import transform_of
 
@@ -162,6 +165,44 @@ def summary_of(spec: ImageSpec) -> dict[str, Any]:
 def late_worker(rank: int, world: int, spec: ImageSpec) -> None:
     late.copy_late()
     worker(rank, world, spec)
+
+
+@pytest.mark.full
+def test_an_evaluation_that_is_given_up_leaves_no_trace(folder: Path, images: Images) -> None:
+    """It evaluates the average of the weights; training goes on with their own values."""
+    more = {"train.ema": 0.9, "train.max_steps": 6}
+    spec = spec_of(config_of(folder, "given-up", **more, **{"eval.every_steps": 3}), images)
+    processes.spawn(giving_up_worker, 2, str(folder / "given-up"), spec)
+    lines = trained(folder, spec, 2)
+    assert [line["step"] for line in lines if line["eval_loss"] is not None] == [4]
+    whole = spec_of(config_of(folder, "not-given-up", **more, **{"eval.every_steps": 1}), images)
+    expected = trained(folder, whole, 2)
+    assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
+    for name in ("eval_loss", "eval_top1", "eval_top5"):
+        assert lines[3][name] == expected[3][name]
+        assert summary_of(spec)[name] == summary_of(whole)[name]
+
+
+def giving_up_worker(rank: int, world: int, spec: ImageSpec) -> None:
+    seen: list[int] = []
+    rows, batches = spec.data.rows("train"), trainer.held_out_batches
+
+    def counted(*asked: Any) -> Any:
+        for batch in batches(*asked):
+            seen.append(batch.step)
+            yield batch
+
+    trainer.held_out_batches = counted
+    schedule.LeaveWatcher.due = lambda self: STOP if seen else STAY  # type: ignore[method-assign]
+    look = transform_of(spec.config)
+    summary = train_rank(
+        spec,
+        RankContext(
+            torch.device("cpu"),
+            lambda first: local_steps(rows, look, spec.order, rank, world, first),
+        ),
+    )
+    assert (summary["status"], summary["steps"], seen) == ("stopped", 3, [0])
 
 
 # ---- The oracle --------------------------------------------------------------------------------

@@ -28,8 +28,10 @@ from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.engine import Engine
+from rayapp.train.loop import Interrupted
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
+from rayapp.train.step_sync import STOP
 from rayapp.train.validation import validate
 from rayapp.vision import check as checks
 from rayapp.vision import evaluation, show
@@ -128,6 +130,18 @@ def _scored(rank: int, world: int) -> None:
     assert found["eval_top1"] == right.mean() and found["eval_top5"] == top5.mean()
     assert found["eval_loss"] == pytest.approx(-likelihood.mean(), rel=1e-5)
     assert scores.images == count
+
+    def drawn_until_left() -> Any:
+        for number, batch in enumerate(batches()):
+            if number == 1 and rank == 0:
+                engine.leave_due = lambda: STOP
+            assert number <= 1
+            yield batch
+
+    engine.interruptible = True
+    with pytest.raises(Interrupted):  # on all ranks, at the same batch
+        evaluate(engine, drawn_until_left(), classes)
+    assert engine.model.training
     table = np.zeros((classes, classes), int)
     np.add.at(table, (labels, ranks[:, 0]), 1)
     assert scores.confusion.tolist() == table.tolist()

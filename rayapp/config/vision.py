@@ -115,8 +115,9 @@ class ImageTrain(Section):
     is kept."""
     on_spike: Literal["none", "skip", "stop"] = "none"
     """At a step whose loss is far above those before it, or not finite: skip leaves the weights as
-    they are and goes on, and ends the run after 16 such steps in a row; stop ends it at once; both
-    name the rows. none: only what is not finite ends the run."""
+    they are and goes on, takes 8 such losses in a row that lie close together for a new level, and
+    ends the run after 16 such steps in a row; stop ends it at once; both name the rows. none: only
+    what is not finite ends the run."""
     spike_sigmas: float = Field(default=6.0, gt=0)
     """How many standard deviations above the mean of the last 64 steps a spike is."""
     grad_clip: OptionalFloat = Field(default=None, gt=0)

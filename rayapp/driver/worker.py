@@ -64,7 +64,7 @@ def work(spec: AnySpec) -> Summary:
             return {"status": MOVED, "notice": False, "again": True, "reason": str(error)}
         except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
             # All ranks raise these together, and another attempt would raise the same again.
-            if isinstance(error, BadLoss):
+            if isinstance(error, BadLoss) and not error.finite:
                 gauges.bad_step()
             return {"status": FAILED, "reason": str(error)}
 

@@ -80,7 +80,7 @@ class LanguageTrainer(Trainer):
             }
         }
 
-    def engine(self, control: Any, losses: list[float]) -> Engine:
+    def engine(self, control: Any) -> Engine:
         """Return the loop's engine for a language model."""
         spec, config = self.spec, self.spec.config
         watched = config.train.on_spike != "none"
@@ -101,7 +101,7 @@ class LanguageTrainer(Trainer):
             control=control,
             rows_per_epoch=spec.order.num_rows,
             rows_per_step=spec.order.rows_per_step,
-            spikes=Spikes(config.train.spike_sigmas, losses) if watched else None,
+            spikes=Spikes(config.train.spike_sigmas) if watched else None,
             record=partial(token_record, mfu_of(spec, self.parts, self.device)),
             skip_bad=config.train.on_spike == "skip",
         )

@@ -158,7 +158,7 @@ class Steps:
         if not self._first:
             return
         self._gauges.set({name: getattr(record, name, None) for name in OF_A_STEP})
-        for name in ("tokens", "images"):
+        for name in ("tokens", "images") if not record.skipped else ():
             self._count(name, getattr(record, name, 0))
         self._count("skipped_steps", int(record.skipped))
         self._count("checkpoint_stall_s", record.checkpoint_stall_s)
@@ -168,7 +168,7 @@ class Steps:
             self.bad_step()
 
     def bad_step(self) -> None:
-        """Count a bad step on rank 0; the worker calls it for the one that ends a run.
+        """Count a step that is not finite on rank 0; the worker calls it for one that ends a run.
 
         That step has no record.
         """

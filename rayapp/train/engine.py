@@ -13,7 +13,8 @@ from torch import nn
 from rayapp.config.fields import TOKENS, Unit
 from rayapp.observe.metrics import StepRecord
 from rayapp.observe.records import HeldOut
-from rayapp.train.loss_spikes import Spikes
+from rayapp.train.checkpoint.marker import LoopState
+from rayapp.train.loss_spikes import WINDOW, Spikes
 from rayapp.train.memory_peaks import Peaks
 from rayapp.train.step_sync import STAY
 
@@ -80,6 +81,8 @@ class Engine:
     """Skip the update of a bad step and go on, instead of raising BadLoss."""
     skips: int = 0
     """Bad steps in a row so far; the MAX_SKIPS-th one raises BadLoss even with `skip_bad`."""
+    eval_owed: bool = False
+    """Whether the last evaluation that was due was left out or given up."""
     unit: Unit = TOKENS
     record: Callable[[dict[str, Any], tuple[int, ...], float, float], StepRecord] | None = None
     """Make a step's record from (fields common to all kinds, sums of `Batch.sums` over ranks, sum
@@ -89,12 +92,34 @@ class Engine:
     updated: Callable[[bool], None] = field(default=lambda skipped: None)
     """Called on all ranks after the update with whether the step was bad and left the weights."""
     evaluate: Callable[[], HeldOut] | None = None
-    """Evaluate the held-out data; return figures named as in a record."""
+    """Evaluate the held-out data; return figures named as in a record.
+
+    All ranks call it together. If `interruptible`, it raises loop.Interrupted on all of them."""
+    interruptible: bool = False
+    """Whether an evaluation is given up when the ranks agree to leave."""
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
     peaks: Peaks = field(init=False)
 
     def __post_init__(self) -> None:
         self.peaks = Peaks(self.device)
+
+    def state(self) -> LoopState:
+        """Return what a checkpoint holds of the loop."""
+        found: LoopState = {"skips": self.skips, "evaluate": self.eval_owed, "losses": []}
+        if self.spikes is not None:
+            found |= {
+                "losses": list(self.spikes.losses),
+                "spikes": list(self.spikes.in_a_row),
+                "at_level": self.spikes.at_level,
+            }
+        return found
+
+    def resume(self, state: LoopState) -> None:
+        """Go on from the state of a checkpoint, {} without one."""
+        self.skips, self.eval_owed = state.get("skips", 0), state.get("evaluate", False)
+        if self.spikes is not None:
+            level = state.get("losses", ()), state.get("spikes", ()), state.get("at_level", WINDOW)
+            self.spikes = Spikes(self.spikes.sigmas, *level)
 
 
 def inputs(

@@ -24,25 +24,32 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rayapp.observe.metrics import StepRecord
+from rayapp.observe.records import HeldOut
 from rayapp.train.engine import Batch, Engine, inputs
+from rayapp.train.loss_spikes import LEVEL
 from rayapp.train.optimizer import set_lr
 from rayapp.train.step_sync import STAY, Agreement, Totals
 
 logger = logging.getLogger("rayapp.train.loop")
 
 MAX_SKIPS = 16  # bad steps in a row before the run ends
+NEW_LEVEL = "step %d: its loss and those of the %d steps before lie near %.3f, a new level"
 CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
 
 
 class BadLoss(RuntimeError):
     """The loss or the gradient is not finite, or a spike; the message names the step and rows."""
 
-    def __init__(self, message: str, step: int, rows: list[int]) -> None:
+    def __init__(self, message: str, step: int, rows: list[int], finite: bool) -> None:
         super().__init__(message)
-        self.step, self.rows = step, rows
+        self.step, self.rows, self.finite = step, rows, finite
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.step, self.rows)
+        return type(self), (str(self), self.step, self.rows, self.finite)
+
+
+class Interrupted(Exception):
+    """The ranks have agreed to leave (args: STOP or MOVE) during an evaluation; all raise it."""
 
 
 class Update(NamedTuple):
@@ -62,8 +69,8 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
     """Run the steps and yield a record of each.
 
     After a step, all ranks evaluate if it is due, then save if rank 0 said so. If they agree to
-    leave (`leave_due` or `poll`), they skip the evaluation, save, yield the record of this step,
-    set `engine.left` and end.
+    leave (`leave_due` or `poll`), they skip the evaluation or give it up, save, yield the record of
+    this step, set `engine.left` and end. The evaluation then follows the next attempt's first step.
 
     Raises:
         BadLoss: before the optimizer has used what is not finite, or a spike; where such steps are
@@ -80,13 +87,13 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         agreement = agree(engine, batch)
         update = train_step(engine, batch, agreement)
         totals = agreement.wait()
-        leave = totals.leave or (engine.poll() if totals.poll else STAY)
+        leave = leave_of(engine, totals)
         done = batch.step + 1
         facts = step_facts(engine, batch, update, totals)
         evaluated = time.perf_counter()
-        # No evaluation before leaving: a preempted node stays for minutes at most.
-        if engine.evaluate is not None and not leave and engine.eval_due(done):
-            facts |= engine.evaluate()
+        if engine.evaluate is not None and engine.eval_due(done):
+            held_out, leave = evaluate_or_leave(engine, engine.evaluate, leave)
+            facts |= held_out
         eval_s = time.perf_counter() - evaluated
         if engine.stalls:
             engine.stalls[-1] += update.waited_s
@@ -106,6 +113,29 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         if leave:
             engine.left = leave
             return
+
+
+def leave_of(engine: Engine, totals: Totals) -> int:
+    """Return STAY, STOP or MOVE, as rank 0 or the nodes' notices say; the same on all ranks."""
+    return totals.leave or (engine.poll() if totals.poll else STAY)
+
+
+def evaluate_or_leave(
+    engine: Engine, evaluate: Callable[[], HeldOut], leave: int
+) -> tuple[HeldOut, int]:
+    """Return the held-out figures and whether to leave; without figures if the ranks leave.
+
+    A preempted node stays for minutes at most, so that an evaluation must not delay the save.
+    """
+    engine.interruptible = True
+    try:
+        held_out: HeldOut = {} if leave else evaluate()
+    except Interrupted as interrupted:
+        held_out, leave = {}, interrupted.args[0]
+    finally:
+        engine.interruptible = False
+    engine.eval_owed = leave != STAY
+    return held_out, leave
 
 
 def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> dict[str, Any]:
@@ -176,6 +206,8 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
             engine.skips += 1
             report_bad(engine, batch, loss_sum, grad_norm)
         else:
+            if engine.spikes is not None and engine.spikes.at_level == 0 and dist.get_rank() == 0:
+                logger.warning(NEW_LEVEL, batch.step + 1, LEVEL - 1, engine.spikes.losses[-1])
             engine.skips = 0
             set_lr(engine.optimizers, engine.lr_at(batch.step))
             for optimizer in engine.optimizers:
@@ -201,9 +233,10 @@ def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:
 
     All ranks get the same answer. The loss of a step that is not bad joins `engine.spikes`.
     """
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        return True
-    return engine.spikes is not None and engine.spikes.is_spike(loss)
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    if engine.spikes is None:
+        return not finite
+    return engine.spikes.is_spike(loss if finite else math.nan)
 
 
 def clip(model: nn.Module, limit: float | None) -> float:
@@ -246,9 +279,8 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
         "The weights are as before the step"
     )
     if not engine.skip_bad:
-        raise BadLoss(
-            f"{message}; lower train.lr, or correct or remove those rows", batch.step + 1, broken
-        )
+        fix = "lower train.lr, or correct or remove those rows"
+        raise BadLoss(f"{message}; {fix}", batch.step + 1, broken, finite)
     if engine.skips >= MAX_SKIPS:
         fix = (
             "Raise train.spike_sigmas or set train.on_spike=none, and run the same command"
@@ -256,7 +288,7 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
             else "Lower train.lr, and set another run.name"
         )
         problem = f"it is bad step number {engine.skips} in a row, so those rows are not the cause"
-        raise BadLoss(f"{message}; {problem}. {fix}", batch.step + 1, broken)
+        raise BadLoss(f"{message}; {problem}. {fix}", batch.step + 1, broken, finite)
     if dist.get_rank() == 0:
         logger.warning("%s, and training goes on", message)
 
@@ -278,6 +310,13 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int]]:
     return sorted(rows, key=lambda pair: (math.isfinite(pair[0]), -pair[0], pair[1]))
 
 
+def leave_now(engine: Engine) -> int:
+    """Agree with all ranks, outside of a step, on STAY, STOP or MOVE."""
+    leave, poll = engine.leave_due(), engine.poll_due()
+    asked = Agreement((0,), 0, save=False, leave=leave, poll=poll, group=engine.control)
+    return leave_of(engine, asked.wait())
+
+
 @torch.no_grad()
 def evaluate(
     engine: Engine,
@@ -286,15 +325,23 @@ def evaluate(
 ) -> list[float]:
     """Run the model in eval mode on all micro-batches; return what `measure` gives, summed.
 
-    `measure(batch, i, output)` returns figures of micro-batch i; they are summed over all ranks.
+    `measure(batch, i, output)` returns figures of micro-batch i; they are summed over all ranks,
+    each of which has equally many batches.
+
+    Raises:
+        Interrupted: the evaluation is interruptible, and the ranks leave; before a batch.
     """
     engine.model.eval()
     sums = []
-    for batch in batches:
-        for i in range(len(batch.rows)):
-            output = engine.model(**inputs(batch, i, engine.device))
-            sums.append(torch.tensor(measure(batch, i, output), dtype=torch.float64))
-    engine.model.train()
+    try:
+        for batch in batches:
+            if engine.interruptible and (leave := leave_now(engine)):
+                raise Interrupted(leave)
+            for i in range(len(batch.rows)):
+                output = engine.model(**inputs(batch, i, engine.device))
+                sums.append(torch.tensor(measure(batch, i, output), dtype=torch.float64))
+    finally:
+        engine.model.train()
     whole = torch.stack(sums).sum(0)
     dist.all_reduce(whole, group=engine.control)
     return list(whole.tolist())

@@ -61,7 +61,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     control = dist.new_group(backend="gloo", timeout=timeout)
     trainer = spec.build(context.device)
     phases.end("model")
-    first_step, losses, skips = restore(spec, trainer, storage)
+    first_step, state = restore(spec, trainer, storage)
     phases.end("restore")
     warmed_up = trainer.warm_up()
     phases.end("compile")
@@ -77,8 +77,9 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
         notices.extend([notice] if notice else [])
         return MOVE if notice else STAY
 
-    engine = trainer.engine(control, losses)
-    engine.attempt, engine.poll, engine.skips = attempt[0], poll, skips
+    engine = trainer.engine(control)
+    engine.attempt, engine.poll = attempt[0], poll
+    engine.resume(state)
     schedule(engine, spec, trainer, saver, leaving)
     try:
         last = train(engine, context, first_step, log, phases)
@@ -120,6 +121,7 @@ def make_saver(spec: AnySpec, storage: Storage, log: metrics.MetricsLog | None) 
         storage,
         keep=settings.keep,
         asynchronous=settings.asynchronous,
+        timeout_s=spec.config.cluster.collective_timeout_s,
         # A synchronous save commits before its step has a record, so it cannot wait for one.
         before_commit=log.wait_stored if log and settings.asynchronous else lambda step: None,
     )
@@ -163,10 +165,11 @@ def schedule(
     cadence = Cadence(spec.config, spec.order.num_steps)
 
     def save(step: int) -> None:
-        values = state_values(spec, trainer, step, engine.spikes, engine.skips)
+        values = state_values(spec, trainer, step, engine.state())
         saver.save(step, state_tensors(trainer), values)
 
-    engine.save, engine.settle, engine.eval_due = save, saver.settle, cadence.eval_due
+    engine.save, engine.settle = save, saver.settle
+    engine.eval_due = lambda step: cadence.eval_due(step, owed=engine.eval_owed)
     if leaving is not None:
         engine.save_due = cadence.save_due
         engine.leave_due, engine.poll_due = leaving.due, leaving.poll_due

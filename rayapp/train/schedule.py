@@ -37,11 +37,13 @@ class Cadence:
             self.saved_at = time.monotonic()
         return due
 
-    def eval_due(self, step: int) -> bool:
-        """Say whether to evaluate after this many steps; not after the last one, where the final
-        evaluation follows the loop."""
+    def eval_due(self, step: int, owed: bool = False) -> bool:
+        """Say whether to evaluate after this many steps, if an earlier evaluation is `owed` too.
+
+        There is none after the last step, where the final evaluation follows the loop.
+        """
         every = self.config.eval.every_steps
-        return bool(every and step % every == 0 and step < self.num_steps)
+        return bool(every and (owed or step % every == 0) and step < self.num_steps)
 
 
 class LeaseLost(RuntimeError):

@@ -23,11 +23,8 @@ class Trainer(ABC):
     optimizers: list[torch.optim.Optimizer]
 
     @abstractmethod
-    def engine(self, control: Any, losses: list[float]) -> Engine:
-        """Return the loop's engine; `rank.schedule` sets how and when it saves and leaves.
-
-        `losses` are the last ones of the checkpoint, which tell whether a loss is a spike.
-        """
+    def engine(self, control: Any) -> Engine:
+        """Return the loop's engine; `rank.schedule` sets how and when it saves and leaves."""
 
     @abstractmethod
     def num_parameters(self) -> int:

@@ -32,7 +32,7 @@ def validate(spec: AnySpec, name: str, step: int) -> Validation:
             state.load_checkpoint(open_storage(spec.run_url), name, wanted)
             some = dcp_state.StateDictOptions(strict=False)
             dcp_state.set_model_state_dict(trainer.model, weights, options=some)
-            engine = trainer.engine(dist.group.WORLD, [])
+            engine = trainer.engine(dist.group.WORLD)
             assert engine.evaluate is not None, "no rows are held out"
             held_out = engine.evaluate()
         finally:

@@ -80,7 +80,7 @@ class ImageTrainer(Trainer):
         """Return the moving average of the weights, if there is one."""
         return {"average": self.average.tensors} if self.average else {}
 
-    def engine(self, control: Any, losses: list[float]) -> Engine:
+    def engine(self, control: Any) -> Engine:
         """Return the loop's engine for a classifier."""
         spec, train = self.spec, self.spec.config.train
         engine = Engine(
@@ -100,7 +100,7 @@ class ImageTrainer(Trainer):
             control=control,
             rows_per_epoch=spec.order.num_rows,
             rows_per_step=spec.order.rows_per_step,
-            spikes=Spikes(train.spike_sigmas, losses) if train.on_spike != "none" else None,
+            spikes=Spikes(train.spike_sigmas) if train.on_spike != "none" else None,
             unit=IMAGES,
             record=partial(image_record, mfu_of(spec, self.device)),
             skip_bad=train.on_spike == "skip",

@@ -10,7 +10,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NotRequired, TypedDict, cast
+from typing import Any, BinaryIO, TypedDict, cast
 
 from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID
 from rayapp.storage import Storage
@@ -43,7 +43,22 @@ class Amounts(TypedDict, total=False):
     images: int
 
 
-class State(Amounts):
+class LoopState(TypedDict, total=False):
+    """What the training loop knows besides tensors; files of older versions lack some fields."""
+
+    losses: list[float]
+    """The last losses, which tell whether a loss is a spike."""
+    spikes: list[float]
+    """The losses of the spikes in a row just before."""
+    at_level: int
+    """Steps without a spike since the losses took a new level (see rayapp.train.loss_spikes)."""
+    skips: int
+    """Bad steps in a row that were skipped just before."""
+    evaluate: bool
+    """Whether an evaluation was given up, so that the next step is followed by one."""
+
+
+class State(Amounts, LoopState):
     """The content of state.json: the position in the data, and what a resume checks or restores."""
 
     step: int
@@ -52,10 +67,6 @@ class State(Amounts):
     data: dict[str, object]
     """The parts of the data's fingerprint, by name."""
     workers: int
-    losses: list[float]
-    """The last losses, which tell whether a loss is a spike."""
-    skips: NotRequired[int]
-    """Bad steps in a row that were skipped just before; absent in files of older versions."""
     versions: dict[str, str]
 
 

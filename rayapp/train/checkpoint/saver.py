@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -38,7 +39,8 @@ class Checkpointer:
         optimizer.step()  # from here on they may change
 
     Just before the marker is written, rank 0 calls `before_commit(step)` in the upload thread. It
-    may wait for other output of the step, unless saves are synchronous.
+    may wait for other output of the step, unless saves are synchronous. A save fails if a rank
+    waits longer than `timeout_s` for another one.
     """
 
     def __init__(
@@ -47,12 +49,15 @@ class Checkpointer:
         *,
         keep: int,
         asynchronous: bool,
+        timeout_s: float | None = None,
         before_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.before_commit = before_commit
         self.run, self.storage = storage, storage / CHECKPOINTS
         self.keep, self.asynchronous = keep, asynchronous
-        self.group = dist.new_group(backend="gloo")  # its own group, as the upload thread uses it
+        # Its own group, as the upload thread uses it.
+        timeout = timedelta(seconds=timeout_s) if timeout_s else None
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.rank = dist.get_rank()
         self._copy = HostCopy()
         self._copied: Future[None] = Future()  # of the last save: its tensors are on the host

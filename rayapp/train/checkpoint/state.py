@@ -20,7 +20,6 @@ from rayapp.train.checkpoint import marker, quantized
 from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
 from rayapp.train.checkpoint.marker import CheckpointError, Damaged, read_marker
 from rayapp.train.checkpoint.staging import Tensors
-from rayapp.train.loss_spikes import Spikes
 from rayapp.train.spec import AnySpec
 from rayapp.train.trainer import Trainer
 
@@ -61,12 +60,9 @@ def state_tensors(trainer: Trainer) -> Tensors:
 
 
 def state_values(
-    spec: AnySpec, trainer: Trainer, step: int, spikes: Spikes | None, skips: int = 0
+    spec: AnySpec, trainer: Trainer, step: int, loop: marker.LoopState
 ) -> marker.State:
-    """Return the content of a checkpoint's state.json.
-
-    `skips` is the number of bad steps in a row that were skipped just before.
-    """
+    """Return the content of a checkpoint's state.json; `loop` is what `Engine.state` returns."""
     import ray
     import transformers
 
@@ -76,8 +72,7 @@ def state_values(
         "cursor": spec.order.cursor(step, spec.data.fingerprint).to_dict(),
         "data": spec.data.parts,
         "workers": dist.get_world_size(),
-        "losses": [] if spikes is None else list(spikes.losses),
-        "skips": skips,
+        **loop,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -86,11 +81,10 @@ def state_values(
     }
 
 
-def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, list[float], int]:
+def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, marker.LoopState]:
     """Load the newest usable checkpoint into the trainer, if there is one.
 
-    Returns (steps done, last losses for the detection of spikes, bad steps in a row that were
-    skipped just before); (0, [], 0) without a checkpoint.
+    Returns (steps done, state of the loop); (0, {}) without a checkpoint.
 
     Raises:
         Resumed: the data are not those that the checkpoint was trained on.
@@ -99,7 +93,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
     """
     checkpoint = choose(storage)
     if checkpoint is None:
-        return 0, [], 0
+        return 0, {}
     check_cursor(spec, checkpoint.state)
     wanted = state_tensors(trainer)
     saved = saved_shapes(storage, checkpoint.name)
@@ -132,11 +126,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, lis
         torch.set_rng_state(wanted["rng"][rank]["cpu"])
         if torch.cuda.is_available() and "cuda" in wanted["rng"][rank]:
             torch.cuda.set_rng_state(wanted["rng"][rank]["cuda"])
-    return (
-        checkpoint.step,
-        checkpoint.state["losses"],
-        checkpoint.state.get("skips", 0),
-    )  # older ones have none
+    return checkpoint.step, checkpoint.state
 
 
 def choose(storage: Storage) -> marker.SavedCheckpoint | None:
