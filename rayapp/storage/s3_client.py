@@ -29,11 +29,13 @@ def send(
     request: Callable[[Any], T],
     answers: dict[str, T] | None = None,
     patient: bool = True,
+    attempts: int | None = None,
 ) -> T:
     """Send a request, which must be safe to repeat, until it succeeds.
 
-    `answers` maps expected S3 error codes to the values to return for them. Without
-    `patient` only botocore retries, once, with short timeouts.
+    `answers` maps expected S3 error codes to the values to return for them. `attempts` is how often
+    botocore tries within one of ours. Without `patient` only botocore retries, once, with short
+    timeouts.
     Raises: FileNotFoundError; StorageError at once, or after retry_s of transient failures.
     """
     from botocore.exceptions import BotoCoreError, ClientError
@@ -45,7 +47,7 @@ def send(
     failed_at = None
     for attempt in itertools.count(1):
         try:
-            client = _client(patient)
+            client = _client(patient, attempts or s3_attempts)
         except (BotoCoreError, ValueError) as error:  # ValueError: a malformed endpoint
             raise StorageError(what, url, *_s3_reason(error, bucket)) from error
         try:
@@ -78,22 +80,22 @@ _clients: dict[object, Any] = {}
 _clients_lock = threading.Lock()
 
 
-def _client(patient: bool) -> Any:
+def _client(patient: bool, attempts: int) -> Any:
     """Return this process's cached client for the current AWS_ variables.
 
     A client must not cross a fork, hence the process id in the key.
     """
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
-    key = (os.getpid(), patient, s3_attempts, probe_timeout_s, settings)
+    key = (os.getpid(), patient, attempts, probe_timeout_s, settings)
     with _clients_lock:
         if key not in _clients:
             import boto3
             from botocore.config import Config
 
-            attempts = {"mode": "adaptive", "total_max_attempts": s3_attempts}
+            adaptive = {"mode": "adaptive", "total_max_attempts": attempts}
             quick = {"mode": "standard", "total_max_attempts": 2}
             config = Config(
-                retries=attempts if patient else quick,
+                retries=adaptive if patient else quick,
                 connect_timeout=10 if patient else probe_timeout_s,
                 read_timeout=60 if patient else probe_timeout_s,
                 max_pool_connections=32,
@@ -126,6 +128,27 @@ def proven(answer: Answer, field: str = "ETag") -> Answer:
     return answer
 
 
+def place_of(url: str) -> dict[str, str]:
+    """Return the bucket and the key of an object's URL."""
+    return {"Bucket": url.split("/")[2], "Key": url.split("/", 3)[3]}
+
+
+def head(key: dict[str, str], client: Any) -> Answer:
+    """Send a HEAD; if it is refused, send a GET, whose answer contains the reason."""
+    from botocore.exceptions import ClientError
+
+    try:
+        return proven(client.head_object(**key))
+    except ClientError as error:
+        if error.response["Error"]["Code"] in ("400", "403"):
+            try:
+                client.get_object(**key, Range="bytes=0-0")
+            except ClientError as reason:
+                if error_code(reason) in STALE:
+                    raise reason from error
+        raise
+
+
 def _log_failure(
     response: Any = None,
     caught_exception: Exception | None = None,
@@ -149,6 +172,11 @@ def error_code(error: Exception) -> str:
     return {"404": "NoSuchKey", "403": "AccessDenied", "412": "PreconditionFailed"}.get(code, code)
 
 
+def status_of(error: Any) -> int:
+    """Return the HTTP status of a botocore ClientError; 0 if it has none."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
 THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 UNSTEADY = {"InternalError", "ServiceUnavailable", "RequestTimeout"}
 STALE = {"ExpiredToken", "RequestTimeTooSkewed"}  # renewed or corrected within minutes
@@ -161,14 +189,8 @@ def _is_transient(error: Exception) -> bool:
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, boto.ClientError):
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return error_code(error) in THROTTLED | UNSTEADY | STALE | CONTENDED or status in (
-            429,
-            500,
-            502,
-            503,
-            504,
-        )
+        passing = THROTTLED | UNSTEADY | STALE | CONTENDED
+        return error_code(error) in passing or status_of(error) in (429, 500, 502, 503, 504)
     lost = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, ConnectionError)
     # urllib3's errors, which botocore lets through while it reads the body of a refused download.
     spoilt = (HTTPError, ResponseParserError, boto.FlexibleChecksumError)
