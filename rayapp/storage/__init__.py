@@ -19,7 +19,7 @@ import os
 import re
 import urllib.parse
 
-from rayapp.storage.base import READ_BLOCK, Entry, Storage, StorageError
+from rayapp.storage.base import READ_BLOCK, Entry, Readable, Storage, StorageError
 from rayapp.storage.local import LocalStorage
 from rayapp.storage.s3 import S3Storage
 from rayapp.storage.s3_writer import MIN_PART_BYTES, part_bytes
@@ -28,6 +28,7 @@ __all__ = [
     "MIN_PART_BYTES",
     "READ_BLOCK",
     "Entry",
+    "Readable",
     "Storage",
     "StorageError",
     "open_storage",

@@ -20,6 +20,7 @@ from rayapp.storage.base import (
     Names,
     Storage,
     StorageError,
+    changed,
     check_range,
     cut,
     hidden,
@@ -32,11 +33,15 @@ class LocalStorage(Storage):
     def local_path(self, name: str = "") -> str:
         return self._folder_url(name)
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
+    ) -> bytes:
         check_range(offset, length)
         path = self._url(name)
         try:
             with open(path, "rb") as file:
+                if etag not in (None, _entry(name, os.fstat(file.fileno())).etag):
+                    raise changed(path)
                 file.seek(offset)
                 return cut(path, file.read(-1 if length is None else length), length)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

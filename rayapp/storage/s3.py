@@ -14,6 +14,7 @@ from rayapp.storage.base import (
     Names,
     Storage,
     StorageError,
+    changed,
     check_range,
     cut,
     hidden,
@@ -41,7 +42,9 @@ class S3Storage(Storage):
     def _key(self, name: str) -> dict[str, str]:
         return place_of(self._url(name))
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
+    ) -> bytes:
         check_range(offset, length)
         request = self._key(name)
         if length == 0:  # HTTP has no empty range
@@ -56,6 +59,8 @@ class S3Storage(Storage):
             answer = proven(
                 client.get_object(**request), "ContentRange" if "Range" in request else "ETag"
             )
+            if etag not in (None, answer["ETag"]):
+                raise changed(self._url(name))
             data = cast(bytes, answer["Body"].read())
             if length is None:
                 self._check_whole(name, offset + len(data), answer, client)
