@@ -151,9 +151,9 @@ def test_open_read_fetches_each_block_once(
     fetched: list[tuple[int, int | None]] = []
     fetch = type(blocks).read
 
-    def read(self: Storage, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(self: Storage, name: str, offset: int, length: int, etag: str) -> bytes:
         fetched.append((offset, length))
-        return fetch(self, name, offset, length)
+        return fetch(self, name, offset, length, etag)
 
     monkeypatch.setattr(type(blocks), "read", read)
     with blocks.open_read("blocks") as file:

@@ -57,6 +57,7 @@ def test_entries_are_those_of_the_storage(storage: Storage, folder: Readable) ->
     assert pickle.loads(pickle.dumps(folder)) == folder and hash(folder)
 
 
+@pytest.mark.full
 def test_listing_goes_on_after_a_page(storage: Storage, folder: Readable) -> None:
     expected = [f"many/{number:04d}" for number in range(1005)]
     with ThreadPoolExecutor(8) as pool:
@@ -211,7 +212,9 @@ def test_faults_end_in_success_and_are_logged(
         faults.spoil(kind, method, 2)
         assert act(folder), (method, kind)
         assert faults.left == 0
-        assert sum("; try " in line for line in caplog.messages) == 2, caplog.messages
+        # aiohttp by itself repeats a GET once, if a connection that it had kept is dropped.
+        own = 1 if kind in ("reset", "lose") else 2
+        assert own <= sum("; try " in line for line in caplog.messages) <= 2, caplog.messages
 
 
 @pytest.mark.parametrize("kind", ["expired", "skewed"])
@@ -219,9 +222,9 @@ def test_credentials_and_clocks_that_come_right_are_waited_for(
     faults: Faults, either_bucket: str, kind: str
 ) -> None:
     folder = open_input(f"s3://{either_bucket}/p")
-    for method, act in READS:
+    for method, act in READS[1:4:2]:
         methods = ("HEAD", "GET") if method == "HEAD" else (method,)
-        faults.spoil(kind, methods, 4, "p")
+        faults.spoil(kind, methods, 2, "p")
         assert act(folder) and faults.left == 0
 
 
@@ -230,6 +233,7 @@ def test_giving_up_says_how_long(
 ) -> None:
     monkeypatch.setattr(s3_client, "retry_s", 0.5)
     folder = open_input(f"s3://{either_bucket}/p")
+    folder.size("a")
     faults.spoil("reset", ("GET", "HEAD"), 1000)
     for act in (lambda: folder.read("a", 0, 5), lambda: folder.size("a"), lambda: folder.list()):
         started = time.monotonic()

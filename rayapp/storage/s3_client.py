@@ -92,11 +92,11 @@ def _made(connect: Connect, patient: bool, attempts: int) -> Any:
     key = (os.getpid(), connect, patient, attempts, probe_timeout_s, environment)
     with _clients_lock:
         if key not in _clients:
-            _clients[key] = connect(_settings(patient, attempts))
+            _clients[key] = connect(settings_of(patient, attempts))
         return _clients[key]
 
 
-def _settings(patient: bool, attempts: int) -> Settings:
+def settings_of(patient: bool, attempts: int = s3_attempts) -> Settings:
     """Return the arguments of botocore's Config."""
     adaptive = {"mode": "adaptive", "total_max_attempts": attempts}
     quick = {"mode": "standard", "total_max_attempts": 2}
