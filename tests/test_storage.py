@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -748,6 +749,34 @@ def test_check_writable_names_an_unusable_folder(tmp_path: Path) -> None:
         ):
             with pytest.raises(StorageError, match=f"cannot write {path}.*{why}"):
                 act(open_storage(path))
+
+
+@pytest.mark.parametrize(
+    "call, error, why",
+    [
+        ("os.link", errno.EPERM, "is without hard links (Operation not permitted)"),
+        ("os.link", None, "does not hold to hard links, so two drivers could own one run"),
+        ("fcntl.flock", errno.ENOSYS, "is without flock (Function not implemented)"),
+        ("fcntl.flock", None, "does not hold to flock, so two drivers could own one run"),
+        ("os.replace", errno.ENOSYS, "is without atomic renaming (Function not implemented)"),
+        ("local._sync_folder", errno.EINVAL, "is without fsync of folders (Invalid argument)"),
+    ],
+)
+def test_check_writable_refuses_a_file_system_that_cannot_hold_its_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int | None, why: str
+) -> None:
+    """As FUSE does for buckets, Lustre without -o flock, and file systems that lie."""
+
+    def refused(*_: object) -> None:
+        if error is not None:
+            raise OSError(error, os.strerror(error))
+
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(f"rayapp.storage.local.{call.removeprefix('local.')}", refused)
+    said = re.escape(f"cannot write {tmp_path}/runs: its file system {why}. Choose a folder on")
+    with pytest.raises(StorageError, match=said):
+        open_storage(f"{tmp_path}/runs").check_writable()
+    assert os.listdir(tmp_path / "runs") == []
 
 
 @pytest.mark.parametrize(
