@@ -25,7 +25,7 @@ from rayapp.config import ConfigError, parse_yaml
 from rayapp.observe import status
 from rayapp.observe.records import Sections
 from rayapp.observe.run_folder import CONFIG, MODEL
-from rayapp.storage import Storage, open_storage
+from rayapp.storage import Readable, Storage, open_storage
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +263,7 @@ def _adapted(run: str, path: str, stack: ExitStack) -> Any:
     return peft.PeftModel.from_pretrained(hf, path)
 
 
-def _local(folder: Storage, stack: ExitStack) -> str:
+def _local(folder: Readable, stack: ExitStack) -> str:
     """Return a path on this machine's disk: the folder itself, or a temporary copy of it."""
     path = folder.local_path("")
     if path is not None:

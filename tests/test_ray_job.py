@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nodes
 import pytest
+from aws_config import endpoint_in_config
 from patience import PATIENCE_S
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,11 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
-def cluster(s3_server: str, tmp_path: Path) -> Iterator[dict[str, str]]:
+def cluster(
+    s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, str]]:
+    """Start a cluster that knows the S3 server by ~/.aws/config alone."""
+    endpoint_in_config(s3_server, tmp_path, monkeypatch)
     with nodes.with_jobs(tmp_path, cpus=4) as environment:
         yield environment
 

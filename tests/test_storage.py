@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -151,9 +152,9 @@ def test_open_read_fetches_each_block_once(
     fetched: list[tuple[int, int | None]] = []
     fetch = type(blocks).read
 
-    def read(self: Storage, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(self: Storage, name: str, offset: int, length: int, etag: str) -> bytes:
         fetched.append((offset, length))
-        return fetch(self, name, offset, length)
+        return fetch(self, name, offset, length, etag)
 
     monkeypatch.setattr(type(blocks), "read", read)
     with blocks.open_read("blocks") as file:
@@ -314,7 +315,7 @@ def test_a_failed_write_changes_nothing(storage: Storage, sent: int) -> None:
     assert folder is None or os.listdir(folder) == ["old"]
 
 
-def uploads_of(storage: Storage) -> list[object]:
+def uploads_of(storage: Storage) -> list[dict[str, str]]:
     import boto3
 
     if storage.local_path() is not None:
@@ -428,6 +429,19 @@ def test_replace_if_counts_without_losing_any(storage: Storage) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(add_ten, range(4)))
     assert storage.read("count") == b"40"
+
+
+def test_delete_if(storage: Storage) -> None:
+    assert not storage.delete_if("lease", "any")
+    storage.write("lease", b"one")
+    first = storage.stat("lease")
+    assert first is not None
+    storage.write("lease", b"two")
+    second = storage.stat("lease")
+    assert second is not None
+    assert not storage.delete_if("lease", first.etag) and storage.read("lease") == b"two"
+    assert storage.delete_if("lease", second.etag) and storage.list() == []
+    assert not storage.delete_if("lease", second.etag)
 
 
 # ------------------------------------------------------------------ a network that fails
@@ -567,6 +581,22 @@ def test_faults_during_a_multipart_upload(
     faults.spoil(kind, method, 2, query)
     storage.write("big", LARGE)
     assert faults.left == 0 and storage.read("big") == LARGE and uploads_of(storage) == []
+
+
+def test_an_upload_that_is_gone_is_not_repeated(either_bucket: str) -> None:
+    """Someone else aborts it before its completion; Ceph and moto then answer with status 500."""
+    import boto3
+
+    storage = open_storage(f"s3://{either_bucket}/p")
+    with pytest.raises(StorageError, match="aborted by"), storage.open_write("big") as out:
+        out.write(LARGE[:MIN_PART_BYTES])
+        while not all(sending.done() for sending in out._sending):
+            time.sleep(0.01)
+        (upload,) = uploads_of(storage)
+        where = {name: upload[name] for name in ("Key", "UploadId")}
+        boto3.client("s3").abort_multipart_upload(Bucket=either_bucket, **where)
+        started = time.monotonic()
+    assert time.monotonic() - started < 20 and storage.list() == []
 
 
 def test_decisions_survive_a_lost_answer(faults: Faults, either_bucket: str) -> None:
@@ -719,6 +749,34 @@ def test_check_writable_names_an_unusable_folder(tmp_path: Path) -> None:
         ):
             with pytest.raises(StorageError, match=f"cannot write {path}.*{why}"):
                 act(open_storage(path))
+
+
+@pytest.mark.parametrize(
+    "call, error, why",
+    [
+        ("os.link", errno.EPERM, "is without hard links (Operation not permitted)"),
+        ("os.link", None, "does not hold to hard links, so two drivers could own one run"),
+        ("fcntl.flock", errno.ENOSYS, "is without flock (Function not implemented)"),
+        ("fcntl.flock", None, "does not hold to flock, so two drivers could own one run"),
+        ("os.replace", errno.ENOSYS, "is without atomic renaming (Function not implemented)"),
+        ("local._sync_folder", errno.EINVAL, "is without fsync of folders (Invalid argument)"),
+    ],
+)
+def test_check_writable_refuses_a_file_system_that_cannot_hold_its_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int | None, why: str
+) -> None:
+    """As FUSE does for buckets, Lustre without -o flock, and file systems that lie."""
+
+    def refused(*_: object) -> None:
+        if error is not None:
+            raise OSError(error, os.strerror(error))
+
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(f"rayapp.storage.local.{call.removeprefix('local.')}", refused)
+    said = re.escape(f"cannot write {tmp_path}/runs: its file system {why}. Choose a folder on")
+    with pytest.raises(StorageError, match=said):
+        open_storage(f"{tmp_path}/runs").check_writable()
+    assert os.listdir(tmp_path / "runs") == []
 
 
 @pytest.mark.parametrize(

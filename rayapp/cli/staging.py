@@ -88,12 +88,12 @@ def _told(report: Report) -> str:
 
 
 def _text(path: str) -> str | None:
-    from rayapp.storage import open_storage
+    from rayapp.storage.inputs import open_input
 
     if path.lower() == "none":
         return None
     folder, _, name = path.rpartition("/")
-    return open_storage(folder or ("/" if path.startswith("/") else ".")).read(name).decode()
+    return open_input(folder or ("/" if path.startswith("/") else ".")).read(name).decode()
 
 
 def _share(text: str) -> float:

@@ -65,7 +65,7 @@ def _heads(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
     whole = source.format != "parquet" and len(source.files) <= HEAD_FILES
     for file in source.files[:HEAD_FILES]:
         end = 1 if source.format == "parquet" else min(file.size, HEAD_BYTES)
-        head = sources.Piece(file.name, 0, end, "train", file.size)
+        head = source.piece(file, 0, end, "train")
         found = list(islice(sources.read_piece(source, head), HEAD_RECORDS))
         whole = whole and end == file.size and len(found) < HEAD_RECORDS
         heads += found

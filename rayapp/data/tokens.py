@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.storage import Storage, open_storage
+from rayapp.storage import Storage
+from rayapp.storage.inputs import open_input
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = (
@@ -76,7 +77,7 @@ def load_tokenizer(url: str) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tasks fork and share cores
     if "://" not in url:
         return _from_folder(url)
-    storage = open_storage(url)
+    storage = open_input(url)
     with tempfile.TemporaryDirectory() as folder:
         for entry in storage.list():
             if "/" not in entry.name and not entry.name.endswith(WEIGHTS):

@@ -85,8 +85,10 @@ class Fenced(Storage):
     def check_writable(self) -> None:
         self.inner.check_writable()
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        return self.inner.read(name, offset, length)
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
+    ) -> bytes:
+        return self.inner.read(name, offset, length, etag)
 
     def stat(self, name: str) -> Entry | None:
         return self.inner.stat(name)

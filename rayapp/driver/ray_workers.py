@@ -19,6 +19,8 @@ from rayapp.driver.ray_session import end_workers, uses_gpus
 from rayapp.observe.clock import CLOCK, Call
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import RAY
+from rayapp.storage import open_storage
+from rayapp.storage.s3_client import settings_of
 from rayapp.train.spec import AnySpec
 
 # By default glibc returns every large block to the kernel when it is freed, and a training step on
@@ -113,11 +115,28 @@ def entry(spec: AnySpec) -> Callable[[], Summary]:
     return train
 
 
+def ray_storage(url: str) -> tuple[Any, str]:
+    """Return Arrow's file system of a folder, None for a local one, and the path in it.
+
+    Arrow's own client for S3 takes no endpoint from ~/.aws/config, so that s3fs sends the requests.
+    It keeps no listings, since several processes write there.
+    """
+    storage = open_storage(url)
+    if storage.local_path() is not None:
+        return None, storage.url
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+    from s3fs import S3FileSystem
+
+    files = S3FileSystem(config_kwargs=settings_of(patient=True), use_listings_cache=False)
+    return PyFileSystem(FSSpecHandler(files)), storage.url.removeprefix("s3://")
+
+
 def _trainer(spec: AnySpec, workers: int) -> Any:
     import ray.train.torch
 
     from rayapp.data.stream import ExactOrder
 
+    filesystem, place = ray_storage(f"{spec.config.run.storage}/{RAY}")
     kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
     cluster, gpus = spec.config.cluster, uses_gpus(spec.config)
     return kit.torch.TorchTrainer(
@@ -132,7 +151,8 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
         ),
         run_config=kit.RunConfig(
             name=spec.config.run.name,
-            storage_path=f"{spec.config.run.storage}/{RAY}",
+            storage_path=place,
+            storage_filesystem=filesystem,
             # No retries by Ray Train: fit() decides, which knows all attempts, rows and free nodes.
             failure_config=kit.FailureConfig(
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rayapp.storage import Storage
+from rayapp.storage import Readable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -49,9 +49,11 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+    etag: str | None = None
+    """The version of the file."""
 
 
-def read_headers(storage: Storage) -> dict[str, Stored]:
+def read_headers(storage: Readable) -> dict[str, Stored]:
     """Locate every tensor of a model folder.
 
     Raises: ValueError if there are no safetensors, or one is missing or damaged.
@@ -63,7 +65,7 @@ def read_headers(storage: Storage) -> dict[str, Stored]:
     }
 
 
-def weight_files(storage: Storage) -> list[str]:
+def weight_files(storage: Readable) -> list[str]:
     """List the safetensors of a model folder: those in the index, else the single file.
 
     Raises: ValueError if there are none, or the index is unreadable.
@@ -92,25 +94,26 @@ def weight_files(storage: Storage) -> list[str]:
     )
 
 
-def read_header(storage: Storage, file: str) -> dict[str, Stored]:
+def read_header(storage: Readable, file: str) -> dict[str, Stored]:
     """Locate the tensors of one safetensors file.
 
     Raises: ValueError if the file is missing, truncated, or its header is broken.
     """
     where = f"{storage.url}/{file}"
-    size = storage.size(file)
-    if size is None:
+    entry = storage.stat(file)
+    if entry is None:
         raise ValueError(f"{where} is named in {INDEX} but missing. Copy the file there")
+    size, etag = entry.size, entry.etag
     if size < 8:
         raise ValueError(f"{where} has {size} bytes: no safetensors header. Copy it anew")
-    (length,) = struct.unpack("<Q", storage.read(file, 0, 8))
+    (length,) = struct.unpack("<Q", storage.read(file, 0, 8, etag))
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(
             f"{where} has a broken header: it claims {length} bytes in a file of {size}. "
             "Copy it anew"
         )
     try:
-        header = json.loads(storage.read(file, 8, length))
+        header = json.loads(storage.read(file, 8, length, etag))
         header.pop("__metadata__", None)
         stored, end = {}, 0
         for name, values in header.items():
@@ -118,7 +121,7 @@ def read_header(storage: Storage, file: str) -> dict[str, Stored]:
             dtype, shape = DTYPES[values["dtype"]], tuple(map(int, values["shape"]))
             if stop - begin != math.prod(shape) * dtype.itemsize or begin < 0:
                 raise ValueError(f"{name} has {stop - begin} bytes for {list(shape)} of {dtype}")
-            stored[name] = Stored(file, dtype, shape, 8 + length + begin)
+            stored[name] = Stored(file, dtype, shape, 8 + length + begin, etag)
             end = max(end, 8 + length + stop)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} has a broken header: {error!r}. Copy it anew") from error
@@ -130,7 +133,7 @@ def read_header(storage: Storage, file: str) -> dict[str, Stored]:
 class ShardReader:
     """Reads rows of stored tensors and counts the bytes; several threads may use it at once."""
 
-    def __init__(self, storage: Storage, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, storage: Readable, stored: Mapping[str, Stored]) -> None:
         self.storage = storage
         self.stored = stored
         self.bytes_read = 0
@@ -144,7 +147,8 @@ class ShardReader:
         if nbytes == 0:
             return torch.empty(shape, dtype=where.dtype)
         offset = where.offset + start * math.prod(where.shape[1:]) * where.dtype.itemsize
-        data = bytearray(self.storage.read(where.file, offset, nbytes))  # torch wants it writable
+        read = self.storage.read(where.file, offset, nbytes, where.etag)
+        data = bytearray(read)  # torch wants it writable
         with self._lock:
             self.bytes_read += nbytes
         return torch.frombuffer(data, dtype=where.dtype).reshape(shape)

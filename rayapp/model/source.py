@@ -22,7 +22,8 @@ import transformers
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rayapp.storage import Storage, open_storage
+from rayapp.storage import Readable
+from rayapp.storage.inputs import open_input
 
 PRESETS = Path(__file__).parent.parent / "presets"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -36,12 +37,12 @@ class ModelSource:
     """One model: its folder, whether it is a preset (no weights), and another tokenizer if set."""
 
     name: str
-    folder: Storage
+    folder: Readable
     preset: bool = False
     tokenizer: str | None = None
 
     @property
-    def storage(self) -> Storage | None:
+    def storage(self) -> Readable | None:
         """The folder with the weights; None for a preset."""
         return None if self.preset else self.folder
 
@@ -79,15 +80,13 @@ def resolve(path: str, tokenizer: str | None = None) -> ModelSource:
     Raises: ValueError if it is none of URL, folder, preset and hub id, or cannot be fetched.
     """
     if "://" in path:
-        return ModelSource(path, open_storage(path), tokenizer=tokenizer)
+        return ModelSource(path, open_input(path), tokenizer=tokenizer)
     if os.path.isdir(os.path.expanduser(path)):
-        return ModelSource(path, open_storage(path), tokenizer=tokenizer)
+        return ModelSource(path, open_input(path), tokenizer=tokenizer)
     if re.fullmatch(r"[\w.-]+", path) and (PRESETS / path / "config.json").is_file():
-        return ModelSource(
-            path, open_storage(str(PRESETS / path)), preset=True, tokenizer=tokenizer
-        )
+        return ModelSource(path, open_input(str(PRESETS / path)), preset=True, tokenizer=tokenizer)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return ModelSource(path, open_storage(_download(path)), tokenizer=tokenizer)
+        return ModelSource(path, open_input(_download(path)), tokenizer=tokenizer)
     names = ", ".join(sorted(entry.parent.name for entry in PRESETS.glob("*/config.json")))
     raise ValueError(
         f"model.path={path} is no folder, s3:// URL or hub id, and no preset. "
@@ -129,7 +128,7 @@ def _download(name: str) -> str:
         ) from error
 
 
-def _read_json(folder: Storage, name: str) -> dict[str, object] | None:
+def _read_json(folder: Readable, name: str) -> dict[str, object] | None:
     try:
         values = json.loads(folder.read(name))
     except FileNotFoundError:

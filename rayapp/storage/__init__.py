@@ -19,14 +19,16 @@ import os
 import re
 import urllib.parse
 
-from rayapp.storage.base import READ_BLOCK, Entry, Storage, StorageError
+from rayapp.storage.base import READ_BLOCK, Entry, Readable, Storage, StorageError
 from rayapp.storage.local import LocalStorage
-from rayapp.storage.s3 import MIN_PART_BYTES, S3Storage, part_bytes
+from rayapp.storage.s3 import S3Storage
+from rayapp.storage.s3_writer import MIN_PART_BYTES, part_bytes
 
 __all__ = [
     "MIN_PART_BYTES",
     "READ_BLOCK",
     "Entry",
+    "Readable",
     "Storage",
     "StorageError",
     "open_storage",

@@ -1,4 +1,4 @@
-"""The base class of storages, with its entries, its error and its seekable reader."""
+"""The base classes of inputs and storages, with their entries, error and seekable reader."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, TypeAlias
 
 READ_BLOCK = 2**20  # bytes that open_read fetches per request
@@ -44,31 +45,22 @@ Names: TypeAlias = list[str]
 
 
 @dataclass(frozen=True)
-class Storage(ABC):
-    """One folder of named bytes; see the module's docstring for the rules."""
+class Readable(ABC):
+    """One folder of named bytes that can be read; see the package's docstring for the rules."""
 
     url: str
 
-    def child(self, name: str) -> Storage:
-        """Return the storage of a sub-folder (which need not exist)."""
-        return type(self)(self._folder_url(name))
-
-    __truediv__ = child
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file; an existing one is replaced atomically."""
-        with self.open_write(name) as out:
-            out.write(data)
-
-    def open_read(self, name: str) -> BinaryIO:
+    def open_read(self, name: str, etag: str | None = None) -> BinaryIO:
         """Open a seekable reader that fetches blocks of READ_BLOCK bytes as they are read.
 
+        All blocks are of one version of the file: that of `etag`, or that which is there.
         Raises: FileNotFoundError.
         """
-        size = self.size(name)
-        if size is None:
+        entry = self.stat(name)
+        if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url(name))
-        return io.BufferedReader(Reader(self.read, name, size), READ_BLOCK)
+        read = partial(self.read, etag=etag or entry.etag)
+        return io.BufferedReader(Reader(read, name, entry.size), READ_BLOCK)
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if it is absent."""
@@ -86,15 +78,14 @@ class Storage(ABC):
         return self._url(prefix.rstrip("/")) if prefix else self.url
 
     @abstractmethod
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
+    ) -> bytes:
         """Return `length` bytes from `offset` on, or all of the rest.
 
-        Raises: FileNotFoundError; StorageError if a given length goes beyond the end.
+        Raises: FileNotFoundError; StorageError if a given length goes beyond the end, or the file
+        has another ETag than the given one.
         """
-
-    @abstractmethod
-    def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a writer; the file appears when the `with` block ends, unless it raises."""
 
     @abstractmethod
     def stat(self, name: str) -> Entry | None:
@@ -102,6 +93,33 @@ class Storage(ABC):
 
         For a compare-and-swap call stat, then read, then replace_if with stat's etag.
         """
+
+    @abstractmethod
+    def local_path(self, name: str = "") -> str | None:
+        """Return the path on this machine's disk; None on S3."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Entries:
+        """Return all files below a folder, sorted by name; [] if there are none."""
+
+
+class Storage(Readable):
+    """One folder of named bytes that can be written too."""
+
+    def child(self, name: str) -> Storage:
+        """Return the storage of a sub-folder (which need not exist)."""
+        return type(self)(self._folder_url(name))
+
+    __truediv__ = child
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file; an existing one is replaced atomically."""
+        with self.open_write(name) as out:
+            out.write(data)
+
+    @abstractmethod
+    def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a writer; the file appears when the `with` block ends, unless it raises."""
 
     @abstractmethod
     def dirs(self, prefix: str = "") -> Names:
@@ -132,18 +150,10 @@ class Storage(ABC):
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Write, read and delete a small probe file within seconds; on S3 also conditionally.
+        """Write, read and delete small probe files within seconds, also by conditional writes.
 
         Raises: StorageError with the reason in the user's words.
         """
-
-    @abstractmethod
-    def local_path(self, name: str = "") -> str | None:
-        """Return the path on this machine's disk; None on S3."""
-
-    @abstractmethod
-    def list(self, prefix: str = "") -> Entries:
-        """Return all files below a folder, sorted by name; [] if there are none."""
 
 
 class Reader(io.RawIOBase):
@@ -201,6 +211,12 @@ def cut(url: str, data: bytes, length: int | None) -> bytes:
         why = f"expected {length} bytes, the file had {len(data)}"
         raise StorageError("read", url, why, "It is truncated: restore it or use an older copy")
     return data
+
+
+def changed(url: str) -> StorageError:
+    """Return the error for a file that has another ETag than the one that is to be read."""
+    why = "it was replaced since the run found it"
+    return StorageError("read", url, why, "Leave it as it is, and run the command again")
 
 
 def check_range(offset: int, length: int | None) -> None:

@@ -20,6 +20,7 @@ from rayapp.storage.base import (
     Names,
     Storage,
     StorageError,
+    changed,
     check_range,
     cut,
     hidden,
@@ -32,11 +33,15 @@ class LocalStorage(Storage):
     def local_path(self, name: str = "") -> str:
         return self._folder_url(name)
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
+    ) -> bytes:
         check_range(offset, length)
         path = self._url(name)
         try:
             with open(path, "rb") as file:
+                if etag not in (None, _entry(name, os.fstat(file.fileno())).etag):
+                    raise changed(path)
                 file.seek(offset)
                 return cut(path, file.read(-1 if length is None else length), length)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -157,9 +162,44 @@ class LocalStorage(Storage):
                     os.fsync(out.fileno())
                 with open(probe, "rb") as file:
                     cut(probe, file.read(), len(data))
+                self._check_promises(probe)
             finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(probe)
+                for name in (probe, f"{probe}-link", f"{probe}-moved"):
+                    with suppress(FileNotFoundError):
+                        os.unlink(name)
+
+    def _check_promises(self, probe: str) -> None:
+        """Raise StorageError if the file system lacks what create, replace_if and write need."""
+        with self._promised("hard links"):
+            os.link(probe, f"{probe}-link")
+        with self._promised("hard links", FileExistsError):
+            os.link(probe, f"{probe}-link")
+        with self._promised("flock"), open(probe, "rb") as first, open(probe, "rb") as second:
+            fcntl.flock(first, fcntl.LOCK_EX)
+            with self._promised("flock", BlockingIOError):
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with self._promised("atomic renaming"):
+            os.replace(probe, f"{probe}-moved")
+        with self._promised("fsync of folders"):
+            _sync_folder(self.url)
+
+    @contextmanager
+    def _promised(self, what: str, refusal: type[OSError] | None = None) -> Iterator[None]:
+        """Raise StorageError if the block fails; with `refusal`, if it does not fail like that."""
+        why = f"its file system is without {what}"
+        fix = "Choose a folder on a local disk, NFS, or Lustre mounted with -o flock"
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            if refusal is not None and isinstance(error, refusal):
+                return
+            why += f" ({error.strerror})"
+            raise StorageError("write", self.url, why, fix) from error
+        if refusal is not None:
+            why = f"its file system does not hold to {what}, so two drivers could own one run"
+            raise StorageError("write", self.url, why, fix)
 
     def list(self, prefix: str = "") -> Entries:
         path = self._folder_url(prefix)

@@ -16,6 +16,8 @@ from rayapp.storage.base import StorageError
 
 log = logging.getLogger("rayapp.storage")
 T = TypeVar("T")
+Settings: TypeAlias = dict[str, Any]  # arguments of botocore's Config
+Connect: TypeAlias = Callable[[Settings], Any]
 
 retry_s = 120.0  # seconds that a request is retried, from its first failure
 first_pause_s = 0.2  # seconds before the second try; doubled each time, up to 20
@@ -29,11 +31,14 @@ def send(
     request: Callable[[Any], T],
     answers: dict[str, T] | None = None,
     patient: bool = True,
+    attempts: int | None = None,
+    connect: Connect | None = None,
 ) -> T:
     """Send a request, which must be safe to repeat, until it succeeds.
 
-    `answers` maps expected S3 error codes to the values to return for them. Without
-    `patient` only botocore retries, once, with short timeouts.
+    `answers` maps expected S3 error codes to the values to return for them. `attempts` is how often
+    botocore tries within one of ours. Without `patient` only botocore retries, once, with short
+    timeouts. `connect` makes what `request` is called with: boto3's client, or s3fs's file system.
     Raises: FileNotFoundError; StorageError at once, or after retry_s of transient failures.
     """
     from botocore.exceptions import BotoCoreError, ClientError
@@ -45,7 +50,7 @@ def send(
     failed_at = None
     for attempt in itertools.count(1):
         try:
-            client = _client(patient)
+            client = _made(connect or boto3_client, patient, attempts or s3_attempts)
         except (BotoCoreError, ValueError) as error:  # ValueError: a malformed endpoint
             raise StorageError(what, url, *_s3_reason(error, bucket)) from error
         try:
@@ -78,31 +83,57 @@ _clients: dict[object, Any] = {}
 _clients_lock = threading.Lock()
 
 
-def _client(patient: bool) -> Any:
-    """Return this process's cached client for the current AWS_ variables.
+def _made(connect: Connect, patient: bool, attempts: int) -> Any:
+    """Return what `connect` made in this process for the current AWS_ variables.
 
     A client must not cross a fork, hence the process id in the key.
     """
-    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
-    key = (os.getpid(), patient, s3_attempts, probe_timeout_s, settings)
+    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
+    key = (os.getpid(), connect, patient, attempts, probe_timeout_s, environment)
     with _clients_lock:
         if key not in _clients:
-            import boto3
-            from botocore.config import Config
-
-            attempts = {"mode": "adaptive", "total_max_attempts": s3_attempts}
-            quick = {"mode": "standard", "total_max_attempts": 2}
-            config = Config(
-                retries=attempts if patient else quick,
-                connect_timeout=10 if patient else probe_timeout_s,
-                read_timeout=60 if patient else probe_timeout_s,
-                max_pool_connections=32,
-                tcp_keepalive=True,
-            )
-            client = boto3.Session().client("s3", config=config)
-            client.meta.events.register_first("needs-retry.s3", _log_failure)
-            _clients[key] = client
+            _clients[key] = connect(settings_of(patient, attempts))
         return _clients[key]
+
+
+def settings_of(patient: bool, attempts: int = s3_attempts) -> Settings:
+    """Return the arguments of botocore's Config."""
+    adaptive = {"mode": "adaptive", "total_max_attempts": attempts}
+    quick = {"mode": "standard", "total_max_attempts": 2}
+    return {
+        "retries": adaptive if patient else quick,
+        "connect_timeout": 10 if patient else probe_timeout_s,
+        "read_timeout": 60 if patient else probe_timeout_s,
+        "max_pool_connections": 32,
+        "tcp_keepalive": True,
+    }
+
+
+def boto3_client(settings: Settings) -> Any:
+    """Make a client of boto3."""
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.Session().client("s3", config=Config(**settings))
+    client.meta.events.register_first("needs-retry.s3", _log_failure)
+    return client
+
+
+def file_system(settings: Settings) -> Any:
+    """Make a file system of s3fs that keeps no listings and repeats no request by itself."""
+    from s3fs import S3FileSystem
+
+    files = S3FileSystem(
+        config_kwargs=settings,
+        use_listings_cache=False,
+        local_expiry_check=True,  # compares ETags here: not every store knows If-Match of a GET
+        skip_instance_cache=True,
+    )
+    files.retries = 1
+    files.connect()
+    files.s3.meta.events.register_first("needs-retry.s3", _log_failure)
+    files.s3.meta.events.register("after-call.s3", _prove)
+    return files
 
 
 def _forget(client: Any) -> None:
@@ -126,6 +157,34 @@ def proven(answer: Answer, field: str = "ETag") -> Answer:
     return answer
 
 
+def _prove(http_response: Any, parsed: Answer, model: Any, **_: Any) -> None:
+    """Check an answer that s3fs has got with `proven`."""
+    field = {"ListObjectsV2": "IsTruncated", "HeadObject": "ETag", "GetObject": "ETag"}
+    if http_response.status_code < 300 and model.name in field:
+        proven(parsed, field[model.name])
+
+
+def place_of(url: str) -> dict[str, str]:
+    """Return the bucket and the key of an object's URL."""
+    return {"Bucket": url.split("/")[2], "Key": url.split("/", 3)[3]}
+
+
+def head(key: dict[str, str], client: Any) -> Answer:
+    """Send a HEAD; if it is refused, send a GET, whose answer contains the reason."""
+    from botocore.exceptions import ClientError
+
+    try:
+        return proven(client.head_object(**key))
+    except ClientError as error:
+        if error.response["Error"]["Code"] in ("400", "403"):
+            try:
+                client.get_object(**key, Range="bytes=0-0")
+            except ClientError as reason:
+                if error_code(reason) in STALE:
+                    raise reason from error
+        raise
+
+
 def _log_failure(
     response: Any = None,
     caught_exception: Exception | None = None,
@@ -141,12 +200,17 @@ def _log_failure(
         log.warning("%s attempt %d failed: %s", operation.name, attempts, why)
 
 
-def error_code(error: Exception) -> str:
+def error_code(error: BaseException | None) -> str:
     """Return the S3 error code, '' if S3 did not answer; of a HEAD, by its status."""
     from botocore.exceptions import ClientError
 
     code = str(error.response["Error"].get("Code")) if isinstance(error, ClientError) else ""
     return {"404": "NoSuchKey", "403": "AccessDenied", "412": "PreconditionFailed"}.get(code, code)
+
+
+def status_of(error: Any) -> int:
+    """Return the HTTP status of a botocore ClientError; 0 if it has none."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
@@ -161,14 +225,8 @@ def _is_transient(error: Exception) -> bool:
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, boto.ClientError):
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return error_code(error) in THROTTLED | UNSTEADY | STALE | CONTENDED or status in (
-            429,
-            500,
-            502,
-            503,
-            504,
-        )
+        passing = THROTTLED | UNSTEADY | STALE | CONTENDED
+        return error_code(error) in passing or status_of(error) in (429, 500, 502, 503, 504)
     lost = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, ConnectionError)
     # urllib3's errors, which botocore lets through while it reads the body of a refused download.
     spoilt = (HTTPError, ResponseParserError, boto.FlexibleChecksumError)

@@ -35,7 +35,7 @@ from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import CHECKPOINTS, METRICS, RESULT, STOP
 from rayapp.order import Order
 from rayapp.storage import Entry, Storage, StorageError
-from rayapp.storage.base import Entries, Names
+from rayapp.storage.base import Entries, Names, changed
 from rayapp.train.checkpoint import marker
 from rayapp.train.checkpoint.commit import claim, commit, sweep
 from rayapp.train.schedule import LeaveWatcher
@@ -73,11 +73,15 @@ class SimulatedStorage(Storage):
     def check_writable(self) -> None:
         pass
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
+    ) -> bytes:
         def act() -> bytes:
             file = self.world.files.get(self._url(name))
             if file is None:
                 raise FileNotFoundError(name)
+            if etag not in (None, file.etag):
+                raise changed(self._url(name))
             return file.data[offset:] if length is None else file.data[offset : offset + length]
 
         return self._send("read", name, act)

@@ -25,7 +25,8 @@ from rayapp.data import FOLDER
 from rayapp.data.images import sources
 from rayapp.data.report import DataReport
 from rayapp.order import fingerprint
-from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.storage import Readable, Storage, StorageError, open_storage
+from rayapp.storage.inputs import open_input
 
 VERSION = 2  # version of the index; part of the fingerprint
 SPLITS = ("train", "eval")
@@ -142,8 +143,9 @@ class ImageRows:
         return self._storage.read(f"{self._split}.names")
 
     @cached_property
-    def _opened(self) -> list[Storage]:
-        return [open_storage(root) for root in self._roots]
+    def _opened(self) -> list[Readable]:
+        *found, own = self._roots
+        return [*map(open_input, found), open_storage(own)]
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:

@@ -19,7 +19,8 @@ from hashlib import blake2b
 from typing import Any
 
 from rayapp.data.sources import SourceError
-from rayapp.storage import Storage, open_storage
+from rayapp.storage import Readable
+from rayapp.storage.inputs import open_input
 
 UNIT_BYTES = 16 * 2**20
 MAX_UNITS = 4096
@@ -76,7 +77,7 @@ def find(path: str, format: str = "auto") -> ImageSource:
         SourceError: nothing is there, or nothing that is known.
         StorageError: the storage says no.
     """
-    root = open_storage(path)
+    root = open_input(path)
     entries = [entry for entry in root.list() if entry.size and not hidden(entry.name)]
     if not entries:
         raise SourceError(
@@ -118,7 +119,7 @@ def units(source: ImageSource) -> list[tuple[ImageFile, ...]]:
 
 def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[FoundFiles]:
     """Yield the images in the files of a unit, in order."""
-    storage = open_storage(root)
+    storage = open_input(root)
     reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[format]
     for file in files:
         yield from reader(storage, file.name)
@@ -139,11 +140,11 @@ def hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _read_file(storage: Storage, name: str) -> Iterator[FoundFiles]:
+def _read_file(storage: Readable, name: str) -> Iterator[FoundFiles]:
     yield FoundFiles(name, 0, name, name.partition("/")[0], storage.read(name))
 
 
-def _read_tar(storage: Storage, name: str) -> Iterator[FoundFiles]:
+def _read_tar(storage: Readable, name: str) -> Iterator[FoundFiles]:
     """Read a tar in order; an image and its label files must be adjacent members.
 
     Raises:
@@ -200,7 +201,7 @@ def _label_of(ending: str, data: bytes) -> str | None:
     return str(told[0]) if told else None
 
 
-def _read_parquet(storage: Storage, name: str) -> Iterator[FoundFiles]:
+def _read_parquet(storage: Readable, name: str) -> Iterator[FoundFiles]:
     """Read the images of a Parquet file in batches; their offset is -1, as they have none.
 
     Raises:

@@ -25,7 +25,8 @@ from rayapp.data.images.augment import problem_of
 from rayapp.data.images.labels import Labels, folders_of
 from rayapp.data.prepared import MAX_EXAMPLES
 from rayapp.data.sources import SourceError
-from rayapp.storage import Entry, Storage, StorageError, open_storage
+from rayapp.storage import Entry, Readable, Storage, StorageError, open_storage
+from rayapp.storage.inputs import open_input
 
 LEDGER = ".staged"
 SEGMENT_FILES, SEGMENT_S = 5000, 10.0  # ledger intervals: most work that a resumed copy repeats
@@ -98,7 +99,7 @@ def stage(
         LabelError: labels and images do not belong together.
         StorageError: a storage says no, or what was read back is not what was written.
     """
-    here, there = open_storage(source), open_storage(target)
+    here, there = open_input(source), open_storage(target)
     _check_apart(here, there)
     entries = [one for one in here.list() if one.size and not sources.hidden(one.name)]
     if not entries:
@@ -132,7 +133,7 @@ def stage(
     return report
 
 
-def _check_apart(here: Storage, there: Storage) -> None:
+def _check_apart(here: Readable, there: Storage) -> None:
     first, second = (f"{one.url.rstrip('/')}/" for one in (here, there))
     if first.startswith(second) or second.startswith(first):
         raise SourceError(
@@ -222,7 +223,7 @@ def _too_many(report: Report, count: int, limit: float) -> str:
 class _Copy:
     """Copies one file at a time, on any thread."""
 
-    def __init__(self, here: Storage, there: Storage, format: str, homeless: str) -> None:
+    def __init__(self, here: Readable, there: Storage, format: str, homeless: str) -> None:
         self.here, self.there, self.format = here, there, format
         self.homeless = homeless  # reason for leaving out an image without a target
 
@@ -230,9 +231,7 @@ class _Copy:
         """Copy one file and verify it, unless it is unusable."""
         if self.format != "folder":
             return self._whole(entry, place)
-        data = self.here.read(entry.name)
-        if len(data) != entry.size:
-            raise self._changed(entry)
+        data = self.here.read(entry.name, 0, entry.size, entry.etag)
         problem = problem_of(data)
         if place is None or problem is not None:
             return Done(place or "", entry.etag, "", entry.size, "", problem or self.homeless)
@@ -244,19 +243,19 @@ class _Copy:
         """Copy a tar or Parquet file block by block, verify it, and decode its images."""
         if place is None:
             return Done("", entry.etag, "", entry.size, "", f"not a {self.format} file")
-        digest, size = sha256(), 0
-        with self.here.open_read(entry.name) as source, self.there.open_write(place) as target:
+        digest = sha256()
+        with (
+            self.here.open_read(entry.name, entry.etag) as source,
+            self.there.open_write(place) as target,
+        ):
             while block := source.read(BLOCK_BYTES):
                 digest.update(block)
                 target.write(block)
-                size += len(block)
-        if size != entry.size:
-            raise self._changed(entry)
         done = self._verified(entry, place, digest.hexdigest())
         bad, count = [], 0
         try:
             for found in sources.read(
-                self.there.url, self.format, (sources.ImageFile(place, size),)
+                self.there.url, self.format, (sources.ImageFile(place, entry.size),)
             ):
                 problem = problem_of(found.data) or (None if found.label else UNLABELLED)
                 count += problem is None
@@ -284,10 +283,6 @@ class _Copy:
             why = "what was read back differs from what was written"
             raise StorageError("verify", f"{self.there.url}/{place}", why, "Check the storage")
         return Done(place, entry.etag, found.etag, entry.size, digest)
-
-    def _changed(self, entry: Entry) -> StorageError:
-        why = "it changed while it was read"
-        return StorageError("copy", f"{self.here.url}/{entry.name}", why, "Run it again")
 
 
 class _Ledger:

@@ -34,11 +34,11 @@ def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
     elif source.format == "text" and len(source.files) == 1 and split == "hash":
         (file,) = source.files
         boundary = int(file.size * (1 - eval_fraction))
-        pieces = _ranges(file, 0, boundary, unit_bytes, "train")
-        pieces += _ranges(file, boundary, file.size, unit_bytes, "eval")
+        pieces = _ranges(source, file, 0, boundary, unit_bytes, "train")
+        pieces += _ranges(source, file, boundary, file.size, unit_bytes, "eval")
     else:
         for file in source.files:
-            pieces += _ranges(file, 0, file.size, unit_bytes, split)
+            pieces += _ranges(source, file, 0, file.size, unit_bytes, split)
     return _grouped(pieces, unit_bytes)
 
 
@@ -59,12 +59,10 @@ def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]
 
 
 def _ranges(
-    file: DataFile, start: int, end: int, unit_bytes: int, split: str
+    source: DataSource, file: DataFile, start: int, end: int, unit_bytes: int, split: str
 ) -> list[tuple[Piece, int]]:
     cuts = [*range(start, end, unit_bytes), end]
-    return [
-        (Piece(file.name, low, high, split, file.size), high - low) for low, high in pairwise(cuts)
-    ]
+    return [(source.piece(file, low, high, split), high - low) for low, high in pairwise(cuts)]
 
 
 def _row_groups(source: DataSource, file: DataFile, split: str) -> list[tuple[Piece, int]]:
@@ -75,6 +73,6 @@ def _row_groups(source: DataSource, file: DataFile, split: str) -> list[tuple[Pi
     except Exception as error:  # pyarrow raises a family of unrelated types for a broken footer
         raise SourceError(f"{source.root}/{file.name} is not Parquet: {error}") from error
     return [
-        (Piece(file.name, i, i + 1, split), metadata.row_group(i).total_byte_size)
+        (source.piece(file, i, i + 1, split), metadata.row_group(i).total_byte_size)
         for i in range(metadata.num_row_groups)
     ]

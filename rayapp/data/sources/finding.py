@@ -9,7 +9,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from rayapp.data.sources.records import DataFile, DataSource, SourceError
-from rayapp.storage import Entry, Storage, open_storage
+from rayapp.storage import Entry, Readable
+from rayapp.storage.inputs import open_input
 
 SUFFIXES = {
     "text": (".txt", ".md", ".rst", ".py", ".text"),
@@ -47,7 +48,7 @@ def find(path: str, format: str = "auto") -> DataSource:
     if "://" not in path and not _is_local(path) and _looks_like_hub_id(path):
         return DataSource(path, "hub", ())
     root, pattern = _split_glob(path)
-    storage = open_storage(root)
+    storage = open_input(root)
     entries = storage.list()
     single = not entries and pattern is None
     if single:
@@ -83,7 +84,7 @@ def find(path: str, format: str = "auto") -> DataSource:
 
 def _stdlib() -> DataSource:
     root = Path(sysconfig.get_path("stdlib"))
-    storage = open_storage(str(root))
+    storage = open_input(str(root))
     names = sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
@@ -112,12 +113,12 @@ def _looks_like_hub_id(path: str) -> bool:
     return len(parts) == 2 and all(parts) and not named_as_file and not os.path.isdir(parts[0])
 
 
-def _one_file(storage: Storage) -> tuple[Storage, list[Entry]]:
+def _one_file(storage: Readable) -> tuple[Readable, list[Entry]]:
     """Return the parent of a path that is no folder, and the path's entry if it is a file."""
     parent, _, name = storage.url.rpartition("/")
     if not name or parent == "s3:/":  # the root of the disk, or a whole bucket
         return storage, []
-    folder = open_storage(parent or "/")
+    folder = open_input(parent or "/")
     entry = folder.stat(name)
     return folder, [] if entry is None else [entry]
 
@@ -163,7 +164,7 @@ def _refuse_compressed(names: list[str], path: str) -> None:
             )
 
 
-def _refuse_array(storage: Storage, files: list[Entry], path: str) -> None:
+def _refuse_array(storage: Readable, files: list[Entry], path: str) -> None:
     """Refuse JSON files that hold one array; JSONL has one object on each line."""
     for entry in [entry for entry in files if entry.size][:MAX_OPENED]:
         if storage.read(entry.name, 0, min(entry.size, 64)).lstrip().startswith(b"["):
@@ -189,7 +190,7 @@ def _hidden(name: str) -> bool:
     return last.startswith(".") or any(folder.startswith((".", "_")) for folder in folders)
 
 
-def _digest(storage: Storage, entry: Entry) -> str:
+def _digest(storage: Readable, entry: Entry) -> str:
     """Digest a local file: its content up to 8 MiB, else its first and last MiB and its mtime."""
     if entry.size <= 8 * 2**20:
         return blake2b(storage.read(entry.name), digest_size=8).hexdigest()

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from rayapp.data.sources import hub
 from rayapp.data.sources.records import DataSource, Piece, Record, opened
-from rayapp.storage import Storage
+from rayapp.storage import Readable
 
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 
@@ -59,23 +59,24 @@ def _line_bytes(source: DataSource, piece: Piece) -> tuple[int, bytes]:
     """Return the offset and bytes of the lines that begin inside the piece's [start, end)."""
     storage, start, end = opened(source.root), piece.start, piece.end
     if start:  # a line begins at `start` only if the byte before it ends one
-        start = _after_newline(storage, piece.file, start - 1, piece.size)
+        start = _after_newline(storage, piece, start - 1)
     if end < piece.size:
-        end = _after_newline(storage, piece.file, end - 1, piece.size)
+        end = _after_newline(storage, piece, end - 1)
     if start >= end:
         return start, b""
-    return start, storage.read(piece.file, start, end - start)
+    return start, storage.read(piece.file, start, end - start, piece.etag)
 
 
-def _after_newline(storage: Storage, name: str, position: int, size: int) -> int:
+def _after_newline(storage: Readable, piece: Piece, position: int) -> int:
     """Return the offset just past the first newline at or after `position`."""
-    while position < size:
-        chunk = storage.read(name, position, min(64 * 2**10, size - position))
+    while position < piece.size:
+        length = min(64 * 2**10, piece.size - position)
+        chunk = storage.read(piece.file, position, length, piece.etag)
         newline = chunk.find(b"\n")
         if newline >= 0:
             return position + newline + 1
         position += len(chunk)
-    return size
+    return piece.size
 
 
 def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
@@ -106,7 +107,7 @@ def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
     import pyarrow.parquet as pq
 
-    parquet = pq.ParquetFile(opened(source.root).open_read(piece.file))
+    parquet = pq.ParquetFile(opened(source.root).open_read(piece.file, piece.etag))
     row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
     groups = list(range(piece.start, min(piece.end, parquet.num_row_groups)))
     for batch in parquet.iter_batches(row_groups=groups, batch_size=1024):

@@ -8,7 +8,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from rayapp.storage import Storage, open_storage
+from rayapp.storage import Readable
+from rayapp.storage.inputs import open_input
 
 
 class SourceError(ValueError):
@@ -38,6 +39,11 @@ class DataSource:
         """Size of all files in bytes."""
         return sum(file.size for file in self.files)
 
+    def piece(self, file: DataFile, start: int, end: int, split: str) -> Piece:
+        """Return a part of a file; on S3, of the version that was listed."""
+        etag = file.version if self.root.startswith("s3://") else None
+        return Piece(file.name, start, end, split, file.size, etag)
+
     def digest(self) -> str:
         """Return 16 hex digits of all files' names, sizes and versions, but not of their root."""
         listing = json.dumps([asdict(file) for file in self.files] or self.root)
@@ -55,6 +61,8 @@ class Piece:
     """`train`, `eval`, or `hash`: each document's split is chosen by a hash of its content."""
     size: int = 0
     """Bytes of the whole file, so that a piece can be read without the list of files."""
+    etag: str | None = None
+    """If given, only this version of the file is read."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,6 @@ class Record:
 
 
 @lru_cache(maxsize=8)
-def opened(root: str) -> Storage:
-    """Return the storage of a root, cached because many pieces share it."""
-    return open_storage(root)
+def opened(root: str) -> Readable:
+    """Return the folder of a root, cached because many pieces share it."""
+    return open_input(root)

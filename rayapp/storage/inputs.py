@@ -1,0 +1,161 @@
+"""Read what a run does not write: data, models and tokenizers, in a folder or under s3://.
+
+    folder = open_input("s3://bucket/llama")
+    entry = folder.stat("model.safetensors")
+    folder.read("model.safetensors", 8, 1000, entry.etag)  # refused if the file is another by now
+
+S3 is read through s3fs, which Ray Data, datasets and pandas use too, with the settings, the
+patience and the errors of rayapp.storage.s3_client. s3fs keeps no listings here, and a file system
+belongs to the process that made it, since s3fs has a thread for its requests.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from rayapp.storage import open_storage
+from rayapp.storage.base import (
+    Entries,
+    Entry,
+    Readable,
+    StorageError,
+    changed,
+    check_range,
+    cut,
+    hidden,
+)
+from rayapp.storage.s3_client import STALE, error_code, file_system, send
+
+T = TypeVar("T")
+
+
+def open_input(url: str) -> Readable:
+    """Open s3://bucket/prefix, file:///folder or a local path for reading, without accessing it.
+
+    Raises: StorageError if the URL is of another kind or malformed.
+    """
+    storage = open_storage(url)
+    return S3Input(storage.url) if storage.local_path() is None else storage
+
+
+class S3Input(Readable):
+    """A prefix of a bucket, in Amazon S3 or a compatible store."""
+
+    def local_path(self, name: str = "") -> None:
+        return None
+
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
+    ) -> bytes:
+        check_range(offset, length)
+        if not length:
+            entry = self.stat(name)
+            if entry is None:
+                raise FileNotFoundError(errno.ENOENT, "no such file", self._url(name))
+            etag = etag or entry.etag
+            length = max(0, entry.size - offset) if length is None else 0
+        if length == 0:  # HTTP has no empty range
+            return b""
+        get = partial(_get, self._url(name), offset, offset + length, etag)
+        return cut(self._url(name), self._call("read", name, get, {"InvalidRange": b""}), length)
+
+    def stat(self, name: str) -> Entry | None:
+        nothing: dict[str, Entry | None] = {"NoSuchKey": None}
+        try:
+            return self._call("read", name, partial(_find_one, self._url(name), name), nothing)
+        except FileNotFoundError:
+            return None
+
+    def list(self, prefix: str = "") -> Entries:
+        folder, start = _path(self._folder_url(prefix)), len(_path(self.url)) + 1
+        found = self._call("list", prefix, lambda files: files.find(folder, detail=True))
+        return [
+            _entry(path[start:], info)
+            for path, info in sorted(found.items())
+            if path.startswith(f"{folder}/") and not path.endswith("/") and not hidden(path)
+        ]
+
+    def _call(
+        self,
+        what: str,
+        name: str,
+        request: Callable[[Any], T],
+        answers: dict[str, T] | None = None,
+    ) -> T:
+        def act(files: Any) -> T:
+            with _botocore_errors():
+                return request(files)
+
+        url = self._folder_url(name)
+        try:
+            return send(what, url, act, answers, connect=file_system)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "no such file", url) from None
+
+
+def _path(url: str) -> str:
+    return url.removeprefix("s3://")
+
+
+def _get(url: str, start: int, end: int, etag: str | None, files: Any) -> bytes:
+    """Return bytes [start, end), or those up to the end of the file; with etag, of that version."""
+    from s3fs.utils import FileExpired
+
+    path = _path(url)
+    if etag is None:
+        data = cast(bytes, files.cat_file(path, start=start, end=end))
+    else:
+        with files.open(path, size=end, cache_type="none") as file:
+            file.details = {"name": path, "size": end, "ETag": etag}  # else s3fs sends a HEAD
+            file.seek(start)
+            try:
+                data = file.read(end - start)
+            except FileExpired as error:
+                raise changed(url) from error
+    if len(data) < end - start and files.info(path)["size"] >= end:  # a proxy may truncate it
+        raise ConnectionError(f"the answer ends at byte {start + len(data)} of {end}")
+    return data
+
+
+def _find_one(url: str, name: str, files: Any) -> Entry | None:
+    """Return the entry of a file; if the HEAD is refused, a GET's answer contains the reason."""
+    try:
+        found = files.info(_path(url))
+    except OSError as refused:
+        if error_code(refused.__cause__) in ("400", "AccessDenied"):
+            try:
+                files.cat_file(_path(url), start=0, end=1)
+            except OSError as reason:
+                if error_code(reason.__cause__) in STALE:
+                    raise
+        raise refused
+    return _entry(name, found) if found["type"] == "file" else None
+
+
+def _entry(name: str, found: dict[str, Any]) -> Entry:
+    modified = found["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds only
+    return Entry(name, found["size"], found["ETag"], modified.timestamp())
+
+
+@contextmanager
+def _botocore_errors() -> Iterator[None]:
+    """Raise an error of s3fs as the one of botocore that it stands for, else as a lost connection.
+
+    A file that is absent and a StorageError remain what they are.
+    """
+    from aiohttp import ClientError as HttpError
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except (OSError, ValueError, HttpError) as error:
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, ClientError | BotoCoreError):
+            raise cause from error
+        if isinstance(error, FileNotFoundError | StorageError | ValueError):
+            raise
+        raise ConnectionError(str(error) or type(error).__name__) from error
