@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayapp.config import Config, ConfigError, load
     from rayapp.generation import generate
-    from rayapp.jobs.handle import Job, job, submit
+    from rayapp.jobs.find import job
+    from rayapp.jobs.handle import Job, submit
     from rayapp.jobs.results import Result
     from rayapp.planner import plan
 
@@ -25,7 +26,7 @@ _HOMES = {
     "generate": "rayapp.generation",
     "Job": "rayapp.jobs.handle",
     "Result": "rayapp.jobs.results",
-    "job": "rayapp.jobs.handle",
+    "job": "rayapp.jobs.find",
     "load": "rayapp.config",
     "plan": "rayapp.planner",
     "submit": "rayapp.jobs.handle",

@@ -1,48 +1,43 @@
-"""python -m rayapp COMMAND [CONFIG.yaml] [--section.field=value ...] [--option=value ...]
+"""rayapp COMMAND [CONFIG.yaml] [--section.field=value ...] [--option=value ...]
 
-An installed rayapp has the same as `rayapp COMMAND`. `--version` prints the version,
-`COMMAND --help` the options of a command.
+Train
+  init       write a config and a small data file to begin with
+  plan       will it fit, how long will it take, what will it cost
+  finetune   fine-tune a language model, here or on a running Ray cluster
+  vision     train an image classifier
+  stage      copy images to where they are trained on, verified
 
-plan      will it fit, how long will it take, what will it cost
-stage     copy images to where they are trained on, verified
-preflight check the cluster before money is spent: GPUs, network, limits, storage
-submit    send a run to a cluster as a Ray job;   resume    send it again
-list      the runs of a folder or of a cluster;   status    how one is getting on
-watch     the same, live;   logs    what its driver prints
-stop      save and leave
-render    the files of a cluster on ECS or KubeRay, and what it costs
-connect   forward a cluster's dashboard and Jobs API to this machine
-report    report.html of a run, or one page that compares several
-generate  let a run's model write
+Clusters
+  render     the files of a cluster on ECS or KubeRay, and what it costs
+  connect    forward a cluster's dashboard and Jobs API to this machine
+  preflight  check a cluster before money is spent: GPUs, network, limits, storage
+  submit     send a run to a cluster as a Ray job
+  resume     send a run again; it goes on from its newest checkpoint
 
-Exit codes: 0 done (or still going on), 1 failed, 2 not possible as asked, 3 stopped on request.
+Runs
+  list       the runs of a folder or of a cluster
+  status     how a run is getting on;  watch  the same, live
+  logs       what a run's driver prints
+  stop       have a run save and leave
+  report     report.html of a run, or one page that compares several
+  generate   let a run's model write
+
+`rayapp COMMAND --help` shows the options of a command, `rayapp --version` the version, `rayapp
+completion bash` (or zsh) a script that completes commands and fields. `python -m rayapp COMMAND`
+is the same. Exit codes: 0 done (or still going on), 1 failed, 2 not possible as asked, 3 stopped
+on request.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from importlib.metadata import version
 
+from rayapp.cli import COMMANDS
 from rayapp.config import ConfigError
 from rayapp.observe.run_folder import Exit
-
-COMMANDS = {  # name: module and function of rayapp.cli
-    "plan": "planning.plan",
-    "stage": "staging.stage",
-    "preflight": "jobs.preflight",
-    "submit": "jobs.submit",
-    "resume": "jobs.resume",
-    "list": "jobs.runs",
-    "status": "jobs.status",
-    "watch": "jobs.watch",
-    "logs": "jobs.logs",
-    "stop": "jobs.stop",
-    "render": "clusters.render",
-    "connect": "clusters.connect",
-    "report": "results.report",
-    "generate": "results.generate",
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,14 +56,17 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"Did you mean {near[0]}?" if near else f"Set one of {', '.join(COMMANDS)}"
         print(f"command={argv[0]} is unknown: there is no such command. {hint}", file=sys.stderr)
         return Exit.REFUSED
-    module, _, function = COMMANDS[argv[0]].partition(".")
-    command = getattr(importlib.import_module(f"rayapp.cli.{module}"), function)
+    module, _, function = COMMANDS[argv[0]].rpartition(".")
+    command = getattr(importlib.import_module(f"rayapp.{module}"), function)
     try:
         return int(command(argv[1:]))
     except ConfigError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
         return Exit.REFUSED
+    except BrokenPipeError:  # of `rayapp list | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.DONE
 
 
 if __name__ == "__main__":

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from run_folders import eventful
 
 from rayapp.__main__ import main
-from rayapp.cli import jobs
-from rayapp.config import ConfigError
-from rayapp.observe.run_folder import Exit
+from rayapp.cli import COMMANDS, first, jobs
+from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, fields, load
+from rayapp.config.text import flatten
+from rayapp.finetune import check
+from rayapp.jobs.client import VARIABLES
+from rayapp.observe import status
+from rayapp.observe.goodput import read_events
+from rayapp.observe.result import result_of
+from rayapp.observe.run_folder import METRICS, RESULT, Exit
+from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
 C4 = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
@@ -94,7 +106,7 @@ def test_the_real_step_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> No
     ("argv", "message"),
     [
         (["plna"], "command=plna is unknown: there is no such command. Did you mean plan?"),
-        (["zzz"], "Set one of plan, stage, preflight, submit, resume"),
+        (["zzz"], "Set one of init, completion, finetune, vision, plan, stage"),
         (["plan", C4, "--cluster.instance=p5.48xlrge"], "Did you mean p5.48xlarge?"),
         (["plan", C4, "--deadline_hours=0.01"], "deadline_hours=0.01 is impossible"),
         (["plan", C4, "--deadlin_hours=1"], "Did you mean --deadline_hours?"),
@@ -114,9 +126,113 @@ def test_bad_input_is_told(
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == Exit.DONE
-    assert main(["plan", "--help"]) == Exit.DONE
-    assert "deadline_hours" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    for name in COMMANDS:
+        assert re.search(rf"(^| ){name} ", told, re.MULTILINE), name
+        assert main([name, "--help"]) == Exit.DONE
+        assert capsys.readouterr().out.startswith(f"rayapp {name}"), name
     assert main([]) == Exit.REFUSED
+
+
+@pytest.mark.parametrize("kind", [Config, VisionConfig])
+def test_help_has_every_field_with_its_default(
+    kind: type[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it gives as a default is read as the default."""
+    command = kind.MODULE.rpartition(".")[2]
+    assert main([command, "--help"]) == Exit.DONE
+    told = capsys.readouterr().out
+    found = dict(re.findall(r"^  --([\w.]+)=.*\[default: (.*?)[;\]]", told, re.MULTILINE))
+    assert set(found) == set(fields(kind)) - {"task"}
+    assert max(len(line) for line in told.splitlines() if not line.startswith("  --")) <= 80
+    plain = {name: value for name, value in found.items() if name.count(".") == 1}
+    assert load(None, plain, kind) == load(None, {}, kind)
+    assert main([command, "--help", "train"]) == Exit.DONE
+    train = capsys.readouterr().out
+    assert "--train.lr=X   [default: " in train and "--run." not in train
+    assert main([command, "--help", "trian"]) == Exit.REFUSED
+    assert "Set one of run, model" in capsys.readouterr().err
+
+
+def test_init_writes_a_config_that_can_be_planned_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "demo"]) == Exit.DONE
+    assert "next: rayapp plan demo.yaml, then rayapp finetune demo.yaml" in capsys.readouterr().out
+    assert main(["plan", "demo.yaml"]) == Exit.DONE
+    config = load("demo.yaml")
+    assert isinstance(config, Config)
+    assert check.check(config, 2, 0).config.data.kind == "chat"
+    given = (tmp_path / "demo.yaml").read_text()
+    everything = re.sub(r"^  # (\w+: )", r"  \1", given, flags=re.MULTILINE)
+    (tmp_path / "all.yaml").write_text(everything)
+    assert set(flatten(load("all.yaml").model_dump())) >= set(flatten(yaml.safe_load(everything)))
+    assert main(["init", "demo"]) == Exit.REFUSED
+    assert "demo.yaml is there already" in capsys.readouterr().err
+    assert (tmp_path / "demo.yaml").read_text() == given
+    assert main(["init", "a/b"]) == Exit.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["rayapp", "fi"], ["finetune"]),
+        (["rayapp", "finetune", "--train.optimizer", "="], ["adamw", "adamw8bit", "muon"]),
+        (["rayapp", "finetune", "--train.optimizer", "=", "mu"], ["muon"]),
+        (["rayapp", "vision", "--train.optimizer", "="], ["sgd", "lars", "adamw"]),
+        (["rayapp", "finetune", "--run.na"], ["--run.name="]),
+        (["rayapp", "vision", "--train.images"], ["--train.images_per_step="]),
+        (["rayapp", "plan", "de"], ["demo.yaml"]),
+    ],
+)
+def test_a_shell_completes(words: list[str], wanted: list[str], tmp_path: Path) -> None:
+    (tmp_path / "demo.yaml").touch()
+    text = f"""{first.script(list(COMMANDS))}
+COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _rayapp; echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == wanted
+
+
+def test_the_runs_here_are_listed_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    eventful(open_storage(str(tmp_path / "runs")), "first")
+    assert main(["list"]) == Exit.DONE
+    told = capsys.readouterr().out
+    assert re.search(r"^first +done", told, re.MULTILINE) and f"in {tmp_path}/runs\n" in told
+    assert max(map(len, told.splitlines())) <= 80
+    assert main(["list", "--json"]) == Exit.DONE
+    assert [each["status"] for each in json.loads(capsys.readouterr().out)] == ["done"]
+    assert main(["status", "first"]) == Exit.DONE
+    assert "first" in capsys.readouterr().out
+
+
+def test_what_list_shows_of_an_ended_run_is_what_its_steps_say(tmp_path: Path) -> None:
+    folder = eventful(open_storage(str(tmp_path)))
+    run = folder.run
+    ended: Any = {"status": "done", "steps": 600, "seconds": {}, "stall_s": None, "commit_s": None}
+    result = result_of(folder.config, run, ended, {}, read_events(run))
+    run.write(RESULT, json.dumps(result).encode())
+    run.write(METRICS, b"")  # is not read
+    short = status.summary(run)
+    eventful(open_storage(str(tmp_path)))
+    long = status.read(run)
+    assert short.status == long.status and short.step == long.step
+    assert status.figures(short)["loss"] == status.figures(long)["loss"]
+    assert short.account.wall_s == pytest.approx(long.account.wall_s)
+
+
+def test_nobody_reads_on() -> None:
+    call = f"{sys.executable} -m rayapp finetune --help | head -1"
+    done = subprocess.run(call, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("rayapp finetune") and done.stderr == ""
 
 
 def test_the_console_command(

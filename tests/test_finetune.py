@@ -586,9 +586,12 @@ def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_p
         env=environment,
     )
     assert told.stdout == log, told.stderr
+    sessions = sorted(Path(environment["RAY_TMPDIR"]).glob("**/session_*"))
+    assert sessions
     second = run()
     assert second.returncode == 0 and "already done" in second.stdout
     other = run("--train.lr=1e-5")
+    assert sorted(Path(environment["RAY_TMPDIR"]).glob("**/session_*")) == sessions, "started Ray"
     assert other.returncode == 2
     assert "run.name=cli is taken" in other.stderr and "train.lr: 0.003 -> 1e-05" in other.stderr
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)

@@ -1,7 +1,31 @@
-"""What `python -m rayapp COMMAND` does, a function each: argv in, exit code out.
+"""What `rayapp COMMAND` does, a function each: argv in, exit code out.
 
+first.py     init, completion
 planning.py  plan
+staging.py   stage
 clusters.py  render, connect
-jobs.py      preflight, submit, list, status, logs, watch, stop, resume
+jobs.py      preflight, submit, resume, watch, logs, stop
+runs.py      list, status
 results.py   report, generate
 """
+
+COMMANDS = {  # name: module and function
+    "init": "cli.first.init",
+    "completion": "cli.first.completion",
+    "finetune": "finetune.__main__.main",
+    "vision": "vision.__main__.main",
+    "plan": "cli.planning.plan",
+    "stage": "cli.staging.stage",
+    "preflight": "cli.jobs.preflight",
+    "submit": "cli.jobs.submit",
+    "resume": "cli.jobs.resume",
+    "list": "cli.runs.runs",
+    "status": "cli.runs.status",
+    "watch": "cli.jobs.watch",
+    "logs": "cli.jobs.logs",
+    "stop": "cli.jobs.stop",
+    "render": "cli.clusters.render",
+    "connect": "cli.clusters.connect",
+    "report": "cli.results.report",
+    "generate": "cli.results.generate",
+}

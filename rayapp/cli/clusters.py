@@ -1,4 +1,4 @@
-"""python -m rayapp render and connect: a cluster's files, and the way into it."""
+"""rayapp render and connect: a cluster's files, and the way into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rayapp.config import ConfigError
 from rayapp.observe.run_folder import Exit
 
-RENDER = """python -m rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
+RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
 
   --out=FOLDER         where to; build/ecs or build/kuberay by default
   --account=ID         AWS account; by default that of the credentials
@@ -66,7 +66,7 @@ def _account(region: str) -> str | None:
         return None
 
 
-CONNECT = """python -m rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=8265]
+CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=8265]
 
 Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps its
 token in ~/.rayapp. What it prints first is for the shell in which you submit."""

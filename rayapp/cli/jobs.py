@@ -1,30 +1,27 @@
-"""python -m rayapp submit, preflight, resume, list, status, watch, logs, stop: Ray jobs."""
+"""rayapp submit, preflight, resume, watch, logs and stop: Ray jobs and what they train."""
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from collections.abc import Callable
 from functools import wraps
 from typing import cast
 
 import yaml
 
-from rayapp.cli.listing import of_cluster, of_storage, values_of
 from rayapp.config import ConfigError, arguments
 from rayapp.jobs import JobError, SubmitOptions
-from rayapp.jobs.handle import Job, job
+from rayapp.jobs.find import job
+from rayapp.jobs.handle import Job
 from rayapp.jobs.submission import Again
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun
-from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import StorageError
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
 WHERE = {"storage": "none", "address": "none"}
 
-SUBMIT = """python -m rayapp submit [CONFIG.yaml] [--section.field=value ...]
+SUBMIT = """rayapp submit [CONFIG.yaml] [--section.field=value ...]
 
   --address=URL         of the dashboard; RAY_API_SERVER_ADDRESS, or port 8265 here, by default
   --working_dir=FOLDER  upload it, and run in it; nothing is uploaded by default
@@ -36,18 +33,18 @@ SUBMIT = """python -m rayapp submit [CONFIG.yaml] [--section.field=value ...]
   --follow              print what it prints, and return what it returns
   --wait                wait for its end, and return what it returns"""
 
-RESUME = """python -m rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
+RESUME = """rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
 
   --working_dir=FOLDER, --pip, --env, --secrets   as submit takes them: what the run was sent with
                         is given again, or none, as its folder is not trusted to name that"""
 
-LOGS = """python -m rayapp logs RUN [--storage=URL] [--address=URL] [--follow]
+LOGS = """rayapp logs RUN [--storage=URL] [--address=URL] [--follow]
 
   --follow      go on until the run ends
   --attempt=N   what the folder keeps of attempt N; without a cluster, the newest by default
   --rank=R      the error and traceback of rank R, if it failed in that attempt"""
 
-PREFLIGHT = """python -m rayapp preflight [CONFIG.yaml] [--section.field=value ...]
+PREFLIGHT = """rayapp preflight [CONFIG.yaml] [--section.field=value ...]
 
   --json               print everything as JSON
   --min_gbit_per_s=N   what a link between two nodes must reach; by cluster.instance otherwise
@@ -59,12 +56,12 @@ SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags
 SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
 
 
-def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+def command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
     """Print the text if help is asked for, and say in one line what a cluster or storage says."""
 
     def decorate(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         @wraps(function)
-        def command(argv: list[str]) -> int:
+        def run(argv: list[str]) -> int:
             if "--help" in argv or "-h" in argv:
                 print(text)
                 return Exit.DONE
@@ -77,20 +74,20 @@ def _command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list
                 print(error, file=sys.stderr)
                 return Exit.REFUSED
 
-        return command
+        return run
 
     return decorate
 
 
-@_command(SUBMIT)
+@command(SUBMIT)
 def submit(argv: list[str]) -> int:
     """Send a run; see SUBMIT."""
     known = {**SHIPPED, "follow": "false", "wait": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
-    return _after(Job.send(config, _shipment(asked), _or_none(asked["address"])), asked)
+    return _after(Job.send(config, _shipment(asked), or_none(asked["address"])), asked)
 
 
-@_command(PREFLIGHT)
+@command(PREFLIGHT)
 def preflight(argv: list[str]) -> int:
     """Check a cluster, in a job of its own; return what it finds: 0 nothing, 1 something."""
     from rayapp.cluster.preflight.__main__ import MODULE, OPTIONS, read_options
@@ -100,7 +97,7 @@ def preflight(argv: list[str]) -> int:
     read_options(asked)
     options = [f"--{name}={asked[name]}" for name in OPTIONS if asked[name] != OPTIONS[name]]
     order = prepare(config, _shipment(asked), MODULE, options)
-    cluster = JobsClient.at(_or_none(asked["address"]))
+    cluster = JobsClient.at(or_none(asked["address"]))
     submission_id = cluster.submit(order)
     for text in cluster.follow(submission_id):
         print(text, end="", flush=True)
@@ -110,87 +107,35 @@ def preflight(argv: list[str]) -> int:
     return Exit.FAILED if info.exit_code is None else info.exit_code
 
 
-@_command(RESUME)
+@command(RESUME)
 def resume(argv: list[str]) -> int:
     """Send a run again; it goes on from its newest checkpoint; see RESUME."""
     argv = arguments.flags(argv, {"follow", "wait"})
     options = {name: SHIPPED[name] for name in Again.__annotations__}
-    handle, asked = _handle(argv, {"follow": "false", "wait": "false", **options})
+    handle, asked = handle_of(argv, {"follow": "false", "wait": "false", **options})
     named = arguments.split(argv)[1]
     shipment = _shipment({**SHIPPED, **asked})
     given = {name: getattr(shipment, name) for name in options if name in named}
-    return _after(handle.resume(_or_none(asked["address"]), **cast(Again, given)), asked)
+    return _after(handle.resume(or_none(asked["address"]), **cast(Again, given)), asked)
 
 
-@_command("python -m rayapp list [--storage=URL | --address=URL] [--json]")
-def runs(argv: list[str]) -> int:
-    """List the runs of a folder, or of a cluster."""
-    argv = arguments.flags(argv, {"json"})
-    _, asked = arguments.read_plain(argv, "", {**WHERE, "json": "false"})
-    storage, address = (_or_none(asked[name]) for name in WHERE)
-    rows = of_cluster(address) if storage is None else of_storage(storage)
-    if asked["json"] == "true":
-        print(json.dumps(rows, indent=2))
-        return Exit.DONE
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "status", "step", "loss", "tokens/s", "cost", "last seen", "job"):
-        table.add_column(name, no_wrap=name == "run")
-    for row in rows:
-        seen = row["updated_s"]
-        ago = UNKNOWN if seen is None else f"{clock(time.time() - seen)} ago"
-        shown = row["figures"]
-        table.add_row(
-            row["run"],
-            row["status"],
-            *(shown.get(name, UNKNOWN) for name in ("step", "loss", "tokens/s", "cost")),
-            ago,
-            row["job"] or "",
-        )
-    Console().print(table)
-    for row in rows:
-        if row["updated_s"] is None and row["reason"]:  # its folder has told nothing
-            print(f"{row['run']}: {row['reason']}")
-    return Exit.DONE
-
-
-@_command("python -m rayapp status RUN [--storage=URL] [--address=URL] [--json]")
-def status(argv: list[str]) -> int:
-    """Say how a run is getting on; 0 while it is, else what it returned."""
-    handle, asked = _handle(arguments.flags(argv, {"json"}), {"json": "false"})
-    state, now, lines = handle.snapshot()
-    if asked["json"] == "true":
-        print(json.dumps(values_of(handle.run.url, state, now), indent=2))
-    else:
-        from rich.console import Console
-
-        from rayapp.jobs.terminal import render
-
-        Console().print(render(handle.name, state, now, lines))
-        if now is None and (reason := handle.reason()):
-            print(reason)
-    return EXIT_CODES.get(state, Exit.DONE)
-
-
-@_command("python -m rayapp watch RUN [--storage=URL] [--address=URL]")
+@command("rayapp watch RUN [--storage=URL] [--address=URL]")
 def watch(argv: list[str]) -> int:
     """Show a run until it ends, and return what it returned."""
     from rayapp.jobs import terminal
 
-    handle, _ = _handle(argv, {})
+    handle, _ = handle_of(argv, {})
     try:
         return EXIT_CODES.get(terminal.show(handle), Exit.DONE)
     except KeyboardInterrupt:  # it goes on
         return Exit.DONE
 
 
-@_command(LOGS)
+@command(LOGS)
 def logs(argv: list[str]) -> int:
     """Print what a run's driver prints; followed to its end, return what it returned; see LOGS."""
     options = {"follow": "false", "attempt": "none", "rank": "none"}
-    handle, asked = _handle(arguments.flags(argv, {"follow"}), options)
+    handle, asked = handle_of(arguments.flags(argv, {"follow"}), options)
     attempt, rank = (_count(name, asked[name]) for name in ("attempt", "rank"))
     if asked["follow"] == "true":
         return _follow(handle)
@@ -198,10 +143,10 @@ def logs(argv: list[str]) -> int:
     return Exit.DONE
 
 
-@_command("python -m rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600] [--hard=true]")
+@command("rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600] [--hard=true]")
 def stop(argv: list[str]) -> int:
     """Have a run save and leave; its job is ended if it has not after wait_s."""
-    handle, asked = _handle(argv, {"wait_s": "600", "hard": "true"})
+    handle, asked = handle_of(argv, {"wait_s": "600", "hard": "true"})
     if asked["hard"] not in ("true", "false"):
         raise ConfigError([f"--hard={asked['hard']} is not valid: set true or false"])
     state = handle.stop(
@@ -213,8 +158,8 @@ def stop(argv: list[str]) -> int:
 
 def _shipment(asked: dict[str, str]) -> SubmitOptions:
     return SubmitOptions(
-        working_dir=_or_none(asked["working_dir"]),
-        pip=tuple(filter(None, (_or_none(asked["pip"]) or "").split(","))),
+        working_dir=or_none(asked["working_dir"]),
+        pip=tuple(filter(None, (or_none(asked["pip"]) or "").split(","))),
         env=_mapping("env", asked["env"]),
         secrets=_mapping("secrets", asked["secrets"]),
         driver_cpus=arguments.number("driver_cpus", asked["driver_cpus"], zero=True),
@@ -225,9 +170,10 @@ def _shipment(asked: dict[str, str]) -> SubmitOptions:
     )
 
 
-def _handle(argv: list[str], options: dict[str, str]) -> tuple[Job, dict[str, str]]:
+def handle_of(argv: list[str], options: dict[str, str]) -> tuple[Job, dict[str, str]]:
+    """Return the handle of the run that a command names, and the command's options."""
     run, asked = arguments.read_plain(argv, RUN, {**WHERE, **options})
-    where = {name: _or_none(asked[name]) for name in WHERE}
+    where = {name: or_none(asked[name]) for name in WHERE}
     return job(run, **where), asked
 
 
@@ -244,14 +190,15 @@ def _follow(handle: Job) -> int:
 
 
 def _count(name: str, text: str) -> int | None:
-    if _or_none(text) is None:
+    if or_none(text) is None:
         return None
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError([f"--{name}={text} is not valid: it must be a whole number. Set one"])
     return int(text)
 
 
-def _or_none(text: str) -> str | None:
+def or_none(text: str) -> str | None:
+    """Return an option's text, None for `none`."""
     return None if text.lower() == "none" else text
 
 

@@ -1,10 +1,12 @@
-"""python -m rayapp plan: what a run would take, before it is paid for."""
+"""rayapp plan: what a run would take, before it is paid for."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
 from rayapp.hardware import GIB
@@ -15,7 +17,7 @@ from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
 from rayapp.storage import open_storage
 
-PLAN = """python -m rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
+PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
 
   --json               print everything as JSON
   --deadline_hours=H   find the cheapest machines that are done in H hours
@@ -24,6 +26,8 @@ PLAN = """python -m rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=valu
   --images=N           training images of a classifier, where the config has no data.count
   --usd_per_hour=D     price of one instance, e.g. spot, instead of the list's
   --trace              also run the real step on fake tensors (imports torch; seconds to minutes)"""
+
+NVIDIA = "/proc/driver/nvidia/version"  # is there where the driver of a GPU is loaded
 
 OPTIONS = {
     "region": "us-west-2",
@@ -63,7 +67,13 @@ def plan(argv: list[str]) -> int:
         prepared["images"] = int(images)
     if isinstance(config, Config) and prepared.pop("images", None) is not None:
         raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
-    answer = planner.plan(config, region=options["region"], usd_per_hour=usd_per_hour, **prepared)
+    answer = planner.plan(
+        config,
+        region=options["region"],
+        usd_per_hour=usd_per_hour,
+        **prepared,
+        **this_machine(config),
+    )
     question = answer.question
     if isinstance(config, Config) and (warning := planner.random_weights(config)):
         answer.reasons.append(warning)
@@ -81,6 +91,16 @@ def plan(argv: list[str]) -> int:
             f"{traced['planned_gib']:.2f} planned (both without slack)"
         )
     return Exit.DONE
+
+
+def this_machine(config: RunConfig) -> dict[str, Any]:
+    """Return what the planner takes of this machine, if the run would train on its CPUs."""
+    cluster = config.cluster
+    elsewhere = cluster.instance or cluster.address not in (None, "local")
+    if elsewhere or cluster.gpu == "true" or os.path.exists(NVIDIA):
+        return {}
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"on_cpu": True, "capacity_gib": memory_bytes / GIB / cluster.min_workers}
 
 
 def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""python -m rayapp report and generate: what came out of runs, and what a run's model writes."""
+"""rayapp report and generate: what came out of runs, and what a run's model writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
 
-REPORT = """python -m rayapp report RUN [RUN ...] [--out=FILE]
+REPORT = """rayapp report RUN [RUN ...] [--out=FILE]
 
 RUN is a run's folder or s3:// URL. One run: report.html in its folder, or FILE. Several: one page
 that compares them, comparison.html or FILE."""
@@ -46,7 +46,7 @@ def report(argv: list[str]) -> int:
     return Exit.DONE
 
 
-GENERATE = """python -m rayapp generate RUN [--prompt=TEXT] [--option=value ...]
+GENERATE = """rayapp generate RUN [--prompt=TEXT] [--option=value ...]
 
 RUN is a run's folder or s3:// URL. Without --prompt each line of the standard input is one; in a
 terminal that is a conversation, which Ctrl-D ends.

@@ -1,4 +1,4 @@
-"""python -m rayapp stage: bring images to where they are trained on, verified."""
+"""rayapp stage: bring images to where they are trained on, verified."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayapp.observe.run_folder import Exit
 if TYPE_CHECKING:
     from rayapp.data.images.staging import Report
 
-STAGE = """python -m rayapp stage SOURCE TARGET     folders, or s3://bucket/prefix, either way
+STAGE = """rayapp stage SOURCE TARGET     folders, or s3://bucket/prefix, either way
 
   --labels=FILE        classes of a flat folder (ImageNet's val): its images go into folders of them
   --synsets=FILE       names of the classes in the order of their numbers, where labels are numbers

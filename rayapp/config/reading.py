@@ -69,18 +69,21 @@ def combined_problems(config: RunConfig) -> list[str]:
     return [problem for _, problem in config.conflicts()]
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
+def differences(old: RunConfig, new: RunConfig, settled: bool = True) -> list[str]:
     """Return `field: old -> new` for each changed field that makes `new` another run.
 
     A run may be resumed with other values of `cluster`, `checkpoint`, `run.storage`,
-    `run.trackers` and the fields in `FREE`: none of them changes what is trained.
+    `run.trackers` and the fields in `FREE`: none of them changes what is trained. Where `new` is
+    not `settled`, fields that it leaves at `auto` are not compared.
     """
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     free = ("cluster.", "checkpoint.", "run.storage", "run.trackers", *new.FREE)
     return [
         f"{field}: {before.get(field)} -> {after.get(field)}"
         for field in sorted(before.keys() | after.keys())
-        if before.get(field) != after.get(field) and not field.startswith(free)
+        if before.get(field) != after.get(field)
+        and not field.startswith(free)
+        and (settled or after.get(field) != "auto")
     ]
 
 
@@ -89,12 +92,12 @@ def fields(kind: type[RunConfig]) -> dict[str, str]:
     documentation: dict[str, str] = {}
     below: dict[str, str] = {}
     for section, info in kind.model_fields.items():
-        if not any(_models(info.annotation)):
+        if not any(sections_in(info.annotation)):
             documentation[section] = " ".join((info.description or "").split())
-        for model in _models(info.annotation):
+        for model in sections_in(info.annotation):
             for name, field in model.model_fields.items():
                 documentation[f"{section}.{name}"] = " ".join((field.description or "").split())
-                for inner in _models(field.annotation):
+                for inner in sections_in(field.annotation):
                     below |= {
                         f"{section}.{name}.{each}": " ".join(
                             (inner_field.description or "").split()
@@ -104,7 +107,7 @@ def fields(kind: type[RunConfig]) -> dict[str, str]:
     return documentation | below
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the section classes in a field's annotation."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, BaseModel):

@@ -63,8 +63,10 @@ def _written(config: RunConfig) -> list[Storage]:
     return [root, root / PREPARED, root / RAY, *mine]
 
 
-def same_run(run: Storage, config: RunConfig) -> str | None:
+def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | None:
     """Compare the config with the one in the run's folder; return the run's status (None: new).
+
+    Before the config is `settled`, fields at `auto` are not compared.
 
     Raises:
         ConfigError: the folder belongs to a run with another config.
@@ -72,7 +74,7 @@ def same_run(run: Storage, config: RunConfig) -> str | None:
     if not run.exists(CONFIG):
         return None
     before = configs.from_dict(parse_yaml(run.read(CONFIG).decode()))
-    changed = configs.differences(before, config)
+    changed = configs.differences(before, config, settled)
     if changed:
         raise ConfigError(
             [

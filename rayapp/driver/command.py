@@ -98,15 +98,16 @@ def run(config: RunConfig, kind: Kind, console: Console | None, started: float |
         ):
             stop.forget_old()
             run = lease.fence(ready.run)
+            if same_run(run, ready.config, settled=False) == DONE:
+                result = read_result(run)
+                console.print(f"run {ready.config.run.name} is already done", highlight=False)
+                display.result(console, result)
+                return result
             with connected(ready.config, address):
                 phases.end("ray")
                 gpus = uses_gpus(ready.config)
                 ready = kind.settle(ready, gpus)
-                if same_run(run, ready.config) == DONE:
-                    result = read_result(run)
-                    console.print(f"run {ready.config.run.name} is already done", highlight=False)
-                    display.result(console, result)
-                    return result
+                same_run(run, ready.config)
                 check_resumable(run)
                 command = Command(run, lease, stop, Journal(run), tail=tail)
                 with _logged(command, console):

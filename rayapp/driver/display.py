@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rayapp.config.fields import unit_of
+from rayapp.config.fields import TOKENS, unit_of
 from rayapp.observe.records import HeldOut, MetricsLine, RunResult, figure
+from rayapp.observe.run_folder import DONE, REPORT
 from rayapp.observe.words import clock, formed
 
 LINE_EVERY_S = 5.0
@@ -143,6 +144,24 @@ def result(console: Console, result: RunResult) -> None:
     console.print(f"results in {result['run']}", highlight=False, soft_wrap=True)
     if result.get("model_path"):
         console.print(f"model in {result['model_path']}", highlight=False, soft_wrap=True)
+    for line in next_steps(result):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def next_steps(result: RunResult) -> list[str]:
+    """Return what a user does with a run that is done: read its report, use its model.
+
+    >>> next_steps({"status": "done", "run": "runs/a", "model_path": "runs/a/model", "tokens": 9})
+    ['next: open runs/a/report.html', '      rayapp generate runs/a']
+    """
+    if result["status"] != DONE:
+        return []
+    run = result["run"]
+    page = f"{run}/{REPORT}"
+    lines = [f"next: aws s3 cp {page} ." if "://" in run else f"next: open {page}"]
+    if result.get("model_path") and unit_of(result) == TOKENS:
+        lines.append(f"      rayapp generate {run}")
+    return lines
 
 
 def plain(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from rayapp.config import ConfigError, RunConfig, arguments, fields
+from rayapp.config import ConfigError, RunConfig, arguments, help
 from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
 from rayapp.observe.records import RunResult
@@ -30,10 +30,11 @@ def main(
 
     `load_run` is called only once the config is valid, as its imports take seconds.
     """
-    if "--help" in argv or "-h" in argv:
-        print(usage, *(f"  --{name}: {text}" for name, text in fields(kind).items()), sep="\n")
-        return Exit.DONE
     try:
+        if "--help" in argv or "-h" in argv:
+            sections = [word for word in argv if not word.startswith("-")]
+            print(f"{usage}\n\n{help.text(kind, sections)}")
+            return Exit.DONE
         config, _ = arguments.read(argv, {}, kind)
     except ConfigError as error:
         return _refuse(error)

@@ -7,7 +7,6 @@ folder, and for whether a job whose driver no longer renews its lease has ended.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.client import Unreachable
-from rayapp.jobs.remote import RemoteJob, find_named
+from rayapp.jobs.remote import RemoteJob
 from rayapp.jobs.results import Result, config_of, own_config_of, result_of
 from rayapp.jobs.submission import Again, changed, send, shipment_again
 from rayapp.observe import metrics
@@ -81,25 +80,6 @@ def submit(
         tags or {},
     )  # fmt: skip
     return Job.send(changed(config, sections), shipment, address, say)
-
-
-def job(run: str, *, storage: str | None = None, address: str | None = None) -> Job:
-    """Find a run: by its folder, by its name and storage, or by its name among a cluster's jobs.
-
-    Raises:
-        ConfigError: there is no such run.
-    """
-    known = None
-    if storage is not None:
-        run = f"{storage.rstrip('/')}/{run}"
-    elif "://" not in run and "/" not in run and not os.path.isdir(run):
-        run, known = find_named(run, address)
-    handle = Job(run, address, known)
-    try:
-        handle.status()
-    except NoRun as error:
-        raise ConfigError([f"run={run} is unknown: {error}. Set the folder of a run"]) from None
-    return handle
 
 
 class Job:

@@ -19,6 +19,7 @@ from pathlib import Path
 from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.private import link_problems, secret_problems
 from rayapp.jobs.secrets import VARIABLE, encode, problems_of
+from rayapp.observe import origin
 
 LIMIT_MIB = 100  # largest upload the dashboard accepts (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # in a job's metadata: the run's folder
@@ -79,7 +80,7 @@ class Submission:
     def runtime_env(self, folder: str) -> dict[str, object]:
         """Return Ray's runtime environment; write the package into `folder`, to be uploaded."""
         shipment = self.shipment
-        variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **shipment.env}
+        variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **origin.variables(), **shipment.env}
         if shipment.secrets:
             variables[VARIABLE] = encode(shipment.secrets)
         env: dict[str, object] = {"env_vars": variables}

@@ -17,6 +17,7 @@ from rayapp.config import RunConfig
 from rayapp.observe.columns import Follower
 from rayapp.observe.ending import Ending
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
+from rayapp.observe.origin import origin
 from rayapp.observe.records import EventFields, MetricsLine
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
 from rayapp.planner.machines import named_instance, nodes_of, price_of
@@ -54,6 +55,7 @@ class Journal:
             {
                 "host": socket.gethostname(),
                 "submission_id": submission_id(),
+                **origin(),
                 "seen_until": seen_until,
                 **machines(config, config.cluster.min_workers),
             },

@@ -5,7 +5,7 @@
 
 The driver writes events.jsonl, one JSON object a line, each with `event` and `time` (Unix seconds):
 
-    started      a command began: host, submission_id, and what its machines cost
+    started      a command began: host, user, commit, command, submission_id, machines' cost
     workers      an attempt begins: workers, nodes, instance, usd_per_hour of all nodes together
     resumed      its first step is done: step before it, first_step_s, lost_steps, lost_s
     interrupted  it ended early: kind, reason, step, workers, trained_until

@@ -98,6 +98,9 @@ class EventFields(TypedDict, total=False):
 
     host: str
     submission_id: str | None
+    user: str | None
+    commit: str | None
+    command: str | None
     seen_until: float | None
     """Unix time of the last step in metrics.jsonl when the command started."""
     nodes: int | None

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from rayapp.config.fields import unit_of
 from rayapp.observe.columns import Columns
@@ -38,6 +38,7 @@ from rayapp.observe.run_folder import (
     RESULT,
     RUNNING,
     STOP,
+    STOPPED,
     STOPPING,
 )
 from rayapp.observe.words import UNKNOWN, clock, formed
@@ -49,8 +50,23 @@ VANISHED = "its driver has vanished: run the same command again to go on"
 REWRITTEN = "Delete the file: the run's next command writes it again"
 
 
+SUMMED = {"steps", "wall_s", "goodput", "cost_usd", "lost_steps", "interruptions"}
+
+
 class NoRun(LookupError):
     """The folder holds no run; the message names the folder."""
+
+
+class Started(NamedTuple):
+    """Where the last command of a run came from; None is not known."""
+
+    user: str | None = None
+    commit: str | None = None
+    """Of the git checkout in which it was typed, with `+` if that had changes."""
+    command: str | None = None
+
+
+UNTOLD = Started()
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,7 @@ class Progress:
     """Unix time of the last event or step."""
     quiet_s: float | None = None
     """Seconds since the driver renewed the lease; None if there is no lease."""
+    started: Started = UNTOLD
 
     @property
     def cost_at_end_usd(self) -> float | None:
@@ -115,7 +132,56 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
         reason=reason,
         updated_s=max(signs, default=None),
         quiet_s=None if lease is None else now - lease.modified_s,
+        started=started_by(events),
     )
+
+
+def summary(run: Storage) -> Progress:
+    """Read what a list of runs shows; of a run that is done or stopped, two small files say it.
+
+    `line` then has only the fields that result.json has too.
+
+    Raises:
+        NoRun: nothing there is a run's.
+        DamagedEvents: a file of it is not as a run writes it.
+    """
+    events = read_events(run)
+    last = events[-1] if events else None
+    result = read_result(run) if last is not None and last["event"] == ENDED else None
+    if last is None or not result or result.get("status") != last["status"]:
+        return read(run)
+    if not result.keys() >= SUMMED:  # of a run that failed
+        return read(run)
+    unit = unit_of(result)
+    names = ("loss", "mfu", unit.per_s)
+    line = {"step": result["steps"]} | {name: result.get(name) for name in names}
+    rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
+    return Progress(
+        status=result["status"],
+        step=result["steps"],
+        num_steps=_num_steps(run) if result["status"] == STOPPED else result["steps"],
+        left_s=None,
+        line=cast(MetricsLine, line),
+        account=Account(
+            result["wall_s"],
+            result["goodput"],
+            result["cost_usd"],
+            rates[-1] if rates else None,
+            result["lost_steps"],
+            result["interruptions"],
+        ),
+        reason=last["reason"],
+        updated_s=last["time"],
+        started=started_by(events),
+    )
+
+
+def started_by(events: list[Event]) -> Started:
+    """Return who began the last command of a run, and from which commit."""
+    if not events:
+        return UNTOLD
+    last = commands(events)[-1][0]
+    return Started(last.get("user"), last.get("commit"), last.get("command"))
 
 
 def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:

@@ -34,11 +34,13 @@ def ask_images(
     steps: int | None = None,
     model: Mapping[str, Any] | None = None,
     images: int | None = None,
+    capacity_gib: float | None = None,
     on_cpu: bool = False,
 ) -> Question:
     """Return the question of a config; `model` is its config.json if the caller has it.
 
-    `on_cpu` says that workers have no GPU; it counts only if the config names no instance.
+    If the config names no instance, `capacity_gib` is the memory of a worker and `on_cpu` says it
+    has no GPU.
 
     Raises:
         ConfigError: with every problem.
@@ -73,6 +75,7 @@ def ask_images(
         region=region,
         usd_per_hour=price_of(config, instance, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
+        capacity_gib=None if instance is not None else capacity_gib,
         epoch_rows=images,
         spare_cpus=None if instance is None else spare_cpus(instance, nodes, workers),
     )

@@ -43,7 +43,7 @@ def machines(plan: Answer) -> str:
     """Return the nodes and workers of a plan as text."""
     question = plan.question
     if question.instance is None:
-        return f"{question.workers} workers"
+        return f"{question.workers} workers" + (" on CPUs" if question.layout.on_cpu else "")
     return f"{question.nodes} x {question.instance.name}, {question.workers} workers"
 
 

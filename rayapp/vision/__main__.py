@@ -1,4 +1,8 @@
-"""python -m rayapp.vision [CONFIG.yaml] [--section.field=value ...]"""
+"""rayapp vision [CONFIG.yaml] [--section.field=value ...]
+
+Runs CONFIG until it is done; the same command resumes it. `--help SECTION`
+shows one section of these fields. `python -m rayapp.vision` is the same.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ STARTED = time.time()
 
 def main(argv: list[str], started: float | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 failed, 2 bad config, 3 stopped."""
-    return command_line.main(argv, str(__doc__), VisionConfig, _load, started)
+    return command_line.main(argv, str(__doc__).strip(), VisionConfig, _load, started)
 
 
 def _load() -> Callable[..., RunResult]:

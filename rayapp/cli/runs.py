@@ -1,0 +1,182 @@
+"""rayapp list and status: what runs there are, and how one is getting on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NotRequired, TypedDict
+
+from rayapp.cli.jobs import WHERE, command, handle_of, or_none
+from rayapp.config import ConfigError, arguments
+from rayapp.jobs import JobError
+from rayapp.jobs.find import local_storage
+from rayapp.jobs.handle import Job
+from rayapp.jobs.remote import runs_of
+from rayapp.observe.records import MetricsLine
+from rayapp.observe.run_folder import EXIT_CODES, Exit
+from rayapp.observe.status import NoRun, Progress, figures, summary
+from rayapp.observe.words import UNKNOWN, clock
+from rayapp.storage import Storage, StorageError, open_storage
+
+UNREADABLE = "unreadable"
+READS_AT_ONCE = 16  # runs of a folder that `list` reads at the same time
+
+
+@command("rayapp list [--storage=URL | --address=URL] [--json]")
+def runs(argv: list[str]) -> int:
+    """List the runs of a folder or of a cluster; without either, those in `runs` if it is there."""
+    argv = arguments.flags(argv, {"json"})
+    _, asked = arguments.read_plain(argv, "", {**WHERE, "json": "false"})
+    if or_none(asked["storage"]) is None and or_none(asked["address"]) is None:
+        asked["storage"] = local_storage() or "none"
+    rows = _of_storage(asked) if or_none(asked["storage"]) else _of_cluster(asked)
+    if asked["json"] == "true":
+        print(json.dumps(rows, indent=2))
+        return Exit.DONE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "status", "step", "loss", "cost", "seen", "by"):
+        table.add_column(name, no_wrap=name in ("run", "status", "seen"))
+    for row in rows:
+        seen, shown = row["updated_s"], row["figures"]
+        table.add_row(
+            row["run"].rpartition("/")[2],
+            row["status"],
+            *(shown.get(name, UNKNOWN) for name in ("step", "loss", "cost")),
+            UNKNOWN if seen is None else f"{clock(time.time() - seen)} ago",
+            " ".join(filter(None, (row["user"], row["commit"]))),
+        )
+    Console().print(table)
+    for folder in dict.fromkeys(row["run"].rpartition("/")[0] for row in rows):
+        print(f"in {folder}")
+    for row in rows:
+        if row["updated_s"] is None and row["reason"]:  # its folder has told nothing
+            print(f"{row['run']}: {row['reason']}")
+    return Exit.DONE
+
+
+@command("rayapp status RUN [--storage=URL] [--address=URL] [--json]")
+def status(argv: list[str]) -> int:
+    """Say how a run is getting on; 0 while it is, else what it returned."""
+    handle, asked = handle_of(arguments.flags(argv, {"json"}), {"json": "false"})
+    state, now, lines = handle.snapshot()
+    if asked["json"] == "true":
+        print(json.dumps(_values(handle.run.url, state, now), indent=2))
+    else:
+        from rich.console import Console
+
+        from rayapp.jobs.terminal import render
+
+        Console().print(render(handle.name, state, now, lines))
+        if now is None and (reason := handle.reason()):
+            print(reason)
+    return EXIT_CODES.get(state, Exit.DONE)
+
+
+class Listed(TypedDict):
+    """What --json prints of a run; the second half is there once it has begun."""
+
+    run: str
+    status: str
+    job: str | None
+    updated_s: float | None
+    reason: str | None
+    user: str | None
+    commit: str | None
+    figures: dict[str, str]
+    step: NotRequired[int]
+    num_steps: NotRequired[int | None]
+    left_s: NotRequired[float | None]
+    goodput: NotRequired[dict[str, float]]
+    wall_s: NotRequired[float]
+    cost_usd: NotRequired[float | None]
+    cost_at_end_usd: NotRequired[float | None]
+    line: NotRequired[MetricsLine | None]
+
+
+def _of_storage(asked: dict[str, str]) -> list[Listed]:
+    """Return the runs of a folder, whatever clusters they ran on."""
+    root = open_storage(asked["storage"])
+    folders = [root / name for name in root.dirs()]
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        rows = list(pool.map(lambda run: _row(run.url, partial(_in_folder, run)), folders))
+    return sorted(filter(None, rows), key=lambda row: row["updated_s"] or 0.0)
+
+
+def _in_folder(run: Storage) -> tuple[str, Progress | None]:
+    now = summary(run)
+    return now.status, now
+
+
+def _of_cluster(asked: dict[str, str]) -> list[Listed]:
+    """Return the runs whose jobs a cluster knows of, each with its newest job."""
+    from rayapp.jobs import JobsClient
+
+    address = or_none(asked["address"])
+    rows = list[Listed]()
+    for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()):
+        if url is None:
+            values = _values(info.storage or UNKNOWN, info.status.lower(), None)
+            values["reason"] = "its command line does not say which run of this folder it is"
+            rows.append({**values, "job": info.submission_id})
+            continue
+        row = _row(url, partial(_on_cluster, url, address, info.submission_id))
+        if row is not None:
+            rows.append({**row, "job": info.submission_id})
+    return rows
+
+
+def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progress | None]:
+    state, now, _ = Job(url, address, known).snapshot()
+    return state, now
+
+
+def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> Listed | None:
+    """Return what is listed of a run, None of a folder without one.
+
+    A run that cannot be read is listed with the reason, whatever that is, and hides no other.
+    """
+    try:
+        return _values(url, *read_status())
+    except NoRun:
+        return None
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, ConfigError | JobError | StorageError):
+            reason = f"{type(error).__name__}: {reason}"
+        return {**_values(url, UNREADABLE, None), "reason": reason}
+
+
+def _values(url: str, state: str, now: Progress | None) -> Listed:
+    """Return what --json prints of a run."""
+    values: Listed = {
+        "run": url,
+        "status": state,
+        "job": None,
+        "updated_s": None,
+        "reason": None,
+        "user": None,
+        "commit": None,
+        "figures": figures(now) if now is not None else {},
+    }
+    if now is not None:
+        values |= {
+            "step": now.step,
+            "num_steps": now.num_steps,
+            "left_s": now.left_s,
+            "updated_s": now.updated_s,
+            "reason": now.reason,
+            "user": now.started.user,
+            "commit": now.started.commit,
+            "goodput": now.account.goodput,
+            "wall_s": now.account.wall_s,
+            "cost_usd": now.account.cost_usd,
+            "cost_at_end_usd": now.cost_at_end_usd,
+            "line": now.line,
+        }
+    return values
