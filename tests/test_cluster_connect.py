@@ -98,7 +98,7 @@ def test_what_the_docs_render(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text = text.replace("\\\n", " ")  # one line, as to a shell
     lustre = '{"id": "fs-1", "dns_name": "a", "mount_name": "b", "capacity_gib": 4800}'
     more = ["--account=123456789012", f"--out={tmp_path}"]
-    lines = re.findall(r"^python -m rayapp render (.+)$", text, re.M)
+    lines = re.findall(r"^rayapp render (.+)$", text, re.M)
     assert len(lines) >= 2
     for line in lines:
         words = shlex.split(re.sub(r'--lustre="[^"]+"', "--lustre", line))

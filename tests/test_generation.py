@@ -244,7 +244,7 @@ def test_what_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([going.run.url], "it is running, at step 3 of 600, and exports at the end. Wait for it"),
         ([stopped.run.url], "it is stopped at step 3"),
         ([off.url], "checkpoint.export was false"),
-        ([], "python -m rayapp generate RUN"),
+        ([], "rayapp generate RUN"),
         (["a", "b"], "b is unexpected: one RUN is expected"),
         (["a", "--max_tokens=0"], "--max_tokens=0 is not valid"),
         (["a", "--temperature=warm", "--chat=maybe"], "--chat=maybe is not valid"),

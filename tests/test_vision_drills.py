@@ -202,7 +202,7 @@ def test_tar_shards_and_a_run_on_s3(folder: Path, s3_server: str, s3_bucket: str
 
 @pytest.mark.drill
 def test_a_ray_job_trains_a_classifier(tmp_path: Path) -> None:
-    """`python -m rayapp submit` of vision_cpu.yaml, cut short: followed, listed, and reported."""
+    """`rayapp submit` of vision_cpu.yaml, cut short: followed, listed, and reported."""
     with with_jobs(tmp_path, cpus=4) as environment:
         storage = f"{tmp_path}/runs"
         command = [sys.executable, "-m", "rayapp", "submit", str(ROOT / "configs/vision_cpu.yaml")]

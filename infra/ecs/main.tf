@@ -18,7 +18,7 @@ locals {
   stack   = "${var.name}-ecs" # both stacks may be up in one account
   key_arn = data.aws_kms_alias.this.target_key_arn
   policy  = "arn:${data.aws_partition.this.partition}:iam::aws:policy"
-  # What `python -m rayapp render ecs` wrote; sizes are in there and in the tfvars beside it, nowhere else.
+  # What `rayapp render ecs` wrote; sizes are in there and in the tfvars beside it, nowhere else.
   task = { for role in ["head", "worker"] : role => jsondecode(file("${var.rendered}/${role}.json")) }
   roles = {
     execution = "arn:${data.aws_partition.this.partition}:iam::${data.aws_caller_identity.this.account_id}:role/${local.stack}-execution"
@@ -183,7 +183,7 @@ resource "aws_ecs_task_definition" "this" {
   lifecycle {
     precondition {
       condition     = each.value.taskRoleArn == local.roles.task && each.value.executionRoleArn == local.roles.execution
-      error_message = "${var.rendered}/${each.key}.json was rendered for another account or name. Run `python -m rayapp render ecs` again with --account and --name of this one."
+      error_message = "${var.rendered}/${each.key}.json was rendered for another account or name. Run `rayapp render ecs` again with --account and --name of this one."
     }
   }
 }
@@ -193,7 +193,7 @@ resource "aws_ecs_service" "head" {
   cluster                            = aws_ecs_cluster.this.id
   task_definition                    = aws_ecs_task_definition.this["head"].arn
   desired_count                      = var.head_count
-  enable_execute_command             = true # the way in, see `python -m rayapp connect ecs`
+  enable_execute_command             = true # the way in, see `rayapp connect ecs`
   force_delete                       = true
   deployment_minimum_healthy_percent = 0 # two heads would be two clusters
   deployment_maximum_percent         = 100

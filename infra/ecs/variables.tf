@@ -62,7 +62,7 @@ variable "log_retention_days" {
 }
 
 variable "rendered" {
-  description = "Folder of head.json and worker.json as `python -m rayapp render ecs` writes them."
+  description = "Folder of head.json and worker.json as `rayapp render ecs` writes them."
   type        = string
 }
 

@@ -40,7 +40,7 @@ def short_wait(submission_id: str | None) -> str | None:
         return None
     return (
         f"`ray job stop` kills this run after {wait_s:g} s, maybe too few to save: stop it "
-        f"with `python -m rayapp stop`, or submit it with --runtime-env-json "
+        f"with `rayapp stop`, or submit it with --runtime-env-json "
         f'\'{{"env_vars": {{"{STOP_WAIT}": "{STOP_WAIT_S}"}}}}\''
     )
 

@@ -334,12 +334,12 @@ def _said(address: str, origin: str = "") -> Iterator[None]:
     except AuthenticationError as error:
         raise JobError(
             f"the cluster at {where} does not accept the token. Set RAY_AUTH_MODE=token and "
-            "RAY_AUTH_TOKEN_PATH to a file with the cluster's, as `python -m rayapp connect` prints"
+            "RAY_AUTH_TOKEN_PATH to a file with the cluster's, as `rayapp connect` prints"
         ) from error
     except (ConnectionError, requests.exceptions.ConnectionError, requests.Timeout) as error:
         raise Unreachable(
             f"no Ray cluster answers at {where} ({last_line(error)}). Start one, forward its port "
-            "with `python -m rayapp connect`, or set RAY_API_SERVER_ADDRESS"
+            "with `rayapp connect`, or set RAY_API_SERVER_ADDRESS"
         ) from error
     except (RuntimeError, requests.RequestException) as error:
         raise JobError(f"the cluster at {where} refuses: {last_line(error)}") from error
