@@ -124,6 +124,8 @@ def test_headline_and_goodput_are_those_of_the_account(storage: Storage) -> None
     text = page.texts["body"][0]
     assert f"${sums.cost_usd:.2f}" in text and sums.lost_steps == 25
     assert f"{100 * sums.goodput['step']:.3g} %" in text
+    shown = {each.label: each.value for each in tables.headline(folder.read(run))}
+    assert shown["Steps"] == "200", shown
     bars = tables.goodput(folder.read(run))
     assert {bar.key: bar.share for bar in bars} == pytest.approx(sums.goodput)
     assert math.fsum(bar.share for bar in bars) == pytest.approx(1.0)
