@@ -22,13 +22,14 @@ from botocore.exceptions import ClientError
 from calls import Call, golden, judge, same_as_golden
 from ceph import KEYS, Ceph
 from patience import PATIENCE_S
-from pyarrow.fs import FileSystem
 from terraform import ACCOUNT, REGION, ROOT, Cloud, mirror
 
 from rayapp.cluster import Options, render, write
 from rayapp.config import RunConfig, load
+from rayapp.driver.ray_workers import ray_storage
 from rayapp.hardware import INSTANCES, instance
 from rayapp.storage import MIN_PART_BYTES, StorageError, open_storage
+from rayapp.storage.inputs import open_input
 
 ECS_INSTANCE = "p4d.24xlarge"
 EKS_INSTANCES = ("g5.12xlarge", "p3.8xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
@@ -472,8 +473,11 @@ def test_a_role_may_make_the_calls_of_a_run(
         assert etag and run.replace_if("LEASE", b"2", etag)
         run.write("checkpoint", b"x" * (MIN_PART_BYTES + 1))
         assert [entry.name for entry in run.list()] == ["LEASE", "checkpoint"]
-        files, path = FileSystem.from_uri(f"s3://{BUCKET}/runs/{role}/.ray")  # as Ray Train does
+        files, path = ray_storage(f"s3://{BUCKET}/runs/{role}/.ray")
         files.create_dir(f"{path}/{role}", recursive=True)
+        with files.open_output_stream(f"{path}/{role}/state") as out:
+            out.write(b"1")
+        assert open_input(f"s3://{BUCKET}/data").stat("absent") is None
         for entry in run.list():
             run.delete(entry.name)
         with pytest.raises(StorageError, match="access denied"):
