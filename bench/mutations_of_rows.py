@@ -10,6 +10,8 @@ SEQUENCE, BIJECTION, SHARES, DIGEST = (
 PACKING, DATA_ROWS, STREAM = (f"rayapp/data/{name}.py" for name in ("packing", "rows", "stream"))
 CHAT, DOCUMENTS, PREPARE = (f"rayapp/data/{name}.py" for name in ("chat", "documents", "prepare"))
 READING = "rayapp/data/sources/reading.py"
+S3_CLIENT = "rayapp/storage/s3_client.py"
+OF_INPUTS = "tests/test_storage_inputs.py -k 'moto and (version or just_written)'"
 OF_ORDER = "tests/test_order.py -k 'not evenly and not well'"
 OF_PREPARE = "tests/test_data_prepare.py -k 'every_document or copies or each_part or truncated'"
 
@@ -205,5 +207,20 @@ ROWS = (
         'sizes.get(name) == summary["counts"][split]["rows"] * row_bytes',
         "name in sizes",
         OF_PREPARE,
+    ),
+    # ---- Inputs on S3
+    Mutation(
+        "a-replaced-file-is-read",
+        S3_CLIENT,
+        "local_expiry_check=True,",
+        "local_expiry_check=False,",
+        OF_INPUTS,
+    ),
+    Mutation(
+        "listings-are-kept",
+        S3_CLIENT,
+        "use_listings_cache=False,",
+        "use_listings_cache=True,",
+        OF_INPUTS,
     ),
 )

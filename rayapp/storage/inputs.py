@@ -152,10 +152,13 @@ def _botocore_errors() -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, HttpError) as error:
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, ClientError | BotoCoreError):
-            raise cause from error
-        if isinstance(error, FileNotFoundError | StorageError | ValueError):
+    # TypeError: s3fs searches the message of a refused range, which Ceph leaves out.
+    except (OSError, ValueError, TypeError, HttpError) as error:
+        cause: BaseException | None = error
+        while cause and not isinstance(cause, ClientError | BotoCoreError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise cause from None
+        if isinstance(error, FileNotFoundError | StorageError | ValueError | TypeError):
             raise
         raise ConnectionError(str(error) or type(error).__name__) from error

@@ -51,7 +51,7 @@ PAGING = {"encoding-type", "continuation-token"}  # no action or condition key a
 PLAIN = re.compile(  # headers that need no action of their own, as e.g. those of ACLs and copies do
     "x-amz-(date|content-sha256|api-version|security-token|meta-.*|sdk-.*|checksum-.*)"
 )
-CALLERS = {"aws-sdk-cpp/": "pyarrow", "Boto3/": "boto3"}
+CALLERS = {"aiobotocore/": "s3fs", "Boto3/": "boto3"}
 
 
 class Call(NamedTuple):
