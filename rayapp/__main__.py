@@ -3,6 +3,7 @@
 An installed rayapp has the same as `rayapp COMMAND`. `--version` prints the version,
 `COMMAND --help` the options of a command.
 
+finetune  train a language model on Ray;   vision    train an image classifier
 plan      will it fit, how long will it take, what will it cost
 stage     copy images to where they are trained on, verified
 preflight check the cluster before money is spent: GPUs, network, limits, storage
@@ -27,21 +28,23 @@ from importlib.metadata import version
 from rayapp.config import ConfigError
 from rayapp.observe.run_folder import Exit
 
-COMMANDS = {  # name: module and function of rayapp.cli
-    "plan": "planning.plan",
-    "stage": "staging.stage",
-    "preflight": "jobs.preflight",
-    "submit": "jobs.submit",
-    "resume": "jobs.resume",
-    "list": "jobs.runs",
-    "status": "jobs.status",
-    "watch": "jobs.watch",
-    "logs": "jobs.logs",
-    "stop": "jobs.stop",
-    "render": "clusters.render",
-    "connect": "clusters.connect",
-    "report": "results.report",
-    "generate": "results.generate",
+COMMANDS = {  # name: module and function in rayapp
+    "finetune": "finetune.__main__.main",
+    "vision": "vision.__main__.main",
+    "plan": "cli.planning.plan",
+    "stage": "cli.staging.stage",
+    "preflight": "cli.jobs.preflight",
+    "submit": "cli.jobs.submit",
+    "resume": "cli.jobs.resume",
+    "list": "cli.jobs.runs",
+    "status": "cli.jobs.status",
+    "watch": "cli.jobs.watch",
+    "logs": "cli.jobs.logs",
+    "stop": "cli.jobs.stop",
+    "render": "cli.clusters.render",
+    "connect": "cli.clusters.connect",
+    "report": "cli.results.report",
+    "generate": "cli.results.generate",
 }
 
 
@@ -61,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"Did you mean {near[0]}?" if near else f"Set one of {', '.join(COMMANDS)}"
         print(f"command={argv[0]} is unknown: there is no such command. {hint}", file=sys.stderr)
         return Exit.REFUSED
-    module, _, function = COMMANDS[argv[0]].partition(".")
-    command = getattr(importlib.import_module(f"rayapp.cli.{module}"), function)
+    module, _, function = COMMANDS[argv[0]].rpartition(".")
+    command = getattr(importlib.import_module(f"rayapp.{module}"), function)
     try:
         return int(command(argv[1:]))
     except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.__main__ import main
+from rayapp import config
+from rayapp.__main__ import COMMANDS, main
 from rayapp.cli import jobs
 from rayapp.config import ConfigError
+from rayapp.driver import checks
+from rayapp.jobs import results
 from rayapp.observe.run_folder import Exit
+from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
 C4 = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
@@ -94,7 +99,7 @@ def test_the_real_step_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> No
     ("argv", "message"),
     [
         (["plna"], "command=plna is unknown: there is no such command. Did you mean plan?"),
-        (["zzz"], "Set one of plan, stage, preflight, submit, resume"),
+        (["zzz"], "Set one of finetune, vision, plan, stage"),
         (["plan", C4, "--cluster.instance=p5.48xlrge"], "Did you mean p5.48xlarge?"),
         (["plan", C4, "--deadline_hours=0.01"], "deadline_hours=0.01 is impossible"),
         (["plan", C4, "--deadlin_hours=1"], "Did you mean --deadline_hours?"),
@@ -159,7 +164,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["list", f"--storage={tmp_path}", "--json"]) == Exit.DONE
     found = {Path(one["run"]).name: one for one in json.loads(capsys.readouterr().out)}
     assert {name: one["status"] for name, one in found.items()} == {
-        "good": "done", "plan": "unreadable", "events": "unreadable", "metrics": "unreadable",
+        "good": "done", "plan": "unreadable", "events": "unreadable", "metrics": "done",
     }  # fmt: skip
     assert f"{tmp_path}/plan/plan.json is damaged" in found["plan"]["reason"]
     assert f"{tmp_path}/events/events.jsonl is damaged" in found["events"]["reason"]
@@ -178,3 +183,52 @@ def test_the_package_shows_its_names() -> None:
     import rayapp
 
     assert set(rayapp.__all__) <= set(dir(rayapp))
+
+
+@pytest.mark.parametrize("count", ["inf", "nan", "-5", "0", "0.5", "many"])
+def test_a_number_of_images_is_whole(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", str(ROOT / "configs" / "resnet50_imagenet.yaml"), f"--images={count}"]
+    assert main(argv) == Exit.REFUSED
+    error = capsys.readouterr().err
+    assert error.startswith(f"--images={count} is not valid: it must be a ")
+    assert error.count("\n") == 1
+
+
+def test_a_damaged_config_or_result_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For every command that reads it, the one that trains too; the others go on without it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    whole = config.load(None, {"run.name": "run", "run.storage": str(tmp_path)})
+    for name, data in {
+        "config.yaml": [b"a: [", b"\xff\xfe", b"- a", b""],
+        "result.json": [b'{"status"', b"[]", b'{"status": "done"}', b'{"status": 1, "steps": 2}'],
+    }.items():
+        for damage in data:
+            (run / "config.yaml").write_text(whole.to_yaml())
+            (run / "result.json").write_text('{"status": "failed", "steps": 0, "reason": "x"}')
+            (run / name).write_bytes(damage)
+            damaged = f"{run / name} is damaged: "
+            with pytest.raises(ConfigError, match=re.escape(damaged)):
+                checks.same_run(open_storage(str(run)), whole)
+            assert main(["status", str(run)]) in (Exit.DONE, Exit.FAILED)
+            assert main(["list", f"--storage={tmp_path}"]) == Exit.DONE
+            capsys.readouterr()
+            if name == "config.yaml":  # what `resume` sends again
+                with pytest.raises(ConfigError, match=re.escape(damaged)):
+                    results.config_of(open_storage(str(run)))
+                continue
+            assert main(["report", str(run)]) == Exit.REFUSED
+            error = capsys.readouterr().err
+            assert error.startswith(damaged) and error.count("\n") == 1
+
+
+def test_every_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == Exit.DONE
+    text = capsys.readouterr().out
+    named = re.findall(r"^(\w+) |; +(\w+) ", text, re.MULTILINE)
+    assert set(COMMANDS) <= {one or other for one, other in named}
+    for name in ("finetune", "vision"):
+        assert main([name, "--help"]) == Exit.DONE
+        assert f"python -m rayapp.{name} " in capsys.readouterr().out

@@ -115,7 +115,9 @@ def test_what_is_not_finite_is_counted_not_told(scrape: Scrape) -> None:
     told.step(record(3, loss=9.0, grad_norm=math.inf, skipped=True))
     told.step(record(4, loss=8.0, skipped=True))  # a spike
     values = {"step": 4, "loss": 8.0, "grad_norm": 0.5}
-    shown(scrape, "bad", values | {"bad_steps_total": 2, "skipped_steps_total": 3, "tokens_total": 64})
+    shown(
+        scrape, "bad", values | {"bad_steps_total": 2, "skipped_steps_total": 3, "tokens_total": 64}
+    )
     told.step(record(5, loss=math.nan))
     shown(scrape, "bad", {"step": 5, "bad_steps_total": 3, "loss": 8.0})
 
