@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rayapp.config import ConfigError, parse_yaml
+from rayapp.config import ConfigError
 from rayapp.observe import status
 from rayapp.observe.records import Sections
 from rayapp.observe.run_folder import CONFIG, MODEL
@@ -323,6 +323,4 @@ def _stream(
 
 def _config(storage: Storage) -> Sections:
     """Return a run's config as plain values, unchecked, as older ones are read too; {} if none."""
-    if not storage.exists(CONFIG):
-        return {}
-    return dict(parse_yaml(storage.read(CONFIG).decode()))
+    return status.read_sections(storage) or {}

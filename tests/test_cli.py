@@ -16,11 +16,14 @@ import pytest
 import yaml
 from run_folders import eventful
 
+from rayapp import config
 from rayapp.__main__ import main
 from rayapp.cli import COMMANDS, first, jobs
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, fields, load
 from rayapp.config.text import flatten
+from rayapp.driver import checks
 from rayapp.finetune import check
+from rayapp.jobs import results
 from rayapp.jobs.client import VARIABLES
 from rayapp.observe import status
 from rayapp.observe.goodput import read_events
@@ -275,7 +278,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["list", f"--storage={tmp_path}", "--json"]) == Exit.DONE
     found = {Path(one["run"]).name: one for one in json.loads(capsys.readouterr().out)}
     assert {name: one["status"] for name, one in found.items()} == {
-        "good": "done", "plan": "unreadable", "events": "unreadable", "metrics": "unreadable",
+        "good": "done", "plan": "unreadable", "events": "unreadable", "metrics": "done",
     }  # fmt: skip
     assert f"{tmp_path}/plan/plan.json is damaged" in found["plan"]["reason"]
     assert f"{tmp_path}/events/events.jsonl is damaged" in found["events"]["reason"]
@@ -294,3 +297,52 @@ def test_the_package_shows_its_names() -> None:
     import rayapp
 
     assert set(rayapp.__all__) <= set(dir(rayapp))
+
+
+@pytest.mark.parametrize("count", ["inf", "nan", "-5", "0", "0.5", "many"])
+def test_a_number_of_images_is_whole(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", str(ROOT / "configs" / "resnet50_imagenet.yaml"), f"--images={count}"]
+    assert main(argv) == Exit.REFUSED
+    error = capsys.readouterr().err
+    assert error.startswith(f"--images={count} is not valid: it must be a ")
+    assert error.count("\n") == 1
+
+
+def test_a_damaged_config_or_result_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For every command that reads it, the one that trains too; the others go on without it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    whole = config.load(None, {"run.name": "run", "run.storage": str(tmp_path)})
+    for name, data in {
+        "config.yaml": [b"a: [", b"\xff\xfe", b"- a", b""],
+        "result.json": [b'{"status"', b"[]", b'{"status": "done"}', b'{"status": 1, "steps": 2}'],
+    }.items():
+        for damage in data:
+            (run / "config.yaml").write_text(whole.to_yaml())
+            (run / "result.json").write_text('{"status": "failed", "steps": 0, "reason": "x"}')
+            (run / name).write_bytes(damage)
+            damaged = f"{run / name} is damaged: "
+            with pytest.raises(ConfigError, match=re.escape(damaged)):
+                checks.same_run(open_storage(str(run)), whole)
+            assert main(["status", str(run)]) in (Exit.DONE, Exit.FAILED)
+            assert main(["list", f"--storage={tmp_path}"]) == Exit.DONE
+            capsys.readouterr()
+            if name == "config.yaml":  # what `resume` sends again
+                with pytest.raises(ConfigError, match=re.escape(damaged)):
+                    results.config_of(open_storage(str(run)))
+                continue
+            assert main(["report", str(run)]) == Exit.REFUSED
+            error = capsys.readouterr().err
+            assert error.startswith(damaged) and error.count("\n") == 1
+
+
+def test_every_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == Exit.DONE
+    text = capsys.readouterr().out
+    named = re.findall(r"^(\w+) |; +(\w+) ", text, re.MULTILINE)
+    assert set(COMMANDS) <= {one or other for one, other in named}
+    for name in ("finetune", "vision"):
+        assert main([name, "--help"]) == Exit.DONE
+        assert f"python -m rayapp.{name} " in capsys.readouterr().out

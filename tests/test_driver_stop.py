@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from patience import PATIENCE_S
@@ -96,3 +98,20 @@ def test_a_job_that_would_be_killed_before_it_has_saved_says_so(
     assert (found is not None) == said
     if found:
         assert f"after {wait or 3} s" in found and '{"RAY_JOB_STOP_WAIT_TIME_S": "600"}' in found
+
+
+def test_a_signal_handler_makes_no_request() -> None:
+    """The thread that it interrupts may be in the middle of one, with the client's lock."""
+    asked: list[threading.Thread] = []
+
+    def request(*arguments: object) -> None:
+        asked.append(threading.current_thread())
+
+    run: Any = SimpleNamespace(stat=lambda name: None, write=request, exists=request)
+    with Stop(run).on_signal(Console(quiet=True)):
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + PATIENCE_S
+        while not asked:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert threading.main_thread() not in asked

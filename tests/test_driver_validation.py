@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import RayError
 
 from rayapp.config import load
 from rayapp.driver import validation
 from rayapp.driver.validation import Validator
+from rayapp.observe.goodput import DamagedEvents
 from rayapp.observe.run_folder import VALIDATIONS
 from rayapp.storage import open_storage
 
@@ -54,3 +56,26 @@ def test_a_checkpoint_is_validated_once(tmp_path: Path, monkeypatch: pytest.Monk
     newest.step = 4
     validator.poll()
     assert asked == [4]
+
+
+def test_a_validation_that_does_not_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec: Any = SimpleNamespace(config=load())
+    validator, ended = Validator(spec, open_storage(str(tmp_path)), print), list[object]()
+    validator.close()  # there is none
+    validator._task = task = object()
+    monkeypatch.setattr(ray, "wait", lambda tasks, timeout: ([], tasks))
+    monkeypatch.setattr(ray, "cancel", lambda task, force: ended.append(task))
+    validator.close()
+    assert ended == [task]
+    assert caplog.messages == ["a checkpoint was not validated: it took 300 s after training"]
+
+
+def test_a_damaged_file_of_validations_is_named(tmp_path: Path) -> None:
+    run = open_storage(str(tmp_path))
+    spec: Any = SimpleNamespace(config=load())
+    for line in (b"not JSON", b"[]", b"{}", b'{"step": "x"}'):
+        run.write(VALIDATIONS, b'{"step": 1}\n' + line + b"\n")
+        with pytest.raises(DamagedEvents, match=r"validation\.jsonl is damaged: line 2 is no JSON"):
+            Validator(spec, run, print)

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from rayapp.config import Config, ConfigError, load
 from rayapp.config.arguments import read
 from rayapp.jobs import JobError, JobsClient, SubmitOptions, client, package, prepare
 from rayapp.jobs.client import address_of
+from rayapp.jobs.remote import is_of
 
 ROOT = Path(__file__).parent.parent
 ARN = "arn:aws:secretsmanager:us-west-2:123456789012:secret:hub-AbC123"
@@ -298,3 +300,20 @@ def test_another_ray_and_no_ray(old_cluster: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(JobError, match=r"no Ray cluster answers at http://127.0.0.1:9 \(RAY_API"):
         JobsClient.at()
     assert os.environ["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("run_url", "storage", "found"),
+    [
+        ("s3://b/runs/demo", "s3://b/runs", True),
+        ("s3://b/runs/other", "s3://b/runs", False),
+        (None, "s3://b/runs/", True),  # its name is in a file
+        (None, "s3://b/others", False),
+        (None, None, None),
+    ],
+)
+def test_whether_a_job_is_of_a_run(
+    run_url: str | None, storage: str | None, found: bool | None
+) -> None:
+    info: Any = SimpleNamespace(run_url=run_url, storage=storage)
+    assert is_of(info, "s3://b/runs/demo") is found

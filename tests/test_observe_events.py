@@ -109,3 +109,24 @@ def test_what_machines_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None and found > 20.0
     monkeypatch.setenv("AWS_REGION", "mars-north-1")
     assert machines(listed, 8)["usd_per_hour"] is None
+
+
+def test_an_attempt_with_a_number_that_was_used_before_is_followed(tmp_path: Path) -> None:
+    """Attempt 3 cuts the lines of attempt 2 and dies; the next one begins after attempt 1's."""
+    run, now = open_storage(str(tmp_path)), time.time()
+
+    def line(step: int, attempt: int, at: float) -> dict[str, Any]:
+        return IDLE | {"step": step, "attempt": attempt, "time": now + at, "step_s": 1.0}
+
+    kept = [line(1, 1, 1.0)]
+    journal = Journal(run)
+    with journal.command(Config(), now):
+        train(run, [*kept, line(2, 2, 2.0), line(3, 2, 3.0)])
+        journal.saw(line(3, 2, 3.0))
+        train(run, kept)
+        journal.interrupted(Ending(FAILURE, "rank 1 died", 3, False), 2)
+        train(run, [*kept, line(2, 2, 5.0)])
+        journal.saw(line(2, 2, 5.0))
+        journal.ended("done", {})
+    begun = [event for event in read_events(run) if event["event"] == "resumed"]
+    assert [(e["attempt"], e["step"], e["lost_steps"]) for e in begun] == [(1, 0, 0), (2, 1, 2)]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from patience import PATIENCE_S
 
 from rayapp.observe import metrics
-from rayapp.observe.columns import Follower
+from rayapp.observe.columns import Columns, Follower
 from rayapp.observe.metrics import (
     ImageRecord,
     MetricsLog,
@@ -111,8 +111,8 @@ def test_a_line_has_the_fields_of_the_records() -> None:
 
 
 def test_a_torn_last_line_is_dropped(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
-    whole = b'{"step": 1, "step_s": 0.5, "attempt": 1}\n'
-    line = b'{"step": 2, "step_s": 0.5, "attempt": 1}'
+    whole = b'{"step": 1, "time": 0.5, "attempt": 1}\n'
+    line = b'{"step": 2, "time": 0.5, "attempt": 1}'
     for end in range(len(line) + 1):
         storage.write(METRICS, whole + line[:end])
         # Only the newline is missing at the end: all of the step is there.
@@ -129,7 +129,8 @@ def test_a_torn_last_line_is_dropped(storage: Storage, caplog: pytest.LogCapture
 def test_broken_lines_in_the_midst_are_named(
     storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage.write(METRICS, b'{"step": 1}\n\0\0\0\xff\n[3]\n{"step": 4}\n')
+    one, four = text_of([(1, 1, 2.0)]), text_of([(1, 4, 5.0)])
+    storage.write(METRICS, one + b"\0\0\0\xff\n[3]\n" + four)
     assert steps(storage) == [1, 4]
     assert [r.getMessage() for r in caplog.records] == [
         f"{storage.url}/{METRICS}: line {number} is not readable" for number in (2, 3)
@@ -313,15 +314,21 @@ def pairs(lines: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
     return [(line["attempt"], line["step"]) for line in lines]
 
 
-def pairs_of(lines: Follower) -> list[tuple[int, int]]:
-    """Return what a follower holds."""
-    columns = (lines.steps[name].astype(int).tolist() for name in ("attempt", "step"))
+Line: TypeAlias = tuple[int, int, float]  # attempt, step, time
+
+
+def lines_in(lines: Follower) -> list[Line]:
+    columns = (lines.steps[name].tolist() for name in ("attempt", "step", "time"))
     return list(zip(*columns, strict=True))
 
 
-def text_of(steps: Sequence[tuple[int, int]]) -> bytes:
-    lines = ({"attempt": attempt, "step": step} for attempt, step in steps)
+def text_of(steps: Sequence[Line]) -> bytes:
+    lines = ({"attempt": attempt, "step": step, "time": at} for attempt, step, at in steps)
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def text_from(lines: Sequence[MetricsLine]) -> bytes:
+    return text_of([(line["attempt"], line["step"], line["time"]) for line in lines])
 
 
 @settings(max_examples=100, deadline=None)
@@ -332,20 +339,48 @@ def text_of(steps: Sequence[tuple[int, int]]) -> bytes:
 def test_lines_follow_every_cut_back(
     tmp_path_factory: pytest.TempPathFactory, attempts: list[tuple[int, int, bool]], torn: int
 ) -> None:
-    """Each attempt keeps some lines and adds some; looks are taken, or not, in between."""
+    """Each attempt keeps some lines and adds some; looks are taken, or not, in between.
+
+    It is numbered after the last line that is there when it begins, as MetricsLog does it: the
+    number of one that has cut lines and added none is used again.
+    """
     run = open_storage(str(tmp_path_factory.mktemp("lines")))
-    lines, held = Follower(run), []
+    lines, held = Follower(run), list[Line]()
     assert lines.poll() == 0 and len(lines.steps) == 0
-    for attempt, (kept, added, looked) in enumerate(attempts, 1):
-        held = held[:kept]
-        held += [(attempt, len(held) + number + 1) for number in range(added)]
+    for now, (kept, added, looked) in enumerate(attempts):
+        attempt, held = held[-1][0] + 1 if held else 1, held[:kept]
+        held += [(attempt, len(held) + 1, now + number / 10) for number in range(added)]
         run.write(METRICS, text_of(held) + b'{"attempt": 9, "step": 1234567890}'[:torn])
         if looked:
-            known = pairs_of(lines)
+            known = lines_in(lines)
             valid = lines.poll()
-            assert pairs_of(lines) == held
-            assert not held or pairs(lines.lines(0, len(held))) == held
+            assert lines_in(lines) == held
+            assert not held or text_from(lines.lines(0, len(held))) == text_of(held)
             assert known[:valid] == held[:valid]
             assert valid == len(known) or known[valid : valid + 1] != held[valid : valid + 1]
     lines.poll()
-    assert pairs_of(lines) == held
+    assert lines_in(lines) == held
+
+
+@pytest.mark.parametrize("many", [1, 4000], ids=["json", "pyarrow"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"not JSON",
+        b"[1]",
+        b"{}",
+        b'{"step": "x", "attempt": 1, "time": 2.0}',
+        b'{"step": 3, "attempt": 1}',
+        b'{"step": 3, "attempt": 1, "time": NaN}',
+    ],
+)
+def test_a_line_that_is_none_is_named_and_left_out(
+    tmp_path: Path, odd: bytes, many: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = open_storage(str(tmp_path))
+    lines = [text_of([(1, step, float(step))]) for step in range(1, many + 3)]
+    run.write(METRICS, b"".join([lines[0], odd + b"\n", *lines[1:]]))
+    assert Columns.read(run)["step"].tolist() == [*range(1, many + 3)]
+    assert caplog.messages == [f"{run.url}/{METRICS}: line 2 is not readable"]
+    run.write(METRICS, b"".join([*lines, odd + b"\n"]))
+    assert metrics.last(run) == json.loads(lines[-1])

@@ -56,12 +56,12 @@ class Mortal(LocalStorage):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let segments be of 3 lines, and merge 3 of them."""
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 40)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 100)
     monkeypatch.setattr(segments, "FAN", 3)
 
 
 def line(number: int) -> bytes:
-    return b'{"step": %6d}\n' % number
+    return b'{"step": %6d, "attempt": 1, "time": 2}\n' % number
 
 
 def content(storage: Storage) -> bytes:
@@ -155,7 +155,9 @@ def test_a_run_on_s3_writes_few_bytes_and_is_read_at_any_time(
         put(self, name, data)
 
     monkeypatch.setattr(type(storage), "write", counted)
-    storage.write(METRICS, b"".join(b'{"step": %d, "attempt": 3}\n' % n for n in range(1, 9)))
+    storage.write(
+        METRICS, b"".join(b'{"step": %d, "attempt": 3, "time": 1}\n' % n for n in range(1, 9))
+    )
     followed = Follower(storage)
     log = MetricsLog(storage, 6)  # of a run of before there were segments
     assert log.attempt == 4 and steps(storage) == [1, 2, 3, 4, 5, 6]

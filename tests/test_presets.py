@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -68,3 +71,14 @@ def test_mixtral_goes_through_the_published_12_9_billion() -> None:
     )
     active = shape.parameters - shape.layers * idle
     assert active / 1e9 == pytest.approx(12.9, abs=0.05)  # arXiv 2401.04088
+
+
+def test_the_text_counts_what_is_published() -> None:
+    """All but the tiny one, which is rayapp's own."""
+    published = sum(preset.source != "rayapp's own" for preset in presets.PRESETS.values())
+    root = Path(__file__).parent.parent
+    told = [
+        re.findall(r"(\d+) published (?:models|shapes)", (root / name).read_text(encoding="utf-8"))
+        for name in ("README.md", "CHANGELOG.md")
+    ]
+    assert told == [[str(published)]] * 2

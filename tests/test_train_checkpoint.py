@@ -991,9 +991,11 @@ def test_tensors_may_change_when_they_are_copied(
     saver.save(1, tensors, {"step": 1})  # returns before the copy is made
     waiting = threading.Thread(target=lambda: (saver.settle(), settled.set()))
     waiting.start()
-    assert not settled.wait(0.2)
-    tensors["x"].fill_(2.0)  # it is not copied yet, so this is what is saved
-    gate.set()
+    try:
+        assert not settled.wait(0.2)
+        tensors["x"].fill_(2.0)  # it is not copied yet, so this is what is saved
+    finally:
+        gate.set()
     waiting.join()
     tensors["x"].fill_(3.0)
     saver.close()

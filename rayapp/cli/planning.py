@@ -62,9 +62,9 @@ def plan(argv: list[str]) -> int:
         for name, default in OPTIONS.items()
         if default == "none"
     }
-    images, usd_per_hour = numbers.pop("images"), numbers.pop("usd_per_hour")
-    if images is not None:
-        prepared["images"] = int(images)
+    usd_per_hour = numbers.pop("usd_per_hour")
+    if numbers.pop("images") is not None:
+        prepared["images"] = arguments.whole_number("images", options["images"])
     if isinstance(config, Config) and prepared.pop("images", None) is not None:
         raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
     answer = planner.plan(

@@ -127,6 +127,18 @@ def number(name: str, text: str, *, zero: bool = False, endless: bool = True) ->
     raise ConfigError([f"--{name}={text} is not valid: it must be a number {least}. Set one"])
 
 
+def whole_number(name: str, text: str) -> int:
+    """Return an option's whole number above 0.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = number(name, text, endless=False)
+    if not value.is_integer():
+        raise ConfigError([f"--{name}={text} is not valid: it must be a whole number. Set one"])
+    return int(value)
+
+
 def _of_config(name: str) -> bool:
     return "." in name or name == "task"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from rayapp import config as configs
-from rayapp.config import ConfigError, Run, RunConfig, parse_yaml
+from rayapp.config import ConfigError, Run, RunConfig
 from rayapp.observe import trackers
 from rayapp.observe.result import RunFailed
-from rayapp.observe.run_folder import CONFIG, INTERRUPTED, PREPARED, RAY, RESULT
+from rayapp.observe.run_folder import INTERRUPTED, PREPARED, RAY
+from rayapp.observe.status import read_result, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint.marker import NoneUsable, resume_point
 
@@ -69,12 +69,12 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
     Before the config is `settled`, fields at `auto` are not compared.
 
     Raises:
-        ConfigError: the folder belongs to a run with another config.
+        ConfigError: the folder belongs to a run with another config, or a file of it is damaged.
     """
-    if not run.exists(CONFIG):
+    sections = read_sections(run)
+    if sections is None:
         return None
-    before = configs.from_dict(parse_yaml(run.read(CONFIG).decode()))
-    changed = configs.differences(before, config, settled)
+    changed = configs.differences(configs.from_dict(sections), config, settled)
     if changed:
         raise ConfigError(
             [
@@ -82,9 +82,7 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
                 f"({'; '.join(changed)}). Set another run.name, or use the same config to resume"
             ]
         )
-    if not run.exists(RESULT):
-        return INTERRUPTED
-    return str(json.loads(run.read(RESULT))["status"])
+    return read_result(run).get("status", INTERRUPTED)
 
 
 def check_resumable(run: Storage) -> None:

@@ -20,12 +20,14 @@ from rayapp.driver import placement
 from rayapp.driver.display import held_out
 from rayapp.observe.records import Validation
 from rayapp.observe.run_folder import VALIDATIONS
+from rayapp.observe.status import read_validations
 from rayapp.observe.words import last_line
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import newest_committed
 from rayapp.train.spec import AnySpec
 
 POLL_S = 5.0
+CLOSE_S = 300.0  # for the last validation, after training has ended
 
 logger = logging.getLogger("rayapp.driver")
 
@@ -35,7 +37,7 @@ class Validator:
 
     def __init__(self, spec: AnySpec, run: Storage, say: Callable[[str], None]) -> None:
         self._spec, self._run, self._say = spec, run, say
-        self._lines = _read(run)
+        self._lines = read_validations(run)
         self._asked = max((line["step"] for line in self._lines), default=-1)
         self._looked_at = time.monotonic()
         self._task: Any = None
@@ -58,9 +60,16 @@ class Validator:
             logger.warning("cannot look for checkpoints to validate: %s", error)
 
     def close(self) -> None:
-        """Wait for the validation that is running, if any, and take its result."""
-        if self._task is not None:
+        """Wait CLOSE_S for the validation that is running, if any, and take its result."""
+        import ray
+
+        if self._task is None:
+            return
+        if ray.wait([self._task], timeout=CLOSE_S)[0]:
             self._take()
+            return
+        ray.cancel(self._task, force=True)
+        logger.warning("a checkpoint was not validated: it took %.0f s after training", CLOSE_S)
 
     def _start(self) -> None:
         import ray
@@ -101,10 +110,3 @@ def _validate(spec: AnySpec, name: str, step: int) -> Validation:
     from rayapp.train.validation import validate
 
     return validate(spec, name, step)
-
-
-def _read(run: Storage) -> list[Validation]:
-    try:
-        return [json.loads(line) for line in run.read(VALIDATIONS).splitlines()]
-    except FileNotFoundError:
-        return []

@@ -15,13 +15,13 @@ from typing import Any
 from rich.console import Console
 
 from rayapp import planner
-from rayapp.config import Config, ConfigError, from_dict, parse_yaml
+from rayapp.config import Config, ConfigError, from_dict
 from rayapp.driver import placement
 from rayapp.finetune.check import forecast
 from rayapp.hardware import GIB
 from rayapp.observe.ending import causes
 from rayapp.observe.records import Summary
-from rayapp.observe.run_folder import CONFIG
+from rayapp.observe.status import read_sections
 from rayapp.storage import Storage
 from rayapp.train.spec import LanguageSpec
 
@@ -130,9 +130,10 @@ def _figures(question: planner.Question, size: int) -> str:
 
 def _before(config: Config, run: Storage) -> int | None:
     """Return the number in the config.yaml of the run's folder, None without such a file."""
-    if not run.exists(CONFIG):
+    sections = read_sections(run)
+    if sections is None:
         return None
-    before = from_dict(parse_yaml(run.read(CONFIG).decode()))
+    before = from_dict(sections)
     assert isinstance(before, Config), "another kind of run has this folder"
     return before.train.micro_batch
 

@@ -173,7 +173,7 @@ def is_of(info: JobInfo, run_url: str) -> bool | None:
     if info.run_url is not None:
         return _url(info.run_url) == url
     if info.storage is not None:
-        return _url(info.storage) == url.rpartition("/")[0] or None
+        return _url(info.storage) == url.rpartition("/")[0]
     return None
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import yaml
-
-from rayapp.config import ConfigError, RunConfig, from_dict, parse_yaml
-from rayapp.observe.goodput import DamagedEvents
+from rayapp.config import ConfigError, RunConfig, from_dict
 from rayapp.observe.records import RunResult
-from rayapp.observe.run_folder import CONFIG, RESULT
-from rayapp.observe.status import REWRITTEN, read_result
+from rayapp.observe.run_folder import CONFIG
+from rayapp.observe.status import read_result, read_sections
 from rayapp.storage import Storage, open_storage
 
 
@@ -37,8 +34,6 @@ def result_of(run: Storage) -> Result | None:
     values = read_result(run)
     if not values:
         return None
-    if not {"status", "steps"} <= set(values):
-        raise DamagedEvents(f"{run.url}/{RESULT}", "it has no status or steps", REWRITTEN)
     return Result(
         status=values["status"],
         steps=values["steps"],
@@ -57,18 +52,10 @@ def config_of(run: Storage) -> RunConfig:
     Raises:
         ConfigError: the run has not begun, or its config.yaml is not valid.
     """
-    url = f"{run.url}/{CONFIG}"
-    try:
-        tree = parse_yaml(run.read(CONFIG).decode())
-    except FileNotFoundError:
-        line = f"{url} is missing: the run has not begun. Submit it again"
-        raise ConfigError([line]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        tree, why = None, " ".join(str(error).split())
-    else:
-        why = "it holds no mapping"
-    if not isinstance(tree, dict):
-        raise DamagedEvents(url, why, "Restore it, or submit the run again under another name")
+    tree = read_sections(run)
+    if tree is None:
+        line = f"{run.url}/{CONFIG} is missing: the run has not begun. Submit it again"
+        raise ConfigError([line])
     return from_dict(tree)
 
 

@@ -26,6 +26,9 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 OF_A_STEP = ("step_s", "data_wait_s", "checkpoint_stall_s", "eval_s")
 ACCOUNTED = ("step", "attempt", "workers", "time", *OF_A_STEP)
 FEW_BYTES = 2**18  # of so many, Python reads the lines in less time than pyarrow is imported
+# Of a line. The number of an attempt is not enough: if the next attempt cuts its lines and dies
+# before its first step, the one after that has the same number.
+KNOWN_BY = ("attempt", "step", "time")
 BOOLEAN = "skipped"  # all other columns are numbers
 
 
@@ -85,7 +88,8 @@ class Columns:
         import pyarrow.json as pa_json
 
         ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + start + 1
-        kinds = {name: pa.bool_() if name == BOOLEAN else pa.float64() for name in self._columns}
+        names = (*self._columns, *metrics.NEEDED)
+        kinds = {name: pa.bool_() if name == BOOLEAN else pa.float64() for name in names}
         try:
             table = pa_json.read_json(
                 io.BytesIO(data),
@@ -100,6 +104,8 @@ class Columns:
         newest = data[data.rfind(b"\n", 0, -1) + 1 :]
         last = metrics.parsed(newest)
         if last is None or len(table) != len(ends):  # e.g. an empty line
+            return False
+        if any(table[name].null_count for name in metrics.NEEDED):
             return False
         for name, column in self._columns.items():
             values = table[name].cast(pa.float64()).to_numpy()
@@ -120,6 +126,7 @@ class Follower:
     """Follow a metrics.jsonl that grows: read each line once, and all again if a resume cut it."""
 
     def __init__(self, storage: Storage, names: Sequence[str] = ACCOUNTED) -> None:
+        """`names` are the columns; those of KNOWN_BY are among them."""
         self.steps = Columns(names)
         """Replaced by others when a resume has cut the file."""
         self._storage, self._names, self._end, self._last = storage, names, 0, b""
@@ -145,7 +152,7 @@ class Follower:
         first, end = steps.ends[start - 1] if start else 0, steps.ends[stop - 1]
         data = segments.read(self._storage, first, end)
         found = [line for _, line in metrics.lines_of(data, first, self._storage, start)]
-        if _known(Columns.of(found, ("attempt", "step")), 0) != _known(steps, start, stop):
+        if _known(Columns.of(found, KNOWN_BY), 0) != _known(steps, start, stop):
             raise StorageError("read", f"{self._storage.url}/{METRICS}", "it has been cut")
         return found
 
@@ -155,7 +162,7 @@ class Follower:
         self._take(parts)
         both = min(len(before), len(self.steps))
         same = np.ones(both, bool)
-        for name in ("attempt", "step"):
+        for name in KNOWN_BY:
             same &= before[name][:both] == self.steps[name][:both]
         return both if same.all() else int(np.argmin(same))
 
@@ -176,4 +183,4 @@ class Follower:
 
 
 def _known(steps: Columns, start: int, stop: int | None = None) -> list[list[float]]:
-    return [steps[name][start:stop].tolist() for name in ("attempt", "step")]
+    return [steps[name][start:stop].tolist() for name in KNOWN_BY]

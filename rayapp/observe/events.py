@@ -45,6 +45,9 @@ class Journal:
         last = self._lines.steps.last
         return last["attempt"] if last else 0
 
+    def _kept_attempt(self, lines: int) -> int:
+        return int(self._lines.steps["attempt"][lines - 1]) if lines else 0
+
     @contextmanager
     def command(self, config: RunConfig, began: float) -> Iterator[None]:
         """Record the start of a command, and its end if the block raises."""
@@ -92,6 +95,8 @@ class Journal:
         self._lost_steps += len(lost_s)
         self._lost_s += float(np.nansum(lost_s))
         steps = self._lines.steps
+        if len(lost_s):  # the number of an attempt without lines is used again
+            self._followed = min(self._followed, self._kept_attempt(known - len(lost_s)))
         if self._attempt() > self._followed:
             first = int(np.argmax(steps["attempt"] > self._followed))
             self._followed = self._attempt()

@@ -27,6 +27,7 @@ from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
 FLUSH_S = 5.0
+NEEDED = ("step", "attempt", "time")  # numbers that every line has
 STORED_S = 150.0  # longer than the storage retries a request
 
 logger = logging.getLogger("rayapp.observe.metrics")
@@ -134,12 +135,16 @@ def lines_of(
 
 
 def parsed(text: bytes) -> MetricsLine | None:
-    """Return the line that a text is, None if it is none."""
+    """Return the line that a text is, None if it is none: no JSON object, or without a NEEDED."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return cast(MetricsLine, line) if isinstance(line, dict) else None
+    if not isinstance(line, dict):
+        return None
+    numbers = [line.get(name) for name in NEEDED]
+    known = all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
+    return cast(MetricsLine, line) if known else None
 
 
 class MetricsLog:

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+import yaml
+
+from rayapp.config import parse_yaml
 from rayapp.config.fields import unit_of
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import (
@@ -24,7 +27,15 @@ from rayapp.observe.goodput import (
     commands,
     read_events,
 )
-from rayapp.observe.records import Event, MetricsLine, Plan, RunResult, figure
+from rayapp.observe.records import (
+    Event,
+    MetricsLine,
+    Plan,
+    RunResult,
+    Sections,
+    Validation,
+    figure,
+)
 from rayapp.observe.run_folder import (
     CONFIG,
     EVENTS,
@@ -40,6 +51,7 @@ from rayapp.observe.run_folder import (
     STOP,
     STOPPED,
     STOPPING,
+    VALIDATIONS,
 )
 from rayapp.observe.words import UNKNOWN, clock, formed
 from rayapp.storage import Storage
@@ -211,7 +223,7 @@ def _status(run: Storage, last: list[Event], live: bool) -> tuple[str, str | Non
 def _num_steps(run: Storage) -> int | None:
     """Return the number of steps in a run's plan, None if there is no plan yet."""
     steps = read_plan(run).get("steps")
-    if isinstance(steps, bool) or not isinstance(steps, int | None):
+    if steps is not None and not _is_int(steps):
         raise DamagedEvents(f"{run.url}/{PLAN}", f"steps={steps!r:.40} is no number", REWRITTEN)
     return steps
 
@@ -223,7 +235,51 @@ def read_plan(run: Storage) -> Plan:
 
 def read_result(run: Storage) -> RunResult:
     """Return a run's result, empty if there is none yet; raises DamagedEvents."""
-    return cast(RunResult, read_object(run, RESULT))
+    result = read_object(run, RESULT)
+    if result and not (isinstance(result.get("status"), str) and _is_int(result.get("steps"))):
+        raise DamagedEvents(f"{run.url}/{RESULT}", "it has no status or no steps", REWRITTEN)
+    return cast(RunResult, result)
+
+
+def read_sections(run: Storage) -> Sections | None:
+    """Return a run's config as plain values, unchecked; None if there is no config.yaml yet.
+
+    Raises:
+        DamagedEvents: the file holds no sections.
+    """
+    try:
+        tree = parse_yaml(run.read(CONFIG).decode())
+        why = "it holds no mapping of sections"
+    except FileNotFoundError:
+        return None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        tree, why = None, " ".join(str(error).split())
+    if not isinstance(tree, dict):
+        raise DamagedEvents(f"{run.url}/{CONFIG}", why, "Restore it, or set another run.name")
+    return tree
+
+
+def read_validations(run: Storage) -> list[Validation]:
+    """Return the lines of a run's validation.jsonl, [] if there is none; raises DamagedEvents."""
+    try:
+        data = run.read(VALIDATIONS)
+    except FileNotFoundError:
+        return []
+    found = list[Validation]()
+    for number, text in enumerate(data.splitlines(), 1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if not isinstance(line, dict) or not _is_int(line.get("step")):
+            why = f"line {number} is no JSON object with a step"
+            raise DamagedEvents(f"{run.url}/{VALIDATIONS}", why, "Delete the line")
+        found.append(cast(Validation, line))
+    return found
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def planned_step_s(run: Storage) -> float | None:

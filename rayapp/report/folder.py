@@ -6,7 +6,6 @@ run.status, run.columns["loss"], run.account
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.observe import attempt_logs
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
-from rayapp.observe.goodput import Account, DamagedEvents, commands, read_events
+from rayapp.observe.goodput import Account, commands, read_events
 from rayapp.observe.records import (
     Evaluated,
     Event,
@@ -31,7 +30,7 @@ from rayapp.observe.records import (
     Sections,
     Validation,
 )
-from rayapp.observe.run_folder import CONFIG, VALIDATIONS
+from rayapp.observe.run_folder import CONFIG
 from rayapp.report.curves import NAMES
 from rayapp.storage import Storage
 
@@ -238,7 +237,7 @@ def read(storage: Storage) -> ReportedRun:
         events=events,
         account=now.account if events and now.account.wall_s > 0 else None,
         columns=columns,
-        held=held_out(_evaluated(columns), _validations(storage), current),
+        held=held_out(_evaluated(columns), statuses.read_validations(storage), current),
     )
 
 
@@ -279,21 +278,6 @@ def _evaluated(columns: dict[str, Array]) -> list[Evaluated]:
 
 def _known(value: float) -> float | None:
     return None if np.isnan(value) else value
-
-
-def _validations(storage: Storage) -> list[Validation]:
-    lines = []
-    for number, line in enumerate((_text(storage, VALIDATIONS) or "").splitlines(), 1):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            fix = "Delete the line"
-            why = f"line {number} is no JSON object"
-            raise DamagedEvents(f"{storage.url}/{VALIDATIONS}", why, fix)
-        lines.append(cast(Validation, value))
-    return lines
 
 
 def _text(storage: Storage, name: str) -> str | None:

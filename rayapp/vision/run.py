@@ -27,7 +27,7 @@ def train_classifier(
     `started` is the Unix time in seconds at which the command began, if that was before this call.
 
     Raises:
-        ConfigError: it cannot run as described; nothing has been started.
+        ConfigError: it cannot run as described, or a file in its folder is damaged.
         RunFailed: it failed on the way; running the same again resumes.
         SecretError: a secret that the job refers to cannot be read.
     """
