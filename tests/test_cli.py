@@ -336,13 +336,3 @@ def test_a_damaged_config_or_result_is_one_line(
             assert main(["report", str(run)]) == Exit.REFUSED
             error = capsys.readouterr().err
             assert error.startswith(damaged) and error.count("\n") == 1
-
-
-def test_every_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == Exit.DONE
-    text = capsys.readouterr().out
-    named = re.findall(r"^(\w+) |; +(\w+) ", text, re.MULTILINE)
-    assert set(COMMANDS) <= {one or other for one, other in named}
-    for name in ("finetune", "vision"):
-        assert main([name, "--help"]) == Exit.DONE
-        assert f"python -m rayapp.{name} " in capsys.readouterr().out
