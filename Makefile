@@ -24,19 +24,28 @@ TF = terraform -chdir=infra
 .PHONY: setup finetune vision test test-full test-image check check-infra security bench drills mutations image
 .PHONY: up-base up-ecs up-eks down-base down-ecs down-eks
 
-setup: .venv/.ready
+setup: .venv/.dev
 
 # pip, not uv: it takes a torch wheel that is already on the machine. Pinned, so nothing is resolved.
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
 .venv/.ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing ray, torch, transformers and what else training needs into .venv: one to five minutes, once"
+	@$(INSTALL) -e .
+	@touch $@
+
+.venv/.dev: .venv/.ready
+	@echo "installing what tests and checks need: pytest, mypy, ruff, moto and others"
+	@$(INSTALL) -e '.[dev]'
+	@touch $@
 
 # What only some settings need (4-bit weights, 8-bit moments, fp8, MLflow, W&B) is tested too. Not before: transformers
 # imports torchao where it is there, which without a GPU says so on every start.
-.venv/.optional: .venv/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu,trackers]'
-	touch $@
+.venv/.optional: .venv/.dev
+	@echo "installing bitsandbytes, torchao, mlflow and wandb"
+	@$(INSTALL) -e '.[gpu,trackers]'
+	@touch $@
 
 # The evaluator of IAM policies, which the tests of infra/ ask. Without node they say that it is absent.
 .venv/.judges: tests/iam/package.json tests/iam/package-lock.json
@@ -44,10 +53,10 @@ setup: .venv/.ready
 	mkdir -p .venv/judges && cp $^ .venv/judges && \
 	(cd .venv/judges && npm ci --loglevel=error --no-audit --no-fund --ignore-scripts) && touch $@
 
-finetune: setup
+finetune: .venv/.ready
 	$(BIN)/python -m rayapp.finetune configs/tiny_cpu.yaml $(ARGS)
 
-vision: setup
+vision: .venv/.ready
 	$(BIN)/python -m rayapp.vision configs/vision_cpu.yaml $(ARGS)
 
 test: .venv/.optional
@@ -101,14 +110,14 @@ image:
 	aws ecr get-login-password --region $(REGION) | docker login --username AWS --password-stdin $${url%%/*} && \
 	docker push $$url:$$tag
 
-up-ecs: setup
+up-ecs: .venv/.ready
 	$(BIN)/python -m rayapp render ecs $(CONFIG) --name=$(NAME) --region=$(REGION) --tag=$(TAG) $(RENDER)
 	$(MAKE) up-base image
 	$(TF)/ecs init -input=false
 	$(TF)/ecs apply -var-file=$(CURDIR)/build/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/build/ecs $(ARGS)
 
 # The cluster first, which costs little: nodes only where kubectl reaches it.
-up-eks: setup
+up-eks: .venv/.ready
 	$(BIN)/python -m rayapp render kuberay $(CONFIG) --name=$(NAME) --region=$(REGION) --tag=$(TAG) --api_cidrs=$(API_CIDRS) $(RENDER)
 	$(MAKE) up-base
 	$(TF)/eks init -input=false

@@ -239,7 +239,11 @@ def test_what_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     stopped.train(3)
     stopped.end("stopped")
     off = finished(storage / "off", checkpoint__export="false")
+    shapes = storage / "shapes"
+    shapes.write("config.yaml", b"task: vision\n")
+    shapes.write("model/config.json", b"{}")
     for argv, what in (
+        ([shapes.url], "is no language model: it trains an image classifier"),
         ([str(tmp_path / "none")], "is no run: it has no config.yaml"),
         ([going.run.url], "it is running, at step 3 of 600, and exports at the end. Wait for it"),
         ([stopped.run.url], "it is stopped at step 3"),
