@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE_S
 
@@ -336,6 +336,7 @@ def text_from(lines: Sequence[MetricsLine]) -> bytes:
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6), st.booleans()), max_size=8),
     st.integers(0, 30),
 )
+@example([(0, 1, True), (0, 0, False), (0, 1, True)], 0)
 def test_lines_follow_every_cut_back(
     tmp_path_factory: pytest.TempPathFactory, attempts: list[tuple[int, int, bool]], torn: int
 ) -> None:
