@@ -356,9 +356,9 @@ def test_a_crash_loop_ends_with_the_reason_and_blames_no_rows(folder: Path) -> N
 
 
 @pytest.mark.full
-def test_a_disk_that_becomes_full_leaves_the_reason(folder: Path, tmp_path: Path) -> None:
+def test_a_disk_that_becomes_full_leaves_the_reason(folder: Path) -> None:
     """Once there is room again, the same command goes on."""
-    with small_disk(tmp_path / "disk", 64) as disk:
+    with small_disk(64) as disk:
         drill = Drill(folder, "full", storage=str(disk))
         drill.wait_for_checkpoint(13)
         filler = fill(disk)

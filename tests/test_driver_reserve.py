@@ -31,14 +31,15 @@ from rayapp.observe.status import read
 from rayapp.order import Order
 from rayapp.storage import StorageError, open_storage
 
+pytestmark = pytest.mark.timeout(45)  # a fault here is to wait for ever
 CONFIG: Config = from_dict(
     {"run": {"name": "demo"}, "eval": {"checkpoints": False}, "cluster": {"max_failures": 0}}
 )
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", 4) as folder:
+def disk() -> Iterator[Path]:
+    with small_disk(4) as folder:
         yield folder
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import pytest
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
-    """Mount a tmpfs of this size on a folder; skip the test where that is not permitted."""
-    folder.mkdir()
+def small_disk(mebibytes: int) -> Iterator[Path]:
+    """Mount a tmpfs of this size on a new folder; skip the test where that is not permitted.
+
+    The folder is not below pytest's, which could not be removed if a killed test left the mount.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="disk-"))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True)
@@ -27,6 +31,7 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        folder.rmdir()
 
 
 def fill(folder: Path) -> Path:
