@@ -190,7 +190,8 @@ def load(run: str) -> Loaded:
     adapter = folder.exists(ADAPTER)
     if not adapter and not folder.exists(WHOLE):
         raise ConfigError([_why_none(run, storage)])
-    if _config(storage).get("task") == "vision":
+    task: object = _config(storage).get("task")
+    if task == "vision":
         why = "it trains an image classifier, which writes no text"
         raise ConfigError([f"RUN={run} is no language model: {why}. Give a run of rayapp finetune"])
     import torch
