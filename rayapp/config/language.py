@@ -62,12 +62,17 @@ class Model(Section):
 
 class Data(Section):
     path: Text = "stdlib"
-    """File, glob, folder, s3:// path, hub id, or `stdlib` (Python's own standard library)."""
+    """File, glob, folder, s3:// path, `org/name:config@split#revision` of the hub, or `stdlib`
+    (Python's own standard library)."""
     mixture: Annotated[dict[str, Weight], BeforeValidator(mapping)] = Field(default_factory=dict)
     """Several such paths by weight instead of path, e.g. `{a.jsonl: 3, s3://b/c: 1}`: their shares
     of the rows trained on; needs train.max_steps."""
-    format: Literal["auto", "text", "jsonl", "parquet", "hub"] = "auto"
-    """How the files are read; auto goes by their names."""
+    format: Text = Field(
+        default="auto",
+        pattern=r"^(auto|text|jsonl|json|csv|tsv|parquet|arrow|hub|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+    )
+    """auto, text, jsonl, json (an array), csv, tsv, parquet, arrow, or `mypackage.module:function`,
+    which yields records; auto goes by the files' names and first bytes."""
     kind: Literal["auto", "text", "prompt", "chat"] = "auto"
     """text: `text` column; prompt: `prompt` and `completion`; chat: `messages`, with
     `tools` if there are any."""

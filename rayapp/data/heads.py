@@ -16,6 +16,7 @@ from rayapp.data import sources
 from rayapp.data.chat import said_by
 from rayapp.data.documents import COLUMNS, kind_of, problem_of
 from rayapp.data.prepared import reasons
+from rayapp.data.sources.formats import is_stream
 
 HEAD_FILES, HEAD_RECORDS, HEAD_BYTES = 16, 64, 2**20  # limits of the heads
 HEAD_LIMIT = 0.5  # share of unusable records above which heads are refused
@@ -64,8 +65,10 @@ def _heads(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
     heads: list[sources.Record] = []
     whole = source.format != "parquet" and len(source.files) <= HEAD_FILES
     for file in source.files[:HEAD_FILES]:
+        stream = is_stream(file.name, source.format)
         end = 1 if source.format == "parquet" else min(file.size, HEAD_BYTES)
-        head = sources.Piece(file.name, 0, end, "train", file.size)
+        end = file.size if stream else end
+        head = sources.Piece(file.name, 0, end, "train", file.size, stream)
         found = list(islice(sources.read_piece(source, head), HEAD_RECORDS))
         whole = whole and end == file.size and len(found) < HEAD_RECORDS
         heads += found
@@ -82,7 +85,7 @@ def sample_texts(source: sources.DataSource, kind: str, max_bytes: int) -> Itera
     for place in range(count):
         left = max(max_bytes // count, SAMPLE_BYTES)
         for piece in found[place * len(found) // count].pieces:
-            if source.format in ("text", "jsonl"):
+            if source.format in ("text", "jsonl") and not piece.is_stream:
                 piece = replace(piece, end=min(piece.end, piece.start + left))
             for record in sources.read_piece(source, piece):
                 if record.problem is None and problem_of(record.value, kind) is None:

@@ -17,9 +17,10 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -40,6 +41,8 @@ from rayapp.storage import Storage, open_storage
 
 VERSION = 2  # version of the rows made from a recipe; part of the fingerprint
 BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
+WINDOW_TOKENS = 2**20  # of a stream that are packed at once
+LOST = "lost"
 MAX_ATTEMPTS = 4  # times that preparing a unit may kill its process
 READERS = 16  # unit summaries read at once
 
@@ -124,38 +127,76 @@ def prepare_unit(
 ) -> None:
     """Read, tokenise and pack one unit; write `<split>-<index>.bin`, then `unit-<index>.json`.
 
-    It also writes the documents' hashes. Memory: the bytes and tokens of this unit.
+    It also writes the documents' hashes. Memory: the bytes and tokens of this unit, or of a window
+    of a stream.
+
+    Raises:
+        SourceError: a file is not of its format, so that the rest cannot be read.
     """
     storage = open_storage(url)
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None
     fraction = _fraction(recipe) if origin == "train" else 1.0
-    documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
-    examples: list[tuple[str, str]] = []
+    examples: dict[str, str] = {}
     records = 0
-    for piece, record, document, problem in _documents(recipe, source, unit):
-        records += 1
-        if document is not None:
-            content = content_of(record.value, recipe.kind) if piece.split == "hash" else b""
-            split = "eval" if sources.is_eval(piece, content, fraction) else "train"
-            documents[split].append(document)
-            continue
-        assert problem is not None
-        bad[problem] += 1
-        if len(examples) < MAX_EXAMPLES:
-            examples.append((sources.place_of(source, record.file, record.place), problem))
-    counts, shards = dict[str, Counts](), dict[str, str]()
-    for split in SPLITS:
-        counts[split], data = _pack(documents[split], recipe)
-        if data:
-            shards[split] = f"{split}-{index:05d}.bin"
-            storage.write(shards[split], data)
-    storage.write(_hashes_name(index), _hashes(documents["train"]).tobytes())
+    with ExitStack() as stack:
+        rows = _UnitRows(recipe, storage, index, stack)
+        for piece, record, document, problem in _documents(recipe, source, unit):
+            records += 1
+            if document is not None:
+                content = content_of(record.value, recipe.kind) if piece.split == "hash" else b""
+                split = "eval" if sources.is_eval(piece, content, fraction) else "train"
+                rows.add(split, document, piece.is_stream)
+                continue
+            assert problem is not None
+            bad[problem] += 1
+            if problem not in examples and len(examples) < MAX_EXAMPLES:
+                examples[problem] = sources.place_of(source, record.file, record.place)
+        rows.flush()
+    storage.write(_hashes_name(index), b"".join(rows.hashes))
     summary = UnitSummary(
-        counts=counts, shards=shards, bad=dict(bad), examples=examples, records=records
+        counts={split: summed(counts) for split, counts in rows.counts.items()},
+        shards=rows.shards,
+        bad=dict(bad),
+        examples=[(place, why) for why, place in examples.items()],
+        records=records,
     )
     storage.write(_unit_name(index), json.dumps(summary).encode())
+
+
+class _UnitRows:
+    """The documents of a unit, packed into the rows of its shards."""
+
+    def __init__(self, recipe: RowRecipe, storage: Storage, index: int, stack: ExitStack) -> None:
+        self.recipe, self.storage, self.index, self.stack = recipe, storage, index, stack
+        self.held: dict[str, list[Document]] = {split: [] for split in SPLITS}
+        self.num_tokens = 0
+        self.counts: dict[str, list[Counts]] = {split: [] for split in SPLITS}
+        self.shards: dict[str, str] = {}
+        self.files: dict[str, BinaryIO] = {}
+        self.hashes: list[bytes] = []
+
+    def add(self, split: str, document: Document, in_windows: bool) -> None:
+        """Add a document; a unit of any size, a stream, is packed in windows."""
+        self.held[split].append(document)
+        self.num_tokens += len(document.tokens)
+        if in_windows and self.num_tokens >= WINDOW_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pack and write what is held."""
+        self.hashes.append(_hashes(self.held["train"]).tobytes())
+        for split, documents in self.held.items():
+            counts, data = _pack(documents, self.recipe)
+            self.counts[split].append(counts)
+            if data and split not in self.shards:
+                self.shards[split] = name = f"{split}-{self.index:05d}.bin"
+                self.files[split] = self.stack.enter_context(self.storage.open_write(name))
+            if data:
+                self.files[split].write(data)
+            self.held[split] = []
+        self.num_tokens = 0
 
 
 def _documents(
@@ -266,16 +307,20 @@ def _run_units(
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         if _attempts() >= MAX_ATTEMPTS:  # Ray itself retries without limit
-            return {"index": row["index"], "done": False}
+            return {"index": row["index"], "problem": LOST}
         origin, unit = pickle.loads(row["job"])
-        prepare_unit(light, url, origin, row["index"], unit)
-        return {"index": row["index"], "done": True}
+        try:
+            prepare_unit(light, url, origin, row["index"], unit)
+        except sources.SourceError as error:  # Ray Data would wrap it
+            return {"index": row["index"], "problem": str(error)}
+        return {"index": row["index"], "problem": ""}
 
     items = [{"index": index, "job": pickle.dumps(jobs[index])} for index in missing]
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
     for row in dataset.map(work, concurrency=concurrency).iter_rows():
-        if not row["done"]:
-            raise sources.SourceError(_lost(recipe, *jobs[row["index"]]))
+        if row["problem"]:
+            lost = _lost(recipe, *jobs[row["index"]])
+            raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
         yield int(row["index"])
 
 
@@ -292,7 +337,9 @@ def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None
     first = unit.pieces[0]
-    if source.format in ("text", "jsonl"):
+    if first.is_stream:
+        place = f"{source.root}/{first.file}"
+    elif source.format in ("text", "jsonl"):
         place = f"{source.root}/{first.file} bytes {first.start} to {first.end}"
     elif source.format == "parquet":
         place = f"{source.root}/{first.file} row group {first.start}"
@@ -308,13 +355,14 @@ def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
 def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Prepared:
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
-    examples: list[tuple[str, str]] = []
+    examples: dict[str, str] = {}
     for unit in units:
         for split in SPLITS:
             if split in unit["shards"]:
                 shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
         bad.update(unit["bad"])
-        examples += unit["examples"][: MAX_EXAMPLES - len(examples)]
+        for place, why in unit["examples"]:
+            examples.setdefault(why, place)
     hashes = (storage.read(_hashes_name(index)) for index in range(len(units)))
     duplicates = duplicate_share(np.frombuffer(data, np.uint64) for data in hashes)
     return Prepared(
@@ -325,7 +373,7 @@ def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Pre
         shards=shards,
         counts={s: summed(unit["counts"][s] for unit in units) for s in SPLITS},
         bad=dict(bad),
-        examples=examples,
+        examples=[(place, why) for why, place in examples.items()][:MAX_EXAMPLES],
         records=sum(unit["records"] for unit in units),
         duplicates=duplicates,
     )

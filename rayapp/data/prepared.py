@@ -22,7 +22,8 @@ from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")
 OF_MIXTURES = ("sizes", "weights", "sources")  # fields that no manifest has
-MAX_EXAMPLES = 5
+MAX_EXAMPLES = 16  # reasons whose first record is named
+MAX_REASONS = 5  # reasons in one line
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
 
 
@@ -39,7 +40,7 @@ class Prepared:
     bad: dict[str, int]
     """Unusable records by reason."""
     examples: list[tuple[str, str]]
-    """(place, reason) of the first few unusable records."""
+    """(place, reason) of the first record of each reason."""
     records: int
     duplicates: float
     """Share of the training documents that repeat an earlier one, 0-1."""
@@ -95,7 +96,7 @@ def reasons(bad: Mapping[str, int], examples: Sequence[tuple[str, str]]) -> str:
     places = {why: place for place, why in reversed(examples)}
     shown = [
         f"{places.get(why, 'a record')} {why}" + (f" (and {count - 1:,} more alike)" * (count > 1))
-        for why, count in Counter(bad).most_common(MAX_EXAMPLES)
+        for why, count in Counter(bad).most_common(MAX_REASONS)
     ]
     if len(bad) > len(shown):
         shown.append(f"{len(bad) - len(shown)} other reasons")

@@ -43,7 +43,7 @@ class DataReport(TypedDict, total=False):
     bad: dict[str, int]
     """Unusable records by reason."""
     examples: list[tuple[str, str]]
-    """(place, reason) of the first few unusable records."""
+    """(place, reason) of the first record of each reason."""
     duplicates: float
     """Share of the training documents or images that repeat an earlier one, 0-1."""
 

@@ -184,7 +184,9 @@ def _source(
     except (sources.SourceError, StorageError) as error:
         text = str(error)
         problems.append(
-            text if text.startswith("data.path=") else f"data.path={path} is not readable: {text}"
+            text
+            if text.startswith(("data.path=", "data.format="))
+            else f"data.path={path} is not readable: {text}"
         )
         problems[-1] = problems[-1].replace("data.path=", f"{field}=", 1)
         return None, kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from rayapp.config import Config
-from rayapp.data.prepared import Prepared
+from rayapp.data.prepared import Prepared, reasons
 from rayapp.driver.display import plain
 from rayapp.order import Order
 from rayapp.planner.trained import random_weights
@@ -60,10 +60,9 @@ def plan(
             f"{passes:.2f} epochs"
         )
     if report["bad"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report["bad"].items())
         lines["bad rows"] = (
-            f"{sum(report['bad'].values()):,} of {report['records']:,}: {reasons}; "
-            f"e.g. {report['examples'][0][0]}"
+            f"{sum(report['bad'].values()):,} of {report['records']:,}: "
+            f"{reasons(report['bad'], report['examples'])}"
         )
     for label, text in lines.items():
         console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
