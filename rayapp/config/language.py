@@ -74,8 +74,10 @@ class Data(Section):
     """auto, text, jsonl, json (an array), csv, tsv, parquet, arrow, or `mypackage.module:function`,
     which yields records; auto goes by the files' names and first bytes."""
     kind: Literal["auto", "text", "prompt", "chat"] = "auto"
-    """text: `text` column; prompt: `prompt` and `completion`; chat: `messages`, with
-    `tools` if there are any."""
+    """What is made of a record: text, prompt and completion, or chat; auto goes by its columns
+    (docs/data.md lists the shapes)."""
+    columns: Annotated[dict[str, Text], BeforeValidator(mapping)] = Field(default_factory=dict)
+    """Your columns by the names of known ones, e.g. `{question: problem, answer: solution}`."""
     seq_len: int = Field(default=512, ge=8, le=1_048_576)
     """Tokens in a row."""
     pack: bool = True

@@ -20,9 +20,8 @@ import numpy as np
 
 from rayapp.data.chat import SPEAKING, ChatTemplate, said_by, tools_of
 from rayapp.data.packing import Document
+from rayapp.data.shapes import COLUMNS
 from rayapp.data.tokens import token_bytes
-
-COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
 
 MAX_ENCODED = 2**20  # most characters encoded in one call
 CUT_REACH = 64 * 2**10  # characters that are searched for a line end to cut at
@@ -30,14 +29,6 @@ LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Made: TypeAlias = tuple[Document | None, str | None]  # (document, None) or (None, problem)
-
-
-def kind_of(columns: Mapping[str, Any]) -> str | None:
-    """Return the first of chat, prompt, text whose columns all exist, or None."""
-    for kind in ("chat", "prompt", "text"):
-        if all(name in columns for name in COLUMNS[kind]):
-            return kind
-    return None
 
 
 def content_of(value: Any, kind: str) -> bytes:
@@ -83,6 +74,8 @@ def _problem_of_chat(chat: Mapping[str, Any]) -> str | None:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return "has a message without role and content"
+        if message.get("weight") not in (None, 0, 1):
+            return "has a message with a weight that is neither 0 nor 1"
         if problem := _problem_of_content(message):
             return problem
     try:
@@ -94,7 +87,10 @@ def _problem_of_chat(chat: Mapping[str, Any]) -> str | None:
     kwargs = chat.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         return "has 'chat_template_kwargs' that are not an object"
-    return None if any(m["role"] == "assistant" for m in messages) else "has no assistant message"
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if answers and all(message.get("weight") == 0 for message in answers):
+        return "has no assistant message with a weight above 0"
+    return None if answers else "has no assistant message"
 
 
 def _problem_of_content(message: Mapping[str, Any]) -> str | None:

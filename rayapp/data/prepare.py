@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, BinaryIO
 
@@ -36,6 +36,7 @@ from rayapp.data.prepared import (
     load,
 )
 from rayapp.data.report import Counts, UnitSummary, summed
+from rayapp.data.shapes import read_records
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
@@ -61,10 +62,13 @@ class RowRecipe:
     pack: bool
     truncate: bool
     eval_fraction: float
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The user's columns by the names of known ones."""
 
     def parts(self) -> dict[str, object]:
         """Return the named parts of the fingerprint: if any changes, the data set is another."""
-        return {
+        parts: dict[str, object] = {"columns": dict(self.columns)} if self.columns else {}
+        return parts | {
             "files": self.source.digest(),
             "eval_files": self.eval_source.digest() if self.eval_source else None,
             "format": self.source.format,
@@ -204,7 +208,11 @@ def _documents(
 ) -> Iterator[tuple[sources.Piece, sources.Record, Document | None, str | None]]:
     """Yield every record of a unit in order, with its document or its problem."""
     renderer = _renderer(recipe.tokenizer_url, recipe.kind)
-    records = ((p, record) for p in unit.pieces for record in sources.read_piece(source, p))
+    records = (
+        (piece, record)
+        for piece in unit.pieces
+        for record in read_records(source, piece, recipe.kind, recipe.columns)
+    )
     for batch in _batches(records):
         values = [record.value for _, record in batch if record.problem is None]
         made = iter(renderer.documents(values))

@@ -51,6 +51,7 @@ def prepare(
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
     show.plan(console, config, prepared, order, parameters, trainable)
+    show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
     phases.end("plan")
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
 
@@ -76,7 +77,10 @@ def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, 
             weights = sum(entry.weight for entry in ready.inputs)
             texts = itertools.chain.from_iterable(
                 heads.sample_texts(
-                    entry.source, entry.kind, int(TOKENIZER_SAMPLE_BYTES * entry.weight / weights)
+                    entry.source,
+                    entry.kind,
+                    int(TOKENIZER_SAMPLE_BYTES * entry.weight / weights),
+                    config.data.columns,
                 )
                 for entry in ready.inputs
             )
@@ -116,6 +120,7 @@ def prepare_rows(
                 pack=data.pack,
                 truncate=data.truncate,
                 eval_fraction=0.0 if data.eval_path else data.eval_fraction,
+                columns=data.columns,
             )
             task = progress.add_task(f"preparing {entry.path}", total=entry.source.num_bytes)
             show = partial(_show, progress, task)

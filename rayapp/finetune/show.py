@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 
 from rayapp.config import Config
@@ -68,6 +70,19 @@ def plan(
         console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
         if label == "model" and (warning := random_weights(config)):
             console.print(f"{'':14} [yellow]{plain(warning)}[/yellow]", soft_wrap=True)
+
+
+def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
+    """Print which columns of each source nothing is made of."""
+    for path, names in columns.items():
+        if names:
+            console.print(
+                f"[bold]{'not used':14}[/bold] "
+                f"[yellow]{plain(path)} has columns that are left out: {plain(', '.join(names))}"
+                "[/yellow]",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def lengths(counts: dict[str, int]) -> str:
