@@ -9,6 +9,7 @@ SEQUENCE, BIJECTION, SHARES, DIGEST = (
 )
 PACKING, DATA_ROWS, STREAM = (f"rayapp/data/{name}.py" for name in ("packing", "rows", "stream"))
 CHAT, DOCUMENTS, PREPARE = (f"rayapp/data/{name}.py" for name in ("chat", "documents", "prepare"))
+RECIPE = "rayapp/data/recipe.py"
 READING = "rayapp/data/sources/reading.py"
 OF_ORDER = "tests/test_order.py -k 'not evenly and not well'"
 OF_PREPARE = "tests/test_data_prepare.py -k 'every_document or copies or each_part or truncated'"
@@ -194,7 +195,7 @@ ROWS = (
     ),
     Mutation(
         "fingerprint-lacks-a-part",
-        PREPARE,
+        RECIPE,
         '            "truncate": self.truncate,\n',
         "",
         OF_PREPARE,

@@ -24,11 +24,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
-from rayapp.data import prepare, sources, tokens
+from rayapp.data import prepare, sources, tokens, unit_rows
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
-from rayapp.data.prepare import RowRecipe
 from rayapp.data.prepared import Prepared
+from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting
 from rayapp.storage import Storage, open_storage
@@ -452,10 +452,10 @@ def test_a_stream_is_packed_in_windows_and_keeps_every_document(
         "a.csv": "".join(["text\n", *(f'"{value["text"]}"\n' for value in values)]).encode(),
     }[name]
     (tmp_path / name).write_bytes(data)
-    monkeypatch.setattr(prepare, "WINDOW_TOKENS", 250)
+    monkeypatch.setattr(unit_rows, "WINDOW_TOKENS", 250)
     packed = []
-    pack = prepare._pack
-    monkeypatch.setattr(prepare, "_pack", lambda *a: (packed.append(len(a[0])), pack(*a))[1])
+    pack = unit_rows._pack
+    monkeypatch.setattr(unit_rows, "_pack", lambda *a: (packed.append(len(a[0])), pack(*a))[1])
     recipe = replace(recipe, source=sources.find(str(tmp_path / name)))
     prepared = here(recipe, tmp_path / "out")
     assert len(jobs_of(recipe)) == 1 and len(packed) > 8 and max(packed) < 60

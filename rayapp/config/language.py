@@ -78,6 +78,11 @@ class Data(Section):
     (docs/data.md lists the shapes)."""
     columns: Annotated[dict[str, Text], BeforeValidator(mapping)] = Field(default_factory=dict)
     """Your columns by the names of known ones, e.g. `{question: problem, answer: solution}`."""
+    chat_template: OptionalStr = None
+    """Jinja file (or s3://) or `chatml` in place of the tokenizer's own, exported too; `training`:
+    trl's training variant of the tokenizer's, for the rows alone (extra `chat`)."""
+    reasoning: Literal["train", "mask", "drop"] = "train"
+    """The assistant's reasoning: bears loss, is read without loss, or is left out."""
     seq_len: int = Field(default=512, ge=8, le=1_048_576)
     """Tokens in a row."""
     pack: bool = True
@@ -176,6 +181,7 @@ class Config(RunConfig):
     LOCAL: ClassVar[tuple[str, ...]] = (
         "data.path",
         "data.eval_path",
+        "data.chat_template",
         "model.path",
         "model.tokenizer",
     )

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rayapp.data.chat import SPEAKING, ChatTemplate, said_by, tools_of
+from rayapp.data.chat import SPEAKING, ChatTemplate
+from rayapp.data.messages import said_by, tools_of
 from rayapp.data.packing import Document
 from rayapp.data.shapes import COLUMNS
 from rayapp.data.tokens import token_bytes
@@ -28,7 +29,8 @@ CUT_REACH = 64 * 2**10  # characters that are searched for a line end to cut at
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
-Made: TypeAlias = tuple[Document | None, str | None]  # (document, None) or (None, problem)
+# (document, None or a note on what it lacks), or (None, problem)
+Made: TypeAlias = tuple[Document | None, str | None]
 
 
 def content_of(value: Any, kind: str) -> bytes:
@@ -144,12 +146,14 @@ def parts_of(text: str) -> Iterator[str]:
 class Renderer:
     """Make documents of one kind with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, kind: str) -> None:
+    def __init__(
+        self, tokenizer: Any, kind: str, template: str = "", reasoning: str = "train"
+    ) -> None:
         self.tokenizer, self.kind = tokenizer, kind
         self.bytes_of = token_bytes(tokenizer)
         self.end = tokenizer.eos_token_id
         self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
-        self.chats = ChatTemplate(tokenizer) if kind == "chat" else None
+        self.chats = ChatTemplate(tokenizer, template, reasoning) if kind == "chat" else None
         if tokenizer.is_fast:  # a tokenizer.json may ask for them
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
@@ -160,7 +164,7 @@ class Renderer:
             )
 
     def document(self, value: Any) -> Made:
-        """Return (document, None) or (None, problem); an empty text gives an empty document."""
+        """Return (document, note) or (None, problem); an empty text gives an empty document."""
         (made,) = self.documents([value])
         return made
 
@@ -257,20 +261,20 @@ class Renderer:
     def _chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:
         assert self.chats is not None
         rendered = self.chats.render(chats)
-        texts = [text for text, _, problem in rendered if problem is None]
+        texts = [text for text, _, _ in rendered if text]
         encode = self.tokenizer.backend_tokenizer.encode_batch
         encoded = iter(encode(texts, add_special_tokens=False))
         documents: list[Made] = []
-        for _, spans, problem in rendered:
-            if problem is not None:
-                documents.append((None, problem))
+        for text, spans, note in rendered:
+            if not text:
+                documents.append((None, note))
                 continue
             encoding = next(encoded)
             tokens = np.asarray(encoding.ids, np.int32)
             loss = np.zeros(len(tokens), bool)
             for first, last in spans:
                 loss[_tokens_of(encoding, len(tokens), first, last)] = True
-            documents.append((Document(tokens, loss, self.bytes_of[tokens]), None))
+            documents.append((Document(tokens, loss, self.bytes_of[tokens]), note))
         return documents
 
 

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Any
 
 from rayapp.data import shapes, sources
-from rayapp.data.chat import said_by
 from rayapp.data.documents import problem_of
+from rayapp.data.messages import said_by
 from rayapp.data.prepared import reasons
 from rayapp.data.sources.formats import is_stream
 

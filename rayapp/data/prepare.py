@@ -11,22 +11,21 @@ prepare at once write the same bytes. The manifest, which names every shard, is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from rayapp.data import sources, tokens
 from rayapp.data.documents import Renderer, content_of
-from rayapp.data.packing import Document, pack, row_dtype
+from rayapp.data.packing import Document, row_dtype
 from rayapp.data.prepared import (
     MAX_EXAMPLES,
     OF_MIXTURES,
@@ -35,57 +34,16 @@ from rayapp.data.prepared import (
     duplicate_share,
     load,
 )
-from rayapp.data.report import Counts, UnitSummary, summed
+from rayapp.data.recipe import RowRecipe
+from rayapp.data.report import UnitSummary, summed
 from rayapp.data.shapes import read_records
-from rayapp.order import fingerprint
+from rayapp.data.unit_rows import UnitRows
 from rayapp.storage import Storage, open_storage
 
-VERSION = 2  # version of the rows made from a recipe; part of the fingerprint
 BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
-WINDOW_TOKENS = 2**20  # of a stream that are packed at once
 LOST = "lost"
 MAX_ATTEMPTS = 4  # times that preparing a unit may kill its process
 READERS = 16  # unit summaries read at once
-
-
-@dataclass(frozen=True)
-class RowRecipe:
-    """Everything that determines the rows of a data set."""
-
-    source: sources.DataSource
-    eval_source: sources.DataSource | None
-    kind: str
-    tokenizer_url: str
-    tokenizer_digest: str
-    pad_id: int
-    seq_len: int
-    pack: bool
-    truncate: bool
-    eval_fraction: float
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """The user's columns by the names of known ones."""
-
-    def parts(self) -> dict[str, object]:
-        """Return the named parts of the fingerprint: if any changes, the data set is another."""
-        parts: dict[str, object] = {"columns": dict(self.columns)} if self.columns else {}
-        return parts | {
-            "files": self.source.digest(),
-            "eval_files": self.eval_source.digest() if self.eval_source else None,
-            "format": self.source.format,
-            "kind": self.kind,
-            "tokenizer": self.tokenizer_digest,
-            "pad_id": self.pad_id,
-            "seq_len": self.seq_len,
-            "pack": self.pack,
-            "truncate": self.truncate,
-            "eval_fraction": self.eval_fraction,
-            "version": VERSION,
-        }
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits of `parts()`."""
-        return fingerprint(self.parts())
 
 
 def prepare(
@@ -142,16 +100,18 @@ def prepare_unit(
     assert source is not None
     fraction = _fraction(recipe) if origin == "train" else 1.0
     bad: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     examples: dict[str, str] = {}
     records = 0
     with ExitStack() as stack:
-        rows = _UnitRows(recipe, storage, index, stack)
+        rows = UnitRows(recipe, storage, index, stack)
         for piece, record, document, problem in _documents(recipe, source, unit):
             records += 1
             if document is not None:
                 content = content_of(record.value, recipe.kind) if piece.split == "hash" else b""
                 split = "eval" if sources.is_eval(piece, content, fraction) else "train"
                 rows.add(split, document, piece.is_stream)
+                notes.update([problem] if problem else [])
                 continue
             assert problem is not None
             bad[problem] += 1
@@ -165,49 +125,16 @@ def prepare_unit(
         bad=dict(bad),
         examples=[(place, why) for why, place in examples.items()],
         records=records,
+        notes=dict(notes),
     )
     storage.write(_unit_name(index), json.dumps(summary).encode())
-
-
-class _UnitRows:
-    """The documents of a unit, packed into the rows of its shards."""
-
-    def __init__(self, recipe: RowRecipe, storage: Storage, index: int, stack: ExitStack) -> None:
-        self.recipe, self.storage, self.index, self.stack = recipe, storage, index, stack
-        self.held: dict[str, list[Document]] = {split: [] for split in SPLITS}
-        self.num_tokens = 0
-        self.counts: dict[str, list[Counts]] = {split: [] for split in SPLITS}
-        self.shards: dict[str, str] = {}
-        self.files: dict[str, BinaryIO] = {}
-        self.hashes: list[bytes] = []
-
-    def add(self, split: str, document: Document, in_windows: bool) -> None:
-        """Add a document; a unit of any size, a stream, is packed in windows."""
-        self.held[split].append(document)
-        self.num_tokens += len(document.tokens)
-        if in_windows and self.num_tokens >= WINDOW_TOKENS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Pack and write what is held."""
-        self.hashes.append(_hashes(self.held["train"]).tobytes())
-        for split, documents in self.held.items():
-            counts, data = _pack(documents, self.recipe)
-            self.counts[split].append(counts)
-            if data and split not in self.shards:
-                self.shards[split] = name = f"{split}-{self.index:05d}.bin"
-                self.files[split] = self.stack.enter_context(self.storage.open_write(name))
-            if data:
-                self.files[split].write(data)
-            self.held[split] = []
-        self.num_tokens = 0
 
 
 def _documents(
     recipe: RowRecipe, source: sources.DataSource, unit: sources.ReadUnit
 ) -> Iterator[tuple[sources.Piece, sources.Record, Document | None, str | None]]:
-    """Yield every record of a unit in order, with its document or its problem."""
-    renderer = _renderer(recipe.tokenizer_url, recipe.kind)
+    """Yield every record of a unit in order, with its document and a note, or its problem."""
+    renderer = _renderer(recipe.tokenizer_url, recipe.kind, recipe.template, recipe.reasoning)
     records = (
         (piece, record)
         for piece in unit.pieces
@@ -259,39 +186,9 @@ def _hashes_name(index: int) -> str:
     return f"hashes-{index:05d}.bin"
 
 
-def _hashes(documents: list[Document]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return a 64-bit hash of each document's tokens: [d]."""
-    digests = (hashlib.blake2b(d.tokens.tobytes(), digest_size=8).digest() for d in documents)
-    return np.frombuffer(b"".join(digests), np.uint64)
-
-
 @lru_cache(maxsize=2)
-def _renderer(tokenizer_url: str, kind: str) -> Renderer:
-    return Renderer(tokens.load_tokenizer(tokenizer_url), kind)
-
-
-def _pack(documents: list[Document], recipe: RowRecipe) -> tuple[Counts, bytes]:
-    packed = pack(
-        documents,
-        recipe.seq_len,
-        pad_id=recipe.pad_id,
-        best_fit=recipe.pack,
-        truncate=recipe.truncate,
-    )
-    lengths = Counter(f"2^{len(d.tokens).bit_length() - 1}" for d in documents if len(d.tokens))
-    counts = Counts(
-        documents=packed.num_documents,
-        empty=packed.num_empty,
-        split=packed.num_split,
-        truncated=packed.num_truncated,
-        cut_tokens=packed.cut_tokens,
-        tokens=packed.num_tokens,
-        target_tokens=packed.num_target_tokens,
-        target_bytes=int(packed.rows["target_bytes"].sum(dtype=np.int64)),
-        rows=len(packed.rows),
-        lengths=dict(lengths),
-    )
-    return counts, packed.rows.tobytes()
+def _renderer(tokenizer_url: str, kind: str, template: str, reasoning: str) -> Renderer:
+    return Renderer(tokens.load_tokenizer(tokenizer_url), kind, template, reasoning)
 
 
 def _run_units(
@@ -363,12 +260,14 @@ def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
 def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Prepared:
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for unit in units:
         for split in SPLITS:
             if split in unit["shards"]:
                 shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
         bad.update(unit["bad"])
+        notes.update(unit.get("notes", {}))
         for place, why in unit["examples"]:
             examples.setdefault(why, place)
     hashes = (storage.read(_hashes_name(index)) for index in range(len(units)))
@@ -384,6 +283,7 @@ def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Pre
         examples=[(place, why) for why, place in examples.items()][:MAX_EXAMPLES],
         records=sum(unit["records"] for unit in units),
         duplicates=duplicates,
+        notes=dict(notes),
     )
 
 

@@ -49,6 +49,8 @@ class Prepared:
     weights: tuple[float, ...] = ()
     sources: dict[str, DataReport] = field(default_factory=dict)
     """The report of each source of a mixture, by its path."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """Records that are used, but of which something is left out, by what it is."""
 
     def rows(self, split: str) -> TokenRows:
         """Open the rows of `train` or `eval`."""
@@ -82,6 +84,8 @@ class Prepared:
             bad=self.bad,
             examples=self.examples,
         )
+        if self.notes:
+            report["notes"] = self.notes
         if self.sources:
             report["sources"] = self.sources
         return report
@@ -125,10 +129,12 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
     """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     parts = dict(sorted(parts.items()))  # so that the order in the config does not matter
     names: dict[str, object] = {"weights": dict(weights)}
     for path, part in parts.items():
         bad.update(part.bad)
+        notes.update(part.notes)
         names |= {f"{path} {name}": value for name, value in part.parts.items()}
         for split in SPLITS:
             shards[split] += [(f"{part.fingerprint}/{n}", rows) for n, rows in part.shards[split]]
@@ -148,6 +154,7 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         sizes=tuple(part.num_rows("train") for part in parts.values()),
         weights=tuple(weights[path] for path in parts),
         sources={path: part.report() for path, part in parts.items()},
+        notes=dict(notes),
     )
 
 

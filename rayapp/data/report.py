@@ -33,6 +33,8 @@ class UnitSummary(TypedDict):
     bad: dict[str, int]
     examples: list[tuple[str, str]]
     records: int
+    notes: dict[str, int]
+    """Records that are used, but of which something is left out, by what it is."""
 
 
 class DataReport(TypedDict, total=False):
@@ -44,6 +46,8 @@ class DataReport(TypedDict, total=False):
     """Unusable records by reason."""
     examples: list[tuple[str, str]]
     """(place, reason) of the first record of each reason."""
+    notes: dict[str, int]
+    """Records that are used, but of which something is left out, by what it is."""
     duplicates: float
     """Share of the training documents or images that repeat an earlier one, 0-1."""
 

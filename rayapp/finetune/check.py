@@ -14,7 +14,7 @@ from typing import Any
 
 from rayapp import model, planner
 from rayapp.config import Config, ConfigError
-from rayapp.data import heads, shapes, sources, tokens
+from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.driver import checks, command
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
@@ -46,6 +46,8 @@ class CheckedLanguageRun(command.CheckedRun):
     model: model.ModelSource
     tokenizer: Any
     """None if it is still to be made: trained on the data, or of bytes."""
+    template: str = ""
+    """The chat template that data.chat_template names."""
 
 
 def absolute(config: Config) -> Config:
@@ -56,6 +58,7 @@ def absolute(config: Config) -> Config:
             "path": local(config.data.path),
             "mixture": {str(local(path)): share for path, share in config.data.mixture.items()},
             "eval_path": local(config.data.eval_path),
+            "chat_template": _absolute_template(config.data.chat_template),
         }
     )
     model_section = config.model.model_copy(
@@ -64,6 +67,10 @@ def absolute(config: Config) -> Config:
     return config.model_copy(
         update={"run": checks.absolute_run(config.run), "data": data, "model": model_section}
     )
+
+
+def _absolute_template(name: str | None) -> str | None:
+    return name if name in (templates.CHATML, templates.TRAINING) else checks.absolute_path(name)
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLanguageRun:
@@ -79,6 +86,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     inputs = _inputs(config, problems)
     kinds = {entry.kind for entry in inputs}
     base, tokenizer = _model(config, kinds, problems)
+    template = _template(config, tokenizer, problems)
     if problems:
         raise ConfigError(problems)
     assert inputs and base is not None
@@ -88,7 +96,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     if problem := plan_problem(config, base, tokenizer):
         raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name
-    return CheckedLanguageRun(config, run, inputs, base, tokenizer)
+    return CheckedLanguageRun(config, run, inputs, base, tokenizer, template)
 
 
 def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
@@ -233,10 +241,24 @@ def _model(
         return base, None
     if problem := vocabulary_problem(config, base, tokenizer):
         problems.append(problem)
-    if "chat" in kinds and not tokenizer.chat_template:
+    if "chat" in kinds and not tokenizer.chat_template and not config.data.chat_template:
         problems.append(
             f"data.kind=chat is without a template: {named or config.model.path} "
-            "has no chat_template. Set model.tokenizer to one that has one, or use prompt "
-            "and completion"
+            "has no chat_template. Set model.tokenizer to one that has one, data.chat_template, or "
+            "data.kind=prompt if the records can be prompts"
         )
     return base, tokenizer
+
+
+def _template(config: Config, tokenizer: Any, problems: list[str]) -> str:
+    """Return the chat template that data.chat_template names."""
+    name = config.data.chat_template
+    if name is None or problems:
+        return ""
+    try:
+        return templates.template_of(name, tokenizer)
+    except (templates.TemplateError, StorageError, UnicodeDecodeError) as error:
+        text = str(error)
+        named = text.startswith("data.chat_template=")
+        problems.append(text if named else f"data.chat_template={name} is not readable: {text}")
+        return ""

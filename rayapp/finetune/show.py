@@ -66,6 +66,8 @@ def plan(
             f"{sum(report['bad'].values()):,} of {report['records']:,}: "
             f"{reasons(report['bad'], report['examples'])}"
         )
+    if notes := report.get("notes"):
+        lines["left out"] = "; ".join(f"{count:,} {what}" for what, count in notes.items())
     for label, text in lines.items():
         console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
         if label == "model" and (warning := random_weights(config)):
