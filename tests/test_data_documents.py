@@ -127,6 +127,11 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
         ({"text": 3}, "text", "has a 'text' that is not text"),
         ({"prompt": "x", "completion": None}, "prompt", "has a 'completion' that is not text"),
         (
+            {"prompt": "[{'role': 'user', 'content': 'x'}]", "completion": "y"},
+            "prompt",
+            "has a 'prompt' that is a list of messages written as text",
+        ),
+        (
             {"text": "half \ud83d"},
             "text",
             "has text that is not Unicode (half of a surrogate pair)",

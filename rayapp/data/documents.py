@@ -24,6 +24,7 @@ from rayapp.data.packing import Document
 from rayapp.data.shapes import COLUMNS
 from rayapp.data.tokens import token_bytes
 
+AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]\s*:")  # as a cell of CSV may hold
 MAX_ENCODED = 2**20  # most characters encoded in one call
 CUT_REACH = 64 * 2**10  # characters that are searched for a line end to cut at
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
@@ -56,6 +57,8 @@ def problem_of(value: Any, kind: str) -> str | None:
         if kind != "chat":
             if not isinstance(value[name], str):
                 return f"has a {name!r} that is not text"
+            if kind == "prompt" and AS_TEXT.match(value[name]):
+                return f"has a {name!r} that is a list of messages written as text"
             if problem := _problem_of_text(value[name]):
                 return problem
     return _problem_of_chat(value) if kind == "chat" else None
