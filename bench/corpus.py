@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rayapp.data import sources
-from rayapp.data.prepare import RowRecipe
+from rayapp.data.recipe import RowRecipe
 from rayapp.data.tokens import load_tokenizer, tokenizer_digest, train_bpe
 
 VOCABULARY = 20_000

@@ -9,6 +9,7 @@ SEQUENCE, BIJECTION, SHARES, DIGEST = (
 )
 PACKING, DATA_ROWS, STREAM = (f"rayapp/data/{name}.py" for name in ("packing", "rows", "stream"))
 CHAT, DOCUMENTS, PREPARE = (f"rayapp/data/{name}.py" for name in ("chat", "documents", "prepare"))
+RECIPE = "rayapp/data/recipe.py"
 READING = "rayapp/data/sources/reading.py"
 S3_CLIENT = "rayapp/storage/s3_client.py"
 OF_INPUTS = "tests/test_storage_inputs.py -k 'moto and (version or just_written)'"
@@ -196,7 +197,7 @@ ROWS = (
     ),
     Mutation(
         "fingerprint-lacks-a-part",
-        PREPARE,
+        RECIPE,
         '            "truncate": self.truncate,\n',
         "",
         OF_PREPARE,

@@ -17,7 +17,14 @@ from transformers import PreTrainedTokenizerFast
 from rayapp.data.chat import ChatTemplate
 from rayapp.data.documents import Renderer
 from rayapp.data.packing import Document
-from rayapp.data.tokens import CHAT_TEMPLATE, load_tokenizer, save_tokenizer, train_bpe
+from rayapp.data.tokens import (
+    CHAT_TEMPLATE,
+    FIRST_TEMPLATE,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_digest,
+    train_bpe,
+)
 from rayapp.storage import open_storage
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -46,6 +53,7 @@ MISTRAL = (  # no generation prompt, strict about turns
     "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
+MARKED = FIRST_TEMPLATE.replace("'role'", '"role"')  # marks, and writes neither tools nor calls
 HEADERS = (  # writes the header of the assistant's turn only with the turn
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 )
@@ -187,14 +195,28 @@ def test_a_mark_that_ends_in_a_blank_does_not_spill_over() -> None:
     assert re.sub(r"\s+", " ", said).strip() == re.sub(r"\s+", " ", " ".join(SAID))
 
 
-def test_a_template_that_is_not_prefix_stable_is_named() -> None:
+def test_a_template_that_is_not_prefix_stable_trains_what_it_writes_of_the_whole_chat() -> None:
     tokenizer = tokenizer_with(LAST_ONLY)
-    document, problem = Renderer(tokenizer, "chat").document({"messages": TURNS})
-    assert document is None
-    assert problem is not None
-    assert problem.startswith("renders differently when it grows")
-    assert "Set model.tokenizer to" in problem and "{% generation %}" in problem
+    text, said = rendered(tokenizer, TURNS)
+    assert text == tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert said == f"{SAID[0]}<|im_end|><think>\n\n</think>\n\n{SAID[1]}<|im_end|>"
     assert rendered(tokenizer, TURNS[:2])[1] == f"<think>\n\n</think>\n\n{SAID[0]}<|im_end|>"
+
+
+@pytest.mark.parametrize("doubled", [True, False])
+def test_what_cannot_be_told_apart_is_named(doubled: bool) -> None:
+    """The template changes the words where the chat goes on, or gives an answer no header."""
+    change = (
+        "{{ m['content'] | upper if not loop.last and m['role'] == 'assistant' else m['content'] }}"
+    )
+    template = LAST_ONLY.replace("{{ m['content'] }}", change if doubled else "{{ m['content'] }}")
+    template = (
+        template if doubled else template.replace("assistant\n{% endif %}", "other\n{% endif %}")
+    )
+    document, problem = Renderer(tokenizer_with(template), "chat").document({"messages": TURNS})
+    assert document is None and problem is not None
+    assert problem.startswith("renders differently when it grows")
+    assert "Set data.chat_template=training, or to a file that marks it with {% gen" in problem
 
 
 def test_a_refusal_of_the_template_is_a_problem_of_the_record_and_not_a_crash() -> None:
@@ -306,7 +328,7 @@ def test_keyword_arguments_of_the_record_reach_the_template() -> None:
     assert text.startswith("short\n<|im_start|>user") and text.count("short") == 1
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, CHATML, LLAMA], ids=["own", "chatml", "llama"])
+@pytest.mark.parametrize("template", [MARKED, CHATML, LLAMA], ids=["marked", "chatml", "llama"])
 def test_what_a_template_leaves_out_is_a_problem_of_the_record(template: str) -> None:
     """The words are those of other fields, which these templates do not write."""
     answer = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
@@ -326,22 +348,107 @@ def test_what_a_template_leaves_out_is_a_problem_of_the_record(template: str) ->
     }
     for name, (text, problem) in found.items():
         assert not text and problem.startswith(ends[name]), (name, text, problem)
-        assert "the chat template leaves out. Set model.tokenizer to" in problem
+        assert "the chat template leaves out. Set data.chat_template=training" in problem
     empty = [TURNS[0], {"role": "assistant", "content": ""}]
     assert made(template, messages=empty)[0], "an answer that is meant to be empty"
     both = [TURNS[0], {**TURNS[1], "reasoning_content": "Hm."}]
-    assert made(template, messages=both)[0], "reasoning beside an answer may be left out"
+    _, note = Renderer(tokenizer_with(template), "chat").document({"messages": both})
+    assert note == "has reasoning that the chat template leaves out"
+    assert made(template, messages=both) == made(template, messages=[TURNS[0], TURNS[1]])
 
 
-def test_a_template_that_takes_content_as_parts_only_trains_no_empty_answer() -> None:
+def test_a_template_that_takes_content_as_parts_only_gets_parts() -> None:
     template = CHATML.replace(
         "{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}"
     )
-    assert made(template, messages=TURNS)[1].startswith("has an assistant message, which the chat")
+    assert made(template, messages=TURNS) == made(CHATML, messages=TURNS)
+
+
+def test_our_own_template_writes_tools_calls_and_reasoning() -> None:
+    both = {**CALLING[3], "reasoning_content": "It shines."}
+    beside = {**CALLING[1], "content": "Let me see."}
+    text, said = made(CHAT_TEMPLATE, messages=[SYSTEM, *CALLING[:3], both], tools=[TOOL])
+    call = '<tool_call>\n{"name": "weather", "arguments": {"in": "Rome"}}\n</tool_call>'
+    assert said == f"{call}<|im_end|><think>\nIt shines.\n</think>\n\nSun.<|im_end|>"
+    assert text.startswith(
+        "<|im_start|>system\nBe brief.\n\nYou may call these functions:\n<tools>\n{"
+    )
+    assert text.count("<|im_start|>system") == 1 and text.count("Be brief.") == 1
+    assert made(CHAT_TEMPLATE, messages=[TURNS[0], beside])[1] == f"Let me see.\n{call}<|im_end|>"
+    for messages in (TURNS, [SYSTEM, *TURNS]):
+        assert made(CHAT_TEMPLATE, messages=messages) == made(FIRST_TEMPLATE, messages=messages)
+    old, new = (tokenizer_with(each) for each in (FIRST_TEMPLATE, CHAT_TEMPLATE))
+    assert tokenizer_digest(old) == tokenizer_digest(new), "plain chats have the rows they had"
+    assert tokenizer_digest(tokenizer_with(CHATML)) != tokenizer_digest(new)
+
+
+# ---- Weights and reasoning ---------------------------------------------------------------------
+
+PHI = CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+SPLIT = CHAT_TEMPLATE.replace(
+    "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
+).replace(
+    "{{ message['content'] or '' }}",
+    "{% endgeneration %}{% generation %}{{ message['content'] or '' }}",
+)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, CHATML, LAST_ONLY, PHI, SPLIT])
+def test_an_answer_of_weight_0_bears_no_loss(template: str) -> None:
+    weighed: list[Any] = [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[2], {**TURNS[3], "weight": 1}]
+    plain, whole = made(template, messages=TURNS)
+    text, said = made(template, messages=weighed)
+    assert text == plain and SAID[0] not in said and SAID[1] in said
+    assert whole.endswith(said) and 0 < len(said) < len(whole)
+
+
+THINKING = (  # as Qwen3, but of every turn
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] %}<think>\n{{ m['reasoning_content'] }}\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, THINKING], ids=["marked", "prefix"])
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "content"])
+def test_reasoning_bears_loss_or_is_read_or_left_out(template: str, field: str) -> None:
+    answer: dict[str, Any] = {**TURNS[1], field: "Two and two."}
+    if field == "content":
+        answer["content"] = f"<think>\nTwo and two.\n</think>\n\n{SAID[0]}"
+    chat = {"messages": [TURNS[0], answer, *TURNS[2:]]}
+    found = {}
+    for reasoning in ("train", "mask", "drop"):
+        tokenizer = tokenizer_with(template)
+        document, note = Renderer(tokenizer, "chat", reasoning=reasoning).document(chat)
+        assert document is not None and note is None
+        found[reasoning] = (str(tokenizer.decode(document.tokens)), masked(tokenizer, document))
+    answers = "".join(f"{text}<|im_end|>" for text in SAID)
+    assert found["train"][1] == f"<think>\nTwo and two.\n</think>\n\n{answers}"
+    assert found["mask"] == (found["train"][0], answers)
+    assert found["drop"][1] == answers and "Two and two." not in found["drop"][0]
+
+
+def test_reasoning_before_a_call_is_masked_up_to_the_call() -> None:
+    calling = [TURNS[0], {**CALLING[1], "reasoning": "Ask."}, *CALLING[2:]]
+    tokenizer = tokenizer_with(THINKING)
+    document, _ = Renderer(tokenizer, "chat", reasoning="mask").document({"messages": calling})
+    assert document is not None and masked(tokenizer, document).startswith("<tool_call>{")
+
+
+def test_words_beside_a_call_that_are_left_out_are_noted() -> None:
+    template = HERMES.replace(
+        "{{ m['content'] }}", "{% if not m['tool_calls'] %}{{ m['content'] }}{% endif %}"
+    )
+    chat = {"messages": [TURNS[0], {**CALLING[1], "content": "Let me see."}, *CALLING[2:]]}
+    document, note = Renderer(tokenizer_with(template), "chat").document(chat)
+    assert document is not None
+    assert note == "has words beside tool calls that the chat template leaves out"
 
 
 def test_one_chat_that_loses_something_leaves_the_others_of_its_batch_alone() -> None:
-    renderer = Renderer(tokenizer_with(CHAT_TEMPLATE), "chat")
+    renderer = Renderer(tokenizer_with(MARKED), "chat")
     (one, _), (two, problem), (three, _) = renderer.documents(
         [{"messages": TURNS}, {"messages": CALLING}, {"messages": TURNS[:2]}]
     )

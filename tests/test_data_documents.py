@@ -12,7 +12,7 @@ from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, 
 from transformers import PreTrainedTokenizerFast
 
 from rayapp.data import documents
-from rayapp.data.documents import Renderer, kind_of, problem_of
+from rayapp.data.documents import Renderer, problem_of
 
 
 @pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
@@ -127,6 +127,11 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
         ({"text": 3}, "text", "has a 'text' that is not text"),
         ({"prompt": "x", "completion": None}, "prompt", "has a 'completion' that is not text"),
         (
+            {"prompt": "[{'role': 'user', 'content': 'x'}]", "completion": "y"},
+            "prompt",
+            "has a 'prompt' that is a list of messages written as text",
+        ),
+        (
             {"text": "half \ud83d"},
             "text",
             "has text that is not Unicode (half of a surrogate pair)",
@@ -162,6 +167,16 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
             "has 'chat_template_kwargs' that are not an object",
         ),
         (
+            {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
+            "chat",
+            "has a message with a weight that is neither 0 nor 1",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "weight": 0}]},
+            "chat",
+            "has no assistant message with a weight above 0",
+        ),
+        (
             {"messages": [{"role": "assistant", "content": "\udc00"}]},
             "chat",
             "has text that is not Unicode (half of a surrogate pair)",
@@ -171,9 +186,3 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
 def test_problems_are_named(value: Any, kind: str, words: str) -> None:
     assert problem_of(value, kind) == words
     assert Renderer(bpe(), kind).document(value) == (None, words)
-
-
-def test_the_kind_follows_from_the_columns() -> None:
-    assert kind_of({"messages": [], "text": ""}) == "chat"
-    assert kind_of({"prompt": "", "completion": "", "id": 1}) == "prompt"
-    assert kind_of({"text": ""}) == "text" and kind_of({"prompt": ""}) is None

@@ -23,41 +23,53 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heads_tell_the_kind_and_what_is_wrong(tmp_path: Path) -> None:
     for kind in ("text", "prompt", "chat"):
         source = write_jsonl(tmp_path / f"{kind}.jsonl", [VALUES[kind](n) for n in range(30)])
-        assert heads.problems(str(source.root), source, "auto", 0.0) == (kind, [])
-        assert heads.problems(str(source.root), source, kind, 0.0) == (kind, [])
-    kind, (message,) = heads.problems("given.jsonl", source, "prompt", 0.5)
-    assert kind == "prompt"
+        assert heads.look(str(source.root), source, "auto", 0.0) == heads.SourceHead(kind, (), [])
+        assert heads.look(str(source.root), source, kind, 0.0) == heads.SourceHead(kind, (), [])
+    head = heads.look("given.jsonl", source, "prompt", 0.5)
+    (message,) = head.problems
+    assert head.kind == "prompt"
     assert message == (
         "data.path=given.jsonl is unusable in 30 of the first 30 records: "
         f"{tmp_path}/chat.jsonl:1 has no column 'prompt' (it has 'messages') (and 29 more alike). "
-        "Mend them, set data.kind, or allow more with data.bad_rows"
+        "Correct them, set data.kind or data.columns, or allow more with data.bad_rows"
     )
 
 
-def test_a_head_is_refused_if_most_of_it_is_bad_and_a_whole_file_by_data_bad_rows(
+def test_data_bad_rows_decides_and_a_head_is_refused_only_if_nothing_is_usable(
     tmp_path: Path,
 ) -> None:
     def refused(bad: int, records: int, limit: float) -> bool:
         values = [{"words": "x"}] * bad + [VALUES["text"](n) for n in range(records - bad)]
         source = write_jsonl(tmp_path / "a.jsonl", values)
-        return bool(heads.problems("a.jsonl", source, "text", limit)[1])
+        return bool(heads.look("a.jsonl", source, "text", limit).problems)
 
-    assert not refused(1, 10_000, 0.01) and not refused(32, 10_000, 0.01)
-    assert refused(33, 10_000, 0.01) and not refused(33, 10_000, 0.6)
+    assert not refused(1, 10_000, 0.01) and not refused(63, 10_000, 0.01)
+    assert not refused(64, 10_000, 0.01), "those further on are usable"
+    assert refused(10_000, 10_000, 0.01) and refused(10_000, 10_000, 0.9)
+    assert not refused(10_000, 10_000, 1.0)
     assert refused(1, 10_000, 0.0), "no bad record is allowed, and one was seen"
     assert refused(1, 10, 0.01) and not refused(1, 10, 0.1), "the head is the whole file"
+
+
+def test_columns_that_are_not_used_are_told(tmp_path: Path) -> None:
+    rows = [{"text": "x", "id": 1}, {"text": "y", "source": None}, {"text": "z", "lang": "en"}]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert heads.look("a.jsonl", source, "auto", 0.0).unused == ("id", "lang")
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "lang": "en", "id": 1}] * 3)
+    head = heads.look("a.jsonl", source, "auto", 0.0, {"completion": "text", "prompt": "lang"})
+    assert head == heads.SourceHead("prompt", ("id",), [])
 
 
 def test_heads_of_parquet_and_of_nothing(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"text": "x"}] * 3), tmp_path / "a.parquet")
     source = sources.find(str(tmp_path / "a.parquet"))
-    assert heads.problems(str(source.root), source, "auto", 0.0) == ("text", [])
+    assert heads.look(str(source.root), source, "auto", 0.0) == heads.SourceHead("text", (), [])
     pq.ParquetWriter(tmp_path / "b.parquet", pa.schema([("text", pa.string())])).close()
     for path, content in (("b.parquet", None), ("c.jsonl", "\n\n")):
         if content:
             (tmp_path / path).write_text(content)
         source = sources.find(str(tmp_path / path))
-        _, (message,) = heads.problems(str(source.root), source, "auto", 0.0)
+        (message,) = heads.look(str(source.root), source, "auto", 0.0).problems
         assert "is empty: there is no record in its files" in message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -23,11 +24,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
-from rayapp.data import prepare, sources, tokens
+from rayapp.data import prepare, sources, tokens, unit_rows
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
-from rayapp.data.prepare import RowRecipe
 from rayapp.data.prepared import Prepared
+from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting
 from rayapp.storage import Storage, open_storage
@@ -439,6 +440,50 @@ def test_memory_is_that_of_one_unit(
     assert peak(slice(7)) < 1.25 * peak(slice(2))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.csv"])
+def test_a_stream_is_packed_in_windows_and_keeps_every_document(
+    recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    values = [VALUES["text"](n) for n in range(90)]
+    lines = "".join(json.dumps(value) + "\n" for value in values)
+    data = {
+        "a.jsonl.gz": gzip.compress(lines.encode()),
+        "a.json": json.dumps(values).encode(),
+        "a.csv": "".join(["text\n", *(f'"{value["text"]}"\n' for value in values)]).encode(),
+    }[name]
+    (tmp_path / name).write_bytes(data)
+    monkeypatch.setattr(unit_rows, "WINDOW_TOKENS", 250)
+    packed = []
+    pack = unit_rows._pack
+    monkeypatch.setattr(unit_rows, "_pack", lambda *a: (packed.append(len(a[0])), pack(*a))[1])
+    recipe = replace(recipe, source=sources.find(str(tmp_path / name)))
+    prepared = here(recipe, tmp_path / "out")
+    assert len(jobs_of(recipe)) == 1 and len(packed) > 8 and max(packed) < 60
+    found = {
+        piece
+        for split in ("train", "eval")
+        for piece in segments_of(prepared.rows(split).read(np.arange(prepared.num_rows(split))))
+    }
+    documents = expected_documents(recipe)
+    assert found == {p for each in documents.values() for d in each for p in pieces_of(d, False)}
+    for split, each in documents.items():
+        assert prepared.counts[split]["documents"] == len(each) > 2
+    assert prepared.records == 90 and 0 < prepared.duplicates < 0.2  # the empty texts
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_file_that_breaks_off_ends_the_preparation_by_name(
+    recipe: RowRecipe, tmp_path: Path
+) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "x"},\n{"text": "y"')
+    broken = replace(recipe, source=sources.find(str(tmp_path / "a.json")))
+    with pytest.raises(sources.SourceError) as caught:
+        prepare.prepare(broken, open_storage(str(tmp_path / "out")))
+    assert str(caught.value) == (
+        f"{tmp_path}/a.json is not a JSON array: Expecting ',' delimiter at line 2"
+    )
+
+
 def test_large_records_are_tokenised_few_at_a_time(
     recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,7 +580,7 @@ def test_bad_records_are_counted_by_reason_with_places(recipe: RowRecipe, tmp_pa
         "has no column 'text' (it has 'words')": 4,
         "has text that is not Unicode (half of a surrogate pair)": 1,
     }
-    assert [place for place, _ in prepared.examples] == [f"{path}:{n}" for n in (4, 18, 19, 41, 42)]
+    assert [place for place, _ in prepared.examples] == [f"{path}:{n}" for n in (4, 18, 19, 59)]
     assert prepared.examples[1][1] == "is not a JSON object" and prepared.records == 60
     assert prepared.bad_share == 7 / 60
     made = prepared.counts["train"]["documents"] + prepared.counts["eval"]["documents"]

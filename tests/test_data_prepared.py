@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from test_data_prepare import VALUES, here, small_units, tokenizer_url, write_jsonl  # noqa: F401
 
 from rayapp.data import tokens
-from rayapp.data.prepare import RowRecipe
 from rayapp.data.prepared import duplicate_share, mixed
+from rayapp.data.recipe import RowRecipe
 from rayapp.order import Order
 from rayapp.storage import open_storage
 

@@ -6,6 +6,7 @@ import json
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -118,35 +119,39 @@ def test_stdlib_is_the_standard_library_without_its_tests() -> None:
 @pytest.mark.parametrize(
     ("files", "path", "format", "words"),
     [
-        ({"a.txt": b"x", "b.jsonl": b"{}"}, "", "auto", "is mixed: it holds jsonl, text. Set data"),
-        ({"a.xml": b"x", "b.xml": b"x"}, "", "auto", "is of no known kind: it holds a.xml"),
-        ({".DS_Store": b"x"}, "", "auto", "is of no known kind: it holds .DS_Store"),
+        (
+            {"a.txt": b"x", "b.jsonl": b"{}"},
+            "",
+            "auto",
+            "is mixed: it holds jsonl, text. Set data.format",
+        ),
+        ({"a.xml": b"x", "b.xml": b"x"}, "", "auto", "is of no known kind: a.xml is none"),
+        ({".DS_Store": b"x"}, "", "auto", "is of no known kind: .DS_Store is"),
         ({"a.txt": b"x"}, "/b.txt", "auto", "is missing: there is no such file, folder or match"),
         ({"a.txt": b"x"}, "/*.md", "auto", "is missing"),
         ({"a.txt": b"", "b.txt": b""}, "", "auto", "is empty: its 2 files hold 0 bytes"),
         ({"part-0": b"{}", "part-1": b"{}"}, "", "jsonl", "is without jsonl files: it holds 2"),
-        ({"a.csv": b"q,a"}, "/a.csv", "auto", "is CSV: a.csv would be raw text. Convert it to"),
-        ({"a.TSV": b"q\ta"}, "/a.TSV", "auto", "is TSV: a.TSV would be raw text"),
-        ({"a.html": b"<p>"}, "/a.html", "auto", "is of no known kind: it holds a.html"),
-        ({"part-0": b"{}"}, "/part-0", "auto", "is of no known kind: it holds part-0"),
-        ({"a.csv": b"q,a", "README.md": b"x"}, "", "auto", "is CSV: a.csv would be raw text"),
-        ({"a.csv": b"q,a"}, "/*.csv", "auto", "is CSV: a.csv"),
-        ({"a.jsonl.gz": b"\x1f"}, "/a.jsonl.gz", "auto", "is compressed with gzip: a.jsonl.gz"),
-        ({"a.jsonl.gz": b"\x1f"}, "/a.jsonl.gz", "jsonl", "is compressed with gzip: a.jsonl.gz"),
-        ({"a.txt.zst": b"x", "b.txt": b"x"}, "", "auto", "is compressed with Zstandard: a.txt.zst"),
+        ({"a.html": b"<p>"}, "/a.html", "auto", "is of no known kind: a.html is none"),
+        ({"part-0": b"words"}, "/part-0", "auto", "is of no known kind: part-0 is none of text,"),
+        ({"a.csv": b"q,a", "README.md": b"x"}, "", "auto", "is mixed: it holds csv, text."),
+        ({"a.zip": b"PK"}, "/a.zip", "auto", "is a ZIP archive: a.zip is not read. Unpack it"),
+        ({"a.jsonl.bz2": b"BZ"}, "", "jsonl", "is compressed with bzip2: a.jsonl.bz2 is not read"),
+        ({"a.xlsx": b"PK", "b.txt": b"x"}, "", "auto", "is an Excel workbook: a.xlsx"),
         (
-            {"state.json": b"{}", "dataset_info.json": b"{}", "data-00000-of-00001.arrow": b"x"},
+            {"a.parquet": b"words"},
+            "/a.parquet",
+            "auto",
+            "is not readable: a.parquet is not Parquet, as its",
+        ),
+        (
+            {"dataset_dict.json": b"{}", "train/state.json": b"{}", "test/state.json": b"{}"},
             "",
             "auto",
-            "is Arrow: data-00000-of-00001.arrow is what datasets' save_to_disk writes",
+            "is a set of splits: it holds test, train. Set data.path=",
         ),
-        (
-            {"a.json": b'[{"text": "x"}]'},
-            "/a.json",
-            "auto",
-            "is a JSON array: a.json begins with [",
-        ),
-        ({"a.json": b'\n [\n {"text": "x"}\n]'}, "", "jsonl", "is a JSON array: a.json begins"),
+        ({"a.json": b'\n [\n {"text": "x"}\n]'}, "", "jsonl", "is a JSON array: a.json is not"),
+        ({"a.json": b'{"text": "x"}'}, "", "json", "is jsonl: a.json is not json. Set data.format"),
+        ({"a.jsonl": b"{}", "b.json": b"[]"}, "", "auto", "is mixed: it holds json, jsonl."),
     ],
 )
 def test_refusals(
@@ -176,13 +181,42 @@ def test_the_format_set_by_the_user_decides(put: Callable[[dict[str, bytes]], st
         assert sources.find(f"{url}/{name}", "text").format == "text", name
 
 
-def test_hub_ids_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def at_commit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """Have the hub's client answer with a commit; return what it is asked."""
+    asked: list[tuple[str, str | None]] = []
+
+    def info(self: object, name: str, revision: str | None = None) -> object:
+        asked.append((name, revision))
+        return SimpleNamespace(sha=f"commit of {revision or 'main'}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    return asked
+
+
+def test_hub_ids_are_told_from_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_commit: list[tuple[str, str | None]],
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("teknium/OpenHermes-2.5", "org/name_200k"):
-        assert sources.find(name) == DataSource(name, "hub", ())
+    for name in (
+        "teknium/OpenHermes-2.5",
+        "org/name_200k",
+        "allenai/c4:en@train",
+    ):
+        assert sources.find(name) == DataSource(name, "hub", (), "commit of main")
     (tmp_path / "data").mkdir()
-    for name in ("data/train", "org/train.jsonl", "a/b/c", "missing"):
+    for name in ("data/train", "org/train.jsonl", "a/b.jsonl.gz", "a/b.zip", "a/b/c", "missing"):
         assert "is missing" in refusal(name)
+
+
+def test_the_hubs_commit_is_in_the_digest(at_commit: list[tuple[str, str | None]]) -> None:
+    first = sources.find("org/name:en@test")
+    other = sources.find("org/name:en@test#v2")
+    assert at_commit == [("org/name", None), ("org/name", "v2")]
+    assert other.version == "commit of v2" and first.digest() != other.digest()
+    assert sources.find("org/name#" + "a" * 40).version == "a" * 40 and len(at_commit) == 2
 
 
 def test_digest_follows_content_and_not_the_root(
@@ -398,13 +432,15 @@ def test_parquet_row_groups(
 
 
 def test_a_file_that_is_not_parquet_is_named(put: Callable[[dict[str, bytes]], str]) -> None:
-    source = sources.find(put({"a.parquet": b"not parquet at all"}))
+    source = sources.find(put({"a.parquet": b"PAR1 and nothing else"}))
     with pytest.raises(SourceError, match=r"corpus/a\.parquet is not Parquet: "):
         sources.units(source, 0.0)
 
 
 def test_hub_shards_through_datasets_streaming(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_commit: list[tuple[str, str | None]],
 ) -> None:
     """There is no hub here: `_hub_dataset` gives a real streaming data set of local files."""
     import datasets
@@ -415,8 +451,8 @@ def test_hub_shards_through_datasets_streaming(
         path.write_text("".join(f'{{"text": "s{shard} r{row}"}}\n' for row in range(4)))
         files.append(str(path))
 
-    def local(name: str) -> object:
-        assert name == "org/name"
+    def local(name: str, commit: str) -> object:
+        assert (name, commit) == ("org/name", "commit of main")
         return datasets.load_dataset(
             "json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "c")
         )
@@ -438,7 +474,9 @@ def test_a_hub_id_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SourceError, match=r"data\.path=org/no-such is not to be had from the hub"):
-        sources.units(sources.find("org/no-such"), 0.0)
+        sources.find("org/no-such")
+    with pytest.raises(SourceError, match=r"data\.path=org/no-such\S+ is not to be had from the"):
+        sources.units(sources.find("org/no-such#" + "a" * 40), 0.0)
 
 
 # ---- Holding out -------------------------------------------------------------------------------

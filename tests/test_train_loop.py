@@ -30,6 +30,7 @@ from rayapp import model
 from rayapp.config import Config, from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared
+from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps
 from rayapp.finetune.trainer import mfu_of
 from rayapp.observe import metrics
@@ -100,7 +101,7 @@ def config_of(folder: Path, name: str, **train: Any) -> Config:
 def prepared_of(config: Config, folder: Path) -> Prepared:
     """Prepare in this process: Ray Data has its own tests."""
     source = sources.find(config.data.path)
-    recipe = prepare.RowRecipe(
+    recipe = RowRecipe(
         source=source,
         eval_source=None,
         kind="text",

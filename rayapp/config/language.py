@@ -62,15 +62,27 @@ class Model(Section):
 
 class Data(Section):
     path: Text = "stdlib"
-    """File, glob, folder, s3:// path, hub id, or `stdlib` (Python's own standard library)."""
+    """File, glob, folder, s3:// path, `org/name:config@split#revision` of the hub, or `stdlib`
+    (Python's own standard library)."""
     mixture: Annotated[dict[str, Weight], BeforeValidator(mapping)] = Field(default_factory=dict)
     """Several such paths by weight instead of path, e.g. `{a.jsonl: 3, s3://b/c: 1}`: their shares
     of the rows trained on; needs train.max_steps."""
-    format: Literal["auto", "text", "jsonl", "parquet", "hub"] = "auto"
-    """How the files are read; auto goes by their names."""
+    format: Text = Field(
+        default="auto",
+        pattern=r"^(auto|text|jsonl|json|csv|tsv|parquet|arrow|hub|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+    )
+    """auto, text, jsonl, json (an array), csv, tsv, parquet, arrow, or `mypackage.module:function`,
+    which yields records; auto goes by the files' names and first bytes."""
     kind: Literal["auto", "text", "prompt", "chat"] = "auto"
-    """text: `text` column; prompt: `prompt` and `completion`; chat: `messages`, with
-    `tools` if there are any."""
+    """What is made of a record: text, prompt and completion, or chat; auto goes by its columns
+    (docs/data.md lists the shapes)."""
+    columns: Annotated[dict[str, Text], BeforeValidator(mapping)] = Field(default_factory=dict)
+    """Your columns by the names of known ones, e.g. `{question: problem, answer: solution}`."""
+    chat_template: OptionalStr = None
+    """Jinja file (or s3://) or `chatml` in place of the tokenizer's own, exported too; `training`:
+    trl's training variant of the tokenizer's, for the rows alone (extra `chat`)."""
+    reasoning: Literal["train", "mask", "drop"] = "train"
+    """The assistant's reasoning: bears loss, is read without loss, or is left out."""
     seq_len: int = Field(default=512, ge=8, le=1_048_576)
     """Tokens in a row."""
     pack: bool = True
@@ -170,6 +182,7 @@ class Config(RunConfig):
     LOCAL: ClassVar[tuple[str, ...]] = (
         "data.path",
         "data.eval_path",
+        "data.chat_template",
         "model.path",
         "model.tokenizer",
     )

@@ -163,6 +163,7 @@ _WHY = {  # type of pydantic's error, or field -> reason
     "model_attributes_type": "it must be a mapping of fields",
     "dict_type": "it must be a mapping such as {name: value}",
     "run.name": "it must be letters, digits, '.', '_' or '-', 63 at most, a letter or digit first",
+    "data.format": "it must be one of these, or module:function",
     "cluster.workers": "it must be N or MIN:MAX",
 }
 

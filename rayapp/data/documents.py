@@ -18,26 +18,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rayapp.data.chat import SPEAKING, ChatTemplate, said_by, tools_of
+from rayapp.data.chat import SPEAKING, ChatTemplate
+from rayapp.data.messages import said_by, tools_of
 from rayapp.data.packing import Document
+from rayapp.data.shapes import COLUMNS
 from rayapp.data.tokens import token_bytes
 
-COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
-
+AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]\s*:")  # as a cell of CSV may hold
 MAX_ENCODED = 2**20  # most characters encoded in one call
 CUT_REACH = 64 * 2**10  # characters that are searched for a line end to cut at
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
-Made: TypeAlias = tuple[Document | None, str | None]  # (document, None) or (None, problem)
-
-
-def kind_of(columns: Mapping[str, Any]) -> str | None:
-    """Return the first of chat, prompt, text whose columns all exist, or None."""
-    for kind in ("chat", "prompt", "text"):
-        if all(name in columns for name in COLUMNS[kind]):
-            return kind
-    return None
+# (document, None or a note on what it lacks), or (None, problem)
+Made: TypeAlias = tuple[Document | None, str | None]
 
 
 def content_of(value: Any, kind: str) -> bytes:
@@ -63,6 +57,8 @@ def problem_of(value: Any, kind: str) -> str | None:
         if kind != "chat":
             if not isinstance(value[name], str):
                 return f"has a {name!r} that is not text"
+            if kind == "prompt" and AS_TEXT.match(value[name]):
+                return f"has a {name!r} that is a list of messages written as text"
             if problem := _problem_of_text(value[name]):
                 return problem
     return _problem_of_chat(value) if kind == "chat" else None
@@ -83,6 +79,8 @@ def _problem_of_chat(chat: Mapping[str, Any]) -> str | None:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return "has a message without role and content"
+        if message.get("weight") not in (None, 0, 1):
+            return "has a message with a weight that is neither 0 nor 1"
         if problem := _problem_of_content(message):
             return problem
     try:
@@ -94,7 +92,10 @@ def _problem_of_chat(chat: Mapping[str, Any]) -> str | None:
     kwargs = chat.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         return "has 'chat_template_kwargs' that are not an object"
-    return None if any(m["role"] == "assistant" for m in messages) else "has no assistant message"
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if answers and all(message.get("weight") == 0 for message in answers):
+        return "has no assistant message with a weight above 0"
+    return None if answers else "has no assistant message"
 
 
 def _problem_of_content(message: Mapping[str, Any]) -> str | None:
@@ -148,12 +149,14 @@ def parts_of(text: str) -> Iterator[str]:
 class Renderer:
     """Make documents of one kind with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, kind: str) -> None:
+    def __init__(
+        self, tokenizer: Any, kind: str, template: str = "", reasoning: str = "train"
+    ) -> None:
         self.tokenizer, self.kind = tokenizer, kind
         self.bytes_of = token_bytes(tokenizer)
         self.end = tokenizer.eos_token_id
         self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
-        self.chats = ChatTemplate(tokenizer) if kind == "chat" else None
+        self.chats = ChatTemplate(tokenizer, template, reasoning) if kind == "chat" else None
         if tokenizer.is_fast:  # a tokenizer.json may ask for them
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
@@ -164,7 +167,7 @@ class Renderer:
             )
 
     def document(self, value: Any) -> Made:
-        """Return (document, None) or (None, problem); an empty text gives an empty document."""
+        """Return (document, note) or (None, problem); an empty text gives an empty document."""
         (made,) = self.documents([value])
         return made
 
@@ -261,20 +264,20 @@ class Renderer:
     def _chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:
         assert self.chats is not None
         rendered = self.chats.render(chats)
-        texts = [text for text, _, problem in rendered if problem is None]
+        texts = [text for text, _, _ in rendered if text]
         encode = self.tokenizer.backend_tokenizer.encode_batch
         encoded = iter(encode(texts, add_special_tokens=False))
         documents: list[Made] = []
-        for _, spans, problem in rendered:
-            if problem is not None:
-                documents.append((None, problem))
+        for text, spans, note in rendered:
+            if not text:
+                documents.append((None, note))
                 continue
             encoding = next(encoded)
             tokens = np.asarray(encoding.ids, np.int32)
             loss = np.zeros(len(tokens), bool)
             for first, last in spans:
                 loss[_tokens_of(encoding, len(tokens), first, last)] = True
-            documents.append((Document(tokens, loss, self.bytes_of[tokens]), None))
+            documents.append((Document(tokens, loss, self.bytes_of[tokens]), note))
         return documents
 
 

@@ -1,59 +1,106 @@
 """Read the heads of a source before it is prepared: find its kind and problems, or a sample.
 
-kind, wrong = problems("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
-texts = sample_texts(source, kind, 16 * 2**20)
+head = look("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
+texts = sample_texts(source, head.kind, 16 * 2**20)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from rayapp.data import sources
-from rayapp.data.chat import said_by
-from rayapp.data.documents import COLUMNS, kind_of, problem_of
+from rayapp.data import shapes, sources
+from rayapp.data.documents import problem_of
+from rayapp.data.messages import said_by
 from rayapp.data.prepared import reasons
+from rayapp.data.sources.formats import is_stream
 
 HEAD_FILES, HEAD_RECORDS, HEAD_BYTES = 16, 64, 2**20  # limits of the heads
-HEAD_LIMIT = 0.5  # share of unusable records above which heads are refused
+SPREAD_PIECES, SPREAD_RECORDS = 16, 4  # looked at where no record of the heads is usable
+NO_COLUMNS: Mapping[str, str] = {}
 SAMPLE_BYTES = 64 * 2**10  # least bytes to sample from a unit
 
 
-def problems(
-    path: str, source: sources.DataSource, kind: str, limit: float
-) -> tuple[str, list[str]]:
-    """Read the head of a few files; return the kind (resolved from `auto`) and the problems.
+@dataclass(frozen=True)
+class SourceHead:
+    """What the first records of a source tell."""
 
-    A head is the first 64 records of a file's first piece, for up to 16 files, so that a wrong
-    column or a broken file is reported before anything starts. Heads are refused if more than half
-    of their records are unusable (or more than `limit`, if that is larger); `limit` itself applies
-    if the heads are all the data, or if it is 0. Other data are judged after preparing.
+    kind: str
+    """text, prompt or chat."""
+    unused: tuple[str, ...]
+    """Columns that nothing is made of."""
+    problems: list[str]
+
+
+def look(
+    path: str,
+    source: sources.DataSource,
+    kind: str,
+    limit: float,
+    columns: Mapping[str, str] = NO_COLUMNS,
+) -> SourceHead:
+    """Read the head of a few files, and tell the kind (resolved from `auto`) and the problems.
+
+    A head is the first 64 records of a file's first piece, for up to 16 files. `limit` decides if
+    the heads are all the data, or if it is 0. Other data are refused here only if no record of the
+    heads is usable, and none of a few that are spread over the files; so that a wrong column is
+    reported before anything starts, and else `limit` decides after preparing.
     """
     heads, whole = _heads(source)
+    rows = [shapes.renamed(record.value, columns) for record in heads if record.problem is None]
     if kind == "auto":
-        kinds = Counter(
-            "text" if isinstance(r.value, str) else kind_of(r.value)
-            for r in heads
-            if r.problem is None
-        )
+        kinds = Counter("text" if isinstance(row, str) else shapes.kind_of(row) for row in rows)
         kind = next((k for k, _ in kinds.most_common(1) if k), "text")
-    bad = [(r, r.problem or problem_of(r.value, kind)) for r in heads]
-    wrong = [(record, why) for record, why in bad if why]
     if not heads:
-        return kind, [f"data.path={path} is empty: there is no record in its files"]
-    allowed = limit if whole or not limit else max(limit, HEAD_LIMIT)
-    if len(wrong) <= allowed * len(heads):
-        return kind, []
+        return SourceHead(kind, (), [f"data.path={path} is empty: there is no record in its files"])
+    unused = dict.fromkeys(name for row in rows for name in shapes.unused(row, kind))
+    wrong = _wrong(heads, kind, columns)
+    refused = len(wrong) > limit * len(heads) if whole or not limit else len(wrong) == len(heads)
+    if refused and limit and not whole:
+        spread = _spread(source)
+        refused = limit < 1 and len(_wrong(spread, kind, columns)) == len(spread)
+    if not refused:
+        return SourceHead(kind, tuple(unused), [])
     firsts = {why: record for record, why in reversed(wrong)}
     examples = [(sources.place_of(source, r.file, r.place), why) for why, r in firsts.items()]
-    return kind, [
+    problem = (
         f"data.path={path} is unusable in {len(wrong)} of the first {len(heads)} records: "
-        f"{reasons(Counter(why for _, why in wrong), examples)}. Mend them, set data.kind, or "
-        "allow more with data.bad_rows"
+        f"{reasons(Counter(why for _, why in wrong), examples)}. Correct them, set data.kind or "
+        "data.columns, or allow more with data.bad_rows"
+    )
+    return SourceHead(kind, tuple(unused), [problem])
+
+
+def _wrong(
+    records: list[sources.Record], kind: str, columns: Mapping[str, str]
+) -> list[tuple[sources.Record, str]]:
+    """Return the unusable records, each with the reason."""
+    made = [shapes.standardised(record, kind, columns) for record in records]
+    found = [(record, record.problem or problem_of(record.value, kind)) for record in made]
+    return [(record, why) for record, why in found if why]
+
+
+def _spread(source: sources.DataSource) -> list[sources.Record]:
+    """Return records of pieces that are spread evenly over the source; of streams, their heads."""
+    if source.format == "hub":
+        return []
+    pieces = [piece for unit in sources.units(source, 0.0) for piece in unit.pieces]
+    chosen = [pieces[n * len(pieces) // SPREAD_PIECES] for n in range(SPREAD_PIECES)]
+    return [
+        record
+        for piece in dict.fromkeys(chosen)
+        for record in islice(sources.read_piece(source, _short(source, piece)), SPREAD_RECORDS)
     ]
+
+
+def _short(source: sources.DataSource, piece: sources.Piece) -> sources.Piece:
+    """Return the beginning of a piece, as far as a piece has one."""
+    if piece.is_stream or source.format not in ("text", "jsonl"):
+        return piece
+    return replace(piece, end=min(piece.end, piece.start + SAMPLE_BYTES))
 
 
 def _heads(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
@@ -64,15 +111,22 @@ def _heads(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
     heads: list[sources.Record] = []
     whole = source.format != "parquet" and len(source.files) <= HEAD_FILES
     for file in source.files[:HEAD_FILES]:
+        stream = is_stream(file.name, source.format)
         end = 1 if source.format == "parquet" else min(file.size, HEAD_BYTES)
-        head = source.piece(file, 0, end, "train")
+        end = file.size if stream else end
+        head = source.piece(file, 0, end, "train", stream)
         found = list(islice(sources.read_piece(source, head), HEAD_RECORDS))
         whole = whole and end == file.size and len(found) < HEAD_RECORDS
         heads += found
     return heads, whole
 
 
-def sample_texts(source: sources.DataSource, kind: str, max_bytes: int) -> Iterator[str]:
+def sample_texts(
+    source: sources.DataSource,
+    kind: str,
+    max_bytes: int,
+    columns: Mapping[str, str] = NO_COLUMNS,
+) -> Iterator[str]:
     """Yield about `max_bytes` of training texts, from the heads of evenly spaced units.
 
     It reads about as much as it yields, so that training a tokenizer need not read a whole corpus.
@@ -82,9 +136,9 @@ def sample_texts(source: sources.DataSource, kind: str, max_bytes: int) -> Itera
     for place in range(count):
         left = max(max_bytes // count, SAMPLE_BYTES)
         for piece in found[place * len(found) // count].pieces:
-            if source.format in ("text", "jsonl"):
+            if source.format in ("text", "jsonl") and not piece.is_stream:
                 piece = replace(piece, end=min(piece.end, piece.start + left))
-            for record in sources.read_piece(source, piece):
+            for record in shapes.read_records(source, piece, kind, columns):
                 if record.problem is None and problem_of(record.value, kind) is None:
                     for text in _texts(record.value, kind):
                         yield text[:left]
@@ -100,4 +154,4 @@ def _texts(value: Any, kind: str) -> list[str]:
         return [value]
     if kind == "chat":
         return [said_by(message) for message in value["messages"]]
-    return [value[name] for name in COLUMNS[kind]]
+    return [value[name] for name in shapes.COLUMNS[kind]]

@@ -11,13 +11,13 @@ prepare at once write the same bytes. The manifest, which names every shard, is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from rayapp.data import sources, tokens
 from rayapp.data.documents import Renderer, content_of
-from rayapp.data.packing import Document, pack, row_dtype
+from rayapp.data.packing import Document, row_dtype
 from rayapp.data.prepared import (
     MAX_EXAMPLES,
     OF_MIXTURES,
@@ -34,51 +34,16 @@ from rayapp.data.prepared import (
     duplicate_share,
     load,
 )
-from rayapp.data.report import Counts, UnitSummary, summed
-from rayapp.order import fingerprint
+from rayapp.data.recipe import RowRecipe
+from rayapp.data.report import UnitSummary, summed
+from rayapp.data.shapes import read_records
+from rayapp.data.unit_rows import UnitRows
 from rayapp.storage import Storage, open_storage
 
-VERSION = 2  # version of the rows made from a recipe; part of the fingerprint
 BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
+LOST = "lost"
 MAX_ATTEMPTS = 4  # times that preparing a unit may kill its process
 READERS = 16  # unit summaries read at once
-
-
-@dataclass(frozen=True)
-class RowRecipe:
-    """Everything that determines the rows of a data set."""
-
-    source: sources.DataSource
-    eval_source: sources.DataSource | None
-    kind: str
-    tokenizer_url: str
-    tokenizer_digest: str
-    pad_id: int
-    seq_len: int
-    pack: bool
-    truncate: bool
-    eval_fraction: float
-
-    def parts(self) -> dict[str, object]:
-        """Return the named parts of the fingerprint: if any changes, the data set is another."""
-        return {
-            "files": self.source.digest(),
-            "eval_files": self.eval_source.digest() if self.eval_source else None,
-            "format": self.source.format,
-            "kind": self.kind,
-            "tokenizer": self.tokenizer_digest,
-            "pad_id": self.pad_id,
-            "seq_len": self.seq_len,
-            "pack": self.pack,
-            "truncate": self.truncate,
-            "eval_fraction": self.eval_fraction,
-            "version": VERSION,
-        }
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits of `parts()`."""
-        return fingerprint(self.parts())
 
 
 def prepare(
@@ -124,36 +89,43 @@ def prepare_unit(
 ) -> None:
     """Read, tokenise and pack one unit; write `<split>-<index>.bin`, then `unit-<index>.json`.
 
-    It also writes the documents' hashes. Memory: the bytes and tokens of this unit.
+    It also writes the documents' hashes. Memory: the bytes and tokens of this unit, or of a window
+    of a stream.
+
+    Raises:
+        SourceError: a file is not of its format, so that the rest cannot be read.
     """
     storage = open_storage(url)
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None
     fraction = _fraction(recipe) if origin == "train" else 1.0
-    documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
-    examples: list[tuple[str, str]] = []
+    notes: Counter[str] = Counter()
+    examples: dict[str, str] = {}
     records = 0
-    for piece, record, document, problem in _documents(recipe, source, unit):
-        records += 1
-        if document is not None:
-            content = content_of(record.value, recipe.kind) if piece.split == "hash" else b""
-            split = "eval" if sources.is_eval(piece, content, fraction) else "train"
-            documents[split].append(document)
-            continue
-        assert problem is not None
-        bad[problem] += 1
-        if len(examples) < MAX_EXAMPLES:
-            examples.append((sources.place_of(source, record.file, record.place), problem))
-    counts, shards = dict[str, Counts](), dict[str, str]()
-    for split in SPLITS:
-        counts[split], data = _pack(documents[split], recipe)
-        if data:
-            shards[split] = f"{split}-{index:05d}.bin"
-            storage.write(shards[split], data)
-    storage.write(_hashes_name(index), _hashes(documents["train"]).tobytes())
+    with ExitStack() as stack:
+        rows = UnitRows(recipe, storage, index, stack)
+        for piece, record, document, problem in _documents(recipe, source, unit):
+            records += 1
+            if document is not None:
+                content = content_of(record.value, recipe.kind) if piece.split == "hash" else b""
+                split = "eval" if sources.is_eval(piece, content, fraction) else "train"
+                rows.add(split, document, piece.is_stream)
+                notes.update([problem] if problem else [])
+                continue
+            assert problem is not None
+            bad[problem] += 1
+            if problem not in examples and len(examples) < MAX_EXAMPLES:
+                examples[problem] = sources.place_of(source, record.file, record.place)
+        rows.flush()
+    storage.write(_hashes_name(index), b"".join(rows.hashes))
     summary = UnitSummary(
-        counts=counts, shards=shards, bad=dict(bad), examples=examples, records=records
+        counts={split: summed(counts) for split, counts in rows.counts.items()},
+        shards=rows.shards,
+        bad=dict(bad),
+        examples=[(place, why) for why, place in examples.items()],
+        records=records,
+        notes=dict(notes),
     )
     storage.write(_unit_name(index), json.dumps(summary).encode())
 
@@ -161,9 +133,13 @@ def prepare_unit(
 def _documents(
     recipe: RowRecipe, source: sources.DataSource, unit: sources.ReadUnit
 ) -> Iterator[tuple[sources.Piece, sources.Record, Document | None, str | None]]:
-    """Yield every record of a unit in order, with its document or its problem."""
-    renderer = _renderer(recipe.tokenizer_url, recipe.kind)
-    records = ((p, record) for p in unit.pieces for record in sources.read_piece(source, p))
+    """Yield every record of a unit in order, with its document and a note, or its problem."""
+    renderer = _renderer(recipe.tokenizer_url, recipe.kind, recipe.template, recipe.reasoning)
+    records = (
+        (piece, record)
+        for piece in unit.pieces
+        for record in read_records(source, piece, recipe.kind, recipe.columns)
+    )
     for batch in _batches(records):
         values = [record.value for _, record in batch if record.problem is None]
         made = iter(renderer.documents(values))
@@ -210,39 +186,9 @@ def _hashes_name(index: int) -> str:
     return f"hashes-{index:05d}.bin"
 
 
-def _hashes(documents: list[Document]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return a 64-bit hash of each document's tokens: [d]."""
-    digests = (hashlib.blake2b(d.tokens.tobytes(), digest_size=8).digest() for d in documents)
-    return np.frombuffer(b"".join(digests), np.uint64)
-
-
 @lru_cache(maxsize=2)
-def _renderer(tokenizer_url: str, kind: str) -> Renderer:
-    return Renderer(tokens.load_tokenizer(tokenizer_url), kind)
-
-
-def _pack(documents: list[Document], recipe: RowRecipe) -> tuple[Counts, bytes]:
-    packed = pack(
-        documents,
-        recipe.seq_len,
-        pad_id=recipe.pad_id,
-        best_fit=recipe.pack,
-        truncate=recipe.truncate,
-    )
-    lengths = Counter(f"2^{len(d.tokens).bit_length() - 1}" for d in documents if len(d.tokens))
-    counts = Counts(
-        documents=packed.num_documents,
-        empty=packed.num_empty,
-        split=packed.num_split,
-        truncated=packed.num_truncated,
-        cut_tokens=packed.cut_tokens,
-        tokens=packed.num_tokens,
-        target_tokens=packed.num_target_tokens,
-        target_bytes=int(packed.rows["target_bytes"].sum(dtype=np.int64)),
-        rows=len(packed.rows),
-        lengths=dict(lengths),
-    )
-    return counts, packed.rows.tobytes()
+def _renderer(tokenizer_url: str, kind: str, template: str, reasoning: str) -> Renderer:
+    return Renderer(tokens.load_tokenizer(tokenizer_url), kind, template, reasoning)
 
 
 def _run_units(
@@ -266,16 +212,20 @@ def _run_units(
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         if _attempts() >= MAX_ATTEMPTS:  # Ray itself retries without limit
-            return {"index": row["index"], "done": False}
+            return {"index": row["index"], "problem": LOST}
         origin, unit = pickle.loads(row["job"])
-        prepare_unit(light, url, origin, row["index"], unit)
-        return {"index": row["index"], "done": True}
+        try:
+            prepare_unit(light, url, origin, row["index"], unit)
+        except sources.SourceError as error:  # Ray Data would wrap it
+            return {"index": row["index"], "problem": str(error)}
+        return {"index": row["index"], "problem": ""}
 
     items = [{"index": index, "job": pickle.dumps(jobs[index])} for index in missing]
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
     for row in dataset.map(work, concurrency=concurrency).iter_rows():
-        if not row["done"]:
-            raise sources.SourceError(_lost(recipe, *jobs[row["index"]]))
+        if row["problem"]:
+            lost = _lost(recipe, *jobs[row["index"]])
+            raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
         yield int(row["index"])
 
 
@@ -292,7 +242,9 @@ def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None
     first = unit.pieces[0]
-    if source.format in ("text", "jsonl"):
+    if first.is_stream:
+        place = f"{source.root}/{first.file}"
+    elif source.format in ("text", "jsonl"):
         place = f"{source.root}/{first.file} bytes {first.start} to {first.end}"
     elif source.format == "parquet":
         place = f"{source.root}/{first.file} row group {first.start}"
@@ -308,13 +260,16 @@ def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
 def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Prepared:
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
-    examples: list[tuple[str, str]] = []
+    notes: Counter[str] = Counter()
+    examples: dict[str, str] = {}
     for unit in units:
         for split in SPLITS:
             if split in unit["shards"]:
                 shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
         bad.update(unit["bad"])
-        examples += unit["examples"][: MAX_EXAMPLES - len(examples)]
+        notes.update(unit.get("notes", {}))
+        for place, why in unit["examples"]:
+            examples.setdefault(why, place)
     hashes = (storage.read(_hashes_name(index)) for index in range(len(units)))
     duplicates = duplicate_share(np.frombuffer(data, np.uint64) for data in hashes)
     return Prepared(
@@ -325,9 +280,10 @@ def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Pre
         shards=shards,
         counts={s: summed(unit["counts"][s] for unit in units) for s in SPLITS},
         bad=dict(bad),
-        examples=examples,
+        examples=[(place, why) for why, place in examples.items()][:MAX_EXAMPLES],
         records=sum(unit["records"] for unit in units),
         duplicates=duplicates,
+        notes=dict(notes),
     )
 
 

@@ -22,7 +22,8 @@ from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")
 OF_MIXTURES = ("sizes", "weights", "sources")  # fields that no manifest has
-MAX_EXAMPLES = 5
+MAX_EXAMPLES = 16  # reasons whose first record is named
+MAX_REASONS = 5  # reasons in one line
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
 
 
@@ -39,7 +40,7 @@ class Prepared:
     bad: dict[str, int]
     """Unusable records by reason."""
     examples: list[tuple[str, str]]
-    """(place, reason) of the first few unusable records."""
+    """(place, reason) of the first record of each reason."""
     records: int
     duplicates: float
     """Share of the training documents that repeat an earlier one, 0-1."""
@@ -48,6 +49,8 @@ class Prepared:
     weights: tuple[float, ...] = ()
     sources: dict[str, DataReport] = field(default_factory=dict)
     """The report of each source of a mixture, by its path."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """Records that are used, but of which something is left out, by what it is."""
 
     def rows(self, split: str) -> TokenRows:
         """Open the rows of `train` or `eval`."""
@@ -81,6 +84,8 @@ class Prepared:
             bad=self.bad,
             examples=self.examples,
         )
+        if self.notes:
+            report["notes"] = self.notes
         if self.sources:
             report["sources"] = self.sources
         return report
@@ -95,7 +100,7 @@ def reasons(bad: Mapping[str, int], examples: Sequence[tuple[str, str]]) -> str:
     places = {why: place for place, why in reversed(examples)}
     shown = [
         f"{places.get(why, 'a record')} {why}" + (f" (and {count - 1:,} more alike)" * (count > 1))
-        for why, count in Counter(bad).most_common(MAX_EXAMPLES)
+        for why, count in Counter(bad).most_common(MAX_REASONS)
     ]
     if len(bad) > len(shown):
         shown.append(f"{len(bad) - len(shown)} other reasons")
@@ -124,10 +129,12 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
     """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     parts = dict(sorted(parts.items()))  # so that the order in the config does not matter
     names: dict[str, object] = {"weights": dict(weights)}
     for path, part in parts.items():
         bad.update(part.bad)
+        notes.update(part.notes)
         names |= {f"{path} {name}": value for name, value in part.parts.items()}
         for split in SPLITS:
             shards[split] += [(f"{part.fingerprint}/{n}", rows) for n, rows in part.shards[split]]
@@ -147,6 +154,7 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         sizes=tuple(part.num_rows("train") for part in parts.values()),
         weights=tuple(weights[path] for path in parts),
         sources={path: part.report() for path, part in parts.items()},
+        notes=dict(notes),
     )
 
 

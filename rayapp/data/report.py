@@ -33,6 +33,8 @@ class UnitSummary(TypedDict):
     bad: dict[str, int]
     examples: list[tuple[str, str]]
     records: int
+    notes: dict[str, int]
+    """Records that are used, but of which something is left out, by what it is."""
 
 
 class DataReport(TypedDict, total=False):
@@ -43,7 +45,9 @@ class DataReport(TypedDict, total=False):
     bad: dict[str, int]
     """Unusable records by reason."""
     examples: list[tuple[str, str]]
-    """(place, reason) of the first few unusable records."""
+    """(place, reason) of the first record of each reason."""
+    notes: dict[str, int]
+    """Records that are used, but of which something is left out, by what it is."""
     duplicates: float
     """Share of the training documents or images that repeat an earlier one, 0-1."""
 

@@ -17,10 +17,30 @@ from rayapp.storage import Storage
 from rayapp.storage.inputs import open_input
 
 END_OF_TEXT = "<|endoftext|>"
-CHAT_TEMPLATE = (
+FIRST_TEMPLATE = (  # of tokenizers made before tools, calls and reasoning were rendered
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT_TEMPLATE = (  # ChatML, with tools and calls as Hermes and Qwen write them
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages and messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "You may call these functions:\n<tools>\n{% for tool in tools %}{{ tool | tojson }}\n"
+    "{% endfor %}</tools>\nWrite a call as <tool_call>"
+    '{"name": ..., "arguments": ...}</tool_call>.<|im_end|>\n{% endif %}'
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{% set thought = message['reasoning_content'] or message['thinking'] or "
+    "message['reasoning'] %}"
+    "{% if thought %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
+    "{{ message['content'] or '' }}{% for call in message['tool_calls'] or [] %}"
+    "{% set call = call['function'] or call %}{% if message['content'] or not loop.first %}"
+    "{{ '\n' }}{% endif %}<tool_call>\n"
+    "{{ {'name': call['name'], 'arguments': call['arguments']} | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -110,7 +130,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
     else:
         rules = sorted(tokenizer.get_vocab().items())
     ids = tokenizer.bos_token_id, tokenizer.eos_token_id
-    parts = json.dumps([rules, tokenizer.chat_template, ids])
+    template = tokenizer.chat_template
+    if template == CHAT_TEMPLATE:  # the first one, which it replaces, wrote the same of plain chats
+        template = FIRST_TEMPLATE
+    parts = json.dumps([rules, template, ids])
     return blake2b(parts.encode(), digest_size=8).hexdigest()
 
 

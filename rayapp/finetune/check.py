@@ -14,7 +14,7 @@ from typing import Any
 
 from rayapp import model, planner
 from rayapp.config import Config, ConfigError
-from rayapp.data import heads, sources, tokens
+from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.driver import checks, command
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
@@ -33,6 +33,8 @@ class Input:
     source: sources.DataSource
     eval_source: sources.DataSource | None
     """Held-out data of the same kind from data.eval_path."""
+    unused: tuple[str, ...] = ()
+    """Columns that nothing is made of."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class CheckedLanguageRun(command.CheckedRun):
     model: model.ModelSource
     tokenizer: Any
     """None if it is still to be made: trained on the data, or of bytes."""
+    template: str = ""
+    """The chat template that data.chat_template names."""
 
 
 def absolute(config: Config) -> Config:
@@ -54,6 +58,7 @@ def absolute(config: Config) -> Config:
             "path": local(config.data.path),
             "mixture": {str(local(path)): share for path, share in config.data.mixture.items()},
             "eval_path": local(config.data.eval_path),
+            "chat_template": _absolute_template(config.data.chat_template),
         }
     )
     model_section = config.model.model_copy(
@@ -62,6 +67,10 @@ def absolute(config: Config) -> Config:
     return config.model_copy(
         update={"run": checks.absolute_run(config.run), "data": data, "model": model_section}
     )
+
+
+def _absolute_template(name: str | None) -> str | None:
+    return name if name in (templates.CHATML, templates.TRAINING) else checks.absolute_path(name)
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLanguageRun:
@@ -77,6 +86,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     inputs = _inputs(config, problems)
     kinds = {entry.kind for entry in inputs}
     base, tokenizer = _model(config, kinds, problems)
+    template = _template(config, tokenizer, problems)
     if problems:
         raise ConfigError(problems)
     assert inputs and base is not None
@@ -86,7 +96,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     if problem := plan_problem(config, base, tokenizer):
         raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name
-    return CheckedLanguageRun(config, run, inputs, base, tokenizer)
+    return CheckedLanguageRun(config, run, inputs, base, tokenizer, template)
 
 
 def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
@@ -151,20 +161,26 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
 def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
     """Check every source; give data.eval_path to the first source of the same kind."""
     field = "data.mixture" if config.data.mixture else "data.path"
+    unknown = [name for name in config.data.columns if name not in shapes.NAMES]
+    if unknown:
+        problems.append(
+            f"data.columns={unknown[0]} is unknown: no record has such a column. Give your columns "
+            f"by the names of known ones: {', '.join(shapes.NAMES)}"
+        )
     inputs = []
     for path, weight in config.data.weights.items():
-        source, kind = _source(config, path, field, problems)
+        source, head = _source(config, path, field, problems)
         if source is not None:
-            inputs.append(Input(path, weight, kind, source, None))
+            inputs.append(Input(path, weight, head.kind, source, None, head.unused))
     if config.data.eval_path is None:
         return tuple(inputs)
-    eval_source, kind = _source(config, config.data.eval_path, "data.eval_path", problems)
+    eval_source, head = _source(config, config.data.eval_path, "data.eval_path", problems)
     if eval_source is None or len(inputs) < len(config.data.weights):
         return tuple(inputs)
-    owner = next((number for number, entry in enumerate(inputs) if entry.kind == kind), None)
+    owner = next((number for number, entry in enumerate(inputs) if entry.kind == head.kind), None)
     if owner is None:
         problems.append(
-            f"data.eval_path={config.data.eval_path} is of another kind: it holds {kind}, but "
+            f"data.eval_path={config.data.eval_path} is of another kind: it holds {head.kind}, but "
             f"{inputs[0].path} holds {inputs[0].kind}. Give held-out data of the same kind"
         )
     else:
@@ -174,20 +190,19 @@ def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
 
 def _source(
     config: Config, path: str, field: str, problems: list[str]
-) -> tuple[sources.DataSource | None, str]:
-    kind: str = config.data.kind
+) -> tuple[sources.DataSource | None, heads.SourceHead]:
+    data = config.data
     try:
-        source = sources.find(path, config.data.format)
-        kind, wrong = heads.problems(path, source, kind, config.data.bad_rows)
-        problems += [line.replace("data.path=", f"{field}=", 1) for line in wrong]
-        return source, kind
+        source = sources.find(path, data.format)
+        head = heads.look(path, source, data.kind, data.bad_rows, data.columns)
+        problems += [line.replace("data.path=", f"{field}=", 1) for line in head.problems]
+        return source, head
     except (sources.SourceError, StorageError) as error:
         text = str(error)
-        problems.append(
-            text if text.startswith("data.path=") else f"data.path={path} is not readable: {text}"
-        )
-        problems[-1] = problems[-1].replace("data.path=", f"{field}=", 1)
-        return None, kind
+        named = text.startswith(("data.path=", "data.format="))
+        text = text if named else f"data.path={path} is not readable: {text}"
+        problems.append(text.replace("data.path=", f"{field}=", 1))
+        return None, heads.SourceHead(data.kind, (), [])
 
 
 def _model(
@@ -226,10 +241,24 @@ def _model(
         return base, None
     if problem := vocabulary_problem(config, base, tokenizer):
         problems.append(problem)
-    if "chat" in kinds and not tokenizer.chat_template:
+    if "chat" in kinds and not tokenizer.chat_template and not config.data.chat_template:
         problems.append(
             f"data.kind=chat is without a template: {named or config.model.path} "
-            "has no chat_template. Set model.tokenizer to one that has one, or use prompt "
-            "and completion"
+            "has no chat_template. Set model.tokenizer to one that has one, data.chat_template, or "
+            "data.kind=prompt if the records can be prompts"
         )
     return base, tokenizer
+
+
+def _template(config: Config, tokenizer: Any, problems: list[str]) -> str:
+    """Return the chat template that data.chat_template names."""
+    name = config.data.chat_template
+    if name is None or problems:
+        return ""
+    try:
+        return templates.template_of(name, tokenizer)
+    except (templates.TemplateError, StorageError, UnicodeDecodeError) as error:
+        text = str(error)
+        named = text.startswith("data.chat_template=")
+        problems.append(text if named else f"data.chat_template={name} is not readable: {text}")
+        return ""

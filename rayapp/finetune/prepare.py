@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,20 +16,23 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, tokens
 from rayapp.data import prepare as rows
-from rayapp.data.prepared import Prepared, mixed, reasons
+from rayapp.data.prepared import Prepared, load, mixed, reasons
+from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import SourceError
+from rayapp.data.templates import TRAINING
 from rayapp.finetune import micro_batch, show
 from rayapp.finetune.build import model_shape
-from rayapp.finetune.check import CheckedLanguageRun, forecast
+from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.observe.records import Plan
 from rayapp.observe.result import Phases
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
-from rayapp.storage import open_storage
+from rayapp.storage import Storage, open_storage
 from rayapp.train.spec import LanguageSpec, RunSpec
 
 KIND = "rayapp.finetune"
+FIRST_VERSION = 2  # of rows: a run that began with them goes on with them
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 
@@ -51,6 +56,7 @@ def prepare(
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
     show.plan(console, config, prepared, order, parameters, trainable)
+    show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
     phases.end("plan")
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
 
@@ -65,27 +71,45 @@ def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, 
     tokenizer = ready.tokenizer
     own = ready.model.config.get_text_config().vocab_size
     name = tokenizer_of(config, own, ready.model.preset)
+    replaced = ready.template and config.data.chat_template != TRAINING
+    trained = None
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()
     if tokenizer is None:
-        digests = {entry.path: (entry.weight, entry.source.digest()) for entry in ready.inputs}
-        data = fingerprint(digests) if len(digests) > 1 else ready.inputs[0].source.digest()
-        trained = root / f"tokenizer-{name.replace(':', '-')}-{data}"
-        if not trained.exists("tokenizer.json"):
-            console.print(f"training a tokenizer ({name}) on the data", highlight=False)
-            weights = sum(entry.weight for entry in ready.inputs)
-            texts = itertools.chain.from_iterable(
-                heads.sample_texts(
-                    entry.source, entry.kind, int(TOKENIZER_SAMPLE_BYTES * entry.weight / weights)
-                )
-                for entry in ready.inputs
-            )
-            tokens.save_tokenizer(tokens.train_bpe(texts, int(name.partition(":")[2])), trained)
-        return trained.url, tokens.load_tokenizer(trained.url)
+        trained = _trained_tokenizer(ready, root, name, console)
+        tokenizer = tokens.load_tokenizer(trained.url)
+    if replaced:
+        tokenizer = copy.copy(tokenizer)  # that of the cache keeps its own
+        tokenizer.chat_template = ready.template
+    elif trained is not None:
+        return trained.url, tokenizer
     folder = root / f"tokenizer-{tokens.tokenizer_digest(tokenizer)}"
     if not folder.list():
         tokens.save_tokenizer(tokenizer, folder)
     return folder.url, tokenizer
+
+
+def _trained_tokenizer(
+    ready: CheckedLanguageRun, root: Storage, name: str, console: Console
+) -> Storage:
+    """Return the folder of a tokenizer that is trained on the data, and train it if it is new."""
+    digests = {entry.path: (entry.weight, entry.source.digest()) for entry in ready.inputs}
+    data = fingerprint(digests) if len(digests) > 1 else ready.inputs[0].source.digest()
+    trained = root / f"tokenizer-{name.replace(':', '-')}-{data}"
+    if not trained.exists("tokenizer.json"):
+        console.print(f"training a tokenizer ({name}) on the data", highlight=False)
+        weights = sum(entry.weight for entry in ready.inputs)
+        texts = itertools.chain.from_iterable(
+            heads.sample_texts(
+                entry.source,
+                entry.kind,
+                int(TOKENIZER_SAMPLE_BYTES * entry.weight / weights),
+                ready.config.data.columns,
+            )
+            for entry in ready.inputs
+        )
+        tokens.save_tokenizer(tokens.train_bpe(texts, int(name.partition(":")[2])), trained)
+    return trained
 
 
 def prepare_rows(
@@ -98,37 +122,76 @@ def prepare_rows(
             nothing is left.
     """
     data = config.data
-    pad = tokenizer.pad_token_id
     field = "data.mixture" if data.mixture else "data.path"
     root = open_storage(config.run.storage) / PREPARED
+    recipes = {
+        entry.path: _recipe(ready, config, entry, tokenizer_url, tokenizer)
+        for entry in ready.inputs
+    }
+    if (begun := _begun(ready, config, recipes, root)) is not None:
+        return begun
     made: dict[str, Prepared] = {}
     problems = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for entry in ready.inputs:
-            recipe = rows.RowRecipe(
-                source=entry.source,
-                eval_source=entry.eval_source,
-                kind=entry.kind,
-                tokenizer_url=tokenizer_url,
-                tokenizer_digest=tokens.tokenizer_digest(tokenizer),
-                pad_id=pad if pad is not None else (tokenizer.eos_token_id or 0),
-                seq_len=data.seq_len,
-                pack=data.pack,
-                truncate=data.truncate,
-                eval_fraction=0.0 if data.eval_path else data.eval_fraction,
-            )
-            task = progress.add_task(f"preparing {entry.path}", total=entry.source.num_bytes)
+        for path, recipe in recipes.items():
+            task = progress.add_task(f"preparing {path}", total=recipe.source.num_bytes)
             show = partial(_show, progress, task)
             try:
-                made[entry.path] = prepared = rows.prepare(recipe, root, data.workers, show)
+                made[path] = prepared = rows.prepare(recipe, root, data.workers, show)
             except SourceError as error:
                 problems.append(str(error))
                 continue
-            problem = _unusable(prepared, f"{field}={entry.path}", data.bad_rows)
+            problem = _unusable(prepared, f"{field}={path}", data.bad_rows)
             problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
+    return _joined(config, root, made)
+
+
+def _recipe(
+    ready: CheckedLanguageRun, config: Config, entry: Input, tokenizer_url: str, tokenizer: Any
+) -> RowRecipe:
+    """Return how the rows of a source are made."""
+    data, pad = config.data, tokenizer.pad_token_id
+    training = entry.kind == "chat" and data.chat_template == TRAINING
+    return RowRecipe(
+        source=entry.source,
+        eval_source=entry.eval_source,
+        kind=entry.kind,
+        tokenizer_url=tokenizer_url,
+        tokenizer_digest=tokens.tokenizer_digest(tokenizer),
+        pad_id=pad if pad is not None else (tokenizer.eos_token_id or 0),
+        seq_len=data.seq_len,
+        pack=data.pack,
+        truncate=data.truncate,
+        eval_fraction=0.0 if data.eval_path else data.eval_fraction,
+        columns=data.columns,
+        template=ready.template if training else "",
+        reasoning=data.reasoning if entry.kind == "chat" else "train",
+    )
+
+
+def _joined(config: Config, root: Storage, made: dict[str, Prepared]) -> Prepared:
+    data = config.data
     return made[data.path] if not data.mixture else mixed(root, made, data.mixture)
+
+
+def _begun(
+    ready: CheckedLanguageRun, config: Config, recipes: dict[str, RowRecipe], root: Storage
+) -> Prepared | None:
+    """Return the rows of an earlier version with which this run has begun, if it has; else None."""
+    if not ready.run.exists(PLAN):
+        return None
+    made = {
+        path: load(root / replace(recipe, version=FIRST_VERSION).fingerprint)
+        for path, recipe in recipes.items()
+    }
+    whole = {path: prepared for path, prepared in made.items() if prepared is not None}
+    if len(whole) < len(made):
+        return None
+    joined = _joined(config, root, whole)
+    same = json.loads(ready.run.read(PLAN)).get("fingerprint") == joined.fingerprint
+    return joined if same else None
 
 
 def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 
 from rayapp.config import Config
-from rayapp.data.prepared import Prepared
+from rayapp.data.prepared import Prepared, reasons
 from rayapp.driver.display import plain
 from rayapp.order import Order
 from rayapp.planner.trained import random_weights
@@ -60,15 +62,29 @@ def plan(
             f"{passes:.2f} epochs"
         )
     if report["bad"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report["bad"].items())
         lines["bad rows"] = (
-            f"{sum(report['bad'].values()):,} of {report['records']:,}: {reasons}; "
-            f"e.g. {report['examples'][0][0]}"
+            f"{sum(report['bad'].values()):,} of {report['records']:,}: "
+            f"{reasons(report['bad'], report['examples'])}"
         )
+    if notes := report.get("notes"):
+        lines["left out"] = "; ".join(f"{count:,} {what}" for what, count in notes.items())
     for label, text in lines.items():
         console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
         if label == "model" and (warning := random_weights(config)):
             console.print(f"{'':14} [yellow]{plain(warning)}[/yellow]", soft_wrap=True)
+
+
+def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
+    """Print which columns of each source nothing is made of."""
+    for path, names in columns.items():
+        if names:
+            console.print(
+                f"[bold]{'not used':14}[/bold] "
+                f"[yellow]{plain(path)} has columns that are left out: {plain(', '.join(names))}"
+                "[/yellow]",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def lengths(counts: dict[str, int]) -> str:

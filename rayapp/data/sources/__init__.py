@@ -6,15 +6,17 @@
             for record in read_piece(source, piece): ...
 
 A source is a sorted list of files (or a hub dataset). A piece is a part of one file that can be
-read alone: a byte range cut at line ends (text, JSONL), a row group (Parquet), a shard (hub). A
-unit is a run of pieces of about `UNIT_BYTES` or more: what one task reads, tokenises and packs.
-Pieces and units depend on the files alone, so they are the same on every machine and attempt.
+read alone: a byte range cut at line ends (text, JSONL), a row group (Parquet), a shard (hub), or a
+whole file that has no cuts (compressed, CSV, JSON arrays, Arrow, formats of the user's). A unit is
+a run of pieces of about `UNIT_BYTES` or more: what one task reads, tokenises and packs. Pieces and
+units depend on the files alone, so they are the same on every machine and attempt.
 """
 
 from __future__ import annotations
 
 from rayapp.data.sources.cutting import units
 from rayapp.data.sources.finding import find
+from rayapp.data.sources.own import RecordReader
 from rayapp.data.sources.reading import is_eval, place_of, read_piece
 from rayapp.data.sources.records import DataFile, DataSource, Piece, ReadUnit, Record, SourceError
 
@@ -24,6 +26,7 @@ __all__ = [
     "Piece",
     "ReadUnit",
     "Record",
+    "RecordReader",
     "SourceError",
     "find",
     "is_eval",

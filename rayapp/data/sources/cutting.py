@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from rayapp.data.sources import hub
+from rayapp.data.sources.formats import is_stream
 from rayapp.data.sources.records import DataFile, DataSource, Piece, ReadUnit, SourceError, opened
 
 UNIT_BYTES = 4 * 2**20
@@ -16,7 +17,8 @@ READERS = 16  # Parquet footers read at once
 def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
     """Cut a source into units; the fraction `eval_fraction` (0-1) is held out.
 
-    A single text file gives its last bytes to `eval`; otherwise each document is assigned by hash.
+    A single plain text file gives its last bytes to `eval`; otherwise each document is assigned by
+    hash.
 
     Raises:
         SourceError: a Parquet file is broken, or the hub has no such dataset.
@@ -25,20 +27,22 @@ def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
     pieces: list[tuple[Piece, int]] = []
     split = "hash" if 0 < eval_fraction < 1 else ("eval" if eval_fraction >= 1 else "train")
     if source.format == "hub":
-        shards = range(hub.num_shards(source.root))
+        shards = range(hub.num_shards(source.root, source.version))
         pieces = [(Piece(source.root, i, i + 1, split), unit_bytes) for i in shards]
-    elif source.format == "parquet":
-        with ThreadPoolExecutor(READERS) as pool:
-            groups = pool.map(lambda file: _row_groups(source, file, split), source.files)
-            pieces = [piece for found in groups for piece in found]
-    elif source.format == "text" and len(source.files) == 1 and split == "hash":
+    elif (
+        source.format == "text"
+        and split == "hash"
+        and len(source.files) == 1
+        and not is_stream(source.files[0].name, "text")
+    ):
         (file,) = source.files
         boundary = int(file.size * (1 - eval_fraction))
         pieces = _ranges(source, file, 0, boundary, unit_bytes, "train")
         pieces += _ranges(source, file, boundary, file.size, unit_bytes, "eval")
     else:
-        for file in source.files:
-            pieces += _ranges(source, file, 0, file.size, unit_bytes, split)
+        with ThreadPoolExecutor(READERS) as pool:
+            found = pool.map(lambda file: _pieces(source, file, split, unit_bytes), source.files)
+            pieces = [piece for each in found for piece in each]
     return _grouped(pieces, unit_bytes)
 
 
@@ -56,6 +60,21 @@ def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]
     if current:
         grouped.append(ReadUnit(len(grouped), tuple(current), size))
     return grouped
+
+
+def _pieces(
+    source: DataSource, file: DataFile, split: str, unit_bytes: int
+) -> list[tuple[Piece, int]]:
+    """Return the pieces of a file, each with its bytes.
+
+    Raises:
+        SourceError: a Parquet file is broken.
+    """
+    if is_stream(file.name, source.format):
+        return [(source.piece(file, 0, file.size, split, True), file.size)]
+    if source.format == "parquet":
+        return _row_groups(source, file, split)
+    return _ranges(source, file, 0, file.size, unit_bytes, split)
 
 
 def _ranges(

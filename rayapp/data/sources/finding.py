@@ -8,30 +8,14 @@ import sysconfig
 from hashlib import blake2b
 from pathlib import Path
 
+from rayapp.data.sources import formats, hub, own
+from rayapp.data.sources.formats import SUFFIXES
 from rayapp.data.sources.records import DataFile, DataSource, SourceError
+from rayapp.data.sources.streams import open_stream
 from rayapp.storage import Entry, Readable
 from rayapp.storage.inputs import open_input
 
-SUFFIXES = {
-    "text": (".txt", ".md", ".rst", ".py", ".text"),
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-    "parquet": (".parquet", ".pq"),
-}
-GZIP, ZSTANDARD = "compressed with gzip", "compressed with Zstandard"
-COMPRESSED = {
-    ".gz": GZIP,
-    ".tgz": GZIP,
-    ".zst": ZSTANDARD,
-    ".zstd": ZSTANDARD,
-    ".bz2": "compressed with bzip2",
-    ".xz": "compressed with xz",
-    ".zip": "a ZIP archive",
-}
-CONVERTED = {  # suffixes of data that needs conversion -> (format, why)
-    ".csv": ("CSV", "would be raw text"),
-    ".tsv": ("TSV", "would be raw text"),
-    ".arrow": ("Arrow", "is what datasets' save_to_disk writes, and is not read"),
-}
+NAMED = {"json": "a JSON array"}
 MAX_OPENED = 16  # most files whose first bytes are checked
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
@@ -45,8 +29,9 @@ def find(path: str, format: str = "auto") -> DataSource:
     """
     if path == "stdlib":
         return _stdlib()
+    reader = own.version(format) if own.is_own(format) else ""
     if "://" not in path and not _is_local(path) and _looks_like_hub_id(path):
-        return DataSource(path, "hub", ())
+        return DataSource(path, "hub", (), hub.revision(path))
     root, pattern = _split_glob(path)
     storage = open_input(root)
     entries = storage.list()
@@ -59,27 +44,32 @@ def find(path: str, format: str = "auto") -> DataSource:
         raise SourceError(f"data.path={path} is missing: there is no such file, folder or match")
     chosen = format != "auto"  # by the user, whose pattern then needs no suffix
     wanted = entries if single else [entry for entry in entries if not _hidden(entry.name)]
-    names = [entry.name for entry in wanted or entries]
-    if not chosen:
-        _refuse_unread(names, path)
-    format = format if chosen else _format_of(names, path)
-    if not single and not (chosen and pattern is not None):
-        wanted = [entry for entry in wanted if entry.name.lower().endswith(SUFFIXES[format])]
+    _refuse_unread([entry.name for entry in wanted or entries], path)
+    saved = _saved(wanted, path)
+    if saved and format in ("auto", "arrow"):
+        format, wanted = "arrow", saved
+    chosen = format != "auto"  # by the user, whose pattern then needs no suffix
+    if chosen and not single and pattern is None and not reader:
+        wanted = [e for e in wanted if formats.bare(e.name).endswith(SUFFIXES[format])]
+    if not chosen:  # beside data there may be a licence, or a marker of another program
+        named = [entry for entry in wanted if formats.by_name(entry.name)]
+        wanted = named or wanted
+        if not wanted:
+            raise _unknown(entries[0].name, path)
     if not wanted:
         raise SourceError(
             f"data.path={path} is without {format} files: it holds {len(entries)} others. "
             f"Name them {' or '.join(SUFFIXES[format])}, or set data.format and a pattern like *"
         )
-    _refuse_compressed([entry.name for entry in wanted], path)
     if not any(entry.size for entry in wanted):
         raise SourceError(f"data.path={path} is empty: its {len(wanted)} files hold 0 bytes")
-    if format == "jsonl":
-        _refuse_array(storage, wanted, path)
+    if not reader:
+        format = _format_of(storage, wanted, path, format)
     files = tuple(
         DataFile(e.name, e.size, e.etag if storage.url.startswith("s3://") else _digest(storage, e))
         for e in wanted
     )
-    return DataSource(storage.url, format, files)
+    return DataSource(storage.url, format, files, reader)
 
 
 def _stdlib() -> DataSource:
@@ -108,9 +98,9 @@ def _is_pattern(path: str) -> bool:
 
 def _looks_like_hub_id(path: str) -> bool:
     """Return whether a path is `org/name`, and no missing data file or existing folder."""
-    parts = path.split("/")
-    named_as_file = path.lower().endswith(tuple(e for ends in SUFFIXES.values() for e in ends))
-    return len(parts) == 2 and all(parts) and not named_as_file and not os.path.isdir(parts[0])
+    if not hub.ID.fullmatch(path) or os.path.isdir(path.split("/")[0]):
+        return False
+    return formats.by_name(path) is None and formats.unread(path) is None
 
 
 def _one_file(storage: Readable) -> tuple[Readable, list[Entry]]:
@@ -144,44 +134,85 @@ def _matches(names: list[str], patterns: list[str]) -> bool:
 
 
 def _refuse_unread(names: list[str], path: str) -> None:
-    """Refuse files that look like data and cannot be read as records."""
-    _refuse_compressed(names, path)
     for name in names:
-        if found := CONVERTED.get(os.path.splitext(name.lower())[1]):
-            format, why = found
+        if what := formats.unread(name):
             raise SourceError(
-                f"data.path={path} is {format}: {name} {why}. Convert it to JSONL or Parquet, "
-                "or set data.format=text if raw text is meant"
+                f"data.path={path} is {what}: {name} is not read. Unpack it, or compress with gzip "
+                "or Zstandard (.gz, .zst)"
             )
 
 
-def _refuse_compressed(names: list[str], path: str) -> None:
-    for name in names:
-        if how := COMPRESSED.get(os.path.splitext(name.lower())[1]):
-            raise SourceError(
-                f"data.path={path} is {how}: {name} cannot be read in pieces. Decompress it, or "
-                "write Parquet, which is compressed inside"
-            )
+def _saved(entries: list[Entry], path: str) -> list[Entry] | None:
+    """Return the Arrow files of a folder that datasets' save_to_disk wrote; None if it is none.
+
+    Raises:
+        SourceError: it holds several splits.
+    """
+    names = {entry.name for entry in entries}
+    if "dataset_dict.json" in names:
+        splits = sorted({n.split("/")[0] for n in names if n.endswith("/state.json")})
+        raise SourceError(
+            f"data.path={path} is a set of splits: it holds {', '.join(splits)}. "
+            f"Set data.path={path.rstrip('/')}/{(splits or ['train'])[0]}, and data.eval_path to "
+            "what is held out"
+        )
+    if "state.json" not in names:
+        return None
+    return [entry for entry in entries if entry.name.endswith(".arrow")]
 
 
-def _refuse_array(storage: Readable, files: list[Entry], path: str) -> None:
-    """Refuse JSON files that hold one array; JSONL has one object on each line."""
+def _format_of(storage: Readable, files: list[Entry], path: str, format: str) -> str:
+    """Return the format of files by their names and first bytes; `format` is the user's or auto."""
+    if format in ("text", "csv", "tsv"):  # nothing in the content contradicts them
+        return format
+    found: dict[str, str] = {}
     for entry in [entry for entry in files if entry.size][:MAX_OPENED]:
-        if storage.read(entry.name, 0, min(entry.size, 64)).lstrip().startswith(b"["):
+        try:
+            known = formats.format_of(entry.name, _head(storage, entry))
+        except SourceError as error:
+            raise SourceError(f"data.path={path} is not readable: {entry.name} {error}") from error
+        if known is None and format == "auto":
+            raise _unknown(entry.name, path)
+        found.setdefault(known or format, entry.name)
+    if format == "auto":
+        rest = {formats.by_name(entry.name) for entry in files[MAX_OPENED:] if entry.size}
+        rest -= {"jsonl"} if "json" in found else set()
+        found |= {known or "other": "" for known in rest if known not in found}
+        if len(found) > 1:
             raise SourceError(
-                f"data.path={path} is a JSON array: {entry.name} begins with [, and one object on "
-                f"each line is read. Convert it: jq -c '.[]' {entry.name} > records.jsonl"
+                f"data.path={path} is mixed: it holds {', '.join(sorted(found))}. "
+                f"Set data.format to one of them, or give a pattern like *.jsonl"
             )
+        return next(iter(found))
+    if format in ("jsonl", "json") and format not in found:
+        other, name = next(iter(found.items()))
+        raise SourceError(
+            f"data.path={path} is {NAMED.get(other, other)}: {name} is not {format}. Set "
+            f"data.format={other}, or leave it out"
+        )
+    return format
 
 
-def _format_of(names: list[str], path: str) -> str:
-    found = {f for f, ends in SUFFIXES.items() if any(n.lower().endswith(ends) for n in names)}
-    if len(found) == 1:
-        return found.pop()
-    state = "mixed" if found else "of no known kind"
-    raise SourceError(
-        f"data.path={path} is {state}: it holds {', '.join(sorted(found)) or names[0]}. "
-        "Set data.format=text, jsonl or parquet"
+def _head(storage: Readable, entry: Entry) -> bytes:
+    """Return a file's first bytes, decompressed.
+
+    Raises:
+        SourceError: it is compressed, and its name does not say so; or it is broken.
+    """
+    codec = formats.codec_of(storage.read(entry.name, 0, min(entry.size, 4)))
+    if codec and not formats.is_compressed(entry.name):
+        raise SourceError(f"is compressed with {codec}. End its name in .gz or .zst")
+    try:
+        with open_stream(storage.url, entry.name) as stream:
+            return stream.read(formats.HEAD_BYTES)
+    except (OSError, EOFError) as error:
+        raise SourceError(f"is not to be decompressed: {error}") from error
+
+
+def _unknown(name: str, path: str) -> SourceError:
+    return SourceError(
+        f"data.path={path} is of no known kind: {name} is none of {', '.join(formats.FORMATS)}. "
+        "Set data.format to what it is (text for raw text), or to mypackage.module:function"
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from hashlib import blake2b
 
-from rayapp.data.sources import hub
+from rayapp.data.sources import hub, own
+from rayapp.data.sources.formats import is_stream
 from rayapp.data.sources.records import DataSource, Piece, Record, opened
+from rayapp.data.sources.streams import TEXT_BYTES, json_line, read_stream
 from rayapp.storage import Readable
 
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
@@ -16,7 +17,11 @@ MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, n
 def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
     """Yield the records of a piece in order."""
     if source.format == "hub":
-        yield from hub.read(source.root, piece.start)
+        yield from hub.read(source.root, source.version, piece.start)
+    elif own.is_own(source.format):
+        yield from own.read(source.root, piece.file, source.format)
+    elif piece.is_stream:
+        yield from read_stream(source.root, piece.file, source.format, TEXT_BYTES, piece.etag)
     elif source.format == "parquet":
         yield from _read_parquet(source, piece)
     elif source.format == "text":
@@ -26,12 +31,14 @@ def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
 
 
 def place_of(source: DataSource, record_file: str, place: int) -> str:
-    """Return `file:line` or `file byte N` (text, JSONL) or `file row N`, for a person to look up.
+    """Return `file:line`, `file byte N` or `file row N`, for a person to look up.
 
     Lines are counted as far as `MAX_COUNTED_BYTES`, since counting reads the file up to there.
     """
-    if source.format not in ("text", "jsonl"):
+    if source.format in ("hub", "parquet", "arrow") or own.is_own(source.format):
         return f"{record_file} row {place}"
+    if is_stream(record_file, source.format):
+        return f"{source.root}/{record_file}:{place}"
     if place > MAX_COUNTED_BYTES:
         return f"{source.root}/{record_file} byte {place}"
     return f"{source.root}/{record_file}:{_line_number(source, record_file, place)}"
@@ -93,14 +100,7 @@ def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
     offset, data = _line_bytes(source, piece)
     for line in data.split(b"\n"):
         if line.strip():
-            try:
-                value = json.loads(line)
-                problem = None if isinstance(value, dict) else "is not a JSON object"
-                yield Record(piece.file, offset, value, problem)
-            except (ValueError, RecursionError) as error:
-                deep = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "too deep"
-                reason = getattr(error, "msg", deep)
-                yield Record(piece.file, offset, None, f"is not JSON ({reason})")
+            yield Record(piece.file, offset, *json_line(line))
         offset += len(line) + 1
 
 

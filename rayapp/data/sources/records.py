@@ -33,26 +33,33 @@ class DataSource:
     root: str
     format: str
     files: tuple[DataFile, ...]
+    version: str = ""
+    """The hub's revision, or a digest of the user's reader; empty for all else."""
 
     @property
     def num_bytes(self) -> int:
         """Size of all files in bytes."""
         return sum(file.size for file in self.files)
 
-    def piece(self, file: DataFile, start: int, end: int, split: str) -> Piece:
+    def piece(
+        self, file: DataFile, start: int, end: int, split: str, is_stream: bool = False
+    ) -> Piece:
         """Return a part of a file; on S3, of the version that was listed."""
         etag = file.version if self.root.startswith("s3://") else None
-        return Piece(file.name, start, end, split, file.size, etag)
+        return Piece(file.name, start, end, split, file.size, is_stream, etag)
 
     def digest(self) -> str:
         """Return 16 hex digits of all files' names, sizes and versions, but not of their root."""
-        listing = json.dumps([asdict(file) for file in self.files] or self.root)
+        listing = json.dumps([asdict(file) for file in self.files] or self.root) + self.version
         return blake2b(listing.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a file: bytes [start, end), Parquet row groups [start, end), or a hub shard."""
+    """Part of a file: bytes [start, end), Parquet row groups [start, end), or a hub shard.
+
+    A file that is read as a stream is one piece, from 0 to its size.
+    """
 
     file: str
     start: int
@@ -61,6 +68,8 @@ class Piece:
     """`train`, `eval`, or `hash`: each document's split is chosen by a hash of its content."""
     size: int = 0
     """Bytes of the whole file, so that a piece can be read without the list of files."""
+    is_stream: bool = False
+    """The file has no cuts, is read from its beginning, and may be much larger than a unit."""
     etag: str | None = None
     """If given, only this version of the file is read."""
 
@@ -80,7 +89,7 @@ class Record:
 
     file: str
     place: int
-    """Byte offset (text, JSONL) or row number (Parquet, hub)."""
+    """Byte offset (text, JSONL), line (streams), or number of the row (Parquet, Arrow, hub)."""
     value: Any
     problem: str | None = None
     """Why the record is unusable, or None."""

@@ -1,0 +1,109 @@
+"""The messages of chats: their content, reasoning, calls and tools, as templates expect them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from rayapp.data.spans import REASONING
+
+THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+NO_REASONING = "has reasoning that the chat template leaves out"
+NO_WORDS = "has words beside tool calls that the chat template leaves out"
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object: from a user's record, or arguments of a template."""
+
+
+def reasoning_of(message: Json) -> list[str]:
+    """Return the reasoning of a message, in its fields or in its content."""
+    fields = [message[name].strip() for name in REASONING if message.get(name)]
+    thought = THINKING.match(said_by(message))
+    return [*fields, thought[1].strip()] if thought else fields
+
+
+def left_out(answers: list[Json], text: str) -> str | None:
+    """Return a note on words of the assistant that are not in the text."""
+    if any(words not in text for message in answers for words in reasoning_of(message)):
+        return NO_REASONING
+    beside = (m for m in answers if m.get("tool_calls"))
+    said = (THINKING.sub("", said_by(message)).strip() for message in beside)
+    return NO_WORDS if any(words not in text for words in said) else None
+
+
+def tools_of(chat: Mapping[str, Any]) -> list[Json]:
+    """Return the tools of a chat, which may be a list or JSON text.
+
+    Raises:
+        ValueError: they are not a list of objects.
+    """
+    tools = chat.get("tools") or []
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError("tools are not a list of objects")
+    return [without_none(tool) for tool in tools]
+
+
+def said_by(message: Mapping[str, Any]) -> str:
+    """Return a message's content as text; a list of text parts is joined."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def without_none(value: Any) -> Any:
+    """Drop None values at any depth: columns that only other rows of a table have."""
+    if isinstance(value, Mapping):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def name_of(call: Mapping[str, Any]) -> str:
+    """Return the function name of a call or tool."""
+    return str(call.get("function", call)["name"])
+
+
+def with_arguments(calls: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """Return a copy of a message's calls with changed arguments."""
+    calls = copy.deepcopy(calls)
+    for call in calls:
+        function = call.get("function", call)
+        if "arguments" in function:
+            function["arguments"] = change(function["arguments"])
+    return calls
+
+
+def parsed(arguments: Any) -> Any:
+    """Parse arguments that are JSON text: most templates serialise the object themselves."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return value if isinstance(value, Mapping) else arguments
+
+
+def with_text_arguments(messages: list[Any]) -> list[Any]:
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return [
+        {**m, "tool_calls": with_arguments(m["tool_calls"], text)} if m.get("tool_calls") else m
+        for m in messages
+    ]
+
+
+def renamed(given: Json) -> Json:
+    """Return the template's arguments with renamed tools, to test if it writes tools."""
+    tools = copy.deepcopy(given["tools"])
+    for tool in tools:
+        function = tool.get("function", tool)
+        function["name"] = f"{function['name']}_"
+    return {**given, "tools": tools}
+
+
+def in_parts(messages: list[Any]) -> list[Any]:
+    """Return messages whose content is a list with one part of text."""
+    return [{**m, "content": [{"type": "text", "text": said_by(m)}]} for m in messages]

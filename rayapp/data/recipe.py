@@ -1,0 +1,61 @@
+"""What determines the rows of a data set, and the fingerprint of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rayapp.data import sources
+from rayapp.order import fingerprint
+
+VERSIONS = {"text": 2, "prompt": 2, "chat": 3}  # of the rows made of a recipe, by its kind
+
+
+@dataclass(frozen=True)
+class RowRecipe:
+    """Everything that determines the rows of a data set."""
+
+    source: sources.DataSource
+    eval_source: sources.DataSource | None
+    kind: str
+    tokenizer_url: str
+    tokenizer_digest: str
+    pad_id: int
+    seq_len: int
+    pack: bool
+    truncate: bool
+    eval_fraction: float
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The user's columns by the names of known ones."""
+    template: str = ""
+    """A chat template in place of the tokenizer's."""
+    reasoning: str = "train"
+    """data.reasoning."""
+    version: int | None = None
+    """Of the rows, where not that of this rayapp."""
+
+    def parts(self) -> dict[str, object]:
+        """Return the named parts of the fingerprint: if any changes, the data set is another."""
+        template = hashlib.blake2b(self.template.encode(), digest_size=8).hexdigest()
+        parts: dict[str, object] = {"columns": dict(self.columns)} if self.columns else {}
+        parts |= {"chat_template": template} if self.template else {}
+        parts |= {"reasoning": self.reasoning} if self.reasoning != "train" else {}
+        return parts | {
+            "files": self.source.digest(),
+            "eval_files": self.eval_source.digest() if self.eval_source else None,
+            "format": self.source.format,
+            "kind": self.kind,
+            "tokenizer": self.tokenizer_digest,
+            "pad_id": self.pad_id,
+            "seq_len": self.seq_len,
+            "pack": self.pack,
+            "truncate": self.truncate,
+            "eval_fraction": self.eval_fraction,
+            "version": self.version or VERSIONS[self.kind],
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of `parts()`."""
+        return fingerprint(self.parts())

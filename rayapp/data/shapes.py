@@ -1,0 +1,253 @@
+"""The shapes of records: the columns that tell them, and how each becomes text, prompt or chat.
+
+    shape = shape_of({"question": "2 + 2?", "answer": "4"})      # .kind == "chat"
+    value = standard({"question": "2 + 2?", "answer": "4"}, "chat")["messages"]
+
+The standard records are {"text"}, {"prompt", "completion"} and {"messages"}; these are passed on as
+they are. docs/data.md has one row of each shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rayapp.data import sources
+
+Row = Mapping[str, Any]
+
+COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
+OF_CHATS = ("tools", "chat_template_kwargs")
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{instruction}{given}\n\n### Response:\n"
+)
+PAIRED = ", paired with an input that provides further context"
+
+
+class ShapeError(ValueError):
+    """The record is no valid one of its shape; the message says what it has."""
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """A known set of columns."""
+
+    name: str
+    kind: str
+    """text, prompt or chat: what data.kind=auto makes of it."""
+    needs: tuple[str, ...]
+    may: tuple[str, ...] = ()
+    """Other columns that are used."""
+    to: Mapping[str, Callable[[Row], Row]] = field(default_factory=dict)
+    """Conversions by kind; none for a standard record."""
+    lists: bool = False
+    """The columns hold lists of messages."""
+
+    def fits(self, row: Row) -> bool:
+        """Return whether a row has these columns, with lists where they must be."""
+        if not all(name in row for name in self.needs):
+            return False
+        return not self.lists or all(isinstance(row[name], list) for name in self.needs)
+
+
+def _text(row: Row, name: str) -> str:
+    """Return a column's text; nothing is an empty text.
+
+    Raises:
+        ShapeError: it is something else.
+    """
+    value = row.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ShapeError(f"has a {name!r} that is not text")
+    return value or ""
+
+
+def _chat(row: Row, messages: list[Any]) -> Row:
+    """Return a chat, with the system's message that a row has in a column."""
+    if system := _text(row, "system"):
+        messages = [{"role": "system", "content": system}, *messages]
+    return {"messages": messages} | {name: row[name] for name in OF_CHATS if row.get(name)}
+
+
+def _of_sharegpt(row: Row) -> Row:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ShapeError("has 'conversations' that are not a list of turns")
+    return _chat(row, [turn if turn.get("role") else _turn(turn) for turn in turns])
+
+
+def _turn(turn: Row) -> Row:
+    """Return a turn of ShareGPT's as a message; its other fields stay."""
+    said, value = turn.get("from"), turn.get("value")
+    if not isinstance(said, str) or said not in ROLES:
+        raise ShapeError(f"has a turn from {said!r}, which is none of {', '.join(ROLES)}")
+    message = {name: item for name, item in turn.items() if name not in ("from", "value")}
+    if said != "function_call":
+        return {"role": ROLES[said], "content": value, **message}
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ShapeError("has a 'function_call' that is not JSON") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    calls = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **message}
+
+
+def _of_alpaca(row: Row) -> Row:
+    history = row.get("history") or []
+    try:
+        before = [turn for asked, said in history for turn in _pair(asked, said)]
+    except (TypeError, ValueError) as error:
+        raise ShapeError("has a 'history' that is not a list of pairs") from error
+    asked = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
+    return _chat(row, [*before, *_pair(asked, _text(row, "output"))])
+
+
+def _prompt_of_alpaca(row: Row) -> Row:
+    if row.get("history") or row.get("system"):
+        raise ShapeError("has a 'history' or 'system', which only a chat can have")
+    given = _text(row, "input")
+    prompt = ALPACA.format(
+        paired=PAIRED if given else "",
+        instruction=_text(row, "instruction"),
+        given=f"\n\n### Input:\n{given}" if given else "",
+    )
+    return {"prompt": prompt, "completion": _text(row, "output")}
+
+
+def _of_questions(row: Row) -> Row:
+    return _chat(row, _pair(_text(row, "question"), _text(row, "answer")))
+
+
+def _prompt_of_questions(row: Row) -> Row:
+    if row.get("system"):
+        raise ShapeError("has a 'system', which only a chat can have")
+    prompt = f"Question: {_text(row, 'question')}\nAnswer: "
+    return {"prompt": prompt, "completion": _text(row, "answer")}
+
+
+def _of_turns(row: Row) -> Row:
+    """Join a prompt and a completion of messages; the answers in the prompt bear no loss."""
+    if not all(isinstance(turn, Mapping) for turn in [*row["prompt"], *row["completion"]]):
+        raise ShapeError("has a message without role and content")
+    prompt = [
+        {**turn, "weight": 0} if turn.get("role") == "assistant" else turn for turn in row["prompt"]
+    ]
+    if not any(turn.get("role") == "assistant" for turn in row["completion"]):
+        raise ShapeError("has a 'completion' without an assistant message")
+    return _chat(row, [*prompt, *row["completion"]])
+
+
+def _pair(asked: Any, said: Any) -> list[Row]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+SHAPES = (
+    RecordShape("messages", "chat", ("messages",), OF_CHATS),
+    RecordShape(
+        "turns", "chat", ("prompt", "completion"), (*OF_CHATS, "system"), {"chat": _of_turns}, True
+    ),
+    RecordShape("prompt", "prompt", ("prompt", "completion")),
+    RecordShape("text", "text", ("text",)),
+    RecordShape(
+        "ShareGPT", "chat", ("conversations",), (*OF_CHATS, "system"), {"chat": _of_sharegpt}
+    ),
+    RecordShape(
+        "Alpaca",
+        "chat",
+        ("instruction", "output"),
+        ("input", "history", "system", *OF_CHATS),
+        {"chat": _of_alpaca, "prompt": _prompt_of_alpaca},
+    ),
+    RecordShape(
+        "questions",
+        "chat",
+        ("question", "answer"),
+        ("system", *OF_CHATS),
+        {"chat": _of_questions, "prompt": _prompt_of_questions},
+    ),
+)
+NAMES = tuple(dict.fromkeys(name for shape in SHAPES for name in (*shape.needs, *shape.may)))
+
+
+def shape_of(row: Row, kind: str = "auto") -> RecordShape | None:
+    """Return the first shape that a row has and that makes a record of a kind, or None."""
+    for shape in SHAPES:
+        possible = kind in ("auto", shape.kind) or kind in shape.to
+        if possible and shape.fits(row):
+            return shape
+    return None
+
+
+def kind_of(row: Row) -> str | None:
+    """Return the kind that `auto` makes of a row, or None if its shape is not known."""
+    shape = shape_of(row)
+    return None if shape is None else shape.kind
+
+
+def standard(row: Any, kind: str) -> Any:
+    """Return a row as the standard record of a kind; a row of unknown shape stays as it is.
+
+    Raises:
+        ShapeError: it is no valid row of its shape.
+    """
+    if isinstance(row, str) or not isinstance(row, Mapping):
+        return row
+    shape = shape_of(row, kind)
+    return row if shape is None or not shape.to else shape.to[kind](row)
+
+
+def renamed(row: Any, columns: Mapping[str, str]) -> Any:
+    """Return a row with the columns that data.columns names in place of the user's.
+
+    >>> renamed({"q": "2 + 2?", "a": "4"}, {"prompt": "q", "completion": "a"})
+    {'prompt': '2 + 2?', 'completion': '4'}
+    """
+    if not columns or not isinstance(row, Mapping):
+        return row
+    taken = set(columns.values())
+    rest = {name: value for name, value in row.items() if name not in taken | columns.keys()}
+    return {**{name: row[own] for name, own in columns.items() if own in row}, **rest}
+
+
+def unused(row: Any, kind: str) -> tuple[str, ...]:
+    """Return the columns of a row that nothing is made of; those without a value do not count."""
+    shape = None if isinstance(row, str) else shape_of(row, kind)
+    if shape is None:
+        return ()
+    known = {*shape.needs, *shape.may}
+    return tuple(name for name, value in row.items() if name not in known and value is not None)
+
+
+def standardised(record: sources.Record, kind: str, columns: Mapping[str, str]) -> sources.Record:
+    """Return a record with the standard value of a kind, or with why there is none."""
+    if record.problem is not None:
+        return record
+    try:
+        value = standard(renamed(record.value, columns), kind)
+    except ShapeError as error:
+        return replace(record, problem=str(error))
+    return record if value is record.value else replace(record, value=value)
+
+
+def read_records(
+    source: sources.DataSource, piece: sources.Piece, kind: str, columns: Mapping[str, str]
+) -> Iterator[sources.Record]:
+    """Yield the records of a piece in order, as standard ones."""
+    return (standardised(r, kind, columns) for r in sources.read_piece(source, piece))

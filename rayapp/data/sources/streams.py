@@ -1,0 +1,229 @@
+"""Read files that cannot be cut: compressed ones, JSON arrays, CSV, Arrow, and users' formats.
+
+Such a file is one piece and is read from its beginning. A record's place is the number of its
+line, or of its row in Arrow and Parquet.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from rayapp.data.sources.formats import codec_of
+from rayapp.data.sources.records import Record, SourceError, opened
+from rayapp.storage import StorageError
+
+CHUNK = 2**20
+TEXT_BYTES = 4 * 2**20  # of compressed text in a record
+OBJECT_BYTES = 64 * 2**20  # most of one object in a JSON array
+BLANK = re.compile(r"[ \t\r\n]*")
+
+
+def read_stream(
+    root: str, name: str, format: str, text_bytes: int, etag: str | None = None
+) -> Iterator[Record]:
+    """Yield the records of a file; text comes in parts of about `text_bytes`, cut at line ends.
+
+    Raises:
+        SourceError: it is not of this format, or broken so that the rest cannot be read.
+    """
+    import pyarrow as pa
+
+    try:
+        with open_stream(root, name, etag) as stream:
+            if format == "text":
+                yield from _texts(stream, name, text_bytes)
+            else:
+                yield from READERS[format](stream, name)
+    except SourceError as error:
+        raise SourceError(f"{root}/{name} {error}") from error
+    except StorageError:
+        raise
+    except (pa.ArrowInvalid, OSError, EOFError) as error:
+        raise SourceError(f"{root}/{name} is not {format}, or cut off: {error}") from error
+
+
+def open_stream(root: str, name: str, etag: str | None = None) -> io.BufferedReader:
+    """Open a file, on S3 in the version `etag`; decompress it if it begins as gzip or Zstandard."""
+    import pyarrow as pa
+
+    raw = cast(io.BufferedReader, opened(root).open_read(name, etag))
+    codec = codec_of(raw.read(4))
+    raw.seek(0)
+    if codec is None:
+        return raw
+    plain: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
+    return io.BufferedReader(plain, CHUNK)
+
+
+def json_line(line: bytes) -> tuple[Any, str | None]:
+    """Return (the object on a line of JSONL, None) or (what is there instead, why it is bad)."""
+    try:
+        value = json.loads(line)
+        return value, None if isinstance(value, dict) else "is not a JSON object"
+    except (ValueError, RecursionError) as error:
+        deep = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "too deep"
+        return None, f"is not JSON ({getattr(error, 'msg', deep)})"
+
+
+def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Record]:
+    line = 1
+    while data := stream.read(text_bytes):
+        if not data.endswith(b"\n"):
+            data += stream.readline()
+        try:
+            yield Record(name, line, data.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            bad = line + data.count(b"\n", 0, error.start)
+            yield Record(name, bad, None, "is not UTF-8")
+        line += data.count(b"\n")
+
+
+def _lines(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    for number, line in enumerate(stream, 1):
+        if line.strip():
+            yield Record(name, number, *json_line(line))
+
+
+def _array(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    """Yield the objects of a JSON array, held in memory one chunk at a time."""
+    text = _Text(stream)
+    if text.skip() != "[":
+        raise SourceError("is not a JSON array: it does not begin with [")
+    text.at += 1
+    while (mark := text.skip()) != "]":
+        line = text.line
+        value = text.value()
+        yield Record(name, line, value, None if isinstance(value, dict) else "is not a JSON object")
+        mark = text.skip()
+        if mark not in (",", "]"):
+            raise SourceError(f"is not a JSON array: line {text.line} lacks a comma or ]")
+        text.at += mark == ","
+    text.at += 1
+    if text.skip():
+        raise SourceError(f"is not a JSON array: line {text.line} has more after its ]")
+
+
+class _Text:
+    """The text of a stream, read on as it is parsed."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self.read: Callable[[], bytes] = lambda: stream.read(CHUNK)
+        self.decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
+        self.held, self.at, self.line, self.ended = "", 0, 1, False
+        self.parse = json.JSONDecoder().raw_decode
+
+    def more(self) -> None:
+        """Read a chunk on, and drop what is parsed."""
+        data = self.read()
+        self.ended = not data
+        self.held, self.at = self.held[self.at :] + self.decode(data, self.ended), 0
+
+    def pass_to(self, end: int) -> None:
+        """Go on to a place in the held text, and count the lines."""
+        self.line += self.held.count("\n", self.at, end)
+        self.at = end
+
+    def skip(self) -> str:
+        """Go to the next character that is not blank, and return it; empty at the end."""
+        while True:
+            found = BLANK.match(self.held, self.at)
+            assert found is not None
+            self.pass_to(found.end())
+            if self.at < len(self.held) or self.ended:
+                return self.held[self.at : self.at + 1]
+            self.more()
+
+    def value(self) -> Any:
+        """Return the JSON value that begins here."""
+        while True:
+            try:
+                value, end = self.parse(self.held, self.at)
+                if end < len(self.held) or self.ended:
+                    self.pass_to(end)
+                    return value
+            except json.JSONDecodeError as error:
+                held = len(self.held) - self.at
+                if self.ended or held > OBJECT_BYTES:
+                    line = self.line + self.held.count("\n", self.at, error.pos)
+                    raise SourceError(f"is not a JSON array: {error.msg} at line {line}") from error
+            except RecursionError as error:
+                raise SourceError(f"is not a JSON array: line {self.line} is too deep") from error
+            for _ in range(max(1, (len(self.held) - self.at) // CHUNK)):  # read twice as much
+                self.more()
+
+
+def _separated(delimiter: str) -> Callable[[io.BufferedReader, str], Iterator[Record]]:
+    def read(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+        """Yield the rows of CSV as text by column; the csv module knows the lines they are on."""
+        csv.field_size_limit(2**31 - 1)
+        lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        while True:
+            line = rows.line_num + 1
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Record(name, line, None, f"is not CSV ({error})")
+                continue
+            if not row:
+                continue
+            if header is None:
+                header = _header(row)
+            elif len(row) != len(header):
+                why = f"has {len(row)} fields, but the header has {len(header)}"
+                yield Record(name, line, None, why)
+            else:
+                yield Record(name, line, dict(zip(header, row, strict=True)))
+
+    return read
+
+
+def _header(row: list[str]) -> list[str]:
+    if len(set(row)) < len(row) or not all(cell.strip() for cell in row):
+        raise SourceError("is without a header: names of columns are missing or twice there")
+    return row
+
+
+def _parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(pa.BufferReader(stream.read()))
+    yield from _rows(name, file.iter_batches(batch_size=1024))
+
+
+def _arrow(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    import pyarrow as pa
+
+    if not stream.peek(6).startswith(b"ARROW1"):
+        yield from _rows(name, pa.ipc.open_stream(stream))
+        return
+    file = pa.ipc.open_file(stream if stream.seekable() else pa.BufferReader(stream.read()))
+    yield from _rows(name, map(file.get_batch, range(file.num_record_batches)))
+
+
+def _rows(name: str, batches: Any) -> Iterator[Record]:
+    row = 0
+    for batch in batches:
+        for value in batch.to_pylist():
+            yield Record(name, row, value)
+            row += 1
+
+
+READERS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
+    "jsonl": _lines,
+    "json": _array,
+    "csv": _separated(","),
+    "tsv": _separated("\t"),
+    "parquet": _parquet,
+    "arrow": _arrow,
+}
