@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rayapp.config import load
 from rayapp.observe.clock import CLOCK, Call
+from rayapp.observe.records import LoopState
 from rayapp.order import Order
 from rayapp.storage import Storage, open_storage
-from rayapp.train.checkpoint.marker import CheckpointError, LoopState
+from rayapp.train.checkpoint.marker import CheckpointError
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import (
     Resumed,

@@ -140,6 +140,24 @@ class Interruption(TypedDict):
     to_first_step_s: float | None
 
 
+# ---- state.json of a checkpoint ---------------------------------------------------------------
+
+
+class LoopState(TypedDict, total=False):
+    """What the training loop knows besides tensors; files of older versions lack some fields."""
+
+    losses: list[float]
+    """The last losses, which tell whether a loss is a spike."""
+    spikes: list[float]
+    """The losses of the spikes in a row just before."""
+    at_level: int
+    """Steps without a spike since the losses took a new level (see rayapp.train.loss_spikes)."""
+    skips: int
+    """Bad steps in a row that were skipped just before."""
+    evaluate: bool
+    """Whether an evaluation was given up, so that the next step is followed by one."""
+
+
 # ---- validation.jsonl -------------------------------------------------------------------------
 
 

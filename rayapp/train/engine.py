@@ -12,8 +12,7 @@ from torch import nn
 
 from rayapp.config.fields import TOKENS, Unit
 from rayapp.observe.metrics import StepRecord
-from rayapp.observe.records import HeldOut
-from rayapp.train.checkpoint.marker import LoopState
+from rayapp.observe.records import HeldOut, LoopState
 from rayapp.train.loss_spikes import WINDOW, Spikes
 from rayapp.train.memory_peaks import Peaks
 from rayapp.train.step_sync import STAY

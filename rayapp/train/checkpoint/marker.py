@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypedDict, cast
 
+from rayapp.observe.records import LoopState
 from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID
 from rayapp.storage import Storage
 from rayapp.storage.base import READ_BLOCK, Reader
@@ -41,21 +42,6 @@ class Amounts(TypedDict, total=False):
 
     tokens: int
     images: int
-
-
-class LoopState(TypedDict, total=False):
-    """What the training loop knows besides tensors; files of older versions lack some fields."""
-
-    losses: list[float]
-    """The last losses, which tell whether a loss is a spike."""
-    spikes: list[float]
-    """The losses of the spikes in a row just before."""
-    at_level: int
-    """Steps without a spike since the losses took a new level (see rayapp.train.loss_spikes)."""
-    skips: int
-    """Bad steps in a row that were skipped just before."""
-    evaluate: bool
-    """Whether an evaluation was given up, so that the next step is followed by one."""
 
 
 class State(Amounts, LoopState):

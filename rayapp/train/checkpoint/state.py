@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from rayapp.observe.records import LoopState
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.order import Cursor, differences
 from rayapp.storage import Storage
@@ -59,9 +60,7 @@ def state_tensors(trainer: Trainer) -> Tensors:
     return own | trainer.tensors()
 
 
-def state_values(
-    spec: AnySpec, trainer: Trainer, step: int, loop: marker.LoopState
-) -> marker.State:
+def state_values(spec: AnySpec, trainer: Trainer, step: int, loop: LoopState) -> marker.State:
     """Return the content of a checkpoint's state.json; `loop` is what `Engine.state` returns."""
     import ray
     import transformers
@@ -81,7 +80,7 @@ def state_values(
     }
 
 
-def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, marker.LoopState]:
+def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, LoopState]:
     """Load the newest usable checkpoint into the trainer, if there is one.
 
     Returns (steps done, state of the loop); (0, {}) without a checkpoint.
