@@ -40,11 +40,11 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
-# What only some settings need (4-bit weights, 8-bit moments, fp8, MLflow, W&B) is tested too. Not before: transformers
+# What only some settings need (4-bit weights, 8-bit moments, fp8, MLflow, W&B, trl's chat templates) is tested too. Not before: transformers
 # imports torchao where it is there, which without a GPU says so on every start.
 .venv/.optional: .venv/.dev
-	@echo "installing bitsandbytes, torchao, mlflow and wandb"
-	@$(INSTALL) -e '.[gpu,trackers]'
+	@echo "installing bitsandbytes, torchao, mlflow, wandb and trl"
+	@$(INSTALL) -e '.[gpu,trackers,chat]'
 	@touch $@
 
 # The evaluator of IAM policies, which the tests of infra/ ask. Without node they say that it is absent.
