@@ -174,8 +174,8 @@ TRAINING = (
     Mutation(
         "decay-begins-early",
         OPTIMIZER,
-        "start = max(warmup_steps, num_steps - round(decay * num_steps))",
-        "start = max(warmup_steps, round(decay * num_steps))",
+        "start = max(warmup_steps, num_steps - max(1, round(decay * num_steps)))",
+        "start = max(warmup_steps, max(1, round(decay * num_steps)))",
         "tests/test_train_optimizer.py",
     ),
     Mutation(

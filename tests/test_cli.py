@@ -210,7 +210,7 @@ def test_the_runs_here_are_listed_without_a_word(
     assert main(["list"]) == Exit.DONE
     told = capsys.readouterr().out
     assert re.search(r"^first +done", told, re.MULTILINE) and f"in {tmp_path}/runs\n" in told
-    assert max(map(len, told.splitlines())) <= 80
+    assert max(map(len, told.partition("in /")[0].splitlines())) <= 80
     assert main(["list", "--json"]) == Exit.DONE
     assert [each["status"] for each in json.loads(capsys.readouterr().out)] == ["done"]
     assert main(["status", "first"]) == Exit.DONE

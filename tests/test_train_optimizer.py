@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -182,6 +182,7 @@ def test_shapes() -> None:
     warmup_steps=st.integers(0, 60),
     floor=st.floats(0, 1),
 )
+@example(schedule="wsd", num_steps=1, warmup_steps=0, floor=0.0)
 def test_rises_to_the_peak_then_never_rises_again(
     schedule: str, num_steps: int, warmup_steps: int, floor: float
 ) -> None:

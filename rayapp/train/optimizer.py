@@ -30,8 +30,8 @@ def lr_at(
     """Return the learning rate of a step (from 0); `floor` is the final share of the peak, 0-1.
 
     The rate rises linearly over `warmup_steps`, then follows the schedule. `wsd` (warm-up, stable,
-    decay) stays at the peak and falls linearly over the last `decay` (0-1) of all steps (Hu et al.
-    2024, arXiv 2404.06395).
+    decay) stays at the peak and falls linearly over the last `decay` (0-1) of all steps, at least
+    one (Hu et al. 2024, arXiv 2404.06395).
 
     >>> lr_at(0, peak=1.0, schedule="cosine", num_steps=10, warmup_steps=4)
     0.25
@@ -48,7 +48,7 @@ def lr_at(
         return peak
     start = warmup_steps
     if schedule == "wsd":
-        start = max(warmup_steps, num_steps - round(decay * num_steps))
+        start = max(warmup_steps, num_steps - max(1, round(decay * num_steps)))
     done = min(1.0, max(0, step - start) / max(1, num_steps - start))
     shape = {
         "cosine": (1 + math.cos(math.pi * done)) / 2,
