@@ -109,7 +109,7 @@ def test_the_real_step_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> No
     ("argv", "message"),
     [
         (["plna"], "command=plna is unknown: there is no such command. Did you mean plan?"),
-        (["zzz"], "Set one of init, completion, finetune, vision, plan, stage"),
+        (["zzz"], "Set one of init, completion, finetune, vision, data, plan"),
         (["plan", C4, "--cluster.instance=p5.48xlrge"], "Did you mean p5.48xlarge?"),
         (["plan", C4, "--deadline_hours=0.01"], "deadline_hours=0.01 is impossible"),
         (["plan", C4, "--deadlin_hours=1"], "Did you mean --deadline_hours?"),
@@ -162,7 +162,10 @@ def test_init_writes_a_config_that_can_be_planned_and_trained(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "demo"]) == Exit.DONE
-    assert "next: rayapp plan demo.yaml, then rayapp finetune demo.yaml" in capsys.readouterr().out
+    assert (
+        "next: rayapp data demo.yaml, rayapp plan demo.yaml, rayapp finetune demo.yaml"
+        in capsys.readouterr().out
+    )
     assert main(["plan", "demo.yaml"]) == Exit.DONE
     config = load("demo.yaml")
     assert isinstance(config, Config)

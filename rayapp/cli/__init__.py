@@ -1,6 +1,7 @@
 """What `rayapp COMMAND` does, a function each: argv in, exit code out.
 
 first.py     init, completion
+data.py      data
 planning.py  plan
 staging.py   stage
 clusters.py  render, connect
@@ -14,6 +15,7 @@ COMMANDS = {  # name: module and function
     "completion": "cli.first.completion",
     "finetune": "finetune.__main__.main",
     "vision": "vision.__main__.main",
+    "data": "cli.data.data",
     "plan": "cli.planning.plan",
     "stage": "cli.staging.stage",
     "preflight": "cli.jobs.preflight",

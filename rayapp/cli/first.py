@@ -80,7 +80,7 @@ def init(argv: list[str]) -> int:
     for path, text in texts.items():
         path.write_text(text)
         print(f"written {path}")
-    print(f"next: rayapp plan {name}.yaml, then rayapp finetune {name}.yaml")
+    print(f"next: rayapp data {name}.yaml, rayapp plan {name}.yaml, rayapp finetune {name}.yaml")
     return Exit.DONE
 
 

@@ -49,7 +49,7 @@ def look(
     heads is usable, and none of a few that are spread over the files; so that a wrong column is
     reported before anything starts, and else `limit` decides after preparing.
     """
-    heads, whole = _heads(source)
+    heads, whole = records(source)
     rows = [shapes.renamed(record.value, columns) for record in heads if record.problem is None]
     if kind == "auto":
         kinds = Counter("text" if isinstance(row, str) else shapes.kind_of(row) for row in rows)
@@ -103,7 +103,7 @@ def _short(source: sources.DataSource, piece: sources.Piece) -> sources.Piece:
     return replace(piece, end=min(piece.end, piece.start + SAMPLE_BYTES))
 
 
-def _heads(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
+def records(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
     """Return the first records of the first files, and whether these are all the data."""
     if source.format == "hub":
         shard = sources.Piece(source.root, 0, 1, "train")

@@ -39,8 +39,7 @@ def main(
     except ConfigError as error:
         return _refuse(error)
     tell_ray()
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quieten()
     run = load_run()  # only now needed
     from rayapp.observe.result import RunFailed
 
@@ -52,6 +51,12 @@ def main(
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     return EXIT_CODES[result["status"]]
+
+
+def quieten() -> None:
+    """Keep warnings of libraries' imports, which no user can act on, out of the output."""
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _refuse(error: ConfigError) -> int:

@@ -1,0 +1,172 @@
+"""Show how the first records of a config's data become documents, before anything is trained.
+
+    for found in preview(check(config, None, 0)):
+        found.lengths, found.share_of_loss, runs(found.tokenizer, found.documents[0])
+
+Of each source the heads of a few files are read, as the check reads them; nothing is written.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from rayapp.config import Config
+from rayapp.data import heads, shapes, tokens
+from rayapp.data.documents import Renderer
+from rayapp.data.packing import Document, pack
+from rayapp.data.sources import place_of
+from rayapp.finetune.check import CheckedLanguageRun, Input
+from rayapp.planner.trained import tokenizer_of
+
+SAMPLE_BYTES = 2**20  # of the texts that a tokenizer is trained on here; a run takes 16 MiB
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What the head of one source becomes."""
+
+    path: str
+    kind: str
+    format: str
+    records: int
+    """Records that were read."""
+    bad: dict[str, int]
+    """Unusable records by reason."""
+    examples: dict[str, str]
+    """Place of the first record of each reason."""
+    notes: dict[str, int]
+    """Documents that lack something of their record, by what."""
+    unused: tuple[str, ...]
+    """Columns that nothing is made of."""
+    documents: list[Document]
+    rows: int
+    """Rows of data.seq_len tokens that the documents are packed into."""
+    fill: float
+    """Share of the rows' positions that are used, 0-1."""
+    seq_len: int
+    tokenizer: Any
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        return [len(document.tokens) for document in self.documents]
+
+    @property
+    def share_of_loss(self) -> float:
+        """Share of the tokens that bear loss, 0-1."""
+        return sum(int(d.loss.sum()) for d in self.documents) / max(1, sum(self.lengths))
+
+    @property
+    def duplicates(self) -> int:
+        """Documents that repeat an earlier one, token by token."""
+        return len(self.documents) - len({d.tokens.tobytes() for d in self.documents})
+
+    def as_dict(self, shown: int) -> dict[str, object]:
+        """Return what `rayapp data --json` prints, with so many rendered documents."""
+        lengths = self.lengths or [0]
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "format": self.format,
+            "records": self.records,
+            "documents": len(self.documents),
+            "bad": self.bad,
+            "first_bad": self.examples,
+            "notes": self.notes,
+            "unused_columns": list(self.unused),
+            "tokens": {
+                "all": sum(lengths),
+                "least": min(lengths),
+                "median": statistics.median(lengths),
+                "most": max(lengths),
+                "over_seq_len": sum(length > self.seq_len for length in lengths),
+            },
+            "share_of_loss": self.share_of_loss,
+            "rows": self.rows,
+            "fill": self.fill,
+            "duplicates": self.duplicates,
+            "rendered": [
+                [{"text": text, "loss": loss} for text, loss in runs(self.tokenizer, document)]
+                for document in self.documents[:shown]
+            ],
+        }
+
+
+def preview(ready: CheckedLanguageRun) -> list[Preview]:
+    """Return a preview of each source of a checked run."""
+    tokenizer = ready.tokenizer or _made_tokenizer(ready)
+    return [_preview(ready, entry, tokenizer) for entry in ready.inputs]
+
+
+def runs(tokenizer: Any, document: Document) -> list[tuple[str, bool]]:
+    """Return a document's text in runs: (text, whether its tokens bear loss)."""
+    found: list[tuple[str, bool]] = []
+    start = 0
+    for end in range(1, len(document.tokens) + 1):
+        if end == len(document.tokens) or document.loss[end] != document.loss[start]:
+            text = tokenizer.decode(document.tokens[start:end].tolist())
+            found.append((text, bool(document.loss[start])))
+            start = end
+    return found
+
+
+def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview:
+    config: Config = ready.config
+    data = config.data
+    renderer = Renderer(tokenizer, entry.kind, ready.template, data.reasoning)
+    raw, _ = heads.records(entry.source)
+    records = [shapes.standardised(record, entry.kind, data.columns) for record in raw]
+    bad, notes, examples = Counter[str](), Counter[str](), dict[str, str]()
+    documents: list[Document] = []
+    for record in records:
+        document, told = None, record.problem
+        if told is None:
+            document, told = renderer.document(record.value)
+        if document is not None:
+            documents.append(document)
+            notes.update([told] if told else [])
+            continue
+        assert told is not None
+        bad[told] += 1
+        examples.setdefault(told, place_of(entry.source, record.file, record.place))
+    pad = tokenizer.pad_token_id
+    packed = pack(
+        documents,
+        data.seq_len,
+        pad_id=pad if pad is not None else (tokenizer.eos_token_id or 0),
+        best_fit=data.pack,
+        truncate=data.truncate,
+    )
+    return Preview(
+        path=entry.path,
+        kind=entry.kind,
+        format=entry.source.format,
+        records=len(records),
+        bad=dict(bad),
+        examples=examples,
+        notes=dict(notes),
+        unused=entry.unused,
+        documents=documents,
+        rows=len(packed.rows),
+        fill=packed.fill,
+        seq_len=data.seq_len,
+        tokenizer=tokenizer,
+    )
+
+
+def _made_tokenizer(ready: CheckedLanguageRun) -> Any:
+    """Return the tokenizer that the run would make; one trained on data sees less of them here."""
+    own = ready.model.config.get_text_config().vocab_size
+    name = tokenizer_of(ready.config, own, ready.model.preset)
+    if name == "bytes":
+        return tokens.byte_tokenizer()
+    share = SAMPLE_BYTES // len(ready.inputs)
+    texts = (
+        text
+        for entry in ready.inputs
+        for text in heads.sample_texts(entry.source, entry.kind, share, ready.config.data.columns)
+    )
+    return tokens.train_bpe(texts, int(name.partition(":")[2]))

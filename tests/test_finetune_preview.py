@@ -1,0 +1,80 @@
+"""Check what is shown of data before training: it is what the run's own rows are made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rayapp.__main__ import main
+from rayapp.config import load
+from rayapp.finetune.check import CheckedLanguageRun, check
+from rayapp.finetune.preview import preview, runs
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]},
+    {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]},
+    {"messages": [{"role": "user", "content": "alone"}]},
+    {"messages": "none", "id": 1},
+]
+
+
+def checked(folder: Path, **fields: str) -> CheckedLanguageRun:
+    given = {name.replace("__", "."): value for name, value in fields.items()}
+    config = load(None, {"run.storage": str(folder), "model.tokenizer": "bytes", **given})
+    return check(config, None, 0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(f"{json.dumps(chat)}\n" for chat in CHATS))
+    return path
+
+
+def test_chats_are_shown_with_what_bears_loss(chats: Path, tmp_path: Path) -> None:
+    (found,) = preview(checked(tmp_path, data__path=str(chats), data__bad_rows="0.9"))
+    assert (found.kind, found.format, found.records, found.duplicates) == ("chat", "jsonl", 4, 1)
+    whole = runs(found.tokenizer, found.documents[0])
+    assert [text for text, loss in whole if loss] == ["answer<|im_end|>"]
+    assert "".join(text for text, _ in whole).startswith("<|im_start|>user\nask<|im_end|>")
+    assert found.bad == {
+        "has no assistant message": 1,
+        "has 'messages' that are not a list of messages": 1,
+    }
+    assert found.examples["has no assistant message"].endswith("chats.jsonl:3")
+    size = found.seq_len
+    assert found.rows == 1 and found.fill == pytest.approx((sum(found.lengths) - 2) / size)
+
+
+def test_each_source_of_a_mixture_is_shown(chats: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some words\n" * 50)
+    mixture = json.dumps({str(tmp_path / "text.txt"): 1, str(chats): 3})
+    ready = checked(
+        tmp_path,
+        data__mixture=mixture,
+        data__bad_rows="0.9",
+        train__max_steps="1",
+        model__tokenizer="bpe:300",
+    )
+    text, chat = preview(ready)
+    assert (text.kind, chat.kind) == ("text", "chat") and text.share_of_loss == 1.0
+    assert text.tokenizer is chat.tokenizer and 259 < len(text.tokenizer) <= 300
+
+
+def test_the_command(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["data", f"--data.path={chats}", "--data.bad_rows=0.9", "--model.tokenizer=bytes"]
+    argv += [f"--run.storage={tmp_path}"]
+    assert main([*argv, "--show=1"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("\u27e6answer<|im_end|>\u27e7") == 1
+    assert "unusable      1 has no assistant message, first " in told
+    assert main([*argv, "--show=1", "--chars=9"]) == 0
+    assert "<|im_star ... (more: --chars)" in capsys.readouterr().out
+    assert main([*argv, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["documents"] == 2 and found["tokens"]["over_seq_len"] == 0
+    assert len(found["rendered"]) == 2
+    assert main([*argv, "--show=some"]) == 2
+    assert "--show=some is not valid" in capsys.readouterr().err
