@@ -27,6 +27,7 @@ class ProgressBar:
     def __init__(self, console: Console, num_steps: int, label: str) -> None:
         self.console, self.num_steps, self.label = console, num_steps, label
         self._last_line_s = 0.0
+        self._shown: int | None = None
         self._progress: Progress | None = None
         self._task: Any = None
         self._started: tuple[float, int] | None = None
@@ -45,6 +46,9 @@ class ProgressBar:
     def update(self, line: MetricsLine) -> None:
         """Show a line of metrics.jsonl."""
         step = line["step"]
+        if step == self._shown:
+            return
+        self._shown = step
         if self._started is None:
             self._started = (line["time"], step)
         figures = figures_of(line)

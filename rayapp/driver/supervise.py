@@ -156,6 +156,8 @@ class _Supervisor:
                 self.command.logs.keep_errors(ended)
             self.command.lease.wait_until_fresh(self.bar.note, self._check_room)
             last = self.patiently(self.journal.catch_up)
+            if last is not None:
+                self.bar.update(last)
             if isinstance(ended, dict) and ended["status"] != MOVED:
                 if self.validator is not None:
                     self.validator.close()
