@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from rayapp.config import from_dict
 from rayapp.driver import supervise
 from rayapp.driver.stop import StopAsked
 from rayapp.driver.supervise import Command, fit
+from rayapp.observe import metrics
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import METRICS, RESULT
 from rayapp.order import Order
@@ -69,6 +71,13 @@ class Driver:
         self.fresh = True
         self.stop_asked = False
         self.lost = False
+        self.console = Console(file=io.StringIO())
+
+    @property
+    def told(self) -> str:
+        """What it has printed."""
+        file: Any = self.console.file
+        return str(file.getvalue())
 
     def fit(self) -> dict[str, Any]:
         def check() -> None:
@@ -93,7 +102,8 @@ class Driver:
         journal: Any = SimpleNamespace(
             saw=lambda line: self.shown.append(line["step"]),
             attempt=lambda config, workers: None,
-            catch_up=lambda: None,
+            last=metrics.last(self.run),
+            catch_up=lambda: metrics.last(self.run),
             attempts=1,
             interrupted=lambda ending, workers: None,
         )
@@ -103,7 +113,7 @@ class Driver:
         config = from_dict({"run": {"name": "demo"}, "eval": {"checkpoints": False}})
         spec: Any = SimpleNamespace(config=config, order=Order.for_steps(64, 4, 2, 3, 9))
         command = Command(self.run, lease, stop, journal)
-        summary: Any = fit(command, spec, workers, Console(quiet=True), lambda *ended: None)
+        summary: Any = fit(command, spec, workers, self.console, lambda *ended: None)
         return summary
 
 
@@ -123,6 +133,31 @@ def test_steps_are_shown_and_written_down(run: Storage) -> None:
     driver = Driver(run, look)
     assert driver.fit()["status"] == "done"
     assert driver.shown == [20, 40] and not driver.attempts[0].ended
+
+
+@pytest.mark.parametrize("before", [None, 1])
+def test_the_last_step_is_shown_though_nobody_looked_again(
+    run: Storage, monkeypatch: pytest.MonkeyPatch, before: int | None
+) -> None:
+    if before:
+        add_line(run, before)
+    outcome = Attempt.outcome
+
+    def ends(self: Attempt) -> Any:
+        add_line(run, 9)
+        return outcome(self)
+
+    monkeypatch.setattr(Attempt, "outcome", ends)
+    driver = Driver(run)
+    driver.fit()
+    assert driver.told.count("step 9/") == 1 and "step 1/" not in driver.told
+
+
+def test_a_step_of_an_earlier_attempt_is_not_shown(run: Storage) -> None:
+    add_line(run, 1)
+    driver = Driver(run)
+    driver.fit()
+    assert "starting 1 worker" in driver.told and "step 1/" not in driver.told
 
 
 def test_a_driver_that_has_lost_its_run_ends_the_attempt(run: Storage) -> None:

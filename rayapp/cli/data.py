@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from rayapp.config import Config, ConfigError, arguments
+from rayapp.config import Config, arguments
 from rayapp.observe.run_folder import Exit
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def data(argv: list[str]) -> int:
         return Exit.DONE
     known = {"show": "2", "chars": "2000", "json": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"json"}), known, Config)
-    shown, chars = (_count(name, asked[name]) for name in ("show", "chars"))
+    shown, chars = (arguments.count(name, asked[name]) for name in ("show", "chars"))
     from rich.console import Console
 
     from rayapp.driver.main import quieten
@@ -99,9 +99,3 @@ def _rendered(found: Preview, document: Document, chars: int, colours: bool) -> 
             text.append(" ... (more: --chars)")
             break
     return text
-
-
-def _count(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError([f"--{name}={text} is not valid: it must be a whole number. Set one"])
-    return int(text)

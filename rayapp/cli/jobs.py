@@ -136,7 +136,10 @@ def logs(argv: list[str]) -> int:
     """Print what a run's driver prints; followed to its end, return what it returned; see LOGS."""
     options = {"follow": "false", "attempt": "none", "rank": "none"}
     handle, asked = handle_of(arguments.flags(argv, {"follow"}), options)
-    attempt, rank = (_count(name, asked[name]) for name in ("attempt", "rank"))
+    attempt, rank = (
+        None if or_none(asked[name]) is None else arguments.count(name, asked[name])
+        for name in ("attempt", "rank")
+    )
     if asked["follow"] == "true":
         return _follow(handle)
     print(handle.logs(attempt, rank), end="")
@@ -187,14 +190,6 @@ def _follow(handle: Job) -> int:
     for text in handle.follow():
         print(text, end="", flush=True)
     return EXIT_CODES[handle.wait()]
-
-
-def _count(name: str, text: str) -> int | None:
-    if or_none(text) is None:
-        return None
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError([f"--{name}={text} is not valid: it must be a whole number. Set one"])
-    return int(text)
 
 
 def or_none(text: str) -> str | None:

@@ -96,7 +96,8 @@ def plan(argv: list[str]) -> int:
 def this_machine(config: RunConfig) -> dict[str, Any]:
     """Return what the planner takes of this machine, if the run would train on its CPUs."""
     cluster = config.cluster
-    elsewhere = cluster.instance or cluster.address not in (None, "local")
+    address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    elsewhere = cluster.instance or address != "local"
     if elsewhere or cluster.gpu == "true" or os.path.exists(NVIDIA):
         return {}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

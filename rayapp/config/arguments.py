@@ -139,6 +139,17 @@ def whole_number(name: str, text: str) -> int:
     return int(value)
 
 
+def count(name: str, text: str) -> int:
+    """Parse an option's whole number, from 0.
+
+    Raises:
+        ConfigError: the text is not such a number.
+    """
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError([f"--{name}={text} is not valid: it must be a whole number. Set one"])
+    return int(text)
+
+
 def _of_config(name: str) -> bool:
     return "." in name or name == "task"
 

@@ -86,6 +86,8 @@ def parsed(arguments: Any) -> Any:
 
 
 def with_text_arguments(messages: list[Any]) -> list[Any]:
+    """Return the messages with the arguments of their calls as JSON text, as some templates ask."""
+
     def text(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -146,7 +146,7 @@ class _Supervisor:
             self.command.lease.wait_until_fresh(self.bar.note, self._check_while_stale)
             self.command.check()
             self.bar.note(f"starting {count} worker{'s' if count > 1 else ''}")
-            began = self.clock.time()
+            began, before = self.clock.time(), self.journal.last
             self.journal.attempt(self.spec.config, count)
             self.command.logs.begin_attempt()
             attempt = self.workers.start(self.spec, count)
@@ -156,8 +156,8 @@ class _Supervisor:
                 self.command.logs.keep_errors(ended)
             self.command.lease.wait_until_fresh(self.bar.note, self._check_room)
             last = self.patiently(self.journal.catch_up)
-            if last is not None:
-                self.bar.update(last)
+            if last is not None and last != before:
+                self.bar.update(last)  # a short attempt ends between two looks
             if isinstance(ended, dict) and ended["status"] != MOVED:
                 if self.validator is not None:
                     self.validator.close()

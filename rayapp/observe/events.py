@@ -48,6 +48,11 @@ class Journal:
     def _kept_attempt(self, lines: int) -> int:
         return int(self._lines.steps["attempt"][lines - 1]) if lines else 0
 
+    @property
+    def last(self) -> MetricsLine | None:
+        """The last line of metrics.jsonl that was read; None if there was none."""
+        return self._lines.steps.last
+
     @contextmanager
     def command(self, config: RunConfig, began: float) -> Iterator[None]:
         """Record the start of a command, and its end if the block raises."""

@@ -333,6 +333,7 @@ def _local_error(what: str, path: str, error: OSError) -> StorageError:
 
 @contextmanager
 def explained(what: str, path: str) -> Iterator[None]:
+    """Raise errors of the system as StorageError, with what was done, the reason and a remedy."""
     try:
         yield
     except StorageError:
