@@ -21,6 +21,7 @@ from rayapp.train.checkpoint import commit, marker
 
 SEEDS = 200
 DRILL_SEEDS = 10_000
+FOUND = (4821,)  # by the drill: histories that broke a promise once
 FOUND_WITHIN = 1_000
 
 
@@ -33,7 +34,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_promises_hold_in_hundreds_of_histories() -> None:
-    for seed in range(SEEDS):
+    for seed in (*FOUND, *range(SEEDS)):
         World(seed).simulate()
 
 

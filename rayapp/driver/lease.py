@@ -240,9 +240,11 @@ def _read(run: Storage) -> Holder | None:
     """
     holder = Holder(id="", host="an unknown machine", pid=0, process=None, machine=[])
     try:
-        values = json.loads(run.read(LEASE))
+        text = run.read(LEASE)  # a ValueError of a library here says nothing about the holder
     except FileNotFoundError:
         return None
+    try:
+        values = json.loads(text)
     except (ValueError, RecursionError):
         return holder
     values = values if isinstance(values, dict) else {}
