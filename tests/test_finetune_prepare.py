@@ -17,6 +17,7 @@ from rayapp.data import prepare as rows
 from rayapp.data import tokens
 from rayapp.finetune import prepare
 from rayapp.finetune.check import Input
+from rayapp.observe.activity import Phases
 from rayapp.storage import open_storage
 
 
@@ -52,7 +53,7 @@ def test_a_run_that_began_with_rows_of_an_earlier_version_goes_on_with_them(
     assert recipe.fingerprint != earlier.fingerprint
 
     def given() -> str:
-        return prepare.prepare_rows(ready, ready.config, url, tokenizer, console).fingerprint
+        return prepare.prepare_rows(ready, ready.config, url, tokenizer, Phases()).fingerprint
 
     assert given() == recipe.fingerprint, "a new run"
     for begun, expected in ((earlier, earlier), (recipe, recipe)):

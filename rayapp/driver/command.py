@@ -19,6 +19,7 @@ from rich.console import Console
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
 from rayapp.driver import display
+from rayapp.driver.activity import Heartbeat
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
@@ -29,9 +30,11 @@ from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
+from rayapp.observe.activity import Phases
+from rayapp.observe.clock import CLOCK
 from rayapp.observe.events import Journal, submission_id
 from rayapp.observe.records import RunResult, Summary
-from rayapp.observe.result import Phases, RunFailed, result_of
+from rayapp.observe.result import RunFailed, result_of
 from rayapp.observe.run_folder import DONE, RESULT
 from rayapp.observe.status import read_result
 from rayapp.storage import Storage, StorageError
@@ -84,34 +87,47 @@ def run(config: RunConfig, kind: Kind, console: Console | None, started: float |
         secrets.load()
         console = console or Console(force_jupyter=False)  # text, which `tail` can keep
         tell_ray()
-        address = address_of(config)
-        local = address == "local"
-        phases.end("import")
-        ready = kind.check(
-            config, (os.cpu_count() or 1) if local else None, gpus_here() if local else 0
-        )
-        phases.end("check")
-        stop = Stop(ready.run)
-        with (
-            held(ready.run, lambda text: console.print(text, highlight=False)) as lease,
-            stop.on_signal(console),
-        ):
-            stop.forget_old()
-            run = lease.fence(ready.run)
-            if same_run(run, ready.config, settled=False) == DONE:
-                result = read_result(run)
-                console.print(f"run {ready.config.run.name} is already done", highlight=False)
-                display.result(console, result)
-                return result
-            with connected(ready.config, address):
-                phases.end("ray")
-                gpus = uses_gpus(ready.config)
-                ready = kind.settle(ready, gpus)
-                same_run(run, ready.config)
-                check_resumable(run)
-                command = Command(run, lease, stop, Journal(run), tail=tail)
-                with _logged(command, console):
-                    return _to_the_end(kind, ready, command, gpus, console, phases)
+        with Heartbeat(phases, console, tail) as heartbeat:
+            return _run(config, kind, console, heartbeat)
+
+
+def _run(config: RunConfig, kind: Kind, console: Console, heartbeat: Heartbeat) -> RunResult:
+    """Check the config, hold the lease and connect to Ray; then train."""
+    phases, address = heartbeat.phases, address_of(config)
+    local = address == "local"
+    cores, gpus_of_machine = (os.cpu_count() or 1, gpus_here()) if local else (None, 0)
+    phases.end("import")
+    phases.begin("checking config, model and data")
+    ready = kind.check(config, cores, gpus_of_machine)
+    phases.end("check")
+    stop = Stop(ready.run)
+    phases.begin("taking the lease of the run")
+    with (
+        held(ready.run, lambda text: console.print(text, highlight=False)) as lease,
+        stop.on_signal(console),
+    ):
+        stop.forget_old()
+        run = lease.fence(ready.run)
+        if same_run(run, ready.config, settled=False) == DONE:
+            result = read_result(run)
+            console.print(f"run {ready.config.run.name} is already done", highlight=False)
+            display.result(console, result)
+            return result
+        phases.begin("starting Ray" if local else f"connecting to Ray at {address}")
+        with connected(ready.config, address), heartbeat.stored(run, ready.config.run.name):
+            phases.end("ray")
+            phases.begin("checking the run's folder")
+            gpus = uses_gpus(ready.config)
+            ready = kind.settle(ready, gpus)
+            same_run(run, ready.config)
+            check_resumable(run)
+            journal = Journal(run)
+            journal.passed = heartbeat.passed
+            command = Command(
+                run, lease, stop, journal, CLOCK, heartbeat.tail, phases, heartbeat.shown_by
+            )
+            with _logged(command, console):
+                return _to_the_end(kind, ready, command, gpus, console, phases)
 
 
 @contextmanager
@@ -150,6 +166,7 @@ def _to_the_end(
             summary = _train(kind, ready, command, gpus, console, phases)
         journal.ended(summary["status"], summary["seconds"])
     phases.seconds["workers"] = summary.pop("group_s")  # of the last group
+    phases.begin("writing the report")
     result = result_of(ready.config, run, summary, phases.seconds, journal.events)
     run.write(RESULT, json.dumps(result, indent=1).encode())
     report.write_for(run)

@@ -6,11 +6,9 @@ import copy
 import itertools
 import json
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
 
 from rayapp import model
 from rayapp.config import Config, ConfigError
@@ -23,9 +21,10 @@ from rayapp.data.templates import TRAINING
 from rayapp.finetune import micro_batch, show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
+from rayapp.observe.activity import Phases
 from rayapp.observe.records import Plan
-from rayapp.observe.result import Phases
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
+from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
@@ -41,9 +40,11 @@ def prepare(
 ) -> LanguageSpec:
     """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec."""
     config = ready.config
+    phases.begin("preparing the tokenizer")
     tokenizer_url, tokenizer = shared_tokenizer(ready, console)
-    prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
+    prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, phases)
     phases.end("data")
+    phases.begin("planning")
     shape = model_shape(ready.model, config, len(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
@@ -113,7 +114,7 @@ def _trained_tokenizer(
 
 
 def prepare_rows(
-    ready: CheckedLanguageRun, config: Config, tokenizer_url: str, tokenizer: Any, console: Console
+    ready: CheckedLanguageRun, config: Config, tokenizer_url: str, tokenizer: Any, phases: Phases
 ) -> Prepared:
     """Make the rows of every source, or take those of an earlier run.
 
@@ -132,17 +133,15 @@ def prepare_rows(
         return begun
     made: dict[str, Prepared] = {}
     problems = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for path, recipe in recipes.items():
-            task = progress.add_task(f"preparing {path}", total=recipe.source.num_bytes)
-            show = partial(_show, progress, task)
-            try:
-                made[path] = prepared = rows.prepare(recipe, root, data.workers, show)
-            except SourceError as error:
-                problems.append(str(error))
-                continue
-            problem = _unusable(prepared, f"{field}={path}", data.bad_rows)
-            problems += [problem] if problem else []
+    for path, recipe in recipes.items():
+        phases.begin(f"tokenising {path}", number_of_bytes(recipe.source.num_bytes))
+        try:
+            made[path] = prepared = rows.prepare(recipe, root, data.workers, phases.bytes_done)
+        except SourceError as error:
+            problems.append(str(error))
+            continue
+        problem = _unusable(prepared, f"{field}={path}", data.bad_rows)
+        problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
     return _joined(config, root, made)
@@ -192,10 +191,6 @@ def _begun(
     joined = _joined(config, root, whole)
     same = json.loads(ready.run.read(PLAN)).get("fingerprint") == joined.fingerprint
     return joined if same else None
-
-
-def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
-    progress.update(task, completed=done, total=total)
 
 
 def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:

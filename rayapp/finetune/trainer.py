@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rayapp import hardware, model
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.build import Parts, compile_gain, make_parts
+from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
 from rayapp.observe.run_folder import ADAPTER, MODEL
@@ -112,22 +113,24 @@ class LanguageTrainer(Trainer):
             )
         return engine
 
-    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
         """Evaluate the model, sample the prompts and export it; return what the summary says."""
         config, parts = self.spec.config, self.parts
         outcome: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
             outcome = {**outcome, **engine.evaluate()}
-        end_phase("evaluation")
+        phases.end("evaluation")
+        phases.begin("sampling")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
             outcome["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
-        end_phase("sample")
+        phases.end("sample")
+        phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
         if config.checkpoint.export:
             export(self.spec, parts, storage)
             outcome["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
-        end_phase("export")
+        phases.end("export")
         return outcome
 
 

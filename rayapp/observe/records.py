@@ -96,6 +96,7 @@ def figure(record: Mapping[str, object], name: str) -> float | None:
 class EventFields(TypedDict, total=False):
     """The fields of events; rayapp.observe.goodput lists which event has which."""
 
+    phase: str
     host: str
     submission_id: str | None
     user: str | None
