@@ -10,6 +10,7 @@ between two lines of its output, in seconds, with the line before and the line a
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -37,8 +38,7 @@ def main() -> int:
             hog.kill()
             hog.wait()
     gaps = [
-        (after - before, told, said)
-        for (before, told), (after, said) in zip(lines, lines[1:], strict=False)
+        (after - before, told, said) for (before, told), (after, said) in itertools.pairwise(lines)
     ]
     print(f"{len(lines)} lines in {lines[-1][0] - lines[0][0]:.0f} s, exit code {code}")
     print(f"{sum(gap > ALLOWED_S for gap, _, _ in gaps)} gaps over {ALLOWED_S:.0f} s. The longest:")

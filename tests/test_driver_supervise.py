@@ -17,8 +17,8 @@ from rayapp.config import from_dict
 from rayapp.driver import supervise
 from rayapp.driver.stop import StopAsked
 from rayapp.driver.supervise import Command, fit
-from rayapp.observe.activity import Phases
 from rayapp.observe import metrics
+from rayapp.observe.activity import Phases
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import METRICS, RESULT
 from rayapp.order import Order

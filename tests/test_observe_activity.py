@@ -76,7 +76,7 @@ def test_a_storage_that_refuses_delays_nothing(
     with Reporter(run, ACTIVITY, phases) as reporter:
         phases.current = activity.Activity("exporting", time.time() - 2.0)
         reporter.store()
-    assert "no room" in caplog.text
+    assert "no room" in caplog.text and not run.list()
     assert not any(thread.name == "activity" for thread in threading.enumerate())
 
 
@@ -138,7 +138,8 @@ def test_waiting_for_room_is_an_account_of_its_own() -> None:
 
 def test_a_wait_counts_while_it_lasts() -> None:
     begun = events(
-        (STARTED, 0.0, {"seen_until": None, "usd_per_hour": None}), (PHASE, 10.0, {"phase": WAITING_FOR_ROOM})
+        (STARTED, 0.0, {"seen_until": None, "usd_per_hour": None}),
+        (PHASE, 10.0, {"phase": WAITING_FOR_ROOM}),
     )
     found = account(begun, Columns.of([]), now=40.0)
     assert found.goodput["waiting"] == pytest.approx(0.75)

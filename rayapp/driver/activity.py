@@ -147,8 +147,8 @@ class Heartbeat:
             if other and self.phases.current.phase not in (TRAINING, WAITING_FOR_ROOM):
                 self.passed.append(activity)
             self._shown, self._at = activity, at
-            if self._status is None:
-                self._show(activity.text(now))
+            if self._status is None and not (other and activity.phase == TRAINING):
+                self._show(activity.text(now))  # training begins with the line of its first step
             self._lines = self.tail.added
 
     def _print(self, text: str) -> None:

@@ -170,6 +170,7 @@ def _to_the_end(
     result = result_of(ready.config, run, summary, phases.seconds, journal.events)
     run.write(RESULT, json.dumps(result, indent=1).encode())
     report.write_for(run)
+    phases.begin("")
     display.result(console, result)
     return result
 

@@ -41,7 +41,7 @@ def prepare(
     """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec."""
     config = ready.config
     phases.begin("preparing the tokenizer")
-    tokenizer_url, tokenizer = shared_tokenizer(ready, console)
+    tokenizer_url, tokenizer = shared_tokenizer(ready, phases)
     prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, phases)
     phases.end("data")
     phases.begin("planning")
@@ -62,7 +62,7 @@ def prepare(
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
 
 
-def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, Any]:
+def shared_tokenizer(ready: CheckedLanguageRun, phases: Phases) -> tuple[str, Any]:
     """Return (URL of the tokenizer's folder in run.storage, tokenizer); train it if need be.
 
     A tokenizer that was already trained on the same data is loaded.
@@ -77,7 +77,7 @@ def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, 
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()
     if tokenizer is None:
-        trained = _trained_tokenizer(ready, root, name, console)
+        trained = _trained_tokenizer(ready, root, name, phases)
         tokenizer = tokens.load_tokenizer(trained.url)
     if replaced:
         tokenizer = copy.copy(tokenizer)  # that of the cache keeps its own
@@ -91,14 +91,14 @@ def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, 
 
 
 def _trained_tokenizer(
-    ready: CheckedLanguageRun, root: Storage, name: str, console: Console
+    ready: CheckedLanguageRun, root: Storage, name: str, phases: Phases
 ) -> Storage:
     """Return the folder of a tokenizer that is trained on the data, and train it if it is new."""
     digests = {entry.path: (entry.weight, entry.source.digest()) for entry in ready.inputs}
     data = fingerprint(digests) if len(digests) > 1 else ready.inputs[0].source.digest()
     trained = root / f"tokenizer-{name.replace(':', '-')}-{data}"
     if not trained.exists("tokenizer.json"):
-        console.print(f"training a tokenizer ({name}) on the data", highlight=False)
+        phases.begin(f"training a tokenizer ({name}) on the data")
         weights = sum(entry.weight for entry in ready.inputs)
         texts = itertools.chain.from_iterable(
             heads.sample_texts(

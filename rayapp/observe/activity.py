@@ -17,6 +17,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -101,8 +102,11 @@ class Reporter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Delete the file: the process does nothing any more."""
         self._closed.set()
         self._thread.join(STORE_EVERY_S)
+        if self._stored is not None:
+            self._try(lambda: self._run.delete(self._name))
 
     def _follow(self) -> None:
         while not self._closed.wait(LEAST_S):
@@ -118,8 +122,11 @@ class Reporter:
         if same and now - self._stored_at < STORE_EVERY_S:
             return
         self._stored, self._stored_at = activity, now
+        self._try(lambda: self._run.write(self._name, json.dumps(asdict(activity)).encode()))
+
+    def _try(self, change: Callable[[], object]) -> None:
         try:
-            self._run.write(self._name, json.dumps(asdict(activity)).encode())
+            change()
         except (OSError, RuntimeError) as error:  # an outage, or the lease is lost
             logger.warning("%s is not stored: %s", self._name, error)
 

@@ -108,7 +108,7 @@ def _attempts(run: ReportedRun) -> list[Segment]:
 def _phases(run: ReportedRun, since: float, until: float) -> str:
     """Name the phases that began in a stretch of Unix time, with the time that each took."""
     inside = [e for e in run.events if e["event"] == PHASE and since <= e["time"] < until]
-    ends = [event["time"] for event in inside[1:]] + [until]
+    ends = [event["time"] for event in inside[1:]] + [until] * bool(inside)
     took = [
         f"{event['phase']} {words.duration(end - event['time'])}"
         for event, end in zip(inside, ends, strict=True)
