@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -30,12 +31,14 @@ from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
+from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
 from rayapp.observe.clock import CLOCK
 from rayapp.observe.events import Journal, submission_id
-from rayapp.observe.records import RunResult, Summary
+from rayapp.observe.hooks import Hooks
+from rayapp.observe.records import MetricsLine, RunResult, Summary
 from rayapp.observe.result import RunFailed, result_of
-from rayapp.observe.run_folder import DONE, RESULT
+from rayapp.observe.run_folder import DONE, FAILED, RESULT
 from rayapp.observe.status import read_result
 from rayapp.storage import Storage, StorageError
 from rayapp.train.spec import AnySpec
@@ -72,10 +75,17 @@ class Kind:
     after_failure: AfterFailure = lambda spec, ended: None
 
 
-def run(config: RunConfig, kind: Kind, console: Console | None, started: float | None) -> RunResult:
+def run(
+    config: RunConfig,
+    kind: Kind,
+    console: Console | None,
+    started: float | None,
+    on_step: Callable[[MetricsLine], None] | None = None,
+) -> RunResult:
     """Run a config until it is done or stopped, and return the content of result.json.
 
     `started` is the Unix time in seconds at which the command began, if that was before this call.
+    A thread calls `on_step` with each line of metrics.jsonl.
 
     Raises:
         ConfigError: it cannot run as described, or a file in its folder is damaged.
@@ -88,10 +98,16 @@ def run(config: RunConfig, kind: Kind, console: Console | None, started: float |
         console = console or Console(force_jupyter=False)  # text, which `tail` can keep
         tell_ray()
         with Heartbeat(phases, console, tail) as heartbeat:
-            return _run(config, kind, console, heartbeat)
+            return _run(config, kind, console, heartbeat, on_step)
 
 
-def _run(config: RunConfig, kind: Kind, console: Console, heartbeat: Heartbeat) -> RunResult:
+def _run(
+    config: RunConfig,
+    kind: Kind,
+    console: Console,
+    heartbeat: Heartbeat,
+    on_step: Callable[[MetricsLine], None] | None,
+) -> RunResult:
     """Check the config, hold the lease and connect to Ray; then train."""
     phases, address = heartbeat.phases, address_of(config)
     local = address == "local"
@@ -126,13 +142,16 @@ def _run(config: RunConfig, kind: Kind, console: Console, heartbeat: Heartbeat) 
             command = Command(
                 run, lease, stop, journal, CLOCK, heartbeat.tail, phases, heartbeat.shown_by
             )
-            with _logged(command, console):
-                return _to_the_end(kind, ready, command, gpus, console, phases)
+            more = [SimpleNamespace(on_step=on_step)] if on_step is not None else []
+            hooks = Hooks([*hooks_module.opened(ready.config, run.url), *more])
+            with _logged(command, console, hooks):
+                return _to_the_end(kind, ready, command, gpus, console, phases, hooks)
 
 
 @contextmanager
-def _logged(command: Command, console: Console) -> Iterator[None]:
+def _logged(command: Command, console: Console, hooks: Hooks) -> Iterator[None]:
     """Store the log of the last attempt; after a failure also write the report, and name the log.
+    Hooks are told of a failure here.
 
     The caller prints the reason of a failure, so that it is the last line on a terminal.
     """
@@ -141,6 +160,7 @@ def _logged(command: Command, console: Console) -> Iterator[None]:
     except BaseException as error:
         known = isinstance(error, RunFailed | StorageError | ConfigError)
         url = command.logs.close(f"failed: {error}" if known else traceback.format_exc())
+        hooks.end({"status": FAILED, "reason": str(error) or type(error).__name__})
         if isinstance(error, RunFailed):
             report.write_for(command.run)
         if url is not None:
@@ -156,6 +176,7 @@ def _to_the_end(
     gpus: bool,
     console: Console,
     phases: Phases,
+    hooks: Hooks,
 ) -> RunResult:
     """Train, write result.json and the report, and return the result."""
     if warning := short_wait(submission_id()):
@@ -163,13 +184,15 @@ def _to_the_end(
     run, journal = command.run, command.journal
     with journal.command(ready.config, phases.started):
         with command.reserve:
-            summary = _train(kind, ready, command, gpus, console, phases)
+            summary = _train(kind, ready, command, gpus, console, phases, hooks)
         journal.ended(summary["status"], summary["seconds"])
     phases.seconds["workers"] = summary.pop("group_s")  # of the last group
     phases.begin("writing the report")
     result = result_of(ready.config, run, summary, phases.seconds, journal.events)
     run.write(RESULT, json.dumps(result, indent=1).encode())
     report.write_for(run)
+    phases.begin("waiting for the hooks")
+    hooks.end(result)
     phases.begin("")
     display.result(console, result)
     return result
@@ -182,13 +205,14 @@ def _train(
     gpus: bool,
     console: Console,
     phases: Phases,
+    hooks: Hooks,
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
     try:
         spec = watching(lambda: kind.prepare(ready, gpus, console, phases), command.check)
     except StopAsked:
         return as_it_stands(command.run)
-    with Observer(spec, command.run) as observer:
+    with Observer(spec, command.run, hooks) as observer:
         summary = fit(command, spec, RayWorkers(spec.config), console, kind.after_failure)
         observer.ended(summary)
     return summary

@@ -54,6 +54,8 @@ def prepare(
     trainable = None if planned is None else planned.question.layout.trainable
     plan = plan_of(config, prepared, order, parameters)
     ready.run.write(CONFIG, config.to_yaml().encode())
+    if ready.code:
+        plan["code"] = dict(ready.code)
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
     show.plan(console, config, prepared, order, parameters, trainable)

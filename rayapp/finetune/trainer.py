@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rayapp import hardware, model
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.finetune.build import Parts, compile_gain, make_parts
+from rayapp.finetune.build import Head, Parts, compile_gain, make_parts
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
@@ -109,7 +109,7 @@ class LanguageTrainer(Trainer):
         if spec.data.held_out:
             rows, rank, world = spec.data.rows("eval"), dist.get_rank(), dist.get_world_size()
             engine.evaluate = lambda: held_out_losses(
-                engine, sequential_batches(rows, config.micro_batch, rank, world)
+                engine, sequential_batches(rows, config.micro_batch, rank, world), self.parts.head
             )
         return engine
 
@@ -156,16 +156,33 @@ def token_record(
     )
 
 
-def held_out_losses(engine: Engine, batches: Iterable[StepRows]) -> HeldOut:
-    """Return the held-out loss in nats per token and per byte, over all ranks' batches."""
+def held_out_losses(engine: Engine, batches: Iterable[StepRows], head: Head) -> HeldOut:
+    """Return the held-out loss in nats per token and per byte, over all ranks' batches.
+
+    With eval.metrics, `eval_metrics` holds the mean of each over the loss-bearing tokens.
+    """
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
         targets, target_bytes = (batch.labels[i] != IGNORE).sum(), batch.target_bytes[i].sum()
-        return [float(output[1]), float(targets), float(target_bytes)]
+        sums = [] if head.metric_sums is None else head.metric_sums.tolist()
+        if head.metric_sums is not None:
+            head.metric_sums.zero_()
+        return [float(output[1]), float(targets), float(target_bytes), *sums]
 
-    loss, targets, target_bytes = loop.evaluate(engine, batches, measure)
+    if head.metrics:
+        head.metric_sums = torch.zeros(len(head.metrics), dtype=torch.float64)
+    try:
+        loss, targets, target_bytes, *sums = loop.evaluate(engine, batches, measure)
+    finally:
+        head.metric_sums = None
     per_byte = loss / target_bytes if target_bytes else None
-    return {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
+    found: HeldOut = {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
+    if head.metrics:
+        names = (name.rpartition(":")[2] for name in head.metrics)
+        found["eval_metrics"] = {
+            name: value / max(targets, 1) for name, value in zip(names, sums, strict=True)
+        }
+    return found
 
 
 def mfu_of(
