@@ -230,7 +230,8 @@ def test_a_package_of_ones_own_trains_and_is_known_again(
         time.sleep(0.2)
     run.write("STOP", b"asked\n")
     said, _ = job.communicate(timeout=PATIENCE_S)
-    assert json.loads(run.read("result.json"))["status"] == "stopped", said[-5000:]
+    assert run.exists("result.json"), said[-5000:]
+    assert json.loads(run.read("result.json"))["status"] == "stopped"
     ends = [json.loads(line) for line in diary.read_text().splitlines()]
     assert ends[-1] == {"run": "own-code", "status": "stopped"}
     assert ends[0]["step"] == 1
