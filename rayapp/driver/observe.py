@@ -164,10 +164,9 @@ class Observer:
             told.close(self._status, self._samples, until)
 
     def _follow(self) -> None:
-        """Poll the run's folder, and look at it once more when the command ends."""
+        """Look at the run's folder at once, every POLL_S, and when the command ends."""
         last = False
-        while not last:
-            last = self._stop.wait(POLL_S if self._run.local_path() else POLL_S3_S)
+        while True:
             try:
                 self._look(last)
             except (
@@ -175,6 +174,9 @@ class Observer:
                 goodput.DamagedEvents,
             ) as error:  # e.g. a line of events.jsonl that is no JSON
                 logger.warning("cannot look at the run: %s", error)
+            if last:
+                return
+            last = self._stop.wait(POLL_S if self._run.local_path() else POLL_S3_S)
 
     def _look(self, last: bool) -> None:
         before = len(self._lines.steps)
@@ -183,10 +185,11 @@ class Observer:
         if not self._looked:  # the workers have done no step yet: these are of earlier commands
             self._looked = True
             self._hooks.follow(len(steps), self._lines.lines)
+        else:
+            self._hooks.update(len(steps), kept)
         for step_s in np.nan_to_num(steps["step_s"][kept:]):
             self._pace.saw(float(step_s))
         if kept < before or len(steps) > kept:
-            self._hooks.update(len(steps), kept)
             for told in self._told:
                 told.update(len(steps), kept)
         began = time.monotonic()
