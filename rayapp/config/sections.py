@@ -39,6 +39,10 @@ class Run(Section):
     hooks: Codes = ()
     """`mypackage.module:name` of your code that the driver tells of steps, checkpoints and the end
     (docs/own_code.md)."""
+    max_usd: OptionalFloat = Field(default=None, gt=0)
+    """Dollars that all commands of the run may cost; then it saves and stops."""
+    max_hours: OptionalFloat = Field(default=None, gt=0)
+    """Hours that all commands of the run may take, waiting included; then it saves and stops."""
 
 
 class Checkpoint(Section):
