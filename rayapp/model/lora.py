@@ -57,14 +57,28 @@ class LoraUpdate:
 
 
 def linear_names(hf: PreTrainedModel) -> list[str]:
-    """Return the last name parts (e.g. q_proj) of all linear layers in the blocks, sorted."""
+    """Return the last name parts (e.g. q_proj) of the blocks' linear layers, sorted.
+
+    Layers that peft refuses are left out: a Mamba's kernels read the weights of its out_proj.
+    """
     names = {
         name.rpartition(".")[2]
         for block in find_blocks(hf)
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)
     }
-    return sorted(names)
+    return sorted(name for name in names if not _refused(hf, name))
+
+
+def _refused(hf: PreTrainedModel, name: str) -> bool:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), hf, name)
+    except ValueError:
+        return True
+    return False
 
 
 def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:
