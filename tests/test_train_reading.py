@@ -75,7 +75,7 @@ def test_a_window_bounds_attention() -> None:
     shape = read(BY_KIND["Gemma3Text"].config(), seq_len=256, fp32=False, lora=None)
     assert shape.measured is not None
     pairs = 4.0 * 8 * 32  # heads, head size
-    assert dict((w, f) for f, w in shape.measured.attention) == {64: 2 * pairs, None: 2 * pairs}
+    assert set(shape.measured.attention) == {(2 * pairs, 64), (2 * pairs, None)}
     context = mean_context([1024])
     found = forward_flops(shape, context).attention
     assert found == pytest.approx(2 * pairs * (context + context_within(context, 64)))
@@ -106,7 +106,7 @@ def test_a_model_with_attention_of_its_own_is_counted_by_two_lengths() -> None:
 
 
 def test_what_transformers_cannot_build_is_refused() -> None:
-    with pytest.raises(UnknownShape, match="transformers cannot build the model: .*qwen99"):
+    with pytest.raises(UnknownShape, match=r"transformers cannot build the model: .*qwen99"):
         read({"model_type": "qwen99"}, seq_len=8, fp32=False, lora=None)
     with pytest.raises(UnknownShape, match="transformers cannot build the model"):
         read({"model_type": "resnet"}, seq_len=8, fp32=False, lora=None)
@@ -128,9 +128,7 @@ def test_a_model_without_a_formula_is_planned_as_others_are() -> None:
     found = plan(moe_config(), model=values)
     assert found.fits and found.cost_usd and found.mfu and found.hours
     assert found.as_dict()["active_parameters"] < found.as_dict()["parameters"]
-    assert any(
-        "no published run of a qwen3_5_moe_text was compared" in why for why in found.reasons
-    )
+    assert "no published run of qwen3_5_moe_text was compared: the band is wide" in found.reasons
     assert found.rate is not None and found.rate.low == pytest.approx(0.5 * found.rate.value)
     assert largest_micro_batch(found.question) == 8
 
@@ -145,13 +143,14 @@ def test_the_planner_alone_says_that_it_knows_no_formula() -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("kind", BY_KIND)
 def test_the_plan_is_what_the_real_step_takes(kind: str, checkpointing: str) -> None:
-    planned, traced, parameters = memory(BY_KIND[kind], checkpointing)
+    planned, traced, missed = memory(BY_KIND[kind], checkpointing)
     assert planned == pytest.approx(traced, rel=0.10)
+    assert missed == 0
 
 
 def memory(architecture: Architecture, checkpointing: str) -> tuple[float, float, int]:
     """Return the peak bytes planned and of the real step, and the difference of parameters."""
-    config, rows, length = architecture.config(), 16, 512
+    config, rows, length = architecture.config(), 32, 512
     shape = read(config, seq_len=length, fp32=False, lora=None)
     layout = Layout(shape, 8, rows, length, checkpointing=checkpointing, on_cpu=True)
     found = trace(

@@ -39,6 +39,8 @@ class Measured:
     """Bytes of the block that keeps the most."""
     in_flight: float
     """Bytes of gradients and other values beside the kept ones at the peak of a backward pass."""
+    largest_backward: float
+    """Both together, of the block where they are the most."""
     results: float
     """Bytes of the results of matrix products and attention."""
     selective_share: float

@@ -322,6 +322,9 @@ def _largest_block_bytes(layout: Layout) -> float:
 def _in_flight_bytes(layout: Layout) -> float:
     """Return the bytes of the gradients of activations at the peak of a block's backward."""
     shape = layout.shape
+    if shape.measured and layout.checkpointing != "none":  # beside a block that is recomputed
+        measured = shape.measured
+        return (measured.largest_backward - measured.largest_kept) * layout.tokens
     if shape.measured:
         return shape.measured.in_flight * layout.tokens
     widest = max(linear.active * linear.outputs for linear in shape.linears)

@@ -91,6 +91,7 @@ class _Counted:
     kept_outside: float = 0.0
     largest_kept: float = 0.0
     in_flight: float = 0.0
+    largest_backward: float = 0.0
     results: float = 0.0
     kept_flops: float = 0.0
     traffic: float = 0.0
@@ -227,6 +228,7 @@ def _total(blocks: Mapping[int, _Block], kinds: Mapping[int, int], length: int) 
         kept_selective=total(lambda block: block.counted.kept_results + block.counted.given),
         largest_kept=max(block.kept for block in blocks.values()) / length,
         in_flight=max(block.in_flight for block in blocks.values()) / length,
+        largest_backward=max(b.kept + b.in_flight for b in blocks.values()) / length,
         results=total(lambda block: block.counted.results),
         kept_flops=total(lambda block: block.counted.kept_flops),
         traffic=total(lambda block: block.counted.traffic),
@@ -322,6 +324,7 @@ def _with_counts(
         kept_outside=counted.kept_outside,
         largest_kept=counted.largest_kept,
         in_flight=counted.in_flight,
+        largest_backward=counted.largest_backward,
         results=counted.results,
         selective_share=counted.kept_flops / counted.flops,
         traffic=counted.traffic,
