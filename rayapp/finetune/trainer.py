@@ -65,10 +65,13 @@ class LanguageTrainer(Trainer):
         Raises: Unavailable if documents of a row would see one another.
         """
         lm, packed = self.parts.lm, self.spec.config.data.pack and self.spec.order.num_steps > 0
-        if packed and not model.keeps_documents_apart(lm, self.device):
+        apart = not packed or model.keeps_documents_apart(lm, self.device)
+        if not apart and model.split_documents(lm):
+            apart = model.keeps_documents_apart(lm, self.device)
+        if not apart:
             raise model.Unavailable(
                 f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
-                "documents of a row attend to one another. Set data.pack=false"
+                "documents of a row see one another. Set data.pack=false"
             )
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
