@@ -19,6 +19,7 @@ from rayapp.driver import checks, command
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
+from rayapp.presets import OWN
 from rayapp.storage import StorageError, open_storage
 from rayapp.train import planning
 
@@ -211,7 +212,7 @@ def _model(
     except (ValueError, StorageError) as error:
         problems.append(str(error))
         return None, None
-    scratch = config.model.from_scratch or base.preset
+    scratch = config.model.from_scratch or (base.preset and config.model.path == OWN)
     wrong = model.problems(base, from_scratch=scratch)
     problems += wrong
     if wrong:
