@@ -27,8 +27,10 @@ BY_KIND = {each.kind: each for each in ARCHITECTURES}
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_reading_agrees_with_the_formulas_of_known_families(name: str) -> None:
-    read_, known = read(config_of(name), seq_len=2048, fp32=False, lora=None), None
-    known = shape_of(config_of(name))
+    read_, known = (
+        read(config_of(name), seq_len=2048, fp32=False, lora=None),
+        shape_of(config_of(name)),
+    )
     for what in ("parameters", "active_parameters", "root_parameters", "block_parameters"):
         assert getattr(read_, what) == getattr(known, what), what
     assert (read_.layers, read_.tied, read_.experts) == (known.layers, known.tied, known.experts)
@@ -162,3 +164,23 @@ def memory(architecture: Architecture, checkpointing: str) -> tuple[float, float
     )
     built = model.num_parameters(model.build(config, loss=model.no_loss, attention="eager"))
     return peak_memory(layout).total, found.peak_bytes, shape.parameters - built
+
+
+def test_qwen3_30b_a3b_has_its_published_numbers() -> None:
+    values = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": False,
+    }
+    shape = read(values, seq_len=4096, fp32=False, lora=None)
+    assert shape.parameters / 1e9 == pytest.approx(30.5, abs=0.05)
+    assert shape.active_parameters / 1e9 == pytest.approx(3.3, abs=0.06)
