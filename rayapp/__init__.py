@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rayapp.jobs.find import job
     from rayapp.jobs.handle import Job, submit
     from rayapp.jobs.results import Result
-    from rayapp.planner import plan
+    from rayapp.train.planning import plan
 
 _HOMES = {
     "Config": "rayapp.config",
@@ -28,7 +28,7 @@ _HOMES = {
     "Result": "rayapp.jobs.results",
     "job": "rayapp.jobs.find",
     "load": "rayapp.config",
-    "plan": "rayapp.planner",
+    "plan": "rayapp.train.planning",
     "submit": "rayapp.jobs.handle",
 }
 __all__ = ["Config", "ConfigError", "Job", "Result", "generate", "job", "load", "plan", "submit"]

@@ -48,7 +48,7 @@ class Model(Section):
     path: Text = "tiny"
     """Hugging Face folder, s3:// folder, hub id, or a preset such as `tiny`."""
     from_scratch: bool = False
-    """Start from random weights with this model's shape (always so for a preset)."""
+    """Start from random weights with this model's shape; a preset but `tiny` asks for it."""
     tokenizer: OptionalStr = None
     """Folder, s3:// folder or hub id; `bpe:4096` trains a byte-level BPE of that size on the
     data; `bytes` is one token a byte; none takes the model's own (presets: `bpe` of their size)."""

@@ -19,9 +19,10 @@ from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.driver import checks, command
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
-from rayapp.planner.shape import UnknownShape, shape_of
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
+from rayapp.presets import OWN
 from rayapp.storage import StorageError, open_storage
+from rayapp.train import planning
 
 
 @dataclass(frozen=True)
@@ -131,17 +132,15 @@ def forecast(
     """Plan a run from the shape of its model (a transformers config).
 
     `machine` describes the machine if cluster.instance does not name it (see `planner.ask`).
-    Returns None if the planner has no formula for the architecture.
+    Returns None if the planner has no formula for the architecture and it cannot be read.
 
     Raises:
         ConfigError: the instance is unknown, or cannot compute in this precision.
     """
-    values = shape.to_dict()
     try:
-        shape_of(values)
-    except UnknownShape:
+        return planning.plan(config, steps=steps, model=shape.to_dict(), **machine)
+    except planner.UnknownModel:
         return None
-    return planner.plan(config, steps=steps, model=values, **machine)
 
 
 def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
@@ -217,7 +216,7 @@ def _model(
     except (ValueError, StorageError) as error:
         problems.append(str(error))
         return None, None
-    scratch = config.model.from_scratch or base.preset
+    scratch = config.model.from_scratch or (base.preset and config.model.path == OWN)
     wrong = model.problems(base, from_scratch=scratch)
     problems += wrong
     if wrong:

@@ -32,6 +32,7 @@ from rayapp.model.lora import (
     linear_names,
     unknown_targets,
 )
+from rayapp.model.mixers import split_documents
 from rayapp.model.sharding import device_mesh, num_nodes, shard
 from rayapp.model.source import ModelSource, load_tokenizer, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
@@ -67,6 +68,7 @@ __all__ = [
     "problems",
     "resolve",
     "shard",
+    "split_documents",
     "unknown_targets",
     "use_float8",
 ]

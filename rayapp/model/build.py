@@ -10,6 +10,7 @@ Letters in shapes: B rows, S seq_len, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -75,6 +76,12 @@ class LanguageModel(Wrapper):
         self.offloaded = False
         self.plain_head = _head_is_plain(hf)
         self.router_loss = _router_loss(hf)
+        taker = hf.base_model if self.plain_head else hf
+        self.takes_positions = "position_ids" in inspect.signature(taker.forward).parameters
+        self.splits_documents = False
+        """Layers that mix along the sequence without attention run document by document."""
+        self.bounds: list[int] | None = None
+        """The documents' edges in the micro-batch that is running, for those layers."""
 
     def forward(
         self,
@@ -96,8 +103,11 @@ class LanguageModel(Wrapper):
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
         inputs: dict[str, Any] = {"input_ids": input_ids}
-        if position_ids is not None:  # not every model takes position_ids
+        if position_ids is not None and self.takes_positions:
             inputs["position_ids"] = position_ids
+        if self.splits_documents:
+            packed = position_ids is not None and boundaries is not None
+            self.bounds = boundaries.tolist() if packed and boundaries is not None else None
         if self.by_boundaries and position_ids is not None:
             assert boundaries is not None, "this attention needs the documents' boundaries"
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -57,14 +57,34 @@ class LoraUpdate:
 
 
 def linear_names(hf: PreTrainedModel) -> list[str]:
-    """Return the last name parts (e.g. q_proj) of all linear layers in the blocks, sorted."""
+    """Return the last name parts (e.g. q_proj) of the blocks' linear layers, sorted.
+
+    Names that peft does not adapt as linear layers are left out: a Mamba's kernels read the weights
+    of its out_proj, and names that were once an expert's stand for all experts as one parameter.
+    """
     names = {
         name.rpartition(".")[2]
         for block in find_blocks(hf)
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)
     }
-    return sorted(names)
+    return sorted(_adaptable(hf, names))
+
+
+def _adaptable(hf: PreTrainedModel, names: set[str]) -> Iterator[str]:
+    """Yield the names that peft takes for linear layers of this model."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=sorted(names))
+    convert_peft_config_for_transformers(config, hf, None)  # moves experts' to target_parameters
+    for name in config.target_modules or ():
+        try:
+            _check_lora_target_modules_mamba(config, hf, name)
+        except ValueError:
+            continue
+        yield name
 
 
 def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:

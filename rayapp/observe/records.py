@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, Required, TypeAlias, TypedDict, cast
 
 from rayapp.data.report import DataReport
-from rayapp.planner.answer import BandValues, Forecast
+from rayapp.planner.json_values import BandValues, Forecast
 
 # ---- config.yaml ------------------------------------------------------------------------------
 
