@@ -9,7 +9,8 @@ SEQUENCE, BIJECTION, SHARES, DIGEST = (
 )
 PACKING, DATA_ROWS, STREAM = (f"rayapp/data/{name}.py" for name in ("packing", "rows", "stream"))
 CHAT, DOCUMENTS, PREPARE = (f"rayapp/data/{name}.py" for name in ("chat", "documents", "prepare"))
-RECIPE = "rayapp/data/recipe.py"
+RECIPE, TOKENISING = "rayapp/data/recipe.py", "rayapp/data/tokenising.py"
+SECTIONS, TOKEN_STORE = "rayapp/data/sections.py", "rayapp/data/token_store.py"
 READING = "rayapp/data/sources/reading.py"
 S3_CLIENT = "rayapp/storage/s3_client.py"
 OF_INPUTS = "tests/test_storage_inputs.py -k 'moto and (version or just_written)'"
@@ -184,15 +185,15 @@ ROWS = (
     Mutation(
         "held-out-by-process",
         READING,
-        'drawn = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")',
-        "drawn = hash(content) % 2**64",
+        'return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")',
+        "return hash(content) % 2**64",
         "tests/test_data_sources.py -k held_out_share",
     ),
     Mutation(
         "copies-on-both-sides",
-        PREPARE,
-        "content = content_of(record.value, recipe.kind) if piece.split",
-        "content = json.dumps(record.value).encode() if piece.split",
+        TOKENISING,
+        "sources.drawn_of(content_of(record.value, recipe.kind))",
+        "sources.drawn_of(repr(record.value).encode())",
         OF_PREPARE,
     ),
     Mutation(

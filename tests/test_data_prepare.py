@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import corpora
 import numpy as np
 import pytest
 from test_data_stream import ray_cluster  # noqa: F401  a fixture
@@ -24,10 +25,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
-from rayapp.data import prepare, sources, tokens, unit_rows
+from rayapp.data import prepare, sources, tokenising, tokens, unit_rows
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
-from rayapp.data.prepared import Prepared
+from rayapp.data.prepared import BLOCKS, USED, Prepared
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting
@@ -90,7 +91,7 @@ def make(recipe: RowRecipe, root: Storage, only: slice = slice(None)) -> Storage
     """Prepare units here, one after the other, as the tasks do; return the folder."""
     storage = root / recipe.fingerprint
     for index, (origin, unit) in list(enumerate(jobs_of(recipe)))[only]:
-        prepare.prepare_unit(recipe, storage.url, origin, index, unit)
+        prepare.prepare_unit(recipe, root.url, origin, index, unit)
     return storage
 
 
@@ -102,9 +103,9 @@ def here(recipe: RowRecipe, path: Path) -> Prepared:
 
 
 def contents(storage: Storage) -> dict[str, bytes]:
-    """Return all files but the manifest, which names its own place."""
-    names = [entry.name for entry in storage.list()]
-    return {name: storage.read(name) for name in names if name != "manifest.json"}
+    """Return all files but the manifest, which names its own place, and the time of use."""
+    names = {entry.name for entry in storage.list()} - {"manifest.json", USED, BLOCKS}
+    return {name: storage.read(name) for name in sorted(names)}
 
 
 # ---- The ledger --------------------------------------------------------------------------------
@@ -121,9 +122,9 @@ def expected_documents(recipe: RowRecipe) -> dict[str, list[Document]]:
             for record in sources.read_piece(source, piece):
                 document, problem = renderer.document(record.value)
                 assert document is not None, problem
-                content = content_of(record.value, recipe.kind)
+                drawn = sources.drawn_of(content_of(record.value, recipe.kind))
                 fraction = recipe.eval_fraction
-                held_out = origin == "eval" or sources.is_eval(piece, content, fraction)
+                held_out = origin == "eval" or sources.is_eval(piece, drawn, fraction)
                 found["eval" if held_out else "train"].append(document)
     return found
 
@@ -487,7 +488,7 @@ def test_a_file_that_breaks_off_ends_the_preparation_by_name(
 def test_large_records_are_tokenised_few_at_a_time(
     recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "BATCH_SIZE", 1000)
+    monkeypatch.setattr(tokenising, "BATCH_SIZE", 1000)
     sizes = [400, 1, 400, 400, 5000, 400, *[2] * 40]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
     values = [{"messages": [turns[0], {**turns[1], "content": "x" * size}]} for size in sizes]
@@ -531,6 +532,133 @@ def test_a_part_that_ends_every_process_is_tried_a_few_times_and_named(
         "there, or leave them out"
     )
     assert log.read_text() == "x" * 4
+
+
+# ---- Tokens are made once ----------------------------------------------------------------------
+
+FIRST_ROWS = {  # digests of the rows that the first version made, by corpus and most units
+    ("jsonl", 4096): "91b5774ed0d2f2de",
+    ("text", 4096): "d2422767b500ab5e",
+    ("one", 4096): "70d08ae03703073e",
+    ("gz", 4096): "f628a8841abea2e4",
+    ("csv", 4096): "40bb3c50a086e18d",
+    ("parquet", 4096): "9c72704d3328f5c1",
+    ("prompt", 4096): "ff87b93bb95f806d",
+    ("chat", 4096): "5576f340f80dd78e",
+    ("jsonl", 3): "b94ef493fe75ab3f",
+    ("text", 3): "f168ceae5e14e751",
+    ("one", 3): "b56acbeece06d55e",
+    ("gz", 3): "f628a8841abea2e4",
+    ("csv", 3): "40bb3c50a086e18d",
+    ("parquet", 3): "3ed95c0552a453c3",
+    ("prompt", 3): "9fdc324c1d866e9d",
+    ("chat", 3): "06ed16f08b50e0b1",
+}
+
+
+@pytest.mark.parametrize(("name", "most"), FIRST_ROWS)
+def test_rows_are_those_of_the_first_version(
+    recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    monkeypatch.setattr(cutting, "MAX_UNITS", most)
+    source = sources.find(corpora.write(tmp_path / name, name))
+    kind = name if name in ("prompt", "chat") else "text"
+    recipe = replace(recipe, source=source, kind=kind)
+    prepared = here(recipe, tmp_path / "out")
+    assert corpora.rows_digest(open_storage(prepared.url)) == FIRST_ROWS[name, most]
+    if name == "jsonl":
+        places = [place for place, _ in prepared.examples]
+        assert places == [f"{tmp_path}/jsonl/0.jsonl:{n}" for n in (31, 32, 33, 34)]
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of records of each call of the tokenizer."""
+    calls: list[int] = []
+    made = Renderer.documents
+    monkeypatch.setattr(
+        Renderer, "documents", lambda self, v: (calls.append(len(v)), made(self, v))[1]
+    )
+    return calls
+
+
+@pytest.mark.parametrize("name", ["jsonl", "text", "gz", "parquet"])
+def test_other_rows_of_the_same_documents_take_their_tokens(
+    recipe: RowRecipe, tmp_path: Path, tokenised: list[int], name: str
+) -> None:
+    folder = Path(corpora.write(tmp_path / name, name))
+    recipe = replace(recipe, source=sources.find(str(folder)))
+    here(recipe, tmp_path / "out")
+    whole = sum(tokenised)
+    for changed in (
+        {"seq_len": 32},
+        {"eval_fraction": 0.3},
+        {"truncate": True},
+        {"pack": False},
+        {"pad_id": 3},
+        {"eval_fraction": 0.0, "eval_source": recipe.source},
+    ):
+        tokenised.clear()
+        other = replace(recipe, **changed)
+        assert here(other, tmp_path / "out").url.endswith(other.fingerprint)
+        assert not tokenised, changed
+        here(other, tmp_path / f"alone {other.fingerprint}")
+        alone = contents(
+            open_storage(str(tmp_path / f"alone {other.fingerprint}")) / other.fingerprint
+        )
+        assert contents(open_storage(str(tmp_path / "out")) / other.fingerprint) == alone
+    tokenised.clear()
+    last = sorted(folder.iterdir())[-1]
+    renamed = last.rename(folder / f"renamed {last.name}")
+    here(replace(recipe, source=sources.find(str(folder))), tmp_path / "out")
+    assert not tokenised
+    if name in ("jsonl", "text"):
+        added = renamed.read_bytes().replace(b"b", b"_")
+        (folder / f"added {last.name}").write_bytes(added)
+        here(replace(recipe, source=sources.find(str(folder))), tmp_path / "out")
+        assert 0 < sum(tokenised) < whole / 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokenizer_digest": "other"},
+        {"kind": "prompt"},
+        {"columns": {"text": "id"}},
+        {"version": 9},
+    ],
+)
+def test_other_tokens_are_made_anew(
+    recipe: RowRecipe, tmp_path: Path, tokenised: list[int], changed: dict[str, Any]
+) -> None:
+    here(recipe, tmp_path / "out")
+    tokenised.clear()
+    here(replace(recipe, **changed), tmp_path / "out")
+    assert tokenised
+
+
+def test_a_unit_that_was_cut_off_takes_the_blocks_that_are_there(
+    recipe: RowRecipe, tmp_path: Path, tokenised: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "MAX_UNITS", 2)
+    expected = here(recipe, tmp_path / "expected")
+    whole = sum(tokenised)
+    tokenised.clear()
+    made = prepare.tokenised
+
+    def dies(*given: Any) -> Any:
+        if len(tokenised) >= 3:
+            raise KeyboardInterrupt
+        return made(*given)
+
+    monkeypatch.setattr(prepare, "tokenised", dies)
+    root = open_storage(str(tmp_path / "out"))
+    with pytest.raises(KeyboardInterrupt):
+        make(recipe, root)
+    monkeypatch.setattr(prepare, "tokenised", made)
+    again = here(recipe, tmp_path / "out")
+    assert again.counts == expected.counts and sum(tokenised) == whole
+    assert contents(open_storage(again.url)) == contents(open_storage(expected.url))
 
 
 # ---- Fingerprints ------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ def test_the_last_bytes_of_one_text_file_are_held_out(
     for unit in sources.units(source, fraction):
         for piece in unit.pieces:
             for record in sources.read_piece(source, piece):
-                parts[sources.is_eval(piece, record, fraction)] += record.value
+                parts[sources.is_eval(piece, 0, fraction)] += record.value
     assert parts[False] + parts[True] == content
     size = len(content.encode())
     longest = max(len(line.encode()) for line in [*lines, "end"]) + 1
@@ -488,7 +488,8 @@ def test_the_held_out_share_is_drawn_by_content(tmp_path: Path) -> None:
     def held_out(fraction: float) -> set[bytes]:
         split = "hash" if 0 < fraction < 1 else ("eval" if fraction else "train")
         piece = sources.Piece("a.jsonl", 0, 1, split)
-        return {content for content in contents if sources.is_eval(piece, content, fraction)}
+        draws = {content: sources.drawn_of(content) for content in contents}
+        return {one for one, drawn in draws.items() if sources.is_eval(piece, drawn, fraction)}
 
     few, some = held_out(0.05), held_out(0.25)
     assert few < some and not held_out(0.0) and len(held_out(1.0)) == 4000

@@ -21,6 +21,8 @@ from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")
+USED = "USED"  # written anew whenever a run takes the rows; its time is that of the last use
+BLOCKS = "blocks.txt"  # the blocks of tokens that the rows were made of, below the token folder
 OF_MIXTURES = ("sizes", "weights", "sources")  # fields that no manifest has
 MAX_EXAMPLES = 16  # reasons whose first record is named
 MAX_REASONS = 5  # reasons in one line

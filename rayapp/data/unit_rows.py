@@ -9,10 +9,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from rayapp.data import sources
 from rayapp.data.packing import Document, pack
-from rayapp.data.prepared import SPLITS
+from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.report import Counts
+from rayapp.data.report import Counts, UnitSummary
+from rayapp.data.sections import TokenisedRecord
 from rayapp.storage import Storage
 
 WINDOW_TOKENS = 2**20  # of a stream that are packed at once
@@ -50,6 +52,42 @@ class UnitRows:
                 self.files[split].write(data)
             self.held[split] = []
         self.num_tokens = 0
+
+
+class UnitAccount:
+    """What the records of a unit were, and the blocks that they came from."""
+
+    def __init__(self, source: sources.DataSource) -> None:
+        self.source, self.records = source, 0
+        self.bad: Counter[str] = Counter()
+        self.notes: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+        self.blocks: list[str] = []
+
+    def add(self, piece: sources.Piece, record: TokenisedRecord) -> None:
+        """Count a record of a piece; name the place of the first with a problem."""
+        self.records += 1
+        if record.problem is None:
+            return
+        if record.document is not None:
+            self.notes[record.problem] += 1
+            return
+        self.bad[record.problem] += 1
+        if record.problem not in self.examples and len(self.examples) < MAX_EXAMPLES:
+            place = sources.place_of(self.source, sources.file_of(self.source, piece), record.place)
+            self.examples[record.problem] = place
+
+    def summary(self, counts: dict[str, Counts], shards: dict[str, str]) -> UnitSummary:
+        """Return what is written of the unit."""
+        return UnitSummary(
+            counts=counts,
+            shards=shards,
+            bad=dict(self.bad),
+            examples=[(place, why) for why, place in self.examples.items()],
+            records=self.records,
+            notes=dict(self.notes),
+            blocks=self.blocks,
+        )
 
 
 def _hashes(documents: list[Document]) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -30,6 +30,11 @@ def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
         yield from _read_jsonl(source, piece)
 
 
+def file_of(source: DataSource, piece: Piece) -> str:
+    """Return what the records of a piece give as their file."""
+    return f"{piece.file}[{piece.start}]" if source.format == "hub" else piece.file
+
+
 def place_of(source: DataSource, record_file: str, place: int) -> str:
     """Return `file:line`, `file byte N` or `file row N`, for a person to look up.
 
@@ -44,12 +49,14 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
     return f"{source.root}/{record_file}:{_line_number(source, record_file, place)}"
 
 
-def is_eval(piece: Piece, content: bytes, eval_fraction: float) -> bool:
-    """Return whether a record is held out, by a hash of its content: so are all its copies."""
-    if piece.split != "hash":
-        return piece.split == "eval"
-    drawn = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
-    return drawn < eval_fraction * 2**64
+def drawn_of(content: bytes) -> int:
+    """Return the number in [0, 2^64) that a record's content draws; its copies draw the same."""
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+
+
+def is_eval(piece: Piece, drawn: int, eval_fraction: float) -> bool:
+    """Return whether a record is held out, by what its content drew: so are all its copies."""
+    return drawn < eval_fraction * 2**64 if piece.split == "hash" else piece.split == "eval"
 
 
 def _line_number(source: DataSource, file: str, offset: int) -> int:
@@ -62,7 +69,7 @@ def _line_number(source: DataSource, file: str, offset: int) -> int:
     return lines
 
 
-def _line_bytes(source: DataSource, piece: Piece) -> tuple[int, bytes]:
+def line_bytes(source: DataSource, piece: Piece) -> tuple[int, bytes]:
     """Return the offset and bytes of the lines that begin inside the piece's [start, end)."""
     storage, start, end = opened(source.root), piece.start, piece.end
     if start:  # a line begins at `start` only if the byte before it ends one
@@ -87,7 +94,7 @@ def _after_newline(storage: Readable, piece: Piece, position: int) -> int:
 
 
 def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
-    start, data = _line_bytes(source, piece)
+    start, data = line_bytes(source, piece)
     if not data:
         return
     try:
@@ -97,7 +104,7 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
 
 
 def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
-    offset, data = _line_bytes(source, piece)
+    offset, data = line_bytes(source, piece)
     for line in data.split(b"\n"):
         if line.strip():
             yield Record(piece.file, offset, *json_line(line))

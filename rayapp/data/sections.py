@@ -1,0 +1,185 @@
+"""The tokens of a block as they are stored: sections of records, each with a checksum.
+
+    for section in read(file):
+        for record in section.records(): ...
+
+A section holds consecutive records of one piece: their places, what they drew for the held-out
+split, and the tokens of those that are documents. What is made of tokens afterwards, rows and
+splits, is not in it. A section is a frame, whose header has the length and the xxh3 of the rest;
+that is compressed with Zstandard, to about 2 bytes a token. The last section is followed by END.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from xxhash import xxh3_64_intdigest
+
+from rayapp.data.packing import Document
+
+SECTION_TOKENS, SECTION_RECORDS = 2**20, 2**16  # a section ends after either
+NO_DOCUMENT = 2**32 - 1  # as the length of a record
+HEADER = struct.Struct("<4sIQ")  # MAGIC, bytes that follow, their xxh3
+MAGIC = b"rtk1"
+SIZE = struct.Struct("<I")
+END = HEADER.pack(MAGIC, 0, xxh3_64_intdigest(b""))  # after the last section
+
+Array = np.ndarray[Any, Any]
+
+
+class DamagedTokens(ValueError):
+    """A section is cut off, or its bytes are not those that were written."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenisedRecord:
+    """A record of the user's: a document, perhaps with a note, or the reason why it is none."""
+
+    place: int
+    document: Document | None
+    problem: str | None
+    """Why the record is no document; or, beside a document, what is left out of it."""
+    drawn: int
+    """What its content drew in [0, 2^64); 0 if it is no document."""
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """Consecutive records of a piece: r records, t tokens."""
+
+    piece: int
+    """Number of the piece in its block."""
+    places: Array
+    """int64 [r]"""
+    drawn: Array
+    """uint64 [r]"""
+    said: Array
+    """uint32 [r]: 0, or 1 + the number of a problem in `texts`"""
+    lengths: Array
+    """uint32 [r]: tokens, or NO_DOCUMENT"""
+    tokens: Array
+    """int32 [t]"""
+    loss: Array
+    """bool [t]"""
+    num_bytes: Array
+    """uint16 [t]"""
+    texts: tuple[str, ...]
+
+    def records(self) -> Iterator[TokenisedRecord]:
+        """Yield the records in order; their arrays are views."""
+        last = 0
+        columns = (self.places, self.drawn, self.said, self.lengths)
+        for place, drawn, said, length in zip(*(c.tolist() for c in columns), strict=True):
+            document = None
+            if length != NO_DOCUMENT:
+                here = slice(last, last + length)
+                document = Document(self.tokens[here], self.loss[here], self.num_bytes[here])
+                last += length
+            yield TokenisedRecord(place, document, self.texts[said - 1] if said else None, drawn)
+
+
+def sections(piece: int, records: Iterable[TokenisedRecord]) -> Iterator[Section]:
+    """Gather the records of a piece into sections."""
+    held: list[TokenisedRecord] = []
+    size = 0
+    for record in records:
+        held.append(record)
+        size += len(record.document.tokens) if record.document else 0
+        if size >= SECTION_TOKENS or len(held) == SECTION_RECORDS:
+            yield _section(piece, held)
+            held, size = [], 0
+    if held:
+        yield _section(piece, held)
+
+
+def _section(piece: int, records: list[TokenisedRecord]) -> Section:
+    texts = {r.problem: None for r in records if r.problem is not None}
+    numbers = {text: number for number, text in enumerate(texts, 1)}
+    documents = [record.document for record in records if record.document is not None]
+    lengths = [NO_DOCUMENT if r.document is None else len(r.document.tokens) for r in records]
+    empty = np.empty(0, np.int32)
+    return Section(
+        piece,
+        np.array([record.place for record in records], np.int64),
+        np.array([record.drawn for record in records], np.uint64),
+        np.array([numbers[r.problem] if r.problem else 0 for r in records], np.uint32),
+        np.array(lengths, np.uint32),
+        np.concatenate([empty, *(d.tokens for d in documents)], dtype=np.int32),
+        np.concatenate([empty, *(d.loss for d in documents)], dtype=np.bool_, casting="unsafe"),
+        np.concatenate(
+            [empty, *(d.num_bytes for d in documents)], dtype=np.uint16, casting="unsafe"
+        ),
+        tuple(texts),
+    )
+
+
+def encoded(section: Section) -> bytes:
+    """Return a section as it is stored: each array in the narrowest type that holds it."""
+    base = int(section.places.min())
+    columns = {
+        "places": section.places - base,
+        "drawn": section.drawn,
+        "said": section.said,
+        "lengths": section.lengths,
+        "tokens": section.tokens,
+        "num_bytes": section.num_bytes,
+    }
+    arrays = {name: _narrow(column) for name, column in columns.items()}
+    arrays["loss"] = np.packbits(section.loss)
+    types = [(name, array.dtype.str, len(array)) for name, array in arrays.items()]
+    head = {"piece": section.piece, "base": base, "texts": section.texts, "arrays": types}
+    text = json.dumps(head).encode()
+    plain = b"".join([SIZE.pack(len(text)), text, *(a.tobytes() for a in arrays.values())])
+    packed = SIZE.pack(len(plain)) + pa.compress(plain, codec="zstd", asbytes=True)
+    return HEADER.pack(MAGIC, len(packed), xxh3_64_intdigest(packed)) + packed
+
+
+def _narrow(column: Array) -> Array:
+    """Return unsigned numbers in the narrowest little-endian type."""
+    largest = int(column.max(initial=0))
+    return column.astype(np.min_scalar_type(largest).newbyteorder("<"))
+
+
+def read(file: BinaryIO) -> Iterator[Section]:
+    """Yield the sections of a block's file.
+
+    Raises:
+        DamagedTokens: it is cut off, or has other bytes than were written.
+    """
+    while (header := file.read(HEADER.size)) != END:
+        if len(header) < HEADER.size:
+            raise DamagedTokens("is cut off")
+        magic, size, checksum = HEADER.unpack(header)
+        packed = file.read(size) if magic == MAGIC else b""
+        if not packed or xxh3_64_intdigest(packed) != checksum:
+            raise DamagedTokens("has other bytes than were written")
+        (plain_size,) = SIZE.unpack_from(packed)
+        plain = pa.decompress(memoryview(packed)[SIZE.size :], plain_size, "zstd", asbytes=True)
+        yield _decoded(plain)
+
+
+def _decoded(plain: bytes) -> Section:
+    (size,) = SIZE.unpack_from(plain)
+    head = json.loads(plain[4 : 4 + size])
+    at, arrays = 4 + size, {}
+    for name, dtype, length in head["arrays"]:
+        arrays[name] = np.frombuffer(plain, dtype, length, at)
+        at += arrays[name].nbytes
+    tokens = arrays["tokens"].astype(np.int32)
+    return Section(
+        head["piece"],
+        arrays["places"].astype(np.int64) + head["base"],
+        arrays["drawn"].astype(np.uint64),
+        arrays["said"],
+        arrays["lengths"],
+        tokens,
+        np.unpackbits(arrays["loss"], count=len(tokens)).astype(np.bool_),
+        arrays["num_bytes"].astype(np.uint16),
+        tuple(head["texts"]),
+    )

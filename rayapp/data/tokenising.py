@@ -1,0 +1,79 @@
+"""Read the pieces of a block and tokenise their records, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from rayapp.data import sections, sources, tokens
+from rayapp.data.documents import Renderer, content_of
+from rayapp.data.recipe import RowRecipe
+from rayapp.data.sections import Section, TokenisedRecord
+from rayapp.data.shapes import read_records
+
+BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
+
+Numbered = tuple[int, sources.Record]  # the number of a piece of the block, and a record of it
+
+
+def tokenised(
+    recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
+) -> Iterator[Section]:
+    """Yield the sections of a block; memory: a section, and a batch of records.
+
+    Raises:
+        SourceError: a file is not of its format, so that the rest cannot be read.
+    """
+    for number, records in groupby(_records(recipe, source, pieces), key=lambda each: each[0]):
+        yield from sections.sections(number, (record for _, record in records))
+
+
+def _records(
+    recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
+) -> Iterator[tuple[int, TokenisedRecord]]:
+    renderer = _renderer(recipe.tokenizer_url, recipe.kind, recipe.template, recipe.reasoning)
+    records = (
+        (number, record)
+        for number, piece in enumerate(pieces)
+        for record in read_records(source, piece, recipe.kind, recipe.columns)
+    )
+    for batch in _batches(records):
+        values = [record.value for _, record in batch if record.problem is None]
+        made = iter(renderer.documents(values))
+        for number, record in batch:
+            document, problem = (None, record.problem) if record.problem else next(made)
+            drawn = 0
+            if document is not None:
+                drawn = sources.drawn_of(content_of(record.value, recipe.kind))
+            yield number, TokenisedRecord(record.place, document, problem, drawn)
+
+
+def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
+    """Yield batches of records to tokenise in one call, limited by number and characters."""
+    batch: list[Numbered] = []
+    held = 0
+    for number, record in records:
+        size = _size(record.value)
+        if batch and (len(batch) == BATCH_RECORDS or held + size > BATCH_SIZE):
+            yield batch
+            batch, held = [], 0
+        batch.append((number, record))
+        held += size
+    if batch:
+        yield batch
+
+
+def _size(value: Any) -> int:
+    """Return the number of characters of all text in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 0
+
+
+@lru_cache(maxsize=2)
+def _renderer(tokenizer_url: str, kind: str, template: str, reasoning: str) -> Renderer:
+    return Renderer(tokens.load_tokenizer(tokenizer_url), kind, template, reasoning)
