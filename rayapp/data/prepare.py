@@ -91,21 +91,21 @@ def prepare(
 
 
 def prepare_unit(
-    recipe: RowRecipe, url: str, origin: str, index: int, unit: sources.ReadUnit
+    recipe: RowRecipe, root: str, folder: str, origin: str, index: int, unit: sources.ReadUnit
 ) -> None:
     """Pack the documents of one unit: write `<split>-<index>.bin`, then `unit-<index>.json`.
 
-    Blocks of tokens below `url` are made where they are missing. It also writes the documents'
-    hashes. Memory: the tokens of this unit, or of a window of a stream.
+    These lie in `folder` of the URL `root`, beside the hashes of the documents. Blocks of tokens,
+    which lie in `root`, are made where they are missing. Memory: the tokens of this unit, or of a
+    window of a stream.
 
     Raises:
         SourceError: a file is not of its format, so that the rest cannot be read.
     """
-    root = open_storage(url)
-    storage = root / recipe.fingerprint
+    storage = open_storage(root) / folder
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None
-    store = TokenStore(root / FOLDER / recipe.tokens_key(source))
+    store = TokenStore(open_storage(root) / FOLDER / recipe.tokens_key(source))
     fraction = _fraction(recipe) if origin == "train" else 1.0
     account = UnitAccount(source)
     with ExitStack() as stack:
@@ -177,7 +177,7 @@ def _run_units(
             return {"index": row["index"], "problem": LOST}
         origin, unit = pickle.loads(row["job"])
         try:
-            prepare_unit(light, url, origin, row["index"], unit)
+            prepare_unit(light, url, recipe.fingerprint, origin, row["index"], unit)
         except sources.SourceError as error:  # Ray Data would wrap it
             return {"index": row["index"], "problem": str(error)}
         return {"index": row["index"], "problem": ""}
