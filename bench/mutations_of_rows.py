@@ -210,6 +210,42 @@ ROWS = (
         "name in sizes",
         OF_PREPARE,
     ),
+    # ---- Tokens
+    Mutation(
+        "tokens-of-another-tokenizer",
+        RECIPE,
+        '                "tokenizer": self.tokenizer_digest,\n                "version": [',
+        '                "version": [',
+        "tests/test_data_prepare.py -k other_tokens",
+    ),
+    Mutation(
+        "a-unit-takes-whole-cells",
+        PREPARE,
+        "if not by_place or piece.start <= record.place < piece.end:",
+        "if True:",
+        "tests/test_data_prepare.py -k 'first_version and jsonl'",
+    ),
+    Mutation(
+        "tokens-are-not-checked",
+        SECTIONS,
+        "if not packed or xxh3_64_intdigest(packed) != checksum:",
+        "if not packed:",
+        "tests/test_data_sections.py -k bit",
+    ),
+    Mutation(
+        "a-claim-is-not-waited-for",
+        TOKEN_STORE,
+        "            self._wait(name)\n            yield False",
+        "            yield True",
+        "tests/test_data_token_store.py -k 'folder and two_that_want'",
+    ),
+    Mutation(
+        "prune-takes-blocks-in-use",
+        "rayapp/cli/space.py",
+        "if e.name not in needed and e.modified_s < before_s",
+        "if e.modified_s < before_s",
+        "tests/test_cli_space.py -k unfinished",
+    ),
     # ---- Inputs on S3
     Mutation(
         "a-replaced-file-is-read",

@@ -14,7 +14,7 @@ import pytest
 
 from rayapp.data import token_store
 from rayapp.data.packing import Document
-from rayapp.data.sections import Section, TokenisedRecord, sections
+from rayapp.data.sections import TokenisedRecord, TokenSection, sections
 from rayapp.data.token_store import CLAIM, TokenStore, name_of
 from rayapp.storage import Storage, open_storage
 
@@ -27,7 +27,7 @@ class Maker:
     def __init__(self, pause_s: float = 0.0) -> None:
         self.begun, self.pause_s = 0, pause_s
 
-    def __call__(self) -> Iterator[Section]:
+    def __call__(self) -> Iterator[TokenSection]:
         self.begun += 1
         for number in range(3):
             time.sleep(self.pause_s)
@@ -36,7 +36,7 @@ class Maker:
             yield from sections(number, [TokenisedRecord(number, document, None, number)])
 
 
-def tokens_of(found: Iterator[Section]) -> list[list[int]]:
+def tokens_of(found: Iterator[TokenSection]) -> list[list[int]]:
     return [section.tokens.tolist() for section in found]
 
 

@@ -40,7 +40,7 @@ from rayapp.data.prepared import (
 )
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary, summed
-from rayapp.data.sections import Section, TokenisedRecord
+from rayapp.data.sections import TokenisedRecord, TokenSection
 from rayapp.data.token_store import FOLDER, TokenStore, name_of
 from rayapp.data.tokenising import tokenised
 from rayapp.data.unit_rows import UnitAccount, UnitRows
@@ -127,7 +127,7 @@ def prepare_unit(
 
 
 def _taken(
-    source: sources.DataSource, block: sources.Block, made: Iterator[Section]
+    source: sources.DataSource, block: sources.Block, made: Iterator[TokenSection]
 ) -> Iterator[tuple[sources.Piece, TokenisedRecord]]:
     """Yield the records of a block that are a unit's, each with the unit's piece."""
     taken = dict(block.taken)

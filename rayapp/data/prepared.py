@@ -63,6 +63,14 @@ class Prepared:
         return int(self.counts[split]["rows"])
 
     @property
+    def folders(self) -> list[str]:
+        """Names of the folders that hold the rows; a mixture has one for each source."""
+        if not self.weights:
+            return [self.fingerprint]
+        names = (name for shards in self.shards.values() for name, _ in shards)
+        return sorted({name.partition("/")[0] for name in names})
+
+    @property
     def held_out(self) -> int:
         """Number of held-out rows."""
         return self.num_rows("eval")

@@ -50,7 +50,7 @@ class TokenisedRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class Section:
+class TokenSection:
     """Consecutive records of a piece: r records, t tokens."""
 
     piece: int
@@ -84,7 +84,7 @@ class Section:
             yield TokenisedRecord(place, document, self.texts[said - 1] if said else None, drawn)
 
 
-def sections(piece: int, records: Iterable[TokenisedRecord]) -> Iterator[Section]:
+def sections(piece: int, records: Iterable[TokenisedRecord]) -> Iterator[TokenSection]:
     """Gather the records of a piece into sections."""
     held: list[TokenisedRecord] = []
     size = 0
@@ -98,13 +98,13 @@ def sections(piece: int, records: Iterable[TokenisedRecord]) -> Iterator[Section
         yield _section(piece, held)
 
 
-def _section(piece: int, records: list[TokenisedRecord]) -> Section:
+def _section(piece: int, records: list[TokenisedRecord]) -> TokenSection:
     texts = {r.problem: None for r in records if r.problem is not None}
     numbers = {text: number for number, text in enumerate(texts, 1)}
     documents = [record.document for record in records if record.document is not None]
     lengths = [NO_DOCUMENT if r.document is None else len(r.document.tokens) for r in records]
     empty = np.empty(0, np.int32)
-    return Section(
+    return TokenSection(
         piece,
         np.array([record.place for record in records], np.int64),
         np.array([record.drawn for record in records], np.uint64),
@@ -119,7 +119,7 @@ def _section(piece: int, records: list[TokenisedRecord]) -> Section:
     )
 
 
-def encoded(section: Section) -> bytes:
+def encoded(section: TokenSection) -> bytes:
     """Return a section as it is stored: each array in the narrowest type that holds it."""
     base = int(section.places.min())
     columns = {
@@ -146,7 +146,7 @@ def _narrow(column: Array) -> Array:
     return column.astype(np.min_scalar_type(largest).newbyteorder("<"))
 
 
-def read(file: BinaryIO) -> Iterator[Section]:
+def read(file: BinaryIO) -> Iterator[TokenSection]:
     """Yield the sections of a block's file.
 
     Raises:
@@ -164,7 +164,7 @@ def read(file: BinaryIO) -> Iterator[Section]:
         yield _decoded(plain)
 
 
-def _decoded(plain: bytes) -> Section:
+def _decoded(plain: bytes) -> TokenSection:
     (size,) = SIZE.unpack_from(plain)
     head = json.loads(plain[4 : 4 + size])
     at, arrays = 4 + size, {}
@@ -172,7 +172,7 @@ def _decoded(plain: bytes) -> Section:
         arrays[name] = np.frombuffer(plain, dtype, length, at)
         at += arrays[name].nbytes
     tokens = arrays["tokens"].astype(np.int32)
-    return Section(
+    return TokenSection(
         head["piece"],
         arrays["places"].astype(np.int64) + head["base"],
         arrays["drawn"].astype(np.uint64),

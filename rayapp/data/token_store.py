@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from rayapp.data import sections
-from rayapp.data.sections import DamagedTokens, Section
+from rayapp.data.sections import DamagedTokens, TokenSection
 from rayapp.storage import Storage
 from rayapp.storage.processes import machine, mark_of
 
@@ -42,7 +42,9 @@ class TokenStore:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
 
-    def sections(self, key: str, make: Callable[[], Iterator[Section]]) -> Iterator[Section]:
+    def sections(
+        self, key: str, make: Callable[[], Iterator[TokenSection]]
+    ) -> Iterator[TokenSection]:
         """Yield the sections of a block: those that are stored, or made and stored meanwhile.
 
         `make` yields the same sections at each call.

@@ -10,7 +10,7 @@ from typing import Any
 from rayapp.data import sections, sources, tokens
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.sections import Section, TokenisedRecord
+from rayapp.data.sections import TokenisedRecord, TokenSection
 from rayapp.data.shapes import read_records
 
 BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
@@ -20,7 +20,7 @@ Numbered = tuple[int, sources.Record]  # the number of a piece of the block, and
 
 def tokenised(
     recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
-) -> Iterator[Section]:
+) -> Iterator[TokenSection]:
     """Yield the sections of a block; memory: a section, and a batch of records.
 
     Raises:

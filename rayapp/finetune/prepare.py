@@ -233,6 +233,7 @@ def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -
     return {
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,
+        "prepared": prepared.folders,
         "steps": order.num_steps,
         "rows_per_step": order.rows_per_step,
         "micro_batches_per_step": config.micro_batches_per_step,
