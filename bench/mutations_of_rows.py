@@ -206,9 +206,16 @@ ROWS = (
     Mutation(
         "torn-shards-are-used",
         PREPARE,
-        'sizes.get(name) == summary["counts"][split]["rows"] * row_bytes',
+        'sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(name, seq_len)',
         "name in sizes",
         OF_PREPARE,
+    ),
+    Mutation(
+        "rows-are-not-checked",
+        DATA_ROWS,
+        "if len(checksum) and xxh3_64_intdigest(plain.data) !=",
+        "if not len(checksum) and xxh3_64_intdigest(plain.data) !=",
+        "tests/test_data_stream.py -k 'changed_bit and folder'",
     ),
     # ---- Tokens
     Mutation(

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from rayapp.data import sources
-from rayapp.data.packing import row_dtype
 from rayapp.data.prepared import (
     BLOCKS,
     MAX_EXAMPLES,
@@ -40,6 +39,7 @@ from rayapp.data.prepared import (
 )
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary, summed
+from rayapp.data.rows import stored_bytes
 from rayapp.data.sections import TokenisedRecord, TokenSection
 from rayapp.data.token_store import FOLDER, TokenStore, name_of
 from rayapp.data.tokenising import tokenised
@@ -93,7 +93,7 @@ def prepare(
 def prepare_unit(
     recipe: RowRecipe, root: str, folder: str, origin: str, index: int, unit: sources.ReadUnit
 ) -> None:
-    """Pack the documents of one unit: write `<split>-<index>.bin`, then `unit-<index>.json`.
+    """Pack the documents of one unit: write `<split>-<index>.rows`, then `unit-<index>.json`.
 
     These lie in `folder` of the URL `root`, beside the hashes of the documents. Blocks of tokens,
     which lie in `root`, are made where they are missing. Memory: the tokens of this unit, or of a
@@ -260,12 +260,11 @@ def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSu
     with ThreadPoolExecutor(READERS) as pool:
         texts = pool.map(lambda index: storage.read(_unit_name(index)), present)
         summaries = dict(zip(present, map(json.loads, texts), strict=True))
-    row_bytes = row_dtype(seq_len).itemsize
     return {
         index: summary
         for index, summary in summaries.items()
         if all(
-            sizes.get(name) == summary["counts"][split]["rows"] * row_bytes
+            sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(name, seq_len)
             for split, name in summary["shards"].items()
         )
     }

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.data.packing import row_dtype
 from rayapp.data.report import Counts, DataReport, summed
-from rayapp.data.rows import TokenRows
+from rayapp.data.rows import TokenRows, stored_bytes
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
@@ -127,9 +126,10 @@ def load(storage: Storage) -> Prepared | None:
     loaded["examples"] = [(place, why) for place, why in loaded["examples"]]
     prepared = Prepared(**loaded)
     sizes = {entry.name: entry.size for entry in storage.list()}
-    row_bytes = row_dtype(prepared.seq_len).itemsize
     shards = [shard for split in SPLITS for shard in prepared.shards[split]]
-    return prepared if all(sizes.get(name) == n * row_bytes for name, n in shards) else None
+    seq_len = prepared.seq_len
+    whole = all(sizes.get(name) == n * stored_bytes(name, seq_len) for name, n in shards)
+    return prepared if whole else None
 
 
 def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, float]) -> Prepared:

@@ -14,6 +14,7 @@ from rayapp.data.packing import Document, pack
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import Counts, UnitSummary
+from rayapp.data.rows import CHECKED, with_checksums
 from rayapp.data.sections import TokenisedRecord
 from rayapp.storage import Storage
 
@@ -46,7 +47,7 @@ class UnitRows:
             counts, data = _pack(documents, self.recipe)
             self.counts[split].append(counts)
             if data and split not in self.shards:
-                self.shards[split] = name = f"{split}-{self.index:05d}.bin"
+                self.shards[split] = name = f"{split}-{self.index:05d}{CHECKED}"
                 self.files[split] = self.stack.enter_context(self.storage.open_write(name))
             if data:
                 self.files[split].write(data)
@@ -117,4 +118,4 @@ def _pack(documents: list[Document], recipe: RowRecipe) -> tuple[Counts, bytes]:
         rows=len(packed.rows),
         lengths=dict(lengths),
     )
-    return counts, packed.rows.tobytes()
+    return counts, with_checksums(packed.rows).tobytes()

@@ -7,6 +7,7 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -53,10 +54,14 @@ def write(folder: Path, name: str) -> str:
     return str(folder)
 
 
-def rows_digest(storage: Storage) -> str:
-    """Digest the names and bytes of all shards and of the hashes beside them."""
+def rows_digest(storage: Storage, row_bytes: int) -> str:
+    """Digest the names and bytes of all shards, without checksums, and of the hashes beside."""
     digest = blake2b(digest_size=8)
-    for entry in storage.list():
-        if entry.name.endswith(".bin"):
-            digest.update(entry.name.encode() + storage.read(entry.name))
+    entries = {entry.name.replace(".rows", ".bin"): entry.name for entry in storage.list()}
+    for name in sorted(name for name in entries if name.endswith(".bin")):
+        data = storage.read(entries[name])
+        if entries[name] != name:
+            stored = np.frombuffer(data, np.uint8).reshape(-1, row_bytes + 8)
+            data = stored[:, :row_bytes].tobytes()
+        digest.update(name.encode() + data)
     return digest.hexdigest()

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from rayapp.data.sources import hub, own
 from rayapp.data.sources.formats import is_stream
 from rayapp.data.sources.records import DataSource, Piece, Record, opened
-from rayapp.data.sources.streams import TEXT_BYTES, json_line, read_stream
+from rayapp.data.sources.streams import LINE_BYTES, TEXT_BYTES, TOO_LONG, json_line, read_stream
 from rayapp.storage import Readable
 
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
@@ -70,32 +70,40 @@ def _line_number(source: DataSource, file: str, offset: int) -> int:
 
 
 def line_bytes(source: DataSource, piece: Piece) -> tuple[int, bytes]:
-    """Return the offset and bytes of the lines that begin inside the piece's [start, end)."""
+    """Return the offset and bytes of the lines that begin inside the piece's [start, end).
+
+    Of a line that is longer than LINE_BYTES, a byte more than that is returned, so that it is
+    refused, and none of the rest.
+    """
     storage, start, end = opened(source.root), piece.start, piece.end
     if start:  # a line begins at `start` only if the byte before it ends one
-        start = _after_newline(storage, piece, start - 1)
-    if end < piece.size:
-        end = _after_newline(storage, piece, end - 1)
+        start = _after_newline(storage, piece, start - 1, end)
     if start >= end:
         return start, b""
+    if end < piece.size:
+        end = _after_newline(storage, piece, end - 1, end + LINE_BYTES + 1)
     return start, storage.read(piece.file, start, end - start, piece.etag)
 
 
-def _after_newline(storage: Readable, piece: Piece, position: int) -> int:
-    """Return the offset just past the first newline at or after `position`."""
-    while position < piece.size:
-        length = min(64 * 2**10, piece.size - position)
+def _after_newline(storage: Readable, piece: Piece, position: int, last: int) -> int:
+    """Return the offset just past the first newline at or after `position`, at most `last`."""
+    last = min(last, piece.size)
+    while position < last:
+        length = min(64 * 2**10, last - position)
         chunk = storage.read(piece.file, position, length, piece.etag)
         newline = chunk.find(b"\n")
         if newline >= 0:
             return position + newline + 1
         position += len(chunk)
-    return piece.size
+    return last
 
 
 def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
     start, data = line_bytes(source, piece)
     if not data:
+        return
+    if len(data) > piece.end - piece.start + LINE_BYTES:
+        yield Record(piece.file, start, None, TOO_LONG)
         return
     try:
         yield Record(piece.file, start, data.decode("utf-8"))
