@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
-from rayapp.data import prepare, sources, tokenising, tokens, unit_rows
+from rayapp.data import prepare, sources, spool, tokenising, tokens, unit_rows
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
 from rayapp.data.prepared import BLOCKS, USED, Prepared
@@ -455,8 +455,10 @@ def test_a_stream_is_packed_in_windows_and_keeps_every_document(
     (tmp_path / name).write_bytes(data)
     monkeypatch.setattr(unit_rows, "WINDOW_TOKENS", 250)
     packed = []
-    pack = unit_rows._pack
-    monkeypatch.setattr(unit_rows, "_pack", lambda *a: (packed.append(len(a[0])), pack(*a))[1])
+    lay_out = unit_rows.lay_out
+    monkeypatch.setattr(
+        unit_rows, "lay_out", lambda *a, **k: (packed.append(len(a[0])), lay_out(*a, **k))[1]
+    )
     recipe = replace(recipe, source=sources.find(str(tmp_path / name)))
     prepared = here(recipe, tmp_path / "out")
     assert len(jobs_of(recipe)) == 1 and len(packed) > 8 and max(packed) < 60
@@ -569,6 +571,22 @@ def test_rows_are_those_of_the_first_version(
     if name == "jsonl":
         places = [place for place, _ in prepared.examples]
         assert places == [f"{tmp_path}/jsonl/0.jsonl:{n}" for n in (31, 32, 33, 34)]
+
+
+@pytest.mark.parametrize("name", ["jsonl", "gz", "chat"])
+def test_rows_that_are_written_in_windows_from_a_spool_are_the_same(
+    recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = sources.find(corpora.write(tmp_path / name, name))
+    recipe = replace(recipe, source=source, kind="chat" if name == "chat" else "text")
+    whole = here(recipe, tmp_path / "out")
+    monkeypatch.setattr(spool, "SPOOL_TOKENS", 50)
+    monkeypatch.setattr(unit_rows, "WINDOW_BYTES", 3 * (10 * S + 4))
+    files: list[int] = []
+    made = spool.FileSlices.__init__
+    monkeypatch.setattr(spool.FileSlices, "__init__", lambda *a: (files.append(1), made(*a))[1])
+    again = here(recipe, tmp_path / "again")
+    assert contents(open_storage(again.url)) == contents(open_storage(whole.url)) and files
 
 
 @pytest.fixture

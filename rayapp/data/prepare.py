@@ -120,7 +120,7 @@ def prepare_unit(
                     held_out = sources.is_eval(piece, record.drawn, fraction)
                     rows.add("eval" if held_out else "train", record.document, piece.is_stream)
         rows.flush()
-    storage.write(_hashes_name(index), b"".join(rows.hashes))
+    storage.write(_hashes_name(index), bytes(rows.hashes))
     counts = {split: summed(counts) for split, counts in rows.counts.items()}
     summary = account.summary(counts, rows.shards)
     storage.write(_unit_name(index), json.dumps(summary).encode())

@@ -11,6 +11,8 @@ from rayapp.data.sources.records import DataSource, Piece, Record, opened
 from rayapp.data.sources.streams import LINE_BYTES, TEXT_BYTES, TOO_LONG, json_line, read_stream
 from rayapp.storage import Readable
 
+BATCH_ROWS, BATCH_BYTES = 1024, 2 * 2**20  # most of a batch of Parquet
+PAGE_BYTES = 2**20  # of Parquet that are read at once
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 
 
@@ -122,10 +124,14 @@ def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
     import pyarrow.parquet as pq
 
-    parquet = pq.ParquetFile(opened(source.root).open_read(piece.file, piece.etag))
+    file = opened(source.root).open_read(piece.file, piece.etag)
+    parquet = pq.ParquetFile(file, buffer_size=PAGE_BYTES)  # 0: a whole column of a row group
     row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
     groups = list(range(piece.start, min(piece.end, parquet.num_row_groups)))
-    for batch in parquet.iter_batches(row_groups=groups, batch_size=1024):
+    found = [parquet.metadata.row_group(i) for i in groups]
+    mean = sum(g.total_byte_size for g in found) // max(sum(g.num_rows for g in found), 1)
+    batch_size = max(1, min(BATCH_ROWS, BATCH_BYTES // max(mean, 1)))
+    for batch in parquet.iter_batches(row_groups=groups, batch_size=batch_size):
         for value in batch.to_pylist():
             yield Record(piece.file, row, value)
             row += 1
