@@ -213,12 +213,13 @@ class Renderer:
         """
         if self.adds_space or all(len(text) <= MAX_ENCODED for text in texts):
             return self._encode_whole(texts)
-        return [
-            np.concatenate([self._encode_whole([part])[0] for part in parts_of(text)])
-            if len(text) > MAX_ENCODED
-            else self._encode_whole([text])[0]
-            for text in texts
-        ]
+        return [self._encode_parts(text) for text in texts]
+
+    def _encode_parts(self, text: str) -> Tokens:
+        ids = bytearray()
+        for part in parts_of(text):
+            ids += self._encode_whole([part])[0].data
+        return np.frombuffer(ids, np.int32)
 
     def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:

@@ -30,6 +30,16 @@ MAGIC = b"rtk1"
 SIZE = struct.Struct("<I")
 END = HEADER.pack(MAGIC, 0, xxh3_64_intdigest(b""))  # after the last section
 
+CODEC = "zstd"
+WIDE = {  # types of a section's arrays
+    "places": np.int64,
+    "drawn": np.uint64,
+    "said": np.uint32,
+    "lengths": np.uint32,
+    "tokens": np.int32,
+    "num_bytes": np.uint16,
+}
+
 Array = np.ndarray[Any, Any]
 
 
@@ -103,20 +113,25 @@ def _section(piece: int, records: list[TokenisedRecord]) -> TokenSection:
     numbers = {text: number for number, text in enumerate(texts, 1)}
     documents = [record.document for record in records if record.document is not None]
     lengths = [NO_DOCUMENT if r.document is None else len(r.document.tokens) for r in records]
-    empty = np.empty(0, np.int32)
     return TokenSection(
         piece,
         np.array([record.place for record in records], np.int64),
         np.array([record.drawn for record in records], np.uint64),
         np.array([numbers[r.problem] if r.problem else 0 for r in records], np.uint32),
         np.array(lengths, np.uint32),
-        np.concatenate([empty, *(d.tokens for d in documents)], dtype=np.int32),
-        np.concatenate([empty, *(d.loss for d in documents)], dtype=np.bool_, casting="unsafe"),
-        np.concatenate(
-            [empty, *(d.num_bytes for d in documents)], dtype=np.uint16, casting="unsafe"
-        ),
+        _joined([d.tokens for d in documents], np.int32),
+        _joined([d.loss for d in documents], np.bool_),
+        _joined([d.num_bytes for d in documents], np.uint16),
         tuple(texts),
     )
+
+
+def _joined(columns: list[Array], dtype: Any) -> Array:
+    """Lay arrays end to end; a single one, which may be large, is not copied."""
+    if len(columns) == 1 and columns[0].dtype == dtype:
+        return columns[0]
+    empty = np.empty(0, dtype)
+    return np.concatenate([empty, *columns], dtype=dtype, casting="unsafe")
 
 
 def encoded(section: TokenSection) -> bytes:
@@ -130,20 +145,23 @@ def encoded(section: TokenSection) -> bytes:
         "tokens": section.tokens,
         "num_bytes": section.num_bytes,
     }
-    arrays = {name: _narrow(column) for name, column in columns.items()}
-    arrays["loss"] = np.packbits(section.loss)
-    types = [(name, array.dtype.str, len(array)) for name, array in arrays.items()]
-    head = {"piece": section.piece, "base": base, "texts": section.texts, "arrays": types}
+    types = {name: _narrow(column) for name, column in columns.items()}
+    sizes = [(name, types[name].str, len(column)) for name, column in columns.items()]
+    head = {"piece": section.piece, "base": base, "texts": section.texts, "arrays": sizes}
     text = json.dumps(head).encode()
-    plain = b"".join([SIZE.pack(len(text)), text, *(a.tobytes() for a in arrays.values())])
-    packed = SIZE.pack(len(plain)) + pa.compress(plain, codec="zstd", asbytes=True)
-    return HEADER.pack(MAGIC, len(packed), xxh3_64_intdigest(packed)) + packed
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, CODEC) as packing:  # one array after the other
+        packing.write(SIZE.pack(len(text)) + text)
+        for name, column in columns.items():
+            packing.write(column.astype(types[name]).view(np.uint8))
+        packing.write(np.packbits(section.loss))
+    packed = out.getvalue()
+    return HEADER.pack(MAGIC, packed.size, xxh3_64_intdigest(packed)) + packed.to_pybytes()
 
 
-def _narrow(column: Array) -> Array:
-    """Return unsigned numbers in the narrowest little-endian type."""
-    largest = int(column.max(initial=0))
-    return column.astype(np.min_scalar_type(largest).newbyteorder("<"))
+def _narrow(column: Array) -> np.dtype[Any]:
+    """Return the narrowest little-endian type that holds unsigned numbers."""
+    return np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<")
 
 
 def read(file: BinaryIO) -> Iterator[TokenSection]:
@@ -159,27 +177,21 @@ def read(file: BinaryIO) -> Iterator[TokenSection]:
         packed = file.read(size) if magic == MAGIC else b""
         if not packed or xxh3_64_intdigest(packed) != checksum:
             raise DamagedTokens("has other bytes than were written")
-        (plain_size,) = SIZE.unpack_from(packed)
-        plain = pa.decompress(memoryview(packed)[SIZE.size :], plain_size, "zstd", asbytes=True)
-        yield _decoded(plain)
+        yield _decoded(pa.CompressedInputStream(pa.BufferReader(packed), CODEC))
 
 
-def _decoded(plain: bytes) -> TokenSection:
-    (size,) = SIZE.unpack_from(plain)
-    head = json.loads(plain[4 : 4 + size])
-    at, arrays = 4 + size, {}
+def _decoded(packed: Any) -> TokenSection:
+    (size,) = SIZE.unpack(packed.read(SIZE.size))
+    head = json.loads(packed.read(size))
+    arrays = {}
     for name, dtype, length in head["arrays"]:
-        arrays[name] = np.frombuffer(plain, dtype, length, at)
-        at += arrays[name].nbytes
-    tokens = arrays["tokens"].astype(np.int32)
+        stored = packed.read(length * np.dtype(dtype).itemsize)
+        arrays[name] = np.frombuffer(stored, dtype).astype(WIDE[name])
+    count = len(arrays["tokens"])
+    loss = np.frombuffer(packed.read(), np.uint8)
     return TokenSection(
-        head["piece"],
-        arrays["places"].astype(np.int64) + head["base"],
-        arrays["drawn"].astype(np.uint64),
-        arrays["said"],
-        arrays["lengths"],
-        tokens,
-        np.unpackbits(arrays["loss"], count=len(tokens)).astype(np.bool_),
-        arrays["num_bytes"].astype(np.uint16),
-        tuple(head["texts"]),
+        piece=head["piece"],
+        loss=np.unpackbits(loss, count=count).view(np.bool_),
+        texts=tuple(head["texts"]),
+        **{**arrays, "places": arrays["places"] + head["base"]},
     )

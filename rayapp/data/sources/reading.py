@@ -114,11 +114,14 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
 
 
 def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
-    offset, data = line_bytes(source, piece)
-    for line in data.split(b"\n"):
-        if line.strip():
-            yield Record(piece.file, offset, *json_line(line))
-        offset += len(line) + 1
+    base, data = line_bytes(source, piece)
+    start = 0
+    while start < len(data):  # without a second copy of all lines
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        if line := data[start:end].strip():
+            yield Record(piece.file, base + start, *json_line(line))
+        start = end + 1
 
 
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
