@@ -134,8 +134,11 @@ def _joined(columns: list[Array], dtype: Any) -> Array:
     return np.concatenate([empty, *columns], dtype=dtype, casting="unsafe")
 
 
-def encoded(section: TokenSection) -> bytes:
-    """Return a section as it is stored: each array in the narrowest type that holds it."""
+def encoded(section: TokenSection) -> list[Any]:
+    """Return a section as it is stored, in parts: each array in the narrowest type that holds it.
+
+    The parts are bytes or buffers.
+    """
     base = int(section.places.min())
     columns = {
         "places": section.places - base,
@@ -156,7 +159,7 @@ def encoded(section: TokenSection) -> bytes:
             packing.write(column.astype(types[name]).view(np.uint8))
         packing.write(np.packbits(section.loss))
     packed = out.getvalue()
-    return HEADER.pack(MAGIC, packed.size, xxh3_64_intdigest(packed)) + packed.to_pybytes()
+    return [HEADER.pack(MAGIC, packed.size, xxh3_64_intdigest(packed)), packed]
 
 
 def _narrow(column: Array) -> np.dtype[Any]:

@@ -30,10 +30,15 @@ class Spool:
         self.lengths.append(len(document.tokens))
         self.size += len(document.tokens)
         columns = (document.tokens, document.loss, document.num_bytes)
-        for buffer, column, dtype in zip(self.buffers, columns, TYPES, strict=True):
-            buffer += np.ascontiguousarray(column, dtype).data
-        if len(self.buffers[0]) >= SPOOL_TOKENS * TYPES[0].itemsize:
+        plain = [np.ascontiguousarray(c, dtype) for c, dtype in zip(columns, TYPES, strict=True)]
+        large = len(document.tokens) >= SPOOL_TOKENS
+        if large or len(self.buffers[0]) >= SPOOL_TOKENS * TYPES[0].itemsize:
             self._spill()
+        for number, column in enumerate(plain):
+            if large:
+                self.files[number].write(column.data)
+            else:
+                self.buffers[number] += column.data
 
     def arrays(self) -> tuple[Slices, Slices, Slices]:
         """Return the tokens, whether they bear loss, and their bytes; nothing is added any more."""

@@ -66,7 +66,7 @@ class TokenStore:
                     continue
                 with self.storage.open_write(name) as out:
                     for number, section in enumerate(make()):
-                        out.write(sections.encoded(section))
+                        out.writelines(sections.encoded(section))
                         if number >= done:
                             yield section
                     out.write(sections.END)

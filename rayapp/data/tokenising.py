@@ -40,14 +40,17 @@ def _records(
         for record in read_records(source, piece, recipe.kind, recipe.columns)
     )
     for batch in _batches(records):
-        values = [record.value for _, record in batch if record.problem is None]
-        made = iter(renderer.documents(values))
-        for number, record in batch:
-            document, problem = (None, record.problem) if record.problem else next(made)
-            drawn = 0
+        made = renderer.documents([r.value for _, r in batch if r.problem is None])
+        made.reverse()
+        batch.reverse()
+        while batch:  # a record, which may be large, is held no longer than it is needed
+            number, record = batch.pop()
+            document, problem = (None, record.problem) if record.problem else made.pop()
+            place, drawn = record.place, 0
             if document is not None:
                 drawn = sources.drawn_of(content_of(record.value, recipe.kind))
-            yield number, TokenisedRecord(record.place, document, problem, drawn)
+            del record
+            yield number, TokenisedRecord(place, document, problem, drawn)
 
 
 def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
@@ -62,6 +65,7 @@ def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
         batch.append((number, record))
         held += size
     if batch:
+        del record
         yield batch
 
 

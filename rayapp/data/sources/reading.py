@@ -116,11 +116,11 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
 def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
     base, data = line_bytes(source, piece)
     start = 0
-    while start < len(data):  # without a second copy of all lines
+    while start < len(data):  # no line is held, nor all of them once more
         end = data.find(b"\n", start)
         end = len(data) if end < 0 else end
-        if line := data[start:end].strip():
-            yield Record(piece.file, base + start, *json_line(line))
+        if data[start:end].strip():
+            yield Record(piece.file, base + start, *json_line(data[start:end]))
         start = end + 1
 
 
