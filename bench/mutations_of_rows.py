@@ -86,15 +86,15 @@ ROWS = (
     Mutation(
         "label-lost-at-a-cut",
         PACKING,
-        "labels[row, here] = targets[start + 1 : start + 1 + length]",
-        "labels[row, place : place + length - 1] = targets[start + 1 : start + length]",
+        "labels[row, here] = some[:-1], some[1:]",
+        "labels[row, place : place + length - 1] = some[:-1], some[1:-1]",
         "tests/test_data_packing.py",
     ),
     Mutation(
         "bytes-of-inputs",
         PACKING,
-        "np.stack([starts + 1, starts + 1 + lengths], axis=1)",
-        "np.stack([starts, starts + lengths], axis=1)",
+        "= bears_loss[targets], num_bytes[targets]",
+        "= bears_loss[targets], num_bytes[start : start + length]",
         "tests/test_data_packing.py",
     ),
     Mutation(
@@ -107,8 +107,8 @@ ROWS = (
     Mutation(
         "documents-of-a-row-are-one",
         PACKING,
-        "segment = np.arange(len(row_of)) - first + 1",
-        "segment = np.ones_like(row_of)",
+        "numbers = np.arange(len(row_of)) - head + 1",
+        "numbers = np.ones_like(row_of)",
         "tests/test_data_packing.py",
     ),
     Mutation(
@@ -209,6 +209,13 @@ ROWS = (
         'sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(name, seq_len)',
         "name in sizes",
         OF_PREPARE,
+    ),
+    Mutation(
+        "a-turn-is-forged",
+        "rayapp/data/control.py",
+        "return found.sub(lambda m: m[0][0] + MARK + m[0][1:], value) if found else value",
+        "return value",
+        "tests/test_data_control.py",
     ),
     Mutation(
         "rows-are-not-checked",

@@ -122,7 +122,7 @@ def row_dtype(seq_len: int) -> np.dtype[np.void]:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RowLayout:
     """The pieces of documents in the order of rows, and counts of what they were cut from."""
 
     seq_len: int
@@ -177,7 +177,7 @@ def pack(
 
 def lay_out(
     num_tokens: Ints, seq_len: int, *, best_fit: bool = True, truncate: bool = False
-) -> Layout:
+) -> RowLayout:
     """Choose the rows of documents of these lengths, [D]; see `pack`."""
     row_dtype(seq_len)  # refuses a length that no row can have
     num_positions = np.maximum(num_tokens - 1, 0)  # [D]
@@ -185,7 +185,7 @@ def lay_out(
     starts, lengths = _cut(np.cumsum(num_tokens) - num_tokens, kept, seq_len)  # [P], [P]
     row_of = _best_fit(lengths, seq_len) if best_fit else np.arange(len(lengths))  # [P]
     by_row = np.argsort(row_of, kind="stable")  # [P], ascending pieces within a row
-    return Layout(
+    return RowLayout(
         seq_len=seq_len,
         starts=starts[by_row],
         lengths=lengths[by_row],
@@ -201,7 +201,7 @@ def lay_out(
 
 
 def filled(
-    layout: Layout,
+    layout: RowLayout,
     first: int,
     last: int,
     tokens: Slices,

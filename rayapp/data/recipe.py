@@ -33,6 +33,8 @@ class RowRecipe:
     """A chat template in place of the tokenizer's."""
     reasoning: str = "train"
     """data.reasoning."""
+    special_tokens: str = "control"
+    """data.special_tokens."""
     version: int | None = None
     """Of the rows, where not that of this rayapp."""
 
@@ -56,6 +58,7 @@ class RowRecipe:
         template = hashlib.blake2b(self.template.encode(), digest_size=8).hexdigest()
         parts: dict[str, object] = {"columns": dict(self.columns)} if self.columns else {}
         parts |= {"chat_template": template} if self.template else {}
+        parts |= {"special_tokens": "text"} if self.special_tokens == "text" else {}
         return parts | ({"reasoning": self.reasoning} if self.reasoning != "train" else {})
 
     def tokens_key(self, source: sources.DataSource) -> str:

@@ -33,7 +33,8 @@ def tokenised(
 def _records(
     recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
 ) -> Iterator[tuple[int, TokenisedRecord]]:
-    renderer = _renderer(recipe.tokenizer_url, recipe.kind, recipe.template, recipe.reasoning)
+    how = (recipe.kind, recipe.template, recipe.reasoning, recipe.special_tokens)
+    renderer = _renderer(recipe.tokenizer_url, *how)
     records = (
         (number, record)
         for number, piece in enumerate(pieces)
@@ -79,5 +80,5 @@ def _size(value: Any) -> int:
 
 
 @lru_cache(maxsize=2)
-def _renderer(tokenizer_url: str, kind: str, template: str, reasoning: str) -> Renderer:
-    return Renderer(tokens.load_tokenizer(tokenizer_url), kind, template, reasoning)
+def _renderer(tokenizer_url: str, *how: str) -> Renderer:
+    return Renderer(tokens.load_tokenizer(tokenizer_url), *how)

@@ -16,6 +16,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, tokens
 from rayapp.data import prepare as rows
+from rayapp.data.control import CONTROL
 from rayapp.data.prepared import Prepared, load, mixed, reasons
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import SourceError
@@ -32,7 +33,7 @@ from rayapp.storage import Storage, open_storage
 from rayapp.train.spec import LanguageSpec, RunSpec
 
 KIND = "rayapp.finetune"
-FIRST_VERSION = 2  # of rows: a run that began with them goes on with them
+FIRST_VERSION = 2  # of rows: a run that began with them goes on with them, and with CONTROL
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 
@@ -168,6 +169,7 @@ def _recipe(
         columns=data.columns,
         template=ready.template if training else "",
         reasoning=data.reasoning if entry.kind == "chat" else "train",
+        special_tokens=data.special_tokens,
     )
 
 
@@ -182,16 +184,18 @@ def _begun(
     """Return the rows of an earlier version with which this run has begun, if it has; else None."""
     if not ready.run.exists(PLAN):
         return None
-    made = {
-        path: load(root / replace(recipe, version=FIRST_VERSION).fingerprint)
-        for path, recipe in recipes.items()
-    }
-    whole = {path: prepared for path, prepared in made.items() if prepared is not None}
-    if len(whole) < len(made):
-        return None
-    joined = _joined(config, root, whole)
-    same = json.loads(ready.run.read(PLAN)).get("fingerprint") == joined.fingerprint
-    return joined if same else None
+    began = json.loads(ready.run.read(PLAN)).get("fingerprint")
+    for version in (FIRST_VERSION, None):
+        made = {
+            path: load(root / replace(recipe, version=version, special_tokens=CONTROL).fingerprint)
+            for path, recipe in recipes.items()
+        }
+        whole = {path: prepared for path, prepared in made.items() if prepared is not None}
+        if len(whole) == len(made):
+            joined = _joined(config, root, whole)
+            if joined.fingerprint == began:
+                return joined
+    return None
 
 
 def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
