@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE_S
+from run_folders import RunFolder
 
 from rayapp.config import load
 from rayapp.driver import observe
 from rayapp.driver.observe import TrackerFeed
 from rayapp.observe import trackers
+from rayapp.observe.hooks import Hooks
 from rayapp.storage import Storage, open_storage
 
 
@@ -157,7 +159,30 @@ def test_a_server_that_hangs_holds_up_nobody(
 class NoGauges:
     def __init__(self, *_: Any) -> None: ...
 
+    def set(self, *_: Any, **__: Any) -> None: ...
+
     def close(self, status: str) -> None: ...
+
+
+def test_hooks_are_told_of_the_steps_of_this_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not of those that were there when it began."""
+    monkeypatch.setattr(observe, "Driver", NoGauges)
+    monkeypatch.setattr(observe, "POLL_S", 0.01)
+    folder, steps = RunFolder(open_storage(str(tmp_path)), "demo", steps=9), list[int]()
+    folder.train(4)
+    hooks = Hooks([SimpleNamespace(on_step=lambda line: steps.append(line["step"]))])
+    spec: Any = SimpleNamespace(config=load(), order=SimpleNamespace(num_steps=9))
+    spec.config = load(None, {"run.trackers": "none"})
+    with observe.Observer(spec, folder.run, hooks) as observer:
+        until = time.monotonic() + PATIENCE_S
+        while not observer._looked:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        folder.train(3)
+    hooks.end({"status": "done"})
+    assert steps == [5, 6, 7]
 
 
 def test_a_damaged_event_ends_no_observer(

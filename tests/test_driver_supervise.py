@@ -18,6 +18,7 @@ from rayapp.driver import supervise
 from rayapp.driver.stop import StopAsked
 from rayapp.driver.supervise import Command, fit
 from rayapp.observe import metrics
+from rayapp.observe.activity import Phases
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import METRICS, RESULT
 from rayapp.order import Order
@@ -157,7 +158,7 @@ def test_a_step_of_an_earlier_attempt_is_not_shown(run: Storage) -> None:
     add_line(run, 1)
     driver = Driver(run)
     driver.fit()
-    assert "starting 1 worker" in driver.told and "step 1/" not in driver.told
+    assert driver.attempts and "step 1/" not in driver.told
 
 
 def test_a_driver_that_has_lost_its_run_ends_the_attempt(run: Storage) -> None:
@@ -262,7 +263,7 @@ def test_an_outage_between_two_attempts_is_waited_out(
 ) -> None:
     """And an error that does not pass is raised at once."""
     supervisor = supervise._Supervisor.__new__(supervise._Supervisor)
-    supervisor.bar = SimpleNamespace(note=lambda text: None)  # type: ignore[assignment]
+    supervisor.phases = Phases()
     supervisor.clock = supervise.CLOCK
     supervisor.command = SimpleNamespace(lease=SimpleNamespace(check=lambda: None))  # type: ignore[assignment]
     answers = iter([outage(True), outage(True), 7])
@@ -274,6 +275,7 @@ def test_an_outage_between_two_attempts_is_waited_out(
         return answer
 
     assert supervisor.patiently(ask) == 7
+    assert supervisor.phases.current.phase == "waiting for the storage"
     answers = iter([outage(False)])
     with pytest.raises(StorageError):
         supervisor.patiently(ask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("checkpoint", [2, 3, 4])
 def test_the_data_start_where_the_checkpoint_ends(
-    checkpoint: int, monkeypatch: pytest.MonkeyPatch
+    checkpoint: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here at step 3; a checkpoint may be committed or refused after they have started."""
     steps = [SimpleNamespace(step=number) for number in (3, 4, 5)]
@@ -42,7 +43,9 @@ def test_the_data_start_where_the_checkpoint_ends(
         return {"status": "done", "taken": [batch.step for batch in taken]}
 
     monkeypatch.setattr(worker, "train_rank", train_rank)
-    spec: Any = SimpleNamespace(config=load(), steps=lambda shard, world: iter(steps))
+    spec: Any = SimpleNamespace(
+        config=load(), run_url=str(tmp_path), steps=lambda shard, world: iter(steps)
+    )
     summary: Any = worker.work(spec)
     if checkpoint == 3:
         assert summary == {"status": "done", "taken": [3, 4, 5]}
@@ -57,7 +60,7 @@ def test_the_data_start_where_the_checkpoint_ends(
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_only_what_is_not_finite_is_told_as_a_bad_step(
-    finite: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
+    finite: bool, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A spike that ends the run is none."""
 
@@ -65,6 +68,8 @@ def test_only_what_is_not_finite_is_told_as_a_bad_step(
         raise pickle.loads(pickle.dumps(BadLoss("step 4: why", 4, [7], finite)))
 
     monkeypatch.setattr(worker, "train_rank", train_rank)
-    spec: Any = SimpleNamespace(config=load(), steps=lambda shard, world: iter(()))
+    spec: Any = SimpleNamespace(
+        config=load(), run_url=str(tmp_path), steps=lambda shard, world: iter(())
+    )
     assert worker.work(spec) == {"status": "failed", "reason": "step 4: why"}
     assert told == ["bad step"] * (not finite)

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from rayapp import order
-from rayapp.config import from_dict
+from rayapp.config import from_dict, load
 from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
 from rayapp.data.rows import step_rows
@@ -595,3 +595,44 @@ def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_p
     assert other.returncode == 2
     assert "run.name=cli is taken" in other.stderr and "train.lr: 0.003 -> 1e-05" in other.stderr
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+
+
+TINY_TRIAL = {
+    "data.path": "stdlib",
+    "data.seq_len": "64",
+    "model.tokenizer": "bytes",
+    "model.overrides": "{num_hidden_layers: 1, hidden_size: 64, intermediate_size: 128}",
+    "train.tokens_per_step": "512",
+    "train.micro_batch": "4",
+    "train.max_steps": "6",
+    "cluster.workers": "1",
+}
+
+
+@pytest.mark.full
+def test_a_trial_of_ray_tune_reports_each_step(ray_here: None, files: Path, tmp_path: Path) -> None:
+    from ray import tune
+
+    def trial(given: dict[str, Any]) -> None:
+        from rayapp.finetune import finetune
+
+        more = {
+            "data.path": str(files / "text.txt"),
+            "run.storage": str(tmp_path),
+            "run.name": f"lr-{given['lr']}",
+        }
+        config = load(None, TINY_TRIAL | more | {"train.lr": str(given["lr"])})
+        finetune(config, on_step=lambda line: tune.report({"loss": line["loss"]}))
+
+    tuner = tune.Tuner(
+        trial,
+        param_space={"lr": tune.grid_search([1e-3, 1e-2])},
+        tune_config=tune.TuneConfig(max_concurrent_trials=1),
+        run_config=tune.RunConfig(storage_path=str(tmp_path / ".tune"), name="demo"),
+    )
+    results = tuner.fit()
+    assert [result.error for result in results] == [None, None]
+    reported = [result.metrics["training_iteration"] for result in results]
+    assert reported == [6, 6]
+    losses = {result.config["lr"]: result.metrics["loss"] for result in results}
+    assert losses[1e-2] < losses[1e-3]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from test_data_prepare import VALUES, make, write_jsonl
 
 from rayapp.config import from_dict
@@ -17,6 +16,7 @@ from rayapp.data import prepare as rows
 from rayapp.data import tokens
 from rayapp.finetune import prepare
 from rayapp.finetune.check import Input
+from rayapp.observe.activity import Phases
 from rayapp.storage import open_storage
 
 
@@ -41,8 +41,7 @@ def test_a_run_that_began_with_rows_of_an_earlier_version_goes_on_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = ready_run(tmp_path, "a.jsonl")
-    console = Console(quiet=True)
-    url, tokenizer = prepare.shared_tokenizer(ready, console)
+    url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
     before = replace(recipe, special_tokens="control")
     earlier = replace(before, version=prepare.FIRST_VERSION)
@@ -53,7 +52,7 @@ def test_a_run_that_began_with_rows_of_an_earlier_version_goes_on_with_them(
     assert len({each.fingerprint for each in (recipe, before, earlier)}) == 3
 
     def given() -> str:
-        return prepare.prepare_rows(ready, ready.config, url, tokenizer, console).fingerprint
+        return prepare.prepare_rows(ready, ready.config, url, tokenizer, Phases()).fingerprint
 
     assert given() == recipe.fingerprint, "a new run"
     for begun, expected in ((earlier, earlier), (before, before), (recipe, recipe)):
@@ -67,14 +66,14 @@ def test_a_template_of_the_users_is_saved_with_the_tokenizer_and_a_training_one_
     template = tokens.CHAT_TEMPLATE + " "
     ready = ready_run(tmp_path, "a.jsonl", chat_template="a.jinja")
     ready.template = template
-    url, tokenizer = prepare.shared_tokenizer(ready, Console(quiet=True))
+    url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     assert tokens.load_tokenizer(url).chat_template == tokenizer.chat_template == template
     recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
     assert not recipe.template and "chat_template" not in recipe.parts()
 
     ready = ready_run(tmp_path, "a.jsonl", chat_template="training", reasoning="mask")
     ready.template = template
-    url, tokenizer = prepare.shared_tokenizer(ready, Console(quiet=True))
+    url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     assert tokens.load_tokenizer(url).chat_template == tokens.CHAT_TEMPLATE
     recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
     assert recipe.template == template and recipe.parts()["reasoning"] == "mask"

@@ -207,3 +207,52 @@ def test_runs_that_share_a_cluster_all_end(
         wait_for(name, "result.json")
         endings[name] = json.loads(run.read("result.json"))["status"]
     assert endings == {"two": "stopped", "one": "stopped", "more": "done"}
+
+
+@pytest.mark.full
+def test_a_package_of_ones_own_trains_and_is_known_again(
+    cluster: dict[str, str], s3_bucket: str, tmp_path: Path
+) -> None:
+    """A data format, a loss, a metric and a hook; stopped, resumed, and refused when changed."""
+    package = tmp_path / "working_dir"
+    shutil.copytree(ROOT / "examples" / "own_code", package)
+    storage = f"s3://{s3_bucket}/runs"
+    run = open_storage(f"{storage}/own-code")
+    diary = tmp_path / "diary.jsonl"
+    environment = json.dumps({"env_vars": {"LAB_DIARY": str(diary)}})
+    command = [str(BIN / "ray"), "job", "submit", "--working-dir", str(package)]
+    command += ["--runtime-env-json", environment, "--"]
+    command += ["python", "-m", "rayapp.finetune", "config.yaml", f"--run.storage={storage}"]
+    command += ["--train.max_steps=60"]
+    job = subprocess.Popen(command, env=cluster, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + PATIENCE_S
+    while metrics.last(run) is None and time.monotonic() < until and job.poll() is None:
+        time.sleep(0.2)
+    run.write("STOP", b"asked\n")
+    said, _ = job.communicate(timeout=PATIENCE_S)
+    assert run.exists("result.json"), said[-5000:]
+    assert json.loads(run.read("result.json"))["status"] == "stopped"
+    ends = [json.loads(line) for line in diary.read_text().splitlines()]
+    assert ends[-1] == {"run": "own-code", "status": "stopped"}
+    assert ends[0]["step"] == 1
+
+    def again() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=cluster, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+
+    objectives = package / "lab" / "objectives.py"
+    code = objectives.read_text()
+    objectives.write_text(code.replace("gamma: float = 1.0", "gamma: float = 2.0"))
+    refused = again()
+    assert refused.returncode != 0
+    assert "train.loss=lab.objectives:focal has changed" in refused.stdout + refused.stderr
+    objectives.write_text(code)
+    done = again()
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    result = json.loads(run.read("result.json"))
+    assert result["status"] == "done" and 0.0 <= result["eval_metrics"]["accuracy"] <= 1.0
+    assert "accuracy 0." in done.stdout
+    told = [json.loads(line) for line in diary.read_text().splitlines()]
+    steps = [line["step"] for line in told if "step" in line]
+    assert steps == list(range(1, 61))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rayapp.config import VisionConfig, from_dict
 from rayapp.data.images import Images
 from rayapp.model.classifier import shape_of_classifier
-from rayapp.observe.result import Phases
+from rayapp.observe.activity import Phases
 from rayapp.planner import size_problem
 from rayapp.storage import open_storage
 from rayapp.train.spec import ImageSpec

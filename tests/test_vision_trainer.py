@@ -24,6 +24,7 @@ from rayapp.__main__ import main
 from rayapp.config import ConfigError, VisionConfig, load
 from rayapp.data.images import Images, StepImages, local_steps, shapes
 from rayapp.driver import display as driver_display
+from rayapp.observe.activity import Phases
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import latest
@@ -193,12 +194,12 @@ def test_too_many_bad_files_are_refused_by_name(folder: Path, images: Images) ->
         config = config_of(folder, "bad", data__bad_images=allowed)
         ready = checks.check(config, 2, 0)
         if allowed > 0.02:
-            assert index(ready, config, Console(file=io.StringIO())) == images
+            assert index(ready, config, Phases()) == images
             continue
         with pytest.raises(
             ConfigError, match=r"unusable in 2\.0% .*disc/notes\.txt is not an imag"
         ):
-            index(ready, config, Console(file=io.StringIO()))
+            index(ready, config, Phases())
 
 
 def test_the_plan_is_shown_as_equations(folder: Path, images: Images) -> None:

@@ -97,6 +97,7 @@ class Listed(TypedDict):
     cost_usd: NotRequired[float | None]
     cost_at_end_usd: NotRequired[float | None]
     line: NotRequired[MetricsLine | None]
+    activity: NotRequired[str | None]
 
 
 def _of_storage(asked: dict[str, str]) -> list[Listed]:
@@ -178,5 +179,6 @@ def _values(url: str, state: str, now: Progress | None) -> Listed:
             "cost_usd": now.account.cost_usd,
             "cost_at_end_usd": now.cost_at_end_usd,
             "line": now.line,
+            "activity": now.activity.text(time.time()) if now.activity else None,
         }
     return values

@@ -17,6 +17,7 @@ from pydantic import (
     field_validator,
 )
 
+from rayapp.config.code import CODE_PATTERN
 from rayapp.config.text import parse_yaml
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -98,6 +99,9 @@ OptionalInt = Annotated[int | None, BeforeValidator(none_or)]
 OptionalFloat = Annotated[float | None, BeforeValidator(none_or)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(comma_list)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_list)]
+Code = Annotated[str, Field(pattern=CODE_PATTERN)]
+OptionalCode = Annotated[Code | None, BeforeValidator(none_or)]
+Codes = Annotated[tuple[Code, ...], BeforeValidator(comma_list)]
 Trackers = Annotated[
     tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(comma_list)
 ]

@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field, JsonValue
 from rayapp.config.fields import (
     AutoInt,
     Beta,
+    Codes,
+    OptionalCode,
     OptionalFloat,
     OptionalInt,
     OptionalStr,
@@ -151,6 +153,9 @@ class Train(Section):
     a short measurement finds it faster, else fp32. fp8: the blocks' matmuls, where GPUs have it."""
     compile: bool = False
     """torch.compile the transformer blocks, one compilation for all of them."""
+    loss: OptionalCode = None
+    """`mypackage.module:function` that gives the loss of each token from its logits, in place of
+    the cross-entropy, which is still the loss shown (docs/own_code.md)."""
     loss_chunk: int = Field(default=4096, ge=0)
     """Tokens whose logits exist at once; 0 holds all logits of a micro-batch."""
     loss_kernel: Literal["chunked", "liger"] = "chunked"
@@ -175,6 +180,9 @@ class Parallel(Section):
 class LanguageEval(SharedEval):
     prompts: Texts = ()
     """Text, or list `[a, b]` of texts, to continue at the end: a sample of what the model does."""
+    metrics: Codes = ()
+    """`mypackage.module:function` that give a figure of each held-out token from its logits; their
+    means are reported beside the held-out loss (docs/own_code.md)."""
 
 
 class Config(RunConfig):
@@ -284,6 +292,14 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             "train.loss_kernel=liger is in conflict: it returns only the objective, which "
             "differs from the loss with train.z_loss or train.label_smoothing. Set "
             "train.loss_kernel=chunked",
+        )
+    if train.loss is not None and (
+        train.z_loss or train.label_smoothing or train.loss_kernel != "chunked"
+    ):
+        yield (
+            ("train.loss", "train.z_loss", "train.label_smoothing", "train.loss_kernel"),
+            f"train.loss={train.loss} is in conflict: your function is the objective, so that "
+            "train.z_loss, train.label_smoothing and train.loss_kernel have no effect. Remove them",
         )
     lora = config.model.lora
     if lora is not None and train.optimizer == "muon":

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from rayapp.config.fields import (
     NAME_PATTERN,
+    Codes,
     Gpu,
     OptionalFloat,
     OptionalInt,
@@ -35,6 +36,9 @@ class Run(Section):
     trackers: Trackers = ("tensorboard",)
     """Where each step's metrics go as well: tensorboard (files in the run's folder), mlflow (to
     MLFLOW_TRACKING_URI), wandb (with WANDB_API_KEY); none for nowhere."""
+    hooks: Codes = ()
+    """`mypackage.module:name` of your code that the driver tells of steps, checkpoints and the end
+    (docs/own_code.md)."""
 
 
 class Checkpoint(Section):

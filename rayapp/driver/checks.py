@@ -6,10 +6,11 @@ import os
 
 from rayapp import config as configs
 from rayapp.config import ConfigError, Run, RunConfig
+from rayapp.config.code import CodeError, digest_of, load_code
 from rayapp.observe import trackers
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import INTERRUPTED, PREPARED, RAY
-from rayapp.observe.status import read_result, read_sections
+from rayapp.observe.status import read_plan, read_result, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint.marker import NoneUsable, resume_point
 
@@ -83,6 +84,32 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
             ]
         )
     return read_result(run).get("status", INTERRUPTED)
+
+
+def code_digests(
+    loss: str | None, metrics: tuple[str, ...], run: Storage, problems: list[str]
+) -> dict[str, str]:
+    """Return digests of the user's code that changes what is trained, by config field.
+
+    Adds a problem for code that cannot be used, or that has changed since the run began.
+    """
+    found = dict[str, str]()
+    try:
+        for name in metrics:
+            load_code("eval.metrics", name)
+        if loss is not None:
+            found["train.loss"] = digest_of("train.loss", loss)
+    except CodeError as error:
+        problems.append(str(error))
+        return found
+    before = read_plan(run).get("code", {})
+    problems += [
+        f"{field}={loss} has changed: its package is not the one with which {run.url} began. "
+        "Restore it, or set another run.name"
+        for field, digest in found.items()
+        if before.get(field, digest) != digest
+    ]
+    return found
 
 
 def check_resumable(run: Storage) -> None:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.console import Console
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
 from rayapp.driver import display
+from rayapp.driver.activity import Heartbeat
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
@@ -29,10 +31,14 @@ from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
+from rayapp.observe import hooks as hooks_module
+from rayapp.observe.activity import Phases
+from rayapp.observe.clock import CLOCK
 from rayapp.observe.events import Journal, submission_id
-from rayapp.observe.records import RunResult, Summary
-from rayapp.observe.result import Phases, RunFailed, result_of
-from rayapp.observe.run_folder import DONE, RESULT
+from rayapp.observe.hooks import Hooks
+from rayapp.observe.records import MetricsLine, RunResult, Summary
+from rayapp.observe.result import RunFailed, result_of
+from rayapp.observe.run_folder import DONE, FAILED, RESULT
 from rayapp.observe.status import read_result
 from rayapp.storage import Storage, StorageError
 from rayapp.train.spec import AnySpec
@@ -69,10 +75,17 @@ class Kind:
     after_failure: AfterFailure = lambda spec, ended: None
 
 
-def run(config: RunConfig, kind: Kind, console: Console | None, started: float | None) -> RunResult:
+def run(
+    config: RunConfig,
+    kind: Kind,
+    console: Console | None,
+    started: float | None,
+    on_step: Callable[[MetricsLine], None] | None = None,
+) -> RunResult:
     """Run a config until it is done or stopped, and return the content of result.json.
 
     `started` is the Unix time in seconds at which the command began, if that was before this call.
+    A thread calls `on_step` with each line of metrics.jsonl.
 
     Raises:
         ConfigError: it cannot run as described, or a file in its folder is damaged.
@@ -84,39 +97,61 @@ def run(config: RunConfig, kind: Kind, console: Console | None, started: float |
         secrets.load()
         console = console or Console(force_jupyter=False)  # text, which `tail` can keep
         tell_ray()
-        address = address_of(config)
-        local = address == "local"
-        phases.end("import")
-        ready = kind.check(
-            config, (os.cpu_count() or 1) if local else None, gpus_here() if local else 0
-        )
-        phases.end("check")
-        stop = Stop(ready.run)
-        with (
-            held(ready.run, lambda text: console.print(text, highlight=False)) as lease,
-            stop.on_signal(console),
-        ):
-            stop.forget_old()
-            run = lease.fence(ready.run)
-            if same_run(run, ready.config, settled=False) == DONE:
-                result = read_result(run)
-                console.print(f"run {ready.config.run.name} is already done", highlight=False)
-                display.result(console, result)
-                return result
-            with connected(ready.config, address):
-                phases.end("ray")
-                gpus = uses_gpus(ready.config)
-                ready = kind.settle(ready, gpus)
-                same_run(run, ready.config)
-                check_resumable(run)
-                command = Command(run, lease, stop, Journal(run), tail=tail)
-                with _logged(command, console):
-                    return _to_the_end(kind, ready, command, gpus, console, phases)
+        with Heartbeat(phases, console, tail) as heartbeat:
+            return _run(config, kind, console, heartbeat, on_step)
+
+
+def _run(
+    config: RunConfig,
+    kind: Kind,
+    console: Console,
+    heartbeat: Heartbeat,
+    on_step: Callable[[MetricsLine], None] | None,
+) -> RunResult:
+    """Check the config, hold the lease and connect to Ray; then train."""
+    phases, address = heartbeat.phases, address_of(config)
+    local = address == "local"
+    cores, gpus_of_machine = (os.cpu_count() or 1, gpus_here()) if local else (None, 0)
+    phases.end("import")
+    phases.begin("checking config, model and data")
+    ready = kind.check(config, cores, gpus_of_machine)
+    phases.end("check")
+    stop = Stop(ready.run)
+    phases.begin("taking the lease of the run")
+    with (
+        held(ready.run, lambda text: console.print(text, highlight=False)) as lease,
+        stop.on_signal(console),
+    ):
+        stop.forget_old()
+        run = lease.fence(ready.run)
+        if same_run(run, ready.config, settled=False) == DONE:
+            result = read_result(run)
+            console.print(f"run {ready.config.run.name} is already done", highlight=False)
+            display.result(console, result)
+            return result
+        phases.begin("starting Ray" if local else f"connecting to Ray at {address}")
+        with connected(ready.config, address), heartbeat.stored(run, ready.config.run.name):
+            phases.end("ray")
+            phases.begin("checking the run's folder")
+            gpus = uses_gpus(ready.config)
+            ready = kind.settle(ready, gpus)
+            same_run(run, ready.config)
+            check_resumable(run)
+            journal = Journal(run)
+            journal.passed = heartbeat.passed
+            command = Command(
+                run, lease, stop, journal, CLOCK, heartbeat.tail, phases, heartbeat.shown_by
+            )
+            more = [SimpleNamespace(on_step=on_step)] if on_step is not None else []
+            hooks = Hooks([*hooks_module.opened(ready.config, run.url), *more])
+            with _logged(command, console, hooks):
+                return _to_the_end(kind, ready, command, gpus, console, phases, hooks)
 
 
 @contextmanager
-def _logged(command: Command, console: Console) -> Iterator[None]:
+def _logged(command: Command, console: Console, hooks: Hooks) -> Iterator[None]:
     """Store the log of the last attempt; after a failure also write the report, and name the log.
+    Hooks are told of a failure here.
 
     The caller prints the reason of a failure, so that it is the last line on a terminal.
     """
@@ -125,6 +160,7 @@ def _logged(command: Command, console: Console) -> Iterator[None]:
     except BaseException as error:
         known = isinstance(error, RunFailed | StorageError | ConfigError)
         url = command.logs.close(f"failed: {error}" if known else traceback.format_exc())
+        hooks.end({"status": FAILED, "reason": str(error) or type(error).__name__})
         if isinstance(error, RunFailed):
             report.write_for(command.run)
         if url is not None:
@@ -140,6 +176,7 @@ def _to_the_end(
     gpus: bool,
     console: Console,
     phases: Phases,
+    hooks: Hooks,
 ) -> RunResult:
     """Train, write result.json and the report, and return the result."""
     if warning := short_wait(submission_id()):
@@ -147,12 +184,16 @@ def _to_the_end(
     run, journal = command.run, command.journal
     with journal.command(ready.config, phases.started):
         with command.reserve:
-            summary = _train(kind, ready, command, gpus, console, phases)
+            summary = _train(kind, ready, command, gpus, console, phases, hooks)
         journal.ended(summary["status"], summary["seconds"])
     phases.seconds["workers"] = summary.pop("group_s")  # of the last group
+    phases.begin("writing the report")
     result = result_of(ready.config, run, summary, phases.seconds, journal.events)
     run.write(RESULT, json.dumps(result, indent=1).encode())
     report.write_for(run)
+    phases.begin("waiting for the hooks")
+    hooks.end(result)
+    phases.begin("")
     display.result(console, result)
     return result
 
@@ -164,13 +205,14 @@ def _train(
     gpus: bool,
     console: Console,
     phases: Phases,
+    hooks: Hooks,
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
     try:
         spec = watching(lambda: kind.prepare(ready, gpus, console, phases), command.check)
     except StopAsked:
         return as_it_stands(command.run)
-    with Observer(spec, command.run) as observer:
+    with Observer(spec, command.run, hooks) as observer:
         summary = fit(command, spec, RayWorkers(spec.config), console, kind.after_failure)
         observer.ended(summary)
     return summary

@@ -93,7 +93,7 @@ def figures_of(line: MetricsLine) -> str:
         figures += f"  held-out {formed(line['eval_loss'], '.4f')}"
     if line.get("eval_top1") is not None:
         figures += f"  top-1 {line['eval_top1']:.1%}"
-    return figures
+    return figures + own_metrics(line, "  ")
 
 
 def held_out(found: HeldOut) -> str:
@@ -110,7 +110,14 @@ def held_out(found: HeldOut) -> str:
             f"top-5 {found['eval_top5']:.2%}"
         )
     per_byte = formed(found["eval_loss_per_byte"], ".4f")
-    return f"{found['eval_loss']:.4f} nats/token = {per_byte} nats/byte"
+    figures = f"{found['eval_loss']:.4f} nats/token = {per_byte} nats/byte"
+    return figures + own_metrics(found, ", ")
+
+
+def own_metrics(found: HeldOut, between: str) -> str:
+    """Format the figures of eval.metrics, each after `between`; empty if there are none."""
+    known = found.get("eval_metrics") or {}
+    return "".join(f"{between}{name} {formed(value, '.4g')}" for name, value in known.items())
 
 
 def result(console: Console, result: RunResult) -> None:

@@ -23,8 +23,9 @@ import numpy as np
 from rayapp.observe import goodput, trackers
 from rayapp.observe.columns import Follower
 from rayapp.observe.gauges import Driver, Pace
+from rayapp.observe.hooks import Hooks
 from rayapp.observe.records import MetricsLine, Sample, Summary
-from rayapp.observe.run_folder import FAILED
+from rayapp.observe.run_folder import CHECKPOINTS, FAILED
 from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
@@ -126,14 +127,16 @@ class TrackerFeed:
 class Observer:
     """Follow a run, from the start of its first attempt to the end of the command."""
 
-    def __init__(self, spec: AnySpec, run: Storage) -> None:
+    def __init__(self, spec: AnySpec, run: Storage, hooks: Hooks | None = None) -> None:
         self._run, self._started = run, time.time()
+        self._hooks = hooks or Hooks([])
         self._num_steps = spec.order.num_steps
         self._planned_step_s = planned_step_s(run)
         self._driver = Driver(spec.config.run.name, self._num_steps, self._started)
         every = spec.config.checkpoint
         self._pace = Pace(every.every_s, every.every_steps)
         self._lines = Follower(run)
+        self._looked = False
         self._told = [
             TrackerFeed(name, run, spec, self._lines.lines) for name in spec.config.run.trackers
         ]
@@ -161,10 +164,9 @@ class Observer:
             told.close(self._status, self._samples, until)
 
     def _follow(self) -> None:
-        """Poll the run's folder, and look at it once more when the command ends."""
+        """Look at the run's folder at once, every POLL_S, and when the command ends."""
         last = False
-        while not last:
-            last = self._stop.wait(POLL_S if self._run.local_path() else POLL_S3_S)
+        while True:
             try:
                 self._look(last)
             except (
@@ -172,11 +174,19 @@ class Observer:
                 goodput.DamagedEvents,
             ) as error:  # e.g. a line of events.jsonl that is no JSON
                 logger.warning("cannot look at the run: %s", error)
+            if last:
+                return
+            last = self._stop.wait(POLL_S if self._run.local_path() else POLL_S3_S)
 
     def _look(self, last: bool) -> None:
         before = len(self._lines.steps)
         kept = self._lines.poll()
         steps = self._lines.steps
+        if not self._looked:  # the workers have done no step yet: these are of earlier commands
+            self._looked = True
+            self._hooks.follow(len(steps), self._lines.lines)
+        else:
+            self._hooks.update(len(steps), kept)
         for step_s in np.nan_to_num(steps["step_s"][kept:]):
             self._pace.saw(float(step_s))
         if kept < before or len(steps) > kept:
@@ -185,11 +195,14 @@ class Observer:
         began = time.monotonic()
         if began < self._account_at and not last:
             return
+        newest = newest_committed(self._run)
+        if newest is not None:
+            self._hooks.checkpoint(newest.step, f"{self._run.url}/{CHECKPOINTS}/{newest.name}")
         sums = goodput.account(goodput.read_events(self._run), steps, now=time.time())
         self._driver.set(
             sums,
             steps.last["time"] if steps.last else None,
-            (newest.step, newest.at_s) if (newest := newest_committed(self._run)) else None,
+            None if newest is None else (newest.step, newest.at_s),
             checkpoint_every_s=self._pace.checkpoint_every_s(),
             planned_step_s=self._planned_step_s,
             calibrated_step_s=found.step_s if (found := calibrate(steps)) else None,

@@ -21,7 +21,7 @@ from rayapp.driver.ray_session import uses_gpus
 
 POLL_S = 1.0
 SETTLE_S = 5.0  # room for fewer than all must stay the same this long: nodes come and go in groups
-NOTE_EVERY_S = 30.0
+NOTE_EVERY_S = 10.0
 CONNECT_S = 2.0
 PROBES = 32  # nodes that are probed at once
 SHOWN_COMMAND = 80  # characters
@@ -98,7 +98,9 @@ def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callabl
     """Wait until enough workers fit, and return how many to start.
 
     A run with a fixed number of workers meanwhile holds a placement group for them, so that an
-    autoscaler makes room. `check` is called every POLL_S seconds and may end the wait by raising.
+    autoscaler makes room. `note` is told what fits and who holds the rest, at first and every
+    NOTE_EVERY_S seconds, while it waits. `check` is called every POLL_S seconds and may end the
+    wait by raising.
     """
     least, most = config.cluster.min_workers, config.cluster.max_workers
     seen, since, noted = -1, time.monotonic(), -math.inf
@@ -117,7 +119,7 @@ def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callabl
                     return least
                 if now - noted >= NOTE_EVERY_S:
                     noted = now
-                    note(f"waiting for room: {seen} of {_wanted(config)} fit; {taken()}")
+                    note(f"{seen} of {_wanted(config)} fit; {taken()}")
             check()
             time.sleep(POLL_S)
 

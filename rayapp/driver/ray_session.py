@@ -31,6 +31,8 @@ ENVIRONMENT = {
 }
 
 WITHOUT_BF16 = {"K80", "P4", "P100", "V100", "T4"}  # NVIDIA GPUs before Ampere, by Ray's names
+TOKENS_LOGGER = "ray._private.authentication.authentication_token_setup"
+TOKENS_ARE_USED = "Token authentication is enabled"  # a warning that asks the user for nothing
 SLOW_START = "timed out during startup"  # part of Ray's error message (ray/_private/node.py)
 NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
 
@@ -80,6 +82,7 @@ def _init(address: str, **options: Any) -> None:
     """
     import ray
 
+    logging.getLogger(TOKENS_LOGGER).addFilter(_is_for_users)
     handler = signal.getsignal(signal.SIGTERM)
     for attempt in (1, 2):
         try:
@@ -98,6 +101,10 @@ def _init(address: str, **options: Any) -> None:
             logger.warning("Ray took more than 30 s to start, trying once more")
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(TOKENS_ARE_USED)
 
 
 def end_workers() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,19 +25,18 @@ from rayapp.driver.reserve import Reserve
 from rayapp.driver.stop import POLL_S, Stop, StopAsked
 from rayapp.driver.validation import Validator
 from rayapp.observe import metrics
+from rayapp.observe.activity import STARTING_WORKERS, TRAINING, WAITING_FOR_ROOM, Phases
 from rayapp.observe.clock import CLOCK, Call, Clock
 from rayapp.observe.ending import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.events import Journal
 from rayapp.observe.records import MetricsLine, Summary
 from rayapp.observe.result import RunFailed, failed
 from rayapp.observe.run_folder import CONFIG, FAILED, LEASE_STOPPED_S, METRICS, MOVED, STOPPED
-from rayapp.observe.words import clock as clock_text
 from rayapp.storage import Storage, StorageError
 from rayapp.train.checkpoint.marker import steps_done
 from rayapp.train.spec import AnySpec
 
 ANSWER_S = 10.0  # workers that have not done a step are ended so long after a STOP
-NOTE_EVERY_S = 60.0
 S3_POLL_S = 2.0  # between two looks at a run on S3
 OUTAGE_POLL_S = 5.0
 
@@ -60,6 +60,11 @@ class Command:
     clock: Clock = CLOCK
     tail: Tail = field(default_factory=Tail)
     """The end of what this command has printed."""
+    phases: Phases = field(default_factory=Phases)
+    shown_by: Callable[[Callable[[str], None]], AbstractContextManager[None]] = lambda show: (
+        nullcontext()
+    )
+    """Inside the block, its activity is shown by the given function."""
 
     @cached_property
     def logs(self) -> AttemptLogs:
@@ -97,7 +102,7 @@ def fit(
     if spec.config.eval.checkpoints and spec.data.held_out:
         supervisor.validator = make_validator(spec, command.run, supervisor.bar.say)
     try:
-        with workers.asked_for():
+        with workers.asked_for(), command.shown_by(supervisor.bar.note):
             return supervisor.train()
     except StopAsked:
         return supervisor.patiently(lambda: as_it_stands(command.run))
@@ -133,7 +138,7 @@ class _Supervisor:
         after_failure: AfterFailure,
     ) -> None:
         self.command, self.spec, self.workers = command, spec, workers
-        self.clock, self.journal = command.clock, command.journal
+        self.clock, self.journal, self.phases = command.clock, command.journal, command.phases
         self.after_failure = after_failure
         self.recovery = Recovery(spec.config.cluster, spec.order, self.clock)
         self.bar = display.ProgressBar(console, spec.order.num_steps, spec.config.run.name)
@@ -142,10 +147,10 @@ class _Supervisor:
     def train(self) -> Summary:
         """Make attempts until one is not to be followed by another; return its summary."""
         while True:
-            count = self.workers.wait_for_room(self.bar.note, self.command.check)
-            self.command.lease.wait_until_fresh(self.bar.note, self._check_while_stale)
+            count = self.workers.wait_for_room(self._wait_for_room, self.command.check)
+            self.command.lease.wait_until_fresh(self.phases.begin, self._check_while_stale)
             self.command.check()
-            self.bar.note(f"starting {count} worker{'s' if count > 1 else ''}")
+            self.phases.begin(STARTING_WORKERS, str(count))
             began, before = self.clock.time(), self.journal.last
             self.journal.attempt(self.spec.config, count)
             self.command.logs.begin_attempt()
@@ -154,12 +159,14 @@ class _Supervisor:
             ended = attempt.outcome()
             if isinstance(ended, Exception):
                 self.command.logs.keep_errors(ended)
-            self.command.lease.wait_until_fresh(self.bar.note, self._check_room)
+            self.phases.begin("reading the steps of the workers")
+            self.command.lease.wait_until_fresh(self.phases.begin, self._check_room)
             last = self.patiently(self.journal.catch_up)
             if last is not None and last != before:
                 self.bar.update(last)  # a short attempt ends between two looks
             if isinstance(ended, dict) and ended["status"] != MOVED:
                 if self.validator is not None:
+                    self.phases.begin("validating the last checkpoint")
                     self.validator.close()
                 if ended["status"] == FAILED:
                     raise GiveUp(ended["reason"])
@@ -175,6 +182,13 @@ class _Supervisor:
         """Record why the run failed, and return the error to raise."""
         self.command.reserve.free()
         return self.patiently(lambda: failed(self.command.run, reason))
+
+    def _wait_for_room(self, fits: str) -> None:
+        if self.phases.current.phase == WAITING_FOR_ROOM:
+            self.phases.update(fits)
+        else:
+            self.phases.begin(WAITING_FOR_ROOM, fits)
+            self.journal.waiting()
 
     def _check_while_stale(self) -> None:
         self.command.stop.check()
@@ -196,7 +210,7 @@ class _Supervisor:
             except StorageError as error:
                 if not error.outage:
                     raise
-                self.bar.note(f"{error} Waiting for it")
+                self.phases.begin("waiting for the storage", str(error))
             self.command.lease.check()
             self.clock.sleep(OUTAGE_POLL_S)
 
@@ -216,6 +230,7 @@ class _Supervisor:
         pause_s = self.recovery.after(ending)
         self._say_again(ending, f"again in {pause_s:.0f} s" if pause_s else "again")
         until = self.clock.monotonic() + pause_s
+        self.phases.begin("pausing before another attempt", f"{pause_s:.0f} s")
         while self.clock.monotonic() < until:
             self.command.check()
             self.clock.sleep(POLL_S)
@@ -237,7 +252,6 @@ class _Supervisor:
         """
         clock, lease = self.clock, self.command.lease
         look = _Look(self)
-        began = noted = clock.monotonic()
         stale = None
         while not attempt.wait(POLL_S):
             lease.check()
@@ -246,18 +260,13 @@ class _Supervisor:
                 logger.warning("%s, so the workers are ended until it can be", stale)
                 attempt.end()
             look.again()
-            now = clock.monotonic()
             if line := look.take():
                 self.bar.update(line)
-            if look.stepped:
-                continue
-            if look.asked_at is not None and now - look.asked_at >= ANSWER_S:
+                self.phases.begin(TRAINING, f"{line['step']} of {self.spec.order.num_steps} steps")
+            now = clock.monotonic()
+            if not look.stepped and look.asked_at is not None and now - look.asked_at >= ANSWER_S:
                 attempt.end()
                 look.asked_at = now
-            elif now - noted >= NOTE_EVERY_S:
-                noted = now
-                text = clock_text(now - began)
-                self.bar.note(f"no step yet, {text} after the workers were asked for")
         while not look.finish():
             lease.check()
         return stale

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import ray.train
@@ -17,9 +18,11 @@ from ray.exceptions import RayError
 from rayapp.config import RunConfig
 from rayapp.driver import placement
 from rayapp.model import Unavailable
+from rayapp.observe.activity import Phases, Reporter
 from rayapp.observe.gauges import Steps
 from rayapp.observe.records import Summary
-from rayapp.observe.run_folder import FAILED, MOVED
+from rayapp.observe.run_folder import FAILED, MOVED, RANK_ACTIVITY
+from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import NoneUsable
 from rayapp.train.checkpoint.state import Resumed, StartAgain
 from rayapp.train.loop import BadLoss
@@ -41,7 +44,12 @@ def work(spec: AnySpec) -> Summary:
     pool = ThreadPoolExecutor(1, thread_name_prefix="first-rows")
     first = pool.submit(next, rows, None)
     pool.shutdown(wait=False)  # an error must not wait for rows that never come
-    with Steps(spec.config.run.name, dist.get_rank()) as gauges:
+    phases = Phases()
+    run = open_storage(spec.run_url)
+    with (
+        Steps(spec.config.run.name, dist.get_rank()) as gauges,
+        Reporter(run, RANK_ACTIVITY, phases) if dist.get_rank() == 0 else nullcontext(),
+    ):
 
         def open_steps(step: int) -> Iterator[Any]:
             head = _first(first, spec.config.cluster.collective_timeout_s)
@@ -58,6 +66,7 @@ def work(spec: AnySpec) -> Summary:
                 preemption=preemption,
                 free_workers=_free_workers(spec.config),
                 on_record=gauges.step,
+                phases=phases,
             )
             return train_rank(spec, context)
         except StartAgain as error:

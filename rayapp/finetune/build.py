@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 from rayapp import model
 from rayapp.config import Config
+from rayapp.config.code import load_code
 from rayapp.data.rows import step_rows
 from rayapp.data.tokens import load_tokenizer
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.train.optimizer import make_optimizers
+from rayapp.train.own_code import TokenFunction, own_loss, token_sums
 from rayapp.train.spec import LanguageSpec
 
 
@@ -50,6 +52,14 @@ class Head:
         )
         if train.loss_kernel == "liger":
             self.loss = liger_cross_entropy
+        if train.loss is not None:
+            function = load_code("train.loss", train.loss)
+            self.loss = partial(own_loss, function=function, chunk=train.loss_chunk)
+        self.metrics: dict[str, TokenFunction] = {
+            name: load_code("eval.metrics", name) for name in config.eval.metrics
+        }
+        self.metric_sums: torch.Tensor | None = None
+        """Set to zeros [metrics] to have the metrics of each batch added."""
 
     def __call__(
         self,
@@ -62,6 +72,8 @@ class Head:
             assert weight is not None, "a model that computes its logits itself is not sampled"
             logits = torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
             return logits, logits
+        if self.metric_sums is not None:
+            self.metric_sums += token_sums(self.metrics, hidden, weight, labels, bias)
         return self.loss(hidden, weight, labels, bias)
 
 

@@ -9,7 +9,8 @@ first records of files are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayapp import model, planner
@@ -48,6 +49,8 @@ class CheckedLanguageRun(command.CheckedRun):
     """None if it is still to be made: trained on the data, or of bytes."""
     template: str = ""
     """The chat template that data.chat_template names."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the user's code that changes what is trained, by config field."""
 
 
 def absolute(config: Config) -> Config:
@@ -87,6 +90,8 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     kinds = {entry.kind for entry in inputs}
     base, tokenizer = _model(config, kinds, problems)
     template = _template(config, tokenizer, problems)
+    run = open_storage(config.run.storage) / config.run.name
+    code = checks.code_digests(config.train.loss, config.eval.metrics, run, problems)
     if problems:
         raise ConfigError(problems)
     assert inputs and base is not None
@@ -95,8 +100,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
         config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
     if problem := plan_problem(config, base, tokenizer):
         raise ConfigError([problem])
-    run = open_storage(config.run.storage) / config.run.name
-    return CheckedLanguageRun(config, run, inputs, base, tokenizer, template)
+    return CheckedLanguageRun(config, run, inputs, base, tokenizer, template, code)
 
 
 def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:

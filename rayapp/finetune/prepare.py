@@ -6,11 +6,9 @@ import copy
 import itertools
 import json
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
 
 from rayapp import model
 from rayapp.config import Config, ConfigError
@@ -24,9 +22,10 @@ from rayapp.data.templates import TRAINING
 from rayapp.finetune import micro_batch, show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
+from rayapp.observe.activity import Phases
 from rayapp.observe.records import Plan
-from rayapp.observe.result import Phases
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
+from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
@@ -42,9 +41,11 @@ def prepare(
 ) -> LanguageSpec:
     """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec."""
     config = ready.config
-    tokenizer_url, tokenizer = shared_tokenizer(ready, console)
-    prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, console)
+    phases.begin("preparing the tokenizer")
+    tokenizer_url, tokenizer = shared_tokenizer(ready, phases)
+    prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, phases)
     phases.end("data")
+    phases.begin("planning")
     shape = model_shape(ready.model, config, len(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
@@ -54,6 +55,8 @@ def prepare(
     trainable = None if planned is None else planned.question.layout.trainable
     plan = plan_of(config, prepared, order, parameters)
     ready.run.write(CONFIG, config.to_yaml().encode())
+    if ready.code:
+        plan["code"] = dict(ready.code)
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
     show.plan(console, config, prepared, order, parameters, trainable)
@@ -62,7 +65,7 @@ def prepare(
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
 
 
-def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, Any]:
+def shared_tokenizer(ready: CheckedLanguageRun, phases: Phases) -> tuple[str, Any]:
     """Return (URL of the tokenizer's folder in run.storage, tokenizer); train it if need be.
 
     A tokenizer that was already trained on the same data is loaded.
@@ -77,7 +80,7 @@ def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, 
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()
     if tokenizer is None:
-        trained = _trained_tokenizer(ready, root, name, console)
+        trained = _trained_tokenizer(ready, root, name, phases)
         tokenizer = tokens.load_tokenizer(trained.url)
     if replaced:
         tokenizer = copy.copy(tokenizer)  # that of the cache keeps its own
@@ -91,14 +94,14 @@ def shared_tokenizer(ready: CheckedLanguageRun, console: Console) -> tuple[str, 
 
 
 def _trained_tokenizer(
-    ready: CheckedLanguageRun, root: Storage, name: str, console: Console
+    ready: CheckedLanguageRun, root: Storage, name: str, phases: Phases
 ) -> Storage:
     """Return the folder of a tokenizer that is trained on the data, and train it if it is new."""
     digests = {entry.path: (entry.weight, entry.source.digest()) for entry in ready.inputs}
     data = fingerprint(digests) if len(digests) > 1 else ready.inputs[0].source.digest()
     trained = root / f"tokenizer-{name.replace(':', '-')}-{data}"
     if not trained.exists("tokenizer.json"):
-        console.print(f"training a tokenizer ({name}) on the data", highlight=False)
+        phases.begin(f"training a tokenizer ({name}) on the data")
         weights = sum(entry.weight for entry in ready.inputs)
         texts = itertools.chain.from_iterable(
             heads.sample_texts(
@@ -114,7 +117,7 @@ def _trained_tokenizer(
 
 
 def prepare_rows(
-    ready: CheckedLanguageRun, config: Config, tokenizer_url: str, tokenizer: Any, console: Console
+    ready: CheckedLanguageRun, config: Config, tokenizer_url: str, tokenizer: Any, phases: Phases
 ) -> Prepared:
     """Make the rows of every source, or take those of an earlier run.
 
@@ -133,17 +136,15 @@ def prepare_rows(
         return begun
     made: dict[str, Prepared] = {}
     problems = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for path, recipe in recipes.items():
-            task = progress.add_task(f"preparing {path}", total=recipe.source.num_bytes)
-            show = partial(_show, progress, task)
-            try:
-                made[path] = prepared = rows.prepare(recipe, root, data.workers, show)
-            except SourceError as error:
-                problems.append(str(error))
-                continue
-            problem = _unusable(prepared, f"{field}={path}", data.bad_rows)
-            problems += [problem] if problem else []
+    for path, recipe in recipes.items():
+        phases.begin(f"tokenising {path}", number_of_bytes(recipe.source.num_bytes))
+        try:
+            made[path] = prepared = rows.prepare(recipe, root, data.workers, phases.bytes_done)
+        except SourceError as error:
+            problems.append(str(error))
+            continue
+        problem = _unusable(prepared, f"{field}={path}", data.bad_rows)
+        problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
     return _joined(config, root, made)
@@ -196,10 +197,6 @@ def _begun(
             if joined.fingerprint == began:
                 return joined
     return None
-
-
-def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
-    progress.update(task, completed=done, total=total)
 
 
 def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from rayapp import hardware, model
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.finetune.build import Parts, compile_gain, make_parts
+from rayapp.finetune.build import Head, Parts, compile_gain, make_parts
+from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
 from rayapp.observe.run_folder import ADAPTER, MODEL
@@ -108,26 +109,28 @@ class LanguageTrainer(Trainer):
         if spec.data.held_out:
             rows, rank, world = spec.data.rows("eval"), dist.get_rank(), dist.get_world_size()
             engine.evaluate = lambda: held_out_losses(
-                engine, sequential_batches(rows, config.micro_batch, rank, world)
+                engine, sequential_batches(rows, config.micro_batch, rank, world), self.parts.head
             )
         return engine
 
-    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
         """Evaluate the model, sample the prompts and export it; return what the summary says."""
         config, parts = self.spec.config, self.parts
         outcome: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
             outcome = {**outcome, **engine.evaluate()}
-        end_phase("evaluation")
+        phases.end("evaluation")
+        phases.begin("sampling")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
             outcome["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
-        end_phase("sample")
+        phases.end("sample")
+        phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
         if config.checkpoint.export:
             export(self.spec, parts, storage)
             outcome["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
-        end_phase("export")
+        phases.end("export")
         return outcome
 
 
@@ -153,16 +156,33 @@ def token_record(
     )
 
 
-def held_out_losses(engine: Engine, batches: Iterable[StepRows]) -> HeldOut:
-    """Return the held-out loss in nats per token and per byte, over all ranks' batches."""
+def held_out_losses(engine: Engine, batches: Iterable[StepRows], head: Head) -> HeldOut:
+    """Return the held-out loss in nats per token and per byte, over all ranks' batches.
+
+    With eval.metrics, `eval_metrics` holds the mean of each over the loss-bearing tokens.
+    """
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
         targets, target_bytes = (batch.labels[i] != IGNORE).sum(), batch.target_bytes[i].sum()
-        return [float(output[1]), float(targets), float(target_bytes)]
+        sums = [] if head.metric_sums is None else head.metric_sums.tolist()
+        if head.metric_sums is not None:
+            head.metric_sums.zero_()
+        return [float(output[1]), float(targets), float(target_bytes), *sums]
 
-    loss, targets, target_bytes = loop.evaluate(engine, batches, measure)
+    if head.metrics:
+        head.metric_sums = torch.zeros(len(head.metrics), dtype=torch.float64)
+    try:
+        loss, targets, target_bytes, *sums = loop.evaluate(engine, batches, measure)
+    finally:
+        head.metric_sums = None
     per_byte = loss / target_bytes if target_bytes else None
-    return {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
+    found: HeldOut = {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
+    if head.metrics:
+        names = (name.rpartition(":")[2] for name in head.metrics)
+        found["eval_metrics"] = {
+            name: value / max(targets, 1) for name, value in zip(names, sums, strict=True)
+        }
+    return found
 
 
 def mfu_of(

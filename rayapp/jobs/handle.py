@@ -131,8 +131,9 @@ class Job:
     def status(self) -> str:
         """Return the run's status.
 
-        While it lasts: pending, starting, preparing, running or stopping. At its end: done,
-        stopped, failed, lost (its driver is gone) or refused (the config is not valid there).
+        While it lasts: pending, starting, preparing, waiting (for room), running or stopping. At
+        its end: done, stopped, failed, lost (its driver is gone) or refused (the config is not
+        valid there).
         """
         return self.snapshot()[0]
 

@@ -23,6 +23,7 @@ WIDTH, HEIGHT = 420, 120
 COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe and Ito, 2008)
     "step": "#009e73",
     "start": "#56b4e9",
+    "waiting": "#a6761d",
     "data_wait": "#e69f00",
     "checkpoint_stall": "#f0e442",
     "evaluation": "#0072b2",
@@ -124,6 +125,8 @@ def render(
             for label, value in figures(now).items()
         )
         parts.append(f"<div class='tiles'>{tiles}</div>")
+        if now.activity is not None and now.activity.phase:
+            parts.append(f"<div>{html.escape(now.activity.text(time.time()))}</div>")
         parts.append(_goodput(now))
         reason = reason or now.reason
     if steps.last is not None:

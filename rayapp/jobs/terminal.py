@@ -56,6 +56,8 @@ def render(name: str, status: str, now: Progress | None, steps: Columns) -> Grou
             row = names[start : start + 5]
             table.add_row(*(Text.assemble((f"{n} ", "dim"), values[n]) for n in row))
         parts.append(table)
+        if now.activity is not None and now.activity.phase:
+            parts.append(Text(now.activity.text(time.time())))
         if now.reason:
             parts.append(Text(now.reason))
     if len(steps):

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,11 +15,20 @@ import numpy as np
 
 from rayapp import hardware
 from rayapp.config import RunConfig
+from rayapp.observe.activity import WAITING_FOR_ROOM, Activity
 from rayapp.observe.columns import Follower
 from rayapp.observe.ending import Ending
-from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
+from rayapp.observe.goodput import (
+    ENDED,
+    INTERRUPTED,
+    PHASE,
+    RESUMED,
+    STARTED,
+    WORKERS,
+    read_events,
+)
 from rayapp.observe.origin import origin
-from rayapp.observe.records import EventFields, MetricsLine
+from rayapp.observe.records import Event, EventFields, MetricsLine
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
 from rayapp.planner.machines import named_instance, nodes_of, price_of
 from rayapp.storage import Storage
@@ -35,6 +45,8 @@ class Journal:
         self._lines.poll()
         self._followed = self._attempt()
         self._lost_steps, self._lost_s = 0, 0.0  # not in an event yet
+        self.passed: deque[Activity] = deque()
+        """Phases to store with the next event; any thread may append."""
 
     @property
     def attempts(self) -> int:
@@ -75,6 +87,10 @@ class Journal:
             reason = str(error) or type(error).__name__
             self.add(ENDED, {"status": FAILED, "reason": reason, "seconds": {}})
             raise
+
+    def waiting(self) -> None:
+        """Record that the command waits for room."""
+        self.add(PHASE, {"phase": WAITING_FOR_ROOM})
 
     def attempt(self, config: RunConfig, workers: int) -> None:
         """Record that an attempt begins with so many workers."""
@@ -140,7 +156,10 @@ class Journal:
 
     def add(self, event: str, facts: EventFields, at: float | None = None) -> None:
         """Append an event; if it cannot be stored, it is stored with the next one."""
-        self.events.append({"event": event, "time": at or time.time(), **facts})
+        added: Event = {"event": event, "time": at or time.time(), **facts}
+        passed = [self.passed.popleft() for _ in range(len(self.passed))]
+        phases = [Event(event=PHASE, time=each.began, phase=each.phase) for each in passed]
+        self.events += [added, *phases] if event == STARTED else [*phases, added]
         text = "".join(json.dumps(each) + "\n" for each in self.events)
         try:
             self.run.write(EVENTS, text.encode())

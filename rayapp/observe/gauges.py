@@ -113,6 +113,10 @@ class _Gauges:
         if not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()
 
+    def forget(self) -> None:
+        """Repeat no value that was set before."""
+        self._values.clear()
+
     def close(self) -> None:
         """Stop repeating the values; Ray drops the gauges within 20 s."""
         self._closed.set()
@@ -233,6 +237,24 @@ class Driver:
         kinds = [each["kind"] for each in account.interruptions]
         for kind in (FAILURE, PREEMPTION, RESIZE):
             self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
+
+
+class PhaseGauge:
+    """Export what the run does, and for how long; the driver has it from its start to its end."""
+
+    def __init__(self, run: str) -> None:
+        self._gauges = _Gauges({"run": run})
+        text = "Seconds that the run has been in its present phase (tokenising, waiting, training)"
+        self._gauges.add({"phase_s": text}, "phase")
+
+    def set(self, phase: str, seconds: float) -> None:
+        """Export the present phase alone; Ray drops that of an earlier one within 20 s."""
+        self._gauges.forget()
+        self._gauges.set({"phase_s": seconds}, phase=phase)
+
+    def close(self) -> None:
+        """Stop repeating it."""
+        self._gauges.close()
 
 
 class Pace:

@@ -6,6 +6,7 @@
 The driver writes events.jsonl, one JSON object a line, each with `event` and `time` (Unix seconds):
 
     started      a command began: host, user, commit, command, submission_id, machines' cost
+    phase        the command is in a phase that lasts: phase (waiting for room, tokenising ...)
     workers      an attempt begins: workers, nodes, instance, usd_per_hour of all nodes together
     resumed      its first step is done: step before it, first_step_s, lost_steps, lost_s
     interrupted  it ended early: kind, reason, step, workers, trained_until
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from rayapp.config import ConfigError
+from rayapp.observe.activity import WAITING_FOR_ROOM
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.records import Event, Interruption
 from rayapp.observe.run_folder import EVENTS
@@ -31,7 +33,7 @@ from rayapp.observe.run_folder import EVENTS
 if TYPE_CHECKING:
     from rayapp.storage import Storage
 
-STARTED, WORKERS, RESUMED = "started", "workers", "resumed"
+STARTED, PHASE, WORKERS, RESUMED = "started", "phase", "workers", "resumed"
 INTERRUPTED, ENDED = "interrupted", "ended"
 
 _Fields: TypeAlias = Mapping[str, type | UnionType]
@@ -39,6 +41,7 @@ NUMBER = int | float
 # The required fields of each event; a file that lacks one of them is damaged.
 FIELDS: Mapping[str, _Fields] = {
     STARTED: {"seen_until": NUMBER | None},
+    PHASE: {"phase": str},
     WORKERS: {},
     RESUMED: {"first_step_s": NUMBER, "lost_steps": int, "lost_s": NUMBER},
     INTERRUPTED: {"kind": str, "reason": str, "step": int, "workers": int}
@@ -53,6 +56,9 @@ OF_A_STEP = {
     "checkpoint_stall": "checkpoint_stall_s",
     "evaluation": "eval_s",
 }
+
+
+IDLE = ("start", "waiting", "recovery", "lost_work")  # causes of time outside of kept steps
 
 
 class DamagedEvents(ConfigError):
@@ -134,7 +140,7 @@ def account(events: Sequence[Event], steps: Columns, now: float | None = None) -
     `now` (Unix seconds) is given if the last command still runs. `steps` are the kept ones.
     """
     times = steps["time"]
-    seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0, "evaluation": 0.0, "export": 0.0}
+    seconds = dict.fromkeys((*IDLE, "evaluation", "export"), 0.0)
     wall_s, cost_usd = 0.0, 0.0
     every = commands(events)
     for index, command in enumerate(every):
@@ -235,13 +241,20 @@ def _end_of(command: list[Event], follows: Event | None, times: Array, now: floa
 
 def _idle_s(command: list[Event], until: float) -> dict[str, float]:
     """Return the seconds, by cause, that no kept step of a command accounts for."""
-    seconds = {"start": 0.0, "recovery": 0.0, "lost_work": 0.0}
+    seconds = dict.fromkeys(IDLE, 0.0)
     cause: str | None = "start"  # of the time since `since`; None while it trains
     since = command[0]["time"]
+    waits = _waits(command, until)
+    seconds["waiting"] = sum(end - began for began, end in waits)
+
+    def idle_s(end: float) -> float:
+        waited_s = sum(max(0.0, min(end, e) - max(since, b)) for b, e in waits)
+        return max(0.0, end - since - waited_s)
+
     for event in command:
         if event["event"] == RESUMED:
             if cause is not None:
-                seconds[cause] += max(0.0, event["time"] - event["first_step_s"] - since)
+                seconds[cause] += idle_s(event["time"] - event["first_step_s"])
             cause = None
             seconds["lost_work"] += event["lost_s"]
         elif event["event"] == INTERRUPTED and cause is None:
@@ -249,13 +262,26 @@ def _idle_s(command: list[Event], until: float) -> dict[str, float]:
         elif event["event"] == ENDED:
             known = event["seconds"]
             if cause is not None:
-                seconds[cause] += max(0.0, until - since - sum(known.values()))
+                seconds[cause] += max(0.0, idle_s(until) - sum(known.values()))
             cause = None
             seconds["evaluation"] = known.get("evaluation", 0.0)
             seconds["export"] = known.get("export", 0.0) + known.get("sample", 0.0)
     if cause is not None:
-        seconds[cause] += max(0.0, until - since)
+        seconds[cause] += idle_s(until)
     return seconds
+
+
+def _waits(command: list[Event], until: float) -> list[tuple[float, float]]:
+    """Return the (start, end) of each wait for room in Unix seconds, up to `until`."""
+    found = []
+    began: float | None = None
+    for event in command:
+        if event["event"] != PHASE and began is not None:
+            found.append((began, max(began, min(event["time"], until))))
+            began = None
+        elif event["event"] == PHASE and event["phase"] == WAITING_FOR_ROOM and began is None:
+            began = event["time"]
+    return found if began is None else [*found, (began, max(began, until))]
 
 
 def _cost_usd(command: list[Event], until: float) -> float | None:

@@ -79,6 +79,8 @@ class TokenRecord(StepRecord):
     """Input tokens (no padding) of all workers per second without checkpoint stall and eval."""
     tokens_per_s_per_gpu: float
     eval_loss_per_byte: float | None = None
+    eval_metrics: dict[str, float | None] | None = None
+    """Means over the held-out tokens of the functions in eval.metrics, by their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,8 +302,11 @@ def _end_of(storage: Storage, first_step: int) -> tuple[int, int, bytearray]:
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """Replace floats that are not finite by None, as JSON has no NaN."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+    """Replace floats that are not finite by None, also in mappings, as JSON has no NaN."""
+
+    def finite(value: object) -> object:
+        if isinstance(value, Mapping):
+            return _finite(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: finite(value) for name, value in values.items()}

@@ -34,6 +34,8 @@ class Plan(Forecast, total=False):
     """`tokens` or `images` of the whole run, whichever the run counts in."""
     epochs: float
     data: DataReport
+    code: dict[str, str]
+    """Digests of the user's code that changes what is trained, by config field."""
 
 
 def band_of(plan: Plan, name: str) -> BandValues | None:
@@ -49,6 +51,7 @@ class HeldOut(TypedDict, total=False):
 
     eval_loss: float | None
     eval_loss_per_byte: float | None
+    eval_metrics: NotRequired[dict[str, float | None] | None]
     eval_top1: float | None
     eval_top5: float | None
 
@@ -98,6 +101,7 @@ def figure(record: Mapping[str, object], name: str) -> float | None:
 class EventFields(TypedDict, total=False):
     """The fields of events; rayapp.observe.goodput lists which event has which."""
 
+    phase: str
     host: str
     submission_id: str | None
     user: str | None

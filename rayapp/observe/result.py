@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from typing import cast
 
 import numpy as np
@@ -32,21 +31,6 @@ ON_THE_WAY = ("model", "restore", "first_step")  # a worker's phases until its f
 
 
 logger = logging.getLogger("rayapp.driver")
-
-
-class Phases:
-    """The seconds of consecutive phases since a start."""
-
-    def __init__(self, started: float | None = None) -> None:
-        """Start the first phase at a Unix time, by default now."""
-        self.started, self.seconds = started or time.time(), dict[str, float]()
-        self._ended = self.started
-
-    def end(self, phase: str) -> None:
-        """End the current phase now under this name; seconds of the same name add up."""
-        now = time.time()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._ended
-        self._ended = now
 
 
 class RunFailed(RuntimeError):

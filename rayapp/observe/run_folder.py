@@ -17,6 +17,8 @@ PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 SEGMENTS = "metrics"  # a folder: on S3, what is not yet in metrics.jsonl
 EVENTS = "events.jsonl"
+ACTIVITY = "activity.json"  # what the driver does at the moment
+RANK_ACTIVITY = "activity-rank-0.json"  # what rank 0 does while it takes no steps
 VALIDATIONS = "validation.jsonl"
 RESULT = "result.json"
 REPORT = "report.html"
@@ -37,7 +39,7 @@ RAY = ".ray"
 
 # ---- How a run stands -----------------------------------------------------------------------
 
-PREPARING, RUNNING, STOPPING = LIVE = ("preparing", "running", "stopping")
+PREPARING, WAITING, RUNNING, STOPPING = LIVE = ("preparing", "waiting", "running", "stopping")
 DONE, STOPPED, FAILED = "done", "stopped", "failed"
 LOST = "lost"  # its driver is gone
 MOVED = "moved"  # of an attempt: its workers have left to be started again

@@ -17,6 +17,7 @@ import yaml
 
 from rayapp.config import parse_yaml
 from rayapp.config.fields import unit_of
+from rayapp.observe.activity import WAITING_FOR_ROOM, Activity, read_activity
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import (
     ENDED,
@@ -52,6 +53,7 @@ from rayapp.observe.run_folder import (
     STOPPED,
     STOPPING,
     VALIDATIONS,
+    WAITING,
 )
 from rayapp.observe.words import UNKNOWN, clock, formed
 from rayapp.storage import Storage
@@ -86,8 +88,8 @@ class Progress:
     """The current state of a run."""
 
     status: str
-    """preparing, running or stopping while a driver works on it; else done, stopped, failed, or
-    lost (its driver is gone). The same command resumes the last three."""
+    """preparing, waiting (for room), running or stopping while a driver works on it; else done,
+    stopped, failed, or lost (its driver is gone). The same command resumes the last three."""
     step: int
     num_steps: int | None
     left_s: float | None
@@ -102,6 +104,8 @@ class Progress:
     quiet_s: float | None = None
     """Seconds since the driver renewed the lease; None if there is no lease."""
     started: Started = UNTOLD
+    activity: Activity | None = None
+    """What it does, while a driver works on it."""
 
     @property
     def cost_at_end_usd(self) -> float | None:
@@ -129,7 +133,10 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
     now = time.time()
     live = lease is not None and now - lease.modified_s < LIVE_S
     last = commands(events)[-1] if events else []
-    status, reason = _status(run, last, live)
+    activity = read_activity(run) if live else None
+    if activity is not None and last and activity.began < last[0]["time"]:
+        activity = None  # of an earlier command
+    status, reason = _status(run, last, live, activity)
     num_steps = _num_steps(run)
     line = steps.last
     step = line["step"] if line else 0
@@ -145,6 +152,7 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
         updated_s=max(signs, default=None),
         quiet_s=None if lease is None else now - lease.modified_s,
         started=started_by(events),
+        activity=activity if status in LIVE else None,
     )
 
 
@@ -203,7 +211,9 @@ def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:
     return sums.cost_usd + sums.usd_per_hour * left_s / 3600.0
 
 
-def _status(run: Storage, last: list[Event], live: bool) -> tuple[str, str | None]:
+def _status(
+    run: Storage, last: list[Event], live: bool, activity: Activity | None
+) -> tuple[str, str | None]:
     """Return the status and, if failed or lost, the reason, by the events of the last command."""
     for event in last:
         if event["event"] == ENDED:
@@ -217,6 +227,8 @@ def _status(run: Storage, last: list[Event], live: bool) -> tuple[str, str | Non
         return LOST, VANISHED
     if run.exists(STOP):
         return STOPPING, None
+    if activity is not None and activity.phase == WAITING_FOR_ROOM:
+        return WAITING, None
     return (RUNNING if any(e["event"] == RESUMED for e in last) else PREPARING), None
 
 

@@ -94,6 +94,9 @@ def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
         value = figure(line, field)
         if value is not None:
             yield name, float(value)
+    for name, value in (line.get("eval_metrics") or {}).items():
+        if value is not None:
+            yield f"metrics/{name}", float(value)
 
 
 def settings(config: RunConfig) -> dict[str, object]:

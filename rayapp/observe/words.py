@@ -80,6 +80,19 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def number_of_bytes(count: int) -> str:
+    """Format a number of bytes with three digits.
+
+    >>> number_of_bytes(512), number_of_bytes(1_536_000), number_of_bytes(2_500_000_000_000)
+    ('512 bytes', '1.54 MB', '2,500 GB')
+    """
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if count >= 10**power:
+            amount = count / 10**power
+            return f"{amount:,.{0 if amount >= 100 else 1 if amount >= 10 else 2}f} {unit}"
+    return f"{count} bytes"
+
+
 def duration(seconds: float | None) -> str:
     """Format seconds in at most two units.
 

@@ -23,6 +23,7 @@ CAUSES = {
     "checkpoint_stall": "checkpoint stalls",
     "evaluation": "evaluation",
     "start": "start",
+    "waiting": "waiting for room",
     "recovery": "recovery",
     "lost_work": "steps done in vain",
     "export": "samples and export",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayapp.observe import words
-from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS
+from rayapp.observe.goodput import ENDED, INTERRUPTED, PHASE, RESUMED, STARTED, WORKERS
 from rayapp.report.folder import ReportedRun
 
 START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"
@@ -45,7 +45,8 @@ def segments(run: ReportedRun) -> list[Segment]:
         nonlocal kind, since
         start, end = (float(each) for each in run.active_s([since, time]))
         if end - start > 0:
-            segments.append(Segment(kind, start, end, workers, _text(kind, workers, end - start)))
+            text = _text(kind, workers, end - start) + _phases(run, since, time)
+            segments.append(Segment(kind, start, end, workers, text))
         kind, since = following, time if rest is None else rest
 
     for event in run.events:
@@ -102,6 +103,17 @@ def _attempts(run: ReportedRun) -> list[Segment]:
         text = _text(TRAIN, workers, end_s - start_s)
         segments.append(Segment(TRAIN, max(0.0, start_s), end_s, workers, text))
     return segments
+
+
+def _phases(run: ReportedRun, since: float, until: float) -> str:
+    """Name the phases that began in a stretch of Unix time, with the time that each took."""
+    inside = [e for e in run.events if e["event"] == PHASE and since <= e["time"] < until]
+    ends = [event["time"] for event in inside[1:]] + [until] * bool(inside)
+    took = [
+        f"{event['phase']} {words.duration(end - event['time'])}"
+        for event, end in zip(inside, ends, strict=True)
+    ]
+    return f" ({', '.join(took)})" if took else ""
 
 
 def _text(kind: str, workers: int | None, seconds: float) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rayapp.config.fields import TOKENS, Unit
+from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import StepRecord
 from rayapp.observe.records import HeldOut, LoopState
 from rayapp.train.loss_spikes import WINDOW, Spikes
@@ -97,6 +98,8 @@ class Engine:
     interruptible: bool = False
     """Whether an evaluation is given up when the ranks agree to leave."""
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
+    phases: Phases = field(default_factory=Phases)
+    """Says what this rank does."""
     peaks: Peaks = field(init=False)
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rayapp.observe.activity import TRAINING
 from rayapp.observe.metrics import StepRecord
 from rayapp.observe.records import HeldOut
 from rayapp.train.engine import Batch, Engine, inputs
@@ -84,6 +85,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         data_wait_s = time.perf_counter() - asked
         if batch is None:
             return
+        engine.phases.begin(TRAINING)
         agreement = agree(engine, batch)
         update = train_step(engine, batch, agreement)
         totals = agreement.wait()
@@ -159,6 +161,7 @@ def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> 
 def save(engine: Engine, done: int) -> float:
     """Start a checkpoint of `done` steps; return the seconds that training waited for it."""
     asked = time.perf_counter()
+    engine.phases.begin("saving a checkpoint", f"of step {done}")
     engine.save(done)
     engine.being_read = True
     engine.stalls.append(time.perf_counter() - asked)
@@ -331,6 +334,7 @@ def evaluate(
     Raises:
         Interrupted: the evaluation is interruptible, and the ranks leave; before a batch.
     """
+    engine.phases.begin("evaluating")
     engine.model.eval()
     sums = []
     try:

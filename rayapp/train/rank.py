@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from rayapp.observe import metrics
+from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import StepRecord
 from rayapp.observe.records import Summary
-from rayapp.observe.result import Phases
 from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
@@ -47,6 +47,8 @@ class RankContext:
     """Return how many more workers the cluster has room for; None: the run wants no more."""
     on_record: Callable[[StepRecord], None] = lambda record: None
     """Called with each step's record, on every rank."""
+    phases: Phases = field(default_factory=Phases)
+    """Says what the rank does, and takes the seconds of its phases."""
 
 
 def train_rank(spec: AnySpec, context: RankContext) -> Summary:
@@ -54,15 +56,18 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
 
     Rank 0's summary becomes the run's.
     """
-    phases = Phases()
+    phases = context.phases
+    phases.begin("loading the model", spec.config.model.path)
     storage, rank = open_storage(spec.run_url), dist.get_rank()
     torch.manual_seed(spec.config.run.seed * 1_000_003 + rank)
     timeout = timedelta(seconds=spec.config.cluster.collective_timeout_s)
     control = dist.new_group(backend="gloo", timeout=timeout)
     trainer = spec.build(context.device)
     phases.end("model")
+    phases.begin("restoring the newest usable checkpoint")
     first_step, state = restore(spec, trainer, storage)
     phases.end("restore")
+    phases.begin("compiling" if spec.config.train.compile else "checking the model")
     warmed_up = trainer.warm_up()
     phases.end("compile")
     log = metrics.MetricsLog(storage, first_step) if rank == 0 else None
@@ -78,11 +83,12 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
         return MOVE if notice else STAY
 
     engine = trainer.engine(control)
-    engine.attempt, engine.poll = attempt[0], poll
+    engine.attempt, engine.poll, engine.phases = attempt[0], poll, phases
     engine.resume(state)
     schedule(engine, spec, trainer, saver, leaving)
     try:
         last = train(engine, context, first_step, log, phases)
+        phases.begin("committing the last checkpoint")
         saver.close()
     finally:
         if log:
@@ -107,7 +113,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
         reason = notices[0] if notices else leaving.reason if leaving else ""
         summary |= {"notice": bool(notices), "reason": reason}
     if status == DONE:
-        summary = {**summary, **trainer.finish(engine, storage, phases.end)}
+        summary = {**summary, **trainer.finish(engine, storage, phases)}
     return {**summary, "seconds": phases.seconds}
 
 
@@ -136,6 +142,7 @@ def train(
 ) -> StepRecord | None:
     """Run the steps from `first_step` on, log their records (rank 0), and return the last one."""
     last: StepRecord | None = None
+    phases.begin("waiting for the first rows")
     for record in loop.train(engine, context.open_steps(first_step)):
         if last is None:
             phases.end("first_step")

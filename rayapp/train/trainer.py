@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from rayapp.observe.activity import Phases
 from rayapp.observe.records import Outcome
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import Amounts
@@ -43,5 +43,5 @@ class Trainer(ABC):
         return {}
 
     @abstractmethod
-    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
-        """Evaluate and export the model; `end_phase(name)` ends a phase and records its seconds."""
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
+        """Evaluate and export the model, and say so in `phases`."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
 
 from rayapp.config import ConfigError, VisionConfig
 from rayapp.data import images as data_images
@@ -14,9 +12,10 @@ from rayapp.data.images import ImageRecipe, Images
 from rayapp.data.sources import SourceError
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
+from rayapp.observe.activity import Phases
 from rayapp.observe.records import Plan
-from rayapp.observe.result import Phases
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
+from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order
 from rayapp.storage import open_storage
 from rayapp.train.spec import ImageSpec, RunSpec
@@ -29,10 +28,11 @@ KIND = "rayapp.vision"
 def prepare(ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases) -> ImageSpec:
     """Index the images, write config.yaml and plan.json, print the plan, and return the spec."""
     config, run = ready.config, ready.run
-    images = index(ready, config, console)
+    images = index(ready, config, phases)
     if problem := classes_problem(config, images.classes):
         raise ConfigError([problem])
     phases.end("data")
+    phases.begin("planning")
     order = order_of(config, images)
     shape, _ = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
     classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
@@ -48,7 +48,7 @@ def prepare(ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases
     return RunSpec(KIND, config, images, order, run.url)
 
 
-def index(ready: CheckedImageRun, config: VisionConfig, console: Console) -> Images:
+def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Images:
     """Make the index of the images, or take that of an earlier run.
 
     Raises:
@@ -58,12 +58,11 @@ def index(ready: CheckedImageRun, config: VisionConfig, console: Console) -> Ima
     fraction = 0.0 if data.eval_path else data.eval_fraction
     recipe = ImageRecipe(ready.source, ready.eval_source, fraction)
     root = open_storage(config.run.storage) / PREPARED
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"decoding {data.path} once", total=ready.source.num_bytes)
-        try:
-            images = data_images.prepare(recipe, root, data.workers, partial(_show, progress, task))
-        except SourceError as error:
-            raise ConfigError([str(error)]) from error
+    phases.begin(f"decoding {data.path} once", number_of_bytes(ready.source.num_bytes))
+    try:
+        images = data_images.prepare(recipe, root, data.workers, phases.bytes_done)
+    except SourceError as error:
+        raise ConfigError([str(error)]) from error
     problems = []
     if images.bad_share > data.bad_images:
         shown = "; ".join(f"{place} is {why}" for place, why in images.examples)
@@ -80,10 +79,6 @@ def index(ready: CheckedImageRun, config: VisionConfig, console: Console) -> Ima
     if problems:
         raise ConfigError(problems)
     return images
-
-
-def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
-    progress.update(task, completed=done, total=total)
 
 
 def order_of(config: VisionConfig, images: Images) -> Order:

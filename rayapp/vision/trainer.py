@@ -25,6 +25,7 @@ from rayapp.model.classifier import (
     shape_of_classifier,
     write_processor,
 )
+from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import ImageRecord
 from rayapp.observe.records import Outcome
 from rayapp.observe.run_folder import MODEL
@@ -121,14 +122,15 @@ class ImageTrainer(Trainer):
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))
 
-    def finish(self, engine: Engine, storage: Storage, end_phase: Callable[[str], None]) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
         """Evaluate and export the model, with the moving average of the weights if there is one."""
         outcome: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.spec.data.held_out:
             scores = self.scores(engine)
             table = scores.table(self.spec.data.classes)
             outcome = {**outcome, **scores.figures(), "classes": table}
-        end_phase("evaluation")
+        phases.end("evaluation")
+        phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
         if self.spec.config.checkpoint.export:
             with self.average.in_place() if self.average else nullcontext():
@@ -138,7 +140,7 @@ class ImageTrainer(Trainer):
                 write_processor(storage / MODEL, data.size, data.eval_crop, data.mean, data.std)
             outcome["model_path"] = f"{storage.url}/model"
         dist.barrier(group=engine.control)
-        end_phase("export")
+        phases.end("export")
         return outcome
 
     def _last_of_step(self, last: bool) -> None:

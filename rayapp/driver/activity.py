@@ -1,0 +1,161 @@
+"""Show what a command does, so that no wait is silent, and tell the run's folder and Prometheus.
+
+    with Heartbeat(phases, console, tail) as heartbeat:
+        phases.begin("starting Ray")             # one line, if it takes a second
+        ...                                      # "starting Ray, 0:20" after SAY_EVERY_S of silence
+        with heartbeat.stored(run, name):        # from here on other processes see it too
+            ...
+
+On a terminal a line at the bottom is redrawn instead, until a progress bar takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from rayapp.driver.output import Tail
+from rayapp.observe.activity import (
+    AT_WORK,
+    LEAST_S,
+    STARTING_WORKERS,
+    TRAINING,
+    WAITING_FOR_ROOM,
+    Activity,
+    Phases,
+    Reporter,
+    of_workers,
+)
+from rayapp.observe.gauges import PhaseGauge
+from rayapp.observe.result import RunFailed
+from rayapp.observe.run_folder import ACTIVITY, RANK_ACTIVITY
+from rayapp.storage import Storage
+
+logger = logging.getLogger("rayapp.driver")
+
+SAY_EVERY_S = 10.0  # without any line
+POLL_S = 1.0
+READ_EVERY_S = 5.0  # rank 0's activity on S3
+
+
+class Heartbeat:
+    """A thread that shows the activity of a command."""
+
+    def __init__(self, phases: Phases, console: Console, tail: Tail) -> None:
+        self.phases, self.tail, self._console = phases, tail, console
+        self.passed: deque[Activity] = deque()
+        """The phases that were shown, but for those between steps; the journal takes them."""
+        self._show: Callable[[str], None] = self._print
+        self._shown = phases.current
+        self._lines, self._at = tail.added, time.monotonic()
+        self._run: Storage | None = None
+        self._of_workers: Activity | None = None
+        self._read_at = 0.0
+        self._gauge: PhaseGauge | None = None
+        self._status: Status | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        if self._console.is_terminal:
+            self._status = self._console.status("")
+            self._status.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join(SAY_EVERY_S)
+        self._end_line()
+
+    @contextmanager
+    def stored(self, run: Storage, name: str) -> Iterator[None]:
+        """Inside the block, store the activity in the run's folder and export it to Prometheus.
+
+        The connected Ray exports it.
+        """
+        self._gauge = PhaseGauge(name)
+        self._run = run
+        try:
+            with Reporter(run, ACTIVITY, self.phases):
+                yield
+        finally:
+            self._run = None
+            self._gauge.close()
+
+    @contextmanager
+    def shown_by(self, show: Callable[[str], None]) -> Iterator[None]:
+        """Inside the block, show lines by this function in place of the console."""
+        self._end_line()
+        before, self._show = self._show, show
+        try:
+            yield
+        finally:
+            self._show = before
+
+    def _activity(self) -> Activity:
+        """Return what the run does; the file of rank 0 is read at most every READ_EVERY_S on S3."""
+        own, run = self.phases.current, self._run
+        if run is None or own.phase not in AT_WORK:
+            self._of_workers = None
+            return own
+        now = time.monotonic()
+        if self._of_workers is None and own.phase == STARTING_WORKERS:
+            self._forget_last_workers(run)
+            self._of_workers, self._read_at = own, now
+        elif now - self._read_at >= (POLL_S if run.local_path() else READ_EVERY_S):
+            self._read_at = now
+            try:
+                self._of_workers = of_workers(run, own)
+            except OSError:  # an outage, which the renewals of the lease report
+                self._of_workers = own
+        told = self._of_workers
+        return own if told is None or told.phase in AT_WORK else told
+
+    def _forget_last_workers(self, run: Storage) -> None:
+        try:
+            run.delete(RANK_ACTIVITY)
+        except (OSError, RunFailed) as error:
+            logger.warning("%s is not deleted: %s", RANK_ACTIVITY, error)
+
+    def _follow(self) -> None:
+        while not self._closed.wait(POLL_S):
+            activity, now = self._activity(), time.time()
+            if self._gauge is not None:
+                self._gauge.set(activity.phase, now - activity.began)
+            self._beat(activity, now)
+
+    def _beat(self, activity: Activity, now: float) -> None:
+        """Show the activity if it is another one, or if there was no line for SAY_EVERY_S."""
+        at = time.monotonic()
+        if self._status is not None and activity.phase:
+            self._status.update(escape(activity.text(now)))
+        if self.tail.added != self._lines:
+            self._lines, self._at = self.tail.added, at
+        other = activity.phase != self._shown.phase
+        if not activity.phase or now - activity.began < LEAST_S:
+            return
+        if other or at - self._at >= SAY_EVERY_S:
+            if other and self.phases.current.phase not in (TRAINING, WAITING_FOR_ROOM):
+                self.passed.append(activity)
+            self._shown, self._at = activity, at
+            if self._status is None and not (other and activity.phase == TRAINING):
+                self._show(activity.text(now))  # training begins with the line of its first step
+            self._lines = self.tail.added
+
+    def _print(self, text: str) -> None:
+        self._console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def _end_line(self) -> None:
+        """Take the redrawn line off the terminal."""
+        if self._status is not None:
+            status, self._status = self._status, None
+            status.stop()
