@@ -32,7 +32,8 @@ def records(draw: st.DrawFn) -> TokenisedRecord:
             np.array(sizes, np.uint16),
         )
     place = draw(st.integers(0, 2**40))
-    return TokenisedRecord(place, document, problem, draw(st.integers(0, 2**64 - 1)))
+    piece, drawn = draw(st.integers(0, 2**31)), draw(st.integers(0, 2**64 - 1))
+    return TokenisedRecord(piece, place, document, problem, drawn)
 
 
 def plain(record: TokenisedRecord) -> tuple[Any, ...]:
@@ -40,34 +41,26 @@ def plain(record: TokenisedRecord) -> tuple[Any, ...]:
     arrays = document and tuple(
         (a.dtype.str, a.tolist()) for a in (document.tokens, document.loss, document.num_bytes)
     )
-    return record.place, arrays, record.problem, record.drawn
+    return record.piece, record.place, arrays, record.problem, record.drawn
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), records()), max_size=12), st.integers(1, 9))
-def test_sections_give_back_their_records(
-    given_records: list[tuple[int, TokenisedRecord]], most: int
-) -> None:
+@given(st.lists(records(), max_size=12), st.integers(1, 9))
+def test_sections_give_back_their_records(given_records: list[TokenisedRecord], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sections, "SECTION_TOKENS", most)
         patch.setattr(sections, "SECTION_RECORDS", 5)
-        made = [
-            section
-            for piece, record in given_records
-            for section in sections.sections(piece, [record])
-        ]
-        made += sections.sections(9, [record for _, record in given_records])
-    file = io.BytesIO(b"".join(part for s in made for part in sections.encoded(s)) + sections.END)
-    found = [(s.piece, plain(r)) for s in sections.read(file) for r in s.records()]
-    expected = [(piece, plain(record)) for piece, record in given_records]
-    assert found == expected + [(9, plain(record)) for _, record in given_records]
+        made = list(sections.sections(given_records))
+    stored = b"".join(part for section in made for part in sections.encoded(section))
+    file = io.BytesIO(stored + sections.END)
+    found = [plain(record) for section in sections.read(file) for record in section.records()]
+    assert found == [plain(record) for record in given_records]
     assert all(len(section.lengths) <= 5 for section in made)
 
 
 def some() -> bytes:
     document = Document(np.arange(300, dtype=np.int32), np.ones(300, bool), np.ones(300, np.uint16))
-    record = TokenisedRecord(7, document, None, 3)
-    (section,) = sections.sections(0, [record])
+    (section,) = sections.sections([TokenisedRecord(0, 7, document, None, 3)])
     return b"".join(sections.encoded(section) * 2) + sections.END
 
 
@@ -95,5 +88,5 @@ def test_a_token_of_a_small_vocabulary_takes_two_bytes_at_most() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 2**16, 10_000).astype(np.int32)
     document = Document(tokens, np.ones(10_000, bool), np.full(10_000, 4, np.uint16))
-    (section,) = sections.sections(0, [TokenisedRecord(0, document, None, 0)])
+    (section,) = sections.sections([TokenisedRecord(0, 0, document, None, 0)])
     assert sum(len(part) for part in sections.encoded(section)) < 2.05 * 10_000

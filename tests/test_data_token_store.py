@@ -33,7 +33,7 @@ class Maker:
             time.sleep(self.pause_s)
             tokens = np.arange(number * 50, number * 50 + 50, dtype=np.int32)
             document = Document(tokens, np.ones(50, bool), np.ones(50, np.uint16))
-            yield from sections(number, [TokenisedRecord(number, document, None, number)])
+            yield from sections([TokenisedRecord(0, number, document, None, number)])
 
 
 def tokens_of(found: Iterator[TokenSection]) -> list[list[int]]:

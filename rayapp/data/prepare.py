@@ -131,14 +131,13 @@ def _taken(
 ) -> Iterator[tuple[sources.Piece, TokenisedRecord]]:
     """Yield the records of a block that are a unit's, each with the unit's piece."""
     taken = dict(block.taken)
-    for section in made:
-        piece = taken.get(section.piece)
+    for record in (record for section in made for record in section.records()):
+        piece = taken.get(record.piece)
         if piece is None:
             continue
         by_place = source.format == "jsonl" and not piece.is_stream  # of a cell, or the whole of it
-        for record in section.records():
-            if not by_place or piece.start <= record.place < piece.end:
-                yield piece, record
+        if not by_place or piece.start <= record.place < piece.end:
+            yield piece, record
 
 
 def _fraction(recipe: RowRecipe) -> float:

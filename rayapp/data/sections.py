@@ -3,10 +3,11 @@
     for section in read(file):
         for record in section.records(): ...
 
-A section holds consecutive records of one piece: their places, what they drew for the held-out
-split, and the tokens of those that are documents. What is made of tokens afterwards, rows and
-splits, is not in it. A section is a frame, whose header has the length and the xxh3 of the rest;
-that is compressed with Zstandard, to about 2 bytes a token. The last section is followed by END.
+A section holds consecutive records of a block: their pieces and places, what they drew for the
+held-out split, and the tokens of those that are documents. What is made of tokens afterwards, rows
+and splits, is not in it. A section is a frame, whose header has the length and the xxh3 of the
+rest; that is compressed with Zstandard, to about 2 bytes a token. The last section is followed by
+END.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ END = HEADER.pack(MAGIC, 0, xxh3_64_intdigest(b""))  # after the last section
 
 CODEC = "zstd"
 WIDE = {  # types of a section's arrays
+    "pieces": np.uint32,
     "places": np.int64,
     "drawn": np.uint64,
     "said": np.uint32,
@@ -51,6 +53,8 @@ class DamagedTokens(ValueError):
 class TokenisedRecord:
     """A record of the user's: a document, perhaps with a note, or the reason why it is none."""
 
+    piece: int
+    """Number of its piece in the block."""
     place: int
     document: Document | None
     problem: str | None
@@ -61,10 +65,10 @@ class TokenisedRecord:
 
 @dataclass(frozen=True, eq=False)
 class TokenSection:
-    """Consecutive records of a piece: r records, t tokens."""
+    """Consecutive records of a block: r records, t tokens."""
 
-    piece: int
-    """Number of the piece in its block."""
+    pieces: Array
+    """uint32 [r]"""
     places: Array
     """int64 [r]"""
     drawn: Array
@@ -84,37 +88,38 @@ class TokenSection:
     def records(self) -> Iterator[TokenisedRecord]:
         """Yield the records in order; their arrays are views."""
         last = 0
-        columns = (self.places, self.drawn, self.said, self.lengths)
-        for place, drawn, said, length in zip(*(c.tolist() for c in columns), strict=True):
+        columns = (self.pieces, self.places, self.drawn, self.said, self.lengths)
+        for piece, place, drawn, said, length in zip(*(c.tolist() for c in columns), strict=True):
             document = None
             if length != NO_DOCUMENT:
                 here = slice(last, last + length)
                 document = Document(self.tokens[here], self.loss[here], self.num_bytes[here])
                 last += length
-            yield TokenisedRecord(place, document, self.texts[said - 1] if said else None, drawn)
+            problem = self.texts[said - 1] if said else None
+            yield TokenisedRecord(piece, place, document, problem, drawn)
 
 
-def sections(piece: int, records: Iterable[TokenisedRecord]) -> Iterator[TokenSection]:
-    """Gather the records of a piece into sections."""
+def sections(records: Iterable[TokenisedRecord]) -> Iterator[TokenSection]:
+    """Gather the records of a block into sections."""
     held: list[TokenisedRecord] = []
     size = 0
     for record in records:
         held.append(record)
         size += len(record.document.tokens) if record.document else 0
         if size >= SECTION_TOKENS or len(held) == SECTION_RECORDS:
-            yield _section(piece, held)
+            yield _section(held)
             held, size = [], 0
     if held:
-        yield _section(piece, held)
+        yield _section(held)
 
 
-def _section(piece: int, records: list[TokenisedRecord]) -> TokenSection:
+def _section(records: list[TokenisedRecord]) -> TokenSection:
     texts = {r.problem: None for r in records if r.problem is not None}
     numbers = {text: number for number, text in enumerate(texts, 1)}
     documents = [record.document for record in records if record.document is not None]
     lengths = [NO_DOCUMENT if r.document is None else len(r.document.tokens) for r in records]
     return TokenSection(
-        piece,
+        np.array([record.piece for record in records], np.uint32),
         np.array([record.place for record in records], np.int64),
         np.array([record.drawn for record in records], np.uint64),
         np.array([numbers[r.problem] if r.problem else 0 for r in records], np.uint32),
@@ -141,6 +146,7 @@ def encoded(section: TokenSection) -> list[Any]:
     """
     base = int(section.places.min())
     columns = {
+        "pieces": section.pieces,
         "places": section.places - base,
         "drawn": section.drawn,
         "said": section.said,
@@ -150,7 +156,7 @@ def encoded(section: TokenSection) -> list[Any]:
     }
     types = {name: _narrow(column) for name, column in columns.items()}
     sizes = [(name, types[name].str, len(column)) for name, column in columns.items()]
-    head = {"piece": section.piece, "base": base, "texts": section.texts, "arrays": sizes}
+    head = {"base": base, "texts": section.texts, "arrays": sizes}
     text = json.dumps(head).encode()
     out = pa.BufferOutputStream()
     with pa.CompressedOutputStream(out, CODEC) as packing:  # one array after the other
@@ -193,7 +199,6 @@ def _decoded(packed: Any) -> TokenSection:
     count = len(arrays["tokens"])
     loss = np.frombuffer(packed.read(), np.uint8)
     return TokenSection(
-        piece=head["piece"],
         loss=np.unpackbits(loss, count=count).view(np.bool_),
         texts=tuple(head["texts"]),
         **{**arrays, "places": arrays["places"] + head["base"]},

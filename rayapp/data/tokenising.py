@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 from rayapp.data import sections, sources, tokens
@@ -26,13 +25,12 @@ def tokenised(
     Raises:
         SourceError: a file is not of its format, so that the rest cannot be read.
     """
-    for number, records in groupby(_records(recipe, source, pieces), key=lambda each: each[0]):
-        yield from sections.sections(number, (record for _, record in records))
+    yield from sections.sections(_records(recipe, source, pieces))
 
 
 def _records(
     recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
-) -> Iterator[tuple[int, TokenisedRecord]]:
+) -> Iterator[TokenisedRecord]:
     how = (recipe.kind, recipe.template, recipe.reasoning, recipe.special_tokens)
     renderer = _renderer(recipe.tokenizer_url, *how)
     records = (
@@ -51,7 +49,7 @@ def _records(
             if document is not None:
                 drawn = sources.drawn_of(content_of(record.value, recipe.kind))
             del record
-            yield number, TokenisedRecord(place, document, problem, drawn)
+            yield TokenisedRecord(number, place, document, problem, drawn)
 
 
 def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
