@@ -589,6 +589,30 @@ def test_rows_that_are_written_in_windows_from_a_spool_are_the_same(
     assert contents(open_storage(again.url)) == contents(open_storage(whole.url)) and files
 
 
+def test_shards_without_checksums_are_read_and_gone_on_with(
+    recipe: RowRecipe, tmp_path: Path
+) -> None:
+    """Two units of an earlier version, and the others of this one."""
+    whole = here(recipe, tmp_path / "out")
+    root = open_storage(str(tmp_path / "earlier"))
+    storage = make(recipe, root)
+    row_bytes = 10 * S + 4
+    for index in range(2):
+        name = f"unit-{index:05d}.json"
+        text = storage.read(name).decode().replace(".rows", ".bin")
+        for shard in json.loads(text)["shards"].values():
+            stored = np.frombuffer(storage.read(shard.replace(".bin", ".rows")), np.uint8)
+            plain = stored.reshape(-1, row_bytes + 8)[:, :row_bytes]
+            storage.write(shard, plain.tobytes())
+            storage.delete(shard.replace(".bin", ".rows"))
+        storage.write(name, text.encode())
+    found = prepare.prepare(recipe, root)
+    names = [name for name, _ in found.shards["train"]]
+    assert names[:3] == ["train-00000.bin", "train-00001.bin", "train-00002.rows"]
+    ids = np.arange(whole.num_rows("train"))
+    assert (found.rows("train").read(ids) == whole.rows("train").read(ids)).all()
+
+
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of records of each call of the tokenizer."""
