@@ -31,8 +31,8 @@ FORM = re.compile(r"[^=]*=.* is [a-z ]+: .+(\. [A-Z].*|\?)", re.DOTALL)
 SURFACE = {
     "run": "name storage seed trackers",
     "model": "path from_scratch tokenizer attention lora overrides",
-    "data": "path mixture format kind columns chat_template reasoning seq_len pack truncate"
-    " eval_path eval_fraction bad_rows workers",
+    "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
+    " truncate eval_path eval_fraction bad_rows workers",
     "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
     " warmup_steps weight_decay betas z_loss label_smoothing on_spike spike_sigmas grad_clip"
     " precision compile loss_chunk loss_kernel",

@@ -85,6 +85,8 @@ class Data(Section):
     trl's training variant of the tokenizer's, for the rows alone (extra `chat`)."""
     reasoning: Literal["train", "mask", "drop"] = "train"
     """The assistant's reasoning: bears loss, is read without loss, or is left out."""
+    special_tokens: Literal["text", "control"] = "text"
+    """What the text of a control token, such as <|im_start|>, is in your records."""
     seq_len: int = Field(default=512, ge=8, le=1_048_576)
     """Tokens in a row."""
     pack: bool = True

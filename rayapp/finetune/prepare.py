@@ -14,6 +14,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, tokens
 from rayapp.data import prepare as rows
+from rayapp.data.control import CONTROL
 from rayapp.data.prepared import Prepared, load, mixed, reasons
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import SourceError
@@ -31,7 +32,7 @@ from rayapp.storage import Storage, open_storage
 from rayapp.train.spec import LanguageSpec, RunSpec
 
 KIND = "rayapp.finetune"
-FIRST_VERSION = 2  # of rows: a run that began with them goes on with them
+FIRST_VERSION = 2  # of rows: a run that began with them goes on with them, and with CONTROL
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 
@@ -169,6 +170,7 @@ def _recipe(
         columns=data.columns,
         template=ready.template if training else "",
         reasoning=data.reasoning if entry.kind == "chat" else "train",
+        special_tokens=data.special_tokens,
     )
 
 
@@ -183,16 +185,18 @@ def _begun(
     """Return the rows of an earlier version with which this run has begun, if it has; else None."""
     if not ready.run.exists(PLAN):
         return None
-    made = {
-        path: load(root / replace(recipe, version=FIRST_VERSION).fingerprint)
-        for path, recipe in recipes.items()
-    }
-    whole = {path: prepared for path, prepared in made.items() if prepared is not None}
-    if len(whole) < len(made):
-        return None
-    joined = _joined(config, root, whole)
-    same = json.loads(ready.run.read(PLAN)).get("fingerprint") == joined.fingerprint
-    return joined if same else None
+    began = json.loads(ready.run.read(PLAN)).get("fingerprint")
+    for version in (FIRST_VERSION, None):
+        made = {
+            path: load(root / replace(recipe, version=version, special_tokens=CONTROL).fingerprint)
+            for path, recipe in recipes.items()
+        }
+        whole = {path: prepared for path, prepared in made.items() if prepared is not None}
+        if len(whole) == len(made):
+            joined = _joined(config, root, whole)
+            if joined.fingerprint == began:
+                return joined
+    return None
 
 
 def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
@@ -230,6 +234,7 @@ def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -
     return {
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,
+        "prepared": prepared.folders,
         "steps": order.num_steps,
         "rows_per_step": order.rows_per_step,
         "micro_batches_per_step": config.micro_batches_per_step,

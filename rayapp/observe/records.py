@@ -25,6 +25,8 @@ class Plan(Forecast, total=False):
 
     fingerprint: str
     """A digest of everything that the rows were made from."""
+    prepared: list[str]
+    """The folders of rows, one for each source of a mixture."""
     rows_per_step: int
     micro_batches_per_step: int
     tokens: int
