@@ -368,6 +368,37 @@ def test_a_kernel_that_a_model_has_not_is_refused(asked: str) -> None:
         choose_attention(asked, config, "cuda", torch.bfloat16)
 
 
+WINDOWED: dict[str, dict[str, Any]] = {  # the kernel that auto takes, and the model
+    "Phimoe": {"auto": "sdpa", "num_local_experts": 4},
+    "Doge": {"auto": "sdpa"},
+    "Mixtral": {"auto": "varlen", "num_local_experts": 4},
+    "Mistral": {"auto": "varlen"},
+    "Qwen2": {"auto": "varlen", "use_sliding_window": True, "max_window_layers": 1},
+    "Qwen2Moe": {"auto": "sdpa", "use_sliding_window": True, "max_window_layers": 1},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_window_that_is_in_a_mask_alone_takes_a_kernel_with_a_mask(kind: str) -> None:
+    """A document longer than the window has the loss of eager attention."""
+    fields = {name: value for name, value in WINDOWED[kind].items() if name != "auto"}
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, **fields, num_key_value_heads=2, sliding_window=6
+    )
+    chosen = choose_attention("auto", config, "cpu", torch.float32)
+    ids, losses = make_batch()["input_ids"][:, :24], {}
+    for attention in ("eager", chosen):
+        model = build(config, loss=summed_loss, attention=attention)
+        init_weights(model, SEED, "cpu")
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            losses[attention] = model.eval()(ids, ids.roll(-1, 1))[1]
+    torch.testing.assert_close(losses[chosen], losses["eager"])
+    assert chosen == WINDOWED[kind]["auto"]
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_export_of_what_was_loaded_is_the_same_model(ranks: Ranks, name: str, world: int) -> None:

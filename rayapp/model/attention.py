@@ -26,6 +26,8 @@ from transformers import (
     PretrainedConfig,
 )
 
+from rayapp.model.windows import hands_on_windows
+
 
 class Unavailable(ValueError):
     """The machine does not support what the config asks for; says why and what to set instead."""
@@ -106,6 +108,8 @@ def _varlen_problem(config: PretrainedConfig, device_type: str, dtype: torch.dty
         return f"{config.model_type} takes no other kernel than its own"
     if getattr(config.get_text_config(), "attention_chunk_size", None):
         return f"{config.model_type} attends in chunks, which takes a mask"
+    if not hands_on_windows(config):
+        return f"{config.model_type} has its sliding window in a mask alone"
     return _flash_problem(config, dtype) if device_type == "cuda" else None
 
 
