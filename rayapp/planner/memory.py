@@ -224,7 +224,8 @@ def _optimizer_bytes(layout: Layout, trainable: float) -> float:
     if layout.optimizer == "adamw":
         return 2 * FP32 * trainable
     if layout.optimizer == "adamw8bit":
-        return 2 * BYTES_8BIT * trainable
+        wide = layout.shape.embedding_parameters if layout.lora_rank is None else 0
+        return 2 * BYTES_8BIT * (trainable - wide) + 2 * FP32 * wide
     assert layout.optimizer == "muon", layout.optimizer
     shape = layout.shape
     matrices = shape.layers * sum(
