@@ -551,11 +551,19 @@ def test_router_loss_is_the_familys_own_and_only_in_training() -> None:
     torch.testing.assert_close(loss / valid, expected.loss - 0.7 * expected.aux_loss)
     assert (objective - loss) / valid > 0.5  # and is no rounding
     router = hf.model.layers[0].mlp.gate.weight
+    torch.testing.assert_close(model.take_sums()["router_loss"] / valid, expected.aux_loss)
+    assert model.take_sums() == {}
     (ours,) = torch.autograd.grad(objective / valid, router)
     (theirs,) = torch.autograd.grad(expected.loss, router)
     torch.testing.assert_close(ours, theirs)
     objective, loss = model.eval()(ids, labels)
-    assert objective == loss
+    assert objective == loss and model.take_sums() == {}
+    weighted = LanguageModel(hf, summed_loss, None, router_weight=0.2).train()
+    objective, loss = weighted(ids, labels)
+    torch.testing.assert_close((objective - loss) / valid, 0.2 * expected.aux_loss)
+    none = LanguageModel(hf, summed_loss, None, router_weight=0.0).train()
+    objective, loss = none(ids, labels)
+    assert objective == loss and none.take_sums() == {}
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mistral", "gpt_neox"])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rayapp import hardware, model
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.finetune.build import Parts, compile_gain, make_parts
+from rayapp.finetune.build import Parts, compile_gain, exact_base, make_parts
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
 from rayapp.observe.run_folder import ADAPTER, MODEL
@@ -101,6 +101,7 @@ class LanguageTrainer(Trainer):
             control=control,
             rows_per_epoch=spec.order.num_rows,
             rows_per_step=spec.order.rows_per_step,
+            take_sums=self.parts.lm.take_sums,
             spikes=Spikes(config.train.spike_sigmas) if watched else None,
             record=partial(token_record, mfu_of(spec, self.parts, self.device)),
             skip_bad=config.train.on_spike == "skip",
@@ -124,7 +125,7 @@ class LanguageTrainer(Trainer):
         end_phase("sample")
         outcome["model_path"] = None
         if config.checkpoint.export:
-            export(self.spec, parts, storage)
+            export(self.spec, parts, storage, self.device)
             outcome["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
         end_phase("export")
@@ -193,7 +194,7 @@ def mfu_of(
     )
 
 
-def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
+def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.device) -> None:
     """Export the model to model/.
 
     With LoRA, model/ holds the adapters alone; with lora.merge it holds the merged model, and
@@ -206,11 +207,13 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
             parts.lm, folder, base=spec.config.model.path, tokenizer=parts.tokenizer
         )
     if lora is None or lora.merge:
+        base = None if lora is None else exact_base(spec.config, parts, device)
         model.export(
-            parts.lm,
+            base or parts.lm,
             storage / MODEL,
             tokenizer=parts.tokenizer,
             generation_config=parts.source.generation_config,
+            trained=None if base is None else parts.lm,
         )
 
 

@@ -27,6 +27,7 @@ from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, u
 from rayapp.model.lora import (
     add_adapters,
     export_adapters,
+    fits_4_bits,
     hold_in_4_bits,
     init_adapters,
     linear_names,
@@ -52,6 +53,7 @@ __all__ = [
     "device_mesh",
     "export",
     "export_adapters",
+    "fits_4_bits",
     "hold_in_4_bits",
     "init_adapters",
     "init_weights",

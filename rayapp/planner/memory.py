@@ -53,6 +53,7 @@ class Layout:
     loss_chunk: int = 4096
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    dora: bool = False
     quantize: str = "none"
     cpu_offload: bool = False
     activation_offload: bool = False
@@ -97,7 +98,7 @@ class Layout:
         """Number of parameters that have a gradient."""
         if self.lora_rank is None:
             return self.shape.parameters
-        return lora_parameters(self.shape, self.lora_rank, self.lora_targets)
+        return lora_parameters(self.shape, self.lora_rank, self.lora_targets, self.dora)
 
 
 @dataclass(frozen=True)

@@ -109,17 +109,20 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         ) from error
 
 
-def lora_parameters(shape: Shape, rank: int, targets: Sequence[str] = ()) -> int:
+def lora_parameters(
+    shape: Shape, rank: int, targets: Sequence[str] = (), dora: bool = False
+) -> int:
     """Count the adapters' parameters: rank * (inputs + outputs) per adapted linear.
+
+    DoRA has a norm of each output too.
 
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
     """
-    return (
-        shape.layers
-        * rank
-        * sum(linear.inputs + linear.outputs for linear in targeted(shape, targets))
-    )
+    adapted = targeted(shape, targets)
+    factors = rank * sum(linear.inputs + linear.outputs for linear in adapted)
+    norms = sum(linear.outputs for linear in adapted) if dora else 0
+    return shape.layers * (factors + norms)
 
 
 def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
