@@ -1,0 +1,97 @@
+"""Draw configs over every technique that leaves a run's numbers as they are, or changes them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from reference import made
+from reference.product import Legs, Run
+
+STEPS = 8
+BASE: dict[str, Any] = {
+    "data.seq_len": 64,
+    "data.eval_fraction": 0.1,
+    "train.tokens_per_step": 512,
+    "train.micro_batch": 2,
+    "train.precision": "fp32",
+    "train.max_steps": STEPS,
+    "train.lr": 1e-3,
+    "train.warmup_steps": 2,
+}
+CHOICES: dict[str, list[Any]] = {
+    "data.pack": [True, True, False],
+    "data.truncate": [False, False, True],
+    "train.schedule": ["cosine", "linear", "constant", "wsd"],
+    "train.decay": [0.2, 0.5],
+    "train.min_lr": [0.1, 0.0],
+    "train.warmup_steps": [0, 2],
+    "train.weight_decay": [0.1, 0.0, 1.0],
+    "train.betas": ["0.9,0.95", "0.8,0.999"],
+    "train.grad_clip": [1.0, 0.3, "none"],
+    "train.z_loss": [0.0, 0.0, 1e-3],
+    "train.label_smoothing": [0.0, 0.0, 0.1],
+    "train.router_loss": ["auto", 0, 0.2],
+    "train.loss_chunk": [4096, 7, 0],
+    "parallel.activation_checkpointing": ["none", "full", "selective"],
+    "parallel.activation_offload": [False, False, True],
+    "parallel.cpu_offload": [False, False, True],
+}
+ADAPTERS: dict[str, list[Any]] = {
+    "rank": [2, 8],
+    "alpha": [8, 16],
+    "merge": [False, True],
+    "dora": [False, True],
+    "rslora": [False, True],
+    "quantize": ["none", "none", "nf4"],
+}
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+DRAWN = (  # models by how often they are drawn
+    *("llama", "llama_tied", "mistral", "neox", "gpt2", "mixtral", "qwen3", "phi3"),
+    *("cohere", "granite", "gemma2", "smollm3", "llama", "mixtral", "gpt2"),
+)
+
+
+def draw(count: int, root: Path) -> list[Run]:
+    """Return `count` runs, the same for the same count; their models and data are below `root`."""
+    generator, tokenizer, files = random.Random(29), made.bpe(), made.make_data(root)
+    return [_run(f"drawn-{n:02d}", generator, root, tokenizer, files) for n in range(count)]
+
+
+def _run(
+    name: str, draw: random.Random, root: Path, tokenizer: Any, files: dict[str, Path]
+) -> Run:
+    model = draw.choice(DRAWN)
+    fields = BASE | {field: draw.choice(values) for field, values in CHOICES.items()}
+    fields["model.path"] = str(made.make_model(model, root, tokenizer))
+    kind = draw.choice(["text", "text", "prompt", "chat", "mixture"])
+    if kind == "mixture":
+        fields["data.mixture"] = {str(files["text"]): 2, str(files["prompt"]): 1}
+    else:
+        fields["data.path"] = str(files[kind])
+        if draw.random() < 0.2:
+            fields |= {"train.max_steps": "none", "train.epochs": 1, "data.truncate": True}
+            fields["train.tokens_per_step"] = 2048
+    legs = _legs(draw)
+    worlds = {world for world, _ in legs}
+    fields["parallel.strategy"] = strategy = draw.choice(STRATEGIES)
+    if strategy == "hybrid_shard":
+        fields["parallel.replicas"] = max(worlds) if len(worlds) == 1 else 1
+    if draw.random() < 0.35:
+        adapters = {field: draw.choice(values) for field, values in ADAPTERS.items()}
+        if model == "gpt2":  # its layers are not held in 4 bits
+            adapters["quantize"] = "none"
+        if len(worlds | {1}) == 1 and not fields["data.pack"]:  # one order of draws
+            adapters["dropout"] = 0.2
+            fields |= {"train.micro_batch": 1, "parallel.activation_checkpointing": "none"}
+        fields["model.lora"] = adapters
+    elif draw.random() < 0.3:
+        fields["train.optimizer"] = "muon"
+    return Run(name, fields, legs)
+
+
+def _legs(draw: random.Random) -> Legs:
+    """Return one leg, or two of which the second resumes the first's checkpoint."""
+    first, second = draw.choice((1, 2, 2, 3)), draw.choice((1, 2, 3))
+    return ((first, 3), (second, None)) if draw.random() < 0.3 else ((first, None),)
