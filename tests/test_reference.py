@@ -13,8 +13,15 @@ from reference import compare, grid, product
 
 
 def wrong(done: dict[str, product.Done]) -> dict[str, list[str]]:
-    found = {name: compare.problems(each) for name, each in done.items()}
+    found = {}
+    for name, each in done.items():
+        exact = each.config["train"]["precision"] == "fp32"
+        found[name] = (compare.problems if exact else compare.problems_in_bf16)(each)
     return {name: problems for name, problems in found.items() if problems}
+
+
+def test_named_runs_train_what_their_configs_say(tmp_path: Path) -> None:
+    assert wrong(product.run(grid.named(tmp_path), tmp_path)) == {}
 
 
 @pytest.mark.full

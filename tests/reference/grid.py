@@ -53,15 +53,39 @@ DRAWN = (  # models by how often they are drawn
 )
 
 
+def named(root: Path) -> list[Run]:
+    """Return runs of two workers that some fault of the past would show in (docs/decisions.md)."""
+    tokenizer, files = made.bpe(), made.make_data(root)
+    short = BASE | {"train.max_steps": 3, "train.warmup_steps": 0, "data.path": str(files["text"])}
+
+    def run(name: str, model: str, **more: Any) -> Run:
+        path = str(made.make_model(model, root, tokenizer))
+        fields = {field.replace("__", "."): value for field, value in more.items()}
+        return Run(name, short | {"model.path": path} | fields, ((2, None),))
+
+    adapters = {"rank": 4, "alpha": 8}
+    return [
+        run("packed", "llama_tied", train__loss_chunk=7),
+        run("rows-apart", "nemotron", data__pack=False),
+        run("own-logits", "cohere", train__z_loss=1e-2, train__label_smoothing=0.1),
+        run("windows", "qwen2_moe"),
+        run("eager", "gemma2"),
+        run("muon", "gpt2", train__optimizer="muon"),
+        run("dora", "gpt2", model__lora=adapters | {"dora": True, "merge": True}),
+        run("bf16", "llama", train__precision="bf16", model__lora=adapters),
+        run(
+            "bf16-merged", "llama", train__precision="bf16", model__lora=adapters | {"merge": True}
+        ),
+    ]
+
+
 def draw(count: int, root: Path) -> list[Run]:
     """Return `count` runs, the same for the same count; their models and data are below `root`."""
     generator, tokenizer, files = random.Random(29), made.bpe(), made.make_data(root)
     return [_run(f"drawn-{n:02d}", generator, root, tokenizer, files) for n in range(count)]
 
 
-def _run(
-    name: str, draw: random.Random, root: Path, tokenizer: Any, files: dict[str, Path]
-) -> Run:
+def _run(name: str, draw: random.Random, root: Path, tokenizer: Any, files: dict[str, Path]) -> Run:
     model = draw.choice(DRAWN)
     fields = BASE | {field: draw.choice(values) for field, values in CHOICES.items()}
     fields["model.path"] = str(made.make_model(model, root, tokenizer))

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+logging.disable_progress_bar()
 
 VOCABULARY = 384
 SOURCES = ("json/decoder", "random", "bisect", "heapq", "textwrap", "shlex", "csv", "queue")
@@ -43,6 +46,8 @@ EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 48, "router_aux_loss_coef": 0.05}
 GRANITE = {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
 GEMMA = {"sliding_window": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}
+QWEN2_MOE = {"use_sliding_window": True, "max_window_layers": 1}
+QWEN2_MOE |= {"shared_expert_intermediate_size": 48}
 MODELS: dict[str, dict[str, Any]] = {  # by name: model_type, and what differs from SIZES
     "llama": {"kind": "llama"},
     "llama_tied": {"kind": "llama", "tie_word_embeddings": True},
@@ -58,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {  # by name: model_type, and what differs f
     "gemma2": {"kind": "gemma2", **GEMMA},
     "smollm3": {"kind": "smollm3", "no_rope_layers": [1, 0]},
     "nemotron": {"kind": "nemotron"},
-    "phimoe": {"kind": "phimoe", **EXPERTS, "sliding_window": 16},
+    "qwen2_moe": {"kind": "qwen2_moe", **EXPERTS, "sliding_window": 16, **QWEN2_MOE},
     "olmo3": {"kind": "olmo3", "sliding_window": 16},
     "starcoder2": {"kind": "starcoder2", "residual_dropout": 0.0, "embedding_dropout": 0.0},
 }

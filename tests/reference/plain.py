@@ -33,6 +33,8 @@ class Outcome:
     """What each step gave, and the trained model."""
 
     model: nn.Module
+    largest: dict[str, Tensor]
+    """Of each trained parameter, the largest gradient of each element before clipping."""
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
@@ -48,7 +50,8 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
     model = open_model(config).train()
     weight = router_weight(model, settings)
     optimizer = Optimizer(model, settings)
-    outcome = Outcome(model)
+    largest = {name: optimizer.largest.get(id(p)) for name, p in model.named_parameters()}
+    outcome = Outcome(model, largest)
     torch.manual_seed(seed)  # for dropout
     for step, micro_batches in enumerate(steps):
         tokens = sum(int((row["labels"] != -100).sum()) for rows in micro_batches for row in rows)
@@ -235,6 +238,7 @@ class Optimizer:
             if p.requires_grad:
                 moments = torch.zeros_like(p.data), torch.zeros_like(p.data)
                 self.parameters.append((p, decay, muon, moments))
+        self.largest = {id(p): torch.zeros_like(p.data) for p, *_ in self.parameters}
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -244,6 +248,7 @@ class Optimizer:
             gradient, p.grad = p.grad, None
             if gradient is None:
                 continue
+            self.largest[id(p)] = torch.maximum(self.largest[id(p)], gradient.abs())
             p.mul_(1 - lr * decay)
             if muon:
                 first.lerp_(gradient, 0.05)

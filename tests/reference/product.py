@@ -77,7 +77,9 @@ def run(runs: list[Run], root: Path) -> dict[str, Done]:
         going = [each for each in runs if len(each.legs) > leg]
         for world in sorted({each.legs[leg][0] for each in going}):
             mine = [
-                (specs[each.name], each.legs[leg][1]) for each in going if each.legs[leg][0] == world
+                (specs[each.name], each.legs[leg][1])
+                for each in going
+                if each.legs[leg][0] == world
             ]
             processes.spawn(_train, world, str(root / f"meet-{leg}-{world}"), mine)
     return {name: _read(spec) for name, spec in specs.items()}
