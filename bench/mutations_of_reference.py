@@ -33,6 +33,13 @@ REFERENCE = (
         NAMED,
     ),
     Mutation(
+        "n4-the-whole-image-squeezed",
+        "rayapp/model/classifier.py",
+        '"image_processor_type": "CLIPImageProcessor",',
+        '"image_processor_type": "ConvNextImageProcessor",',
+        "tests/test_reference.py -k cropped",
+    ),
+    Mutation(
         "n5-merged-into-the-rounded-base",
         "rayapp/finetune/trainer.py",
         "base = None if lora is None else exact_base(spec.config, parts, device)",

@@ -6,10 +6,26 @@ gradient norm, rate and tokens, the held-out loss, and every exported tensor are
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from reference import compare, grid, product
+import torch
+from pictures import as_folder, drawn
+from PIL import Image
+from reference import compare, grid, images, product
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+VIT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+VIT |= {"intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def wrong(done: dict[str, product.Done]) -> dict[str, list[str]]:
@@ -27,3 +43,64 @@ def test_named_runs_train_what_their_configs_say(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_drawn_configs_train_what_they_say(tmp_path: Path) -> None:
     assert wrong(product.run(grid.draw(40, tmp_path), tmp_path)) == {}
+
+
+# ---- Images ------------------------------------------------------------------------------------
+
+
+def make_vit(root: Path, size: int, patch: int, classes: int) -> str:
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=size, patch_size=patch, num_labels=classes, **VIT)
+    ViTForImageClassification(config).save_pretrained(root / "vit")
+    return str(root / "vit")
+
+
+def as_png(data: bytes) -> bytes:
+    """Return an image without JPEG, which rayapp decodes at a fraction of its size."""
+    out = io.BytesIO()
+    Image.open(io.BytesIO(data)).convert("RGB").save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.mark.full
+def test_a_vit_trains_on_the_crops_mirrors_and_mixtures_that_it_says(tmp_path: Path) -> None:
+    as_folder(tmp_path / "data", [(name, as_png(data)) for name, data in drawn(4, 12)])
+    fields = {"model.path": make_vit(tmp_path, 32, 8, 4), "train.optimizer": "adamw"}
+    fields |= {"train.lr": 1e-3, "train.label_smoothing": 0.1, "train.ema": 0.9, "data.size": 32}
+    fields |= {"data.crop_scale": "0.3,1", "data.mixup": 0.4, "data.cutmix": 1.0}
+    spec = images.run(tmp_path, 2, fields)
+    losses, norms, average = images.train(spec)
+    text = Path(spec.run_url, "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["loss"] for line in lines] == pytest.approx(losses, abs=compare.LOSS)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=compare.GRAD_NORM)
+    exported = AutoModelForImageClassification.from_pretrained(f"{spec.run_url}/model")
+    for name, value in exported.state_dict().items():
+        torch.testing.assert_close(value, average[name], rtol=0, atol=2e-5)
+
+
+def test_images_are_cropped_by_the_exported_processor_as_they_were_evaluated(
+    tmp_path: Path,
+) -> None:
+    """At size 384, where the shortest side of 512 needs no scaling: to the last bits."""
+    generator = np.random.default_rng(0)
+    for number in range(16):
+        small = generator.integers(0, 256, (8, 10, 3)).astype(np.uint8)
+        path = tmp_path / "data" / f"class-{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(small).resize((640, 512)).save(path)
+    fields = {"model.path": make_vit(tmp_path, 384, 96, 2), "train.max_steps": 0}
+    fields |= {"data.size": 384, "data.eval_crop": 0.75}
+    spec = images.run(tmp_path, 1, fields)
+    summary = json.loads(Path(spec.run_url, "summary.json").read_text())
+    model = AutoModelForImageClassification.from_pretrained(f"{spec.run_url}/model").eval()
+    processor, rows = (
+        AutoImageProcessor.from_pretrained(f"{spec.run_url}/model"),
+        spec.data.rows("eval"),
+    )
+    files = [Image.open(io.BytesIO(data)) for data in rows.read(range(len(rows)))]
+    labels = torch.from_numpy(rows.records["label"].astype(np.int64))
+    with torch.no_grad():
+        logits = model(**processor(files, return_tensors="pt")).logits
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    assert summary["eval_loss"] == pytest.approx(float(loss), abs=compare.LOSS)

@@ -119,7 +119,7 @@ class LanguageModel(Wrapper):
         else:
             output = self.hf(**inputs, use_cache=False)
             objective, loss = self.loss(output.logits, None, labels)
-        if routed:
+        if routed and output.router_logits:  # a mixture may have dense layers alone
             balance = routed(output.router_logits) * (labels != -100).sum()
             objective = objective + self.router_weight * balance
             if torch.is_grad_enabled():

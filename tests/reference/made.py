@@ -67,20 +67,58 @@ MODELS: dict[str, dict[str, Any]] = {  # by name: model_type, and what differs f
     "olmo3": {"kind": "olmo3", "sliding_window": 16},
     "starcoder2": {"kind": "starcoder2", "residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
+# Of further families: experts, latent attention, recurrences, all as small as they can be.
+SWEPT: dict[str, Any] = {
+    **EXPERTS,
+    **dict.fromkeys(("n_routed_experts", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("linear_num_key_heads", "n_mamba_heads", "sliding_window_pattern"), 2),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "mup_base"), 1),
+    "first_k_dense_replace": 1,
+    **dict.fromkeys(("dropout", "activation_dropout", "layerdrop", "embedding_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    "num_kv_shared_layers": 0,
+    "residual_dropout": 0.0,
+    **dict.fromkeys(("sliding_window", "window_size", "local_attention"), 16),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "mamba_d_head"), 16),
+    **dict.fromkeys(("mamba_d_state", "mamba_head_dim", "ssm_state_size"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("query_pre_attn_scalar", "attention_window_size"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("hidden_size_per_layer_input", "mamba_dt_rank"), 8),
+    **dict.fromkeys(("d_model", "word_embed_proj_dim", "index_topk"), 64),
+    **dict.fromkeys(("n_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("n_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    "q_lora_rank": 32,
+    "lru_width": 64,
+    "mamba_expand": 2,
+    "shared_expert_intermediate_size": 48,
+    "ffn_dim": 96,
+    "mamba_d_ssm": 128,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "final_logit_softcapping": 5.0,
+    "logit_scale": 0.3,
+    "logits_scaling": 3.0,
+    "max_seq_len": 256,
+}
 
 
 def make_model(name: str, root: Path, tokenizer: Any) -> Path:
-    """Write a model of MODELS with drawn weights, and a tokenizer, unless they are there."""
+    """Write a model of MODELS, or of any model_type, with drawn weights, and a tokenizer."""
     folder = root / "models" / name
     if folder.exists():
         return folder
-    fields = dict(MODELS[name])
+    fields = dict(MODELS.get(name, {"kind": name, **SWEPT}))
     kind, dtype = fields.pop("kind"), fields.pop("dtype", torch.float32)
     known = AutoConfig.for_model(kind).to_dict()
-    sizes = {key: value for key, value in SIZES.items() if key in known}
-    wanted = {key: value for key, value in fields.items() if key in known}
+    wanted = {key: value for key, value in (SIZES | fields).items() if key in known}
+    if "qk_rope_head_dim" in known:  # attention by a latent has head sizes of its own
+        wanted.pop("head_dim", None)
+        wanted["num_key_value_heads"] = 4
+    if layers := known.get("layer_types"):  # each type twice
+        wanted["layer_types"] = list(dict.fromkeys(layers)) * 2
+        wanted["num_hidden_layers"] = len(wanted["layer_types"])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | wanted)).float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **wanted)).float()
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases too are off their first values
             large = parameter.ndim > 1
@@ -88,6 +126,8 @@ def make_model(name: str, root: Path, tokenizer: Any) -> Path:
     model = model.to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(folder)
+    # transformers sets the row of the padding token to 0 when it opens some models
+    AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

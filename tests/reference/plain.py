@@ -11,6 +11,7 @@ labels, and segments that number the documents of a row (0: padding).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -167,7 +168,7 @@ def sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
         ids, labels = (torch.from_numpy(row[n].astype(np.int64)) for n in ("input_ids", "labels"))
         edges = [0, *(np.flatnonzero(np.diff(row["segments"].astype(int))) + 1), len(ids)]
         edges = [0, len(ids)] if alone else edges
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             yield ids[start:end], labels[start:end]
 
 
@@ -248,7 +249,7 @@ class Optimizer:
             gradient, p.grad = p.grad, None
             if gradient is None:
                 continue
-            self.largest[id(p)] = torch.maximum(self.largest[id(p)], gradient.abs())
+            torch.maximum(self.largest[id(p)], gradient.abs(), out=self.largest[id(p)])
             p.mul_(1 - lr * decay)
             if muon:
                 first.lerp_(gradient, 0.05)
