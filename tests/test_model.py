@@ -561,6 +561,10 @@ def test_router_loss_is_the_familys_own_and_only_in_training() -> None:
     weighted = LanguageModel(hf, summed_loss, None, router_weight=0.2).train()
     objective, loss = weighted(ids, labels)
     torch.testing.assert_close((objective - loss) / valid, 0.2 * expected.aux_loss)
+    dense = transformers.Qwen3MoeConfig(**SIZES, num_key_value_heads=2, mlp_only_layers=[0, 1])
+    dense = LanguageModel(transformers.Qwen3MoeForCausalLM(dense), summed_loss, None).train()
+    objective, loss = dense(ids, labels)  # a mixture whose layers are all dense
+    assert dense.router_weight and objective == loss and dense.take_sums() == {}
     none = LanguageModel(hf, summed_loss, None, router_weight=0.0).train()
     objective, loss = none(ids, labels)
     assert objective == loss and none.take_sums() == {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 import torch
 from pictures import as_folder, drawn
 from PIL import Image
-from reference import compare, grid, images, product
+from reference import compare, grid, images, labels, made, plain, product
 from transformers import (
     AutoImageProcessor,
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
     ViTConfig,
     ViTForImageClassification,
@@ -43,6 +45,58 @@ def test_named_runs_train_what_their_configs_say(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_drawn_configs_train_what_they_say(tmp_path: Path) -> None:
     assert wrong(product.run(grid.draw(40, tmp_path), tmp_path)) == {}
+
+
+@pytest.mark.full
+def test_rows_hold_each_piece_of_the_files_with_its_labels(tmp_path: Path) -> None:
+    """Also under a tokenizer like sentencepiece's; two epochs hold each trained piece twice."""
+    files, kinds = made.make_data(tmp_path), {"bpe": made.bpe(), "unigram": made.unigram()}
+    for name, tokenizer in kinds.items():
+        model = made.make_model("llama", tmp_path / name, tokenizer)
+        for kind, file in files.items():
+            if kind == "chat" and name == "unigram":  # it has no template
+                continue
+            for truncate in (False, True):
+                fields = grid.BASE | {"model.path": str(model), "data.path": str(file)}
+                fields |= {"data.truncate": truncate, "train.max_steps": "none", "train.epochs": 2}
+                run = product.Run(f"{name}-{kind}-{truncate}", fields)
+                done = product.unread(product.prepared(run, tmp_path))
+                trained = [row for rows in done.steps() for part in rows for row in part]
+                twice = Counter(labels.pieces(trained))
+                assert {count % 2 for count in twice.values()} == {0}
+                once = Counter({piece: count // 2 for piece, count in twice.items()})
+                expected = labels.wanted(tokenizer, kind, file, 64, truncate)
+                assert once + Counter(labels.pieces(done.held_out())) == expected, run.name
+
+
+@pytest.mark.full
+def test_families_train_what_they_are(tmp_path: Path) -> None:
+    assert wrong(product.run(grid.families(tmp_path, 4), tmp_path)) == {}
+
+
+@pytest.mark.drill
+def test_every_family_trains_what_it_is(tmp_path: Path) -> None:
+    assert wrong(product.run(grid.families(tmp_path), tmp_path)) == {}
+
+
+@pytest.mark.full
+def test_compiled_blocks_train_what_their_config_says(tmp_path: Path) -> None:
+    assert wrong(product.run([grid.compiled(tmp_path)], tmp_path)) == {}
+
+
+@pytest.mark.full
+def test_8_bits_stay_near_the_page(tmp_path: Path) -> None:
+    """No element of an embedding moves further; the losses are near."""
+    (done,) = product.run([grid.in_8_bits(tmp_path)], tmp_path).values()
+    expected = plain.train(done.config, done.steps(), done.spec.order.num_steps, [])
+    ours = [line["loss"] for line in done.metrics]
+    assert ours == pytest.approx(expected.loss, abs=0.03)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight
+        for path in (done.config["model"]["path"], done.folder / "model")
+    )
+    theirs = expected.model.get_input_embeddings().weight
+    assert float((after - before).abs().max()) < 1.1 * float((theirs - before).abs().max())
 
 
 # ---- Images ------------------------------------------------------------------------------------

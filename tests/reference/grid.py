@@ -52,6 +52,47 @@ DRAWN = (  # models by how often they are drawn
     *("cohere", "granite", "gemma2", "smollm3", "llama", "mixtral", "gpt2"),
 )
 
+PACKED = (
+    "afmoe arcee aria_text axk1 axk2 beam bitnet codegen cohere2 cohere2_moe cwm "
+    "deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 "
+    "exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe glm_moe_dsa gpt_neo "
+    "gpt_bigcode gptj granite_swa granitemoe helium hunyuan_v1_dense hy_v3 internlm3 jais2 "
+    "jetmoe lfm2 minimax_m2 ministral modernbert-decoder nanochat olmo olmo2 olmoe "
+    "persimmon phi qwen3_moe seed_oss solar_open stablelm vaultgemma "
+)
+APART = (  # packed rows of these are refused: they carry a state, or build no mask
+    "bamba bloom biogpt falcon falcon_h1 falcon_mamba gpt_oss granitemoehybrid jamba lfm3 "
+    "mamba minimax mpt nemotron_h olmo_hybrid qwen3_5_text qwen3_next recurrent_gemma xglm "
+    "xlstm "
+)
+
+
+def families(root: Path, every: int = 1) -> list[Run]:
+    """Return a run of three steps of each family, or of one in so many."""
+    tokenizer, files = made.bpe(), made.make_data(root)
+    fields = BASE | {"train.max_steps": 3, "train.z_loss": 1e-3, "data.path": str(files["text"])}
+    runs = []
+    names = [(name, True) for name in PACKED.split()] + [(name, False) for name in APART.split()]
+    for family, packed in names[::every]:
+        path = str(made.make_model(family, root, tokenizer))
+        runs.append(Run(family, fields | {"model.path": path, "data.pack": packed}))
+    return runs
+
+
+def compiled(root: Path) -> Run:
+    """Return a run with compiled blocks on two workers."""
+    model, files = made.make_model("llama", root, made.bpe()), made.make_data(root)
+    fields = BASE | {"model.path": str(model), "data.path": str(files["text"])}
+    more = {"train.compile": True, "parallel.activation_checkpointing": "selective"}
+    return Run("compiled", fields | more, ((2, None),))
+
+
+def in_8_bits(root: Path) -> Run:
+    """Return a run of AdamW with moments in 8 bits."""
+    model, files = made.make_model("llama", root, made.bpe()), made.make_data(root)
+    fields = BASE | {"model.path": str(model), "data.path": str(files["text"])}
+    return Run("8-bit", fields | {"train.optimizer": "adamw8bit", "train.max_steps": 20})
+
 
 def named(root: Path) -> list[Run]:
     """Return runs of two workers that some fault of the past would show in (docs/decisions.md)."""

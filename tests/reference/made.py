@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers_made import sentencepiece
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -154,6 +155,15 @@ def bpe() -> Any:
     )
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names)
+
+
+def unigram() -> Any:
+    """Return a tokenizer like T5's of sentencepiece, which puts <s> before a text."""
+    made = sentencepiece("always", "unigram")
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return made
 
 
 def _sources() -> list[str]:
