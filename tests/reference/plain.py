@@ -31,11 +31,10 @@ Rows = list[np.void]
 
 @dataclass
 class Outcome:
-    """What each step gave, and the trained model."""
+    """What each step gave; the trained model, and each element's largest gradient."""
 
     model: nn.Module
     largest: dict[str, Tensor]
-    """Of each trained parameter, the largest gradient of each element before clipping."""
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
@@ -61,8 +60,7 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
             objective, part, of_router = losses(model, rows, settings, weight)
             (objective / tokens).backward()
             loss, balance = loss + part, balance + of_router
-        outcome.tokens.append(tokens)
-        outcome.loss.append(loss / tokens)
+        outcome.tokens, outcome.loss = [*outcome.tokens, tokens], [*outcome.loss, loss / tokens]
         outcome.router_loss.append(balance / tokens if weight else None)
         outcome.grad_norm.append(clip(model, settings["grad_clip"]))
         outcome.lr.append(rate(step, num_steps, settings))
@@ -74,28 +72,19 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
     return outcome
 
 
-# ---- The model ---------------------------------------------------------------------------------
-
-
 def open_model(config: Config) -> nn.Module:
     """Load the model in fp32, with adapters if the config asks for them."""
-    hf = AutoModelForCausalLM.from_pretrained(
-        config["model"]["path"],
-        dtype=torch.float32,
-        attn_implementation="eager",
-        **config["model"]["overrides"],
-    )
-    lora = config["model"]["lora"]
+    path, lora, overrides = (config["model"][name] for name in ("path", "lora", "overrides"))
+    exact = {"dtype": torch.float32, "attn_implementation": "eager"}
+    hf = AutoModelForCausalLM.from_pretrained(path, **exact, **overrides)
     return hf if lora is None else with_adapters(hf, lora, config["run"]["seed"])
 
 
 def with_adapters(hf: Any, lora: Config, seed: int) -> nn.Module:
     """Let peft add adapters to the blocks' linear layers, and draw their first factors."""
-    layers = {
-        name.rpartition(".")[2]: module
-        for name, module in hf.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not hf.get_output_embeddings()
-    }
+    head, kinds = hf.get_output_embeddings(), (nn.Linear, Conv1D)
+    found = {name: m for name, m in hf.named_modules() if isinstance(m, kinds) and m is not head}
+    layers = {name.rpartition(".")[2]: module for name, module in found.items()}
     settings = LoraConfig(
         r=lora["rank"],
         lora_alpha=lora["alpha"],
@@ -112,9 +101,9 @@ def with_adapters(hf: Any, lora: Config, seed: int) -> nn.Module:
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:  # as rayapp documents it: by (seed, name), within 1 / sqrt(in)
             text = f"{seed}:{name.removeprefix('base_model.model.')}"
-            number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-            generator = torch.Generator().manual_seed(number)
-            values = torch.zeros(parameter.shape).uniform_(-1, 1, generator=generator)
+            digest = hashlib.sha256(text.encode()).digest()
+            drawn = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            values = torch.zeros(parameter.shape).uniform_(-1, 1, generator=drawn)
             parameter.data = values / math.sqrt(parameter.shape[1])
     return model
 
@@ -129,9 +118,6 @@ def round_to_4_bits(hf: Any) -> None:
         if isinstance(module, nn.Linear) and not head and module.in_features % 64 == 0:
             packed, state = quantize_4bit(module.weight, blocksize=64, quant_type="nf4")
             module.weight.copy_(dequantize_4bit(packed, state))
-
-
-# ---- The objective -----------------------------------------------------------------------------
 
 
 def losses(
@@ -166,17 +152,16 @@ def sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
     alone = all(row["segments"].max() <= 1 for row in rows)
     for row in rows:
         ids, labels = (torch.from_numpy(row[n].astype(np.int64)) for n in ("input_ids", "labels"))
-        edges = [0, *(np.flatnonzero(np.diff(row["segments"].astype(int))) + 1), len(ids)]
-        edges = [0, len(ids)] if alone else edges
-        for start, end in itertools.pairwise(edges):
+        cuts = [] if alone else np.flatnonzero(np.diff(row["segments"].astype(int))) + 1
+        for start, end in itertools.pairwise([0, *cuts, len(ids)]):
             yield ids[start:end], labels[start:end]
 
 
 def balance_of(routers: list[list[Tensor]], chosen: int) -> Tensor:
     """Return Switch Transformer's balance (arXiv 2101.03961, eq. 4) over all layers' tokens.
 
-    `routers` holds the probabilities [tokens, experts] of each sequence and layer. With several
-    experts chosen for a token, the shares of each choice are added.
+    `routers` holds the probabilities [tokens, experts] of each sequence and layer; the shares of
+    each of the chosen experts are added.
     """
     p = torch.cat([layer for layers in zip(*routers, strict=True) for layer in layers])
     experts = p.shape[1]
@@ -186,12 +171,8 @@ def balance_of(routers: list[list[Tensor]], chosen: int) -> Tensor:
 
 def router_weight(model: nn.Module, settings: Config) -> float:
     """Return the weight of the experts' balance in the objective."""
-    own = getattr(model.config, "router_aux_loss_coef", 0.0)
-    asked = settings["router_loss"]
+    asked, own = settings["router_loss"], getattr(model.config, "router_aux_loss_coef", 0.0)
     return own if asked == "auto" else (asked if own else 0.0)
-
-
-# ---- The update --------------------------------------------------------------------------------
 
 
 def rate(step: int, num_steps: int, settings: Config) -> float:
@@ -215,8 +196,7 @@ def clip(model: nn.Module, limit: float | None) -> float:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
     if limit is not None and norm > limit:
-        for gradient in gradients:
-            gradient.mul_(limit / norm)
+        torch._foreach_mul_(gradients, limit / norm)
     return norm
 
 
@@ -225,12 +205,8 @@ class Optimizer:
 
     def __init__(self, model: Any, settings: Config) -> None:
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        hidden = {
-            id(module.weight)
-            for module in model.modules()
-            if isinstance(module, (nn.Linear, Conv1D))
-            and module is not model.get_output_embeddings()
-        } - tables
+        layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        hidden = {id(m.weight) for m in layers if m is not model.get_output_embeddings()} - tables
         self.betas, self.steps = settings["betas"], 0
         self.parameters = []
         for p in model.parameters():
