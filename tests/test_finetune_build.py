@@ -391,4 +391,9 @@ def test_a_model_that_only_eager_attention_computes_is_counted_and_traced(tmp_pa
     tree = {"model": {"path": str(tmp_path), "lora": {"targets": ["q_proj", "none"]}}}
     (found,) = technique_problems(from_dict(tree), model.resolve(str(tmp_path)), "cpu")
     assert found.startswith("model.lora.targets=none is unknown")
+    transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4).save_pretrained(tmp_path / "gpt2")
+    in_4_bits = from_dict({"model": {"lora": {"quantize": "nf4"}}})
+    gpt2 = model.resolve(str(tmp_path / "gpt2"))
+    (found,) = technique_problems(in_4_bits, gpt2, "cpu")
+    assert found.startswith("model.lora.quantize=nf4 is not available: no layer of gpt2 is an nn")
     assert trace(config, world=1, micro_batch=1, seq_len=16).peak_bytes > 0

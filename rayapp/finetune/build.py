@@ -206,7 +206,7 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
         names = model.linear_names(lm.hf)
         problem = model.unknown_targets(lora.targets, names)
         problems += [problem] if problem else []
-        if in_4_bits and not any(model.fits_4_bits(module) for module in lm.hf.modules()):
+        if in_4_bits and not model.takes_4_bits(lm.hf):
             problems.append(
                 f"model.lora.quantize=nf4 is not available: no layer of {lm.hf.config.model_type} "
                 "is an nn.Linear of a width that 64 divides. Set model.lora.quantize=none"

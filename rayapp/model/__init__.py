@@ -27,10 +27,10 @@ from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, u
 from rayapp.model.lora import (
     add_adapters,
     export_adapters,
-    fits_4_bits,
     hold_in_4_bits,
     init_adapters,
     linear_names,
+    takes_4_bits,
     unknown_targets,
 )
 from rayapp.model.sharding import device_mesh, num_nodes, shard
@@ -53,7 +53,6 @@ __all__ = [
     "device_mesh",
     "export",
     "export_adapters",
-    "fits_4_bits",
     "hold_in_4_bits",
     "init_adapters",
     "init_weights",
@@ -69,6 +68,7 @@ __all__ = [
     "problems",
     "resolve",
     "shard",
+    "takes_4_bits",
     "unknown_targets",
     "use_float8",
 ]

@@ -129,13 +129,17 @@ def hold_in_4_bits(model: LanguageModel, dtype: torch.dtype) -> None:
     """
     for block in find_blocks(model.hf):
         for name, module in list(block.named_modules()):
-            if fits_4_bits(module) and not module.weight.requires_grad:
+            if _fits_4_bits(module) and not module.weight.requires_grad:
                 parent, _, key = name.rpartition(".")
                 setattr(block.get_submodule(parent), key, Linear4bit(module, dtype))
 
 
-def fits_4_bits(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether `hold_in_4_bits` takes a layer, if it is frozen."""
+def takes_4_bits(hf: PreTrainedModel) -> bool:
+    """Return whether `hold_in_4_bits` takes a layer of the blocks at all."""
+    return any(_fits_4_bits(module) for block in find_blocks(hf) for module in block.modules())
+
+
+def _fits_4_bits(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and module.in_features % BLOCK == 0
 
 
