@@ -83,10 +83,17 @@ REFERENCE = (
         NAMED,
     ),
     Mutation(
+        "padding-has-experts",
+        "rayapp/data/rows.py",
+        "if present.any() and not present.all():",
+        "if False:",
+        NAMED,
+    ),
+    Mutation(
         "router-loss-by-micro-batch",
         "rayapp/model/build.py",
-        "balance = routed(output.router_logits) * (labels != -100).sum()",
-        "balance = routed(output.router_logits)",
+        "balance = routed(output.router_logits, present) * (labels != -100).sum()",
+        "balance = routed(output.router_logits, present)",
         NAMED,
     ),
 )

@@ -86,6 +86,7 @@ class LanguageModel(Wrapper):
         position_ids: Tensor | None = None,
         boundaries: Tensor | None = None,
         longest: int | None = None,
+        present: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (objective, cross-entropy) of a micro-batch, summed over labels that are not -100.
 
@@ -94,7 +95,8 @@ class LanguageModel(Wrapper):
         restart at 0 mark the documents of a packed row; None means one document per row, for which
         the plain causal kernel runs (no mask is built). `boundaries` are the same documents' edges
         with the rows laid end to end, `longest` is the longest document in tokens; kernels without
-        a mask need both with position_ids.
+        a mask need both with position_ids. The router's loss is of the tokens that are `present`
+        (bool [B, S]), None for all.
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
@@ -120,7 +122,7 @@ class LanguageModel(Wrapper):
             output = self.hf(**inputs, use_cache=False)
             objective, loss = self.loss(output.logits, None, labels)
         if routed and output.router_logits:  # a mixture may have dense layers alone
-            balance = routed(output.router_logits) * (labels != -100).sum()
+            balance = routed(output.router_logits, present) * (labels != -100).sum()
             objective = objective + self.router_weight * balance
             if torch.is_grad_enabled():
                 self._router_sums.append(balance.detach())
@@ -210,7 +212,7 @@ def _head_is_plain(hf: PreTrainedModel) -> bool:
     return logits.shape == hidden.shape and torch.equal(logits, hidden)
 
 
-def _router_loss(hf: PreTrainedModel) -> tuple[Callable[[Any], Tensor] | None, float]:
+def _router_loss(hf: PreTrainedModel) -> tuple[Callable[[Any, Any], Tensor] | None, float]:
     """Return the load-balancing loss of a mixture of experts, from router logits, and its weight.
 
     They are the family's own function and coefficient (Switch Transformer's, arXiv 2101.03961),
@@ -225,7 +227,13 @@ def _router_loss(hf: PreTrainedModel) -> tuple[Callable[[Any], Tensor] | None, f
     )
     if balance is None or num_experts is None:
         return None, 0.0
-    return lambda logits: balance(logits, num_experts, top_k), float(coefficient or 0.0)
+
+    def of(logits: Any, present: Tensor | None) -> Tensor:
+        mask = None if present is None else present.reshape(1, -1)
+        found: Tensor = balance(logits, num_experts, top_k=top_k, attention_mask=mask)
+        return found
+
+    return of, float(coefficient or 0.0)
 
 
 class _KnownHidden(nn.Module):

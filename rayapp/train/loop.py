@@ -103,8 +103,11 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         now = time.perf_counter()
         step_s, clock = now - clock, now
         facts |= {
-            **{"step_s": step_s, "data_wait_s": data_wait_s, "checkpoint_stall_s": stall_s},
-            **{"eval_s": eval_s, "time": time.time()},
+            "step_s": step_s,
+            "data_wait_s": data_wait_s,
+            "checkpoint_stall_s": stall_s,
+            "eval_s": eval_s,
+            "time": time.time(),
         }
         assert engine.record is not None, "this engine was made for single steps"
         busy_s = max(step_s - stall_s - eval_s, 1e-9)

@@ -111,6 +111,7 @@ def named(root: Path) -> list[Run]:
         run("own-logits", "cohere", train__z_loss=1e-2, train__label_smoothing=0.1),
         run("windows", "qwen2_moe"),
         run("eager", "gemma2"),
+        run("padding", "mixtral", data__pack=False),
         run("muon", "gpt2", train__optimizer="muon"),
         run("dora", "gpt2", model__lora=adapters | {"dora": True, "merge": True}),
         run("bf16", "llama", train__precision="bf16", model__lora=adapters),

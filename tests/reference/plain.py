@@ -2,10 +2,10 @@
 
     outcome = train(config, steps, num_steps, held_out)
 
-One document at a time, eager attention, all logits, fp32: no packing, no FSDP, no chunks. AdamW,
-Muon, schedules, clipping and the experts' balance are written from their papers. `config` is a
-run's config.yaml. A step is a list of micro-batches, each a list of rows, as prepared: input_ids,
-labels, and segments that number the documents of a row (0: padding).
+One document at a time, eager attention, all logits, fp32. AdamW, Muon, schedules, clipping and the
+experts' balance are written from their papers. `config` is a run's config.yaml. A step is a list of
+micro-batches, each a list of prepared rows: input_ids, labels, and segments that number the
+documents of a row (0: padding).
 """
 
 from __future__ import annotations
@@ -46,16 +46,13 @@ class Outcome:
 def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Rows) -> Outcome:
     """Train on the given steps of a run of `num_steps`, then evaluate."""
     torch.set_num_threads(1)
-    settings, seed = config["train"], config["run"]["seed"]
-    model = open_model(config).train()
-    weight = router_weight(model, settings)
-    optimizer = Optimizer(model, settings)
+    settings, model = config["train"], open_model(config).train()
+    weight, optimizer = router_weight(model, settings), Optimizer(model, settings)
     largest = {name: optimizer.largest.get(id(p)) for name, p in model.named_parameters()}
     outcome = Outcome(model, largest)
-    torch.manual_seed(seed)  # for dropout
+    torch.manual_seed(config["run"]["seed"])  # for dropout
     for step, micro_batches in enumerate(steps):
-        tokens = sum(int((row["labels"] != -100).sum()) for rows in micro_batches for row in rows)
-        loss, balance = 0.0, 0.0
+        tokens, loss, balance = sum(map(bearing, micro_batches)), 0.0, 0.0
         for rows in micro_batches:
             objective, part, of_router = losses(model, rows, settings, weight)
             (objective / tokens).backward()
@@ -68,7 +65,7 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
     if held_out:
         with torch.no_grad():
             found = [losses(model.eval(), [row], settings, 0.0)[1] for row in held_out]
-        outcome.eval_loss = sum(found) / sum(int((row["labels"] != -100).sum()) for row in held_out)
+        outcome.eval_loss = sum(found) / bearing(held_out)
     return outcome
 
 
@@ -125,14 +122,14 @@ def losses(
 ) -> tuple[Tensor, float, float]:
     """Return the objective of a micro-batch, its cross-entropy, and the router's loss; all sums."""
     objective, loss, routers = torch.zeros(()), 0.0, []
-    more = {"output_router_logits": True} if router_weight else {}
-    for ids, labels in sequences(rows):
+    for ids, labels, present in sequences(rows):
         valid = labels != -100
         if not valid.any() and not router_weight:
             continue
-        output = model(input_ids=ids[None], use_cache=False, **more)
+        routed = {"output_router_logits": True} if router_weight else {}
+        output = model(input_ids=ids[None], use_cache=False, **routed)
         if router_weight:
-            routers.append([torch.softmax(layer.float(), -1) for layer in output.router_logits])
+            routers.append([torch.softmax(p.float()[present], -1) for p in output.router_logits])
         logits = output.logits[0].float()[valid]
         log_p = torch.log_softmax(logits, -1)
         entropy = F.nll_loss(log_p, labels[valid], reduction="sum")
@@ -142,19 +139,23 @@ def losses(
         loss += float(entropy.detach())
     if not router_weight:
         return objective, loss, 0.0
-    tokens = sum(int((row["labels"] != -100).sum()) for row in rows)
-    balance = tokens * balance_of(routers, model.config.num_experts_per_tok)
+    balance = bearing(rows) * balance_of(routers, model.config.num_experts_per_tok)
     return objective + router_weight * balance, loss, float(balance.detach())
 
 
-def sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (ids, labels) of each document; where each row holds one, with the row's padding."""
+def bearing(rows: Rows) -> int:
+    return sum(int((row["labels"] != -100).sum()) for row in rows)
+
+
+def sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (ids, labels, whether it is no padding) of each document, or of each row of one."""
     alone = all(row["segments"].max() <= 1 for row in rows)
     for row in rows:
         ids, labels = (torch.from_numpy(row[n].astype(np.int64)) for n in ("input_ids", "labels"))
         cuts = [] if alone else np.flatnonzero(np.diff(row["segments"].astype(int))) + 1
         for start, end in itertools.pairwise([0, *cuts, len(ids)]):
-            yield ids[start:end], labels[start:end]
+            here = slice(start, end)
+            yield ids[here], labels[here], torch.from_numpy(row["segments"][here] > 0)
 
 
 def balance_of(routers: list[list[Tensor]], chosen: int) -> Tensor:
@@ -207,8 +208,7 @@ class Optimizer:
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
         hidden = {id(m.weight) for m in layers if m is not model.get_output_embeddings()} - tables
-        self.betas, self.steps = settings["betas"], 0
-        self.parameters = []
+        self.betas, self.steps, self.parameters = settings["betas"], 0, []
         for p in model.parameters():
             decay = settings["weight_decay"] if p.ndim > 1 and id(p) not in tables else 0.0
             muon = settings["optimizer"] == "muon" and id(p) in hidden
