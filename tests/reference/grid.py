@@ -95,7 +95,7 @@ def in_8_bits(root: Path) -> Run:
 
 
 def named(root: Path) -> list[Run]:
-    """Return runs of two workers that some fault of the past would show in (docs/decisions.md)."""
+    """Return short runs of two workers, each of which shows a fault (docs/decisions.md)."""
     tokenizer, files = made.bpe(), made.make_data(root)
     short = BASE | {"train.max_steps": 3, "train.warmup_steps": 0, "data.path": str(files["text"])}
 
