@@ -34,14 +34,14 @@ SURFACE = {
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
     " truncate eval_path eval_fraction bad_rows workers",
     "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
-    " warmup_steps weight_decay betas z_loss label_smoothing on_spike spike_sigmas grad_clip"
-    " precision compile loss_chunk loss_kernel",
+    " warmup_steps weight_decay betas z_loss label_smoothing router_loss on_spike spike_sigmas"
+    " grad_clip precision compile loss_chunk loss_kernel",
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps checkpoints prompts",
     "cluster": "workers gpu instance usd_per_hour ignore_plan resources max_failures"
     " failure_window_s max_preemptions mtbf_hours collective_timeout_s address",
-    "model.lora": "rank alpha dropout targets quantize merge",
+    "model.lora": "rank alpha rslora dora dropout targets quantize merge",
 }
 FIELDS = [f"{section}.{name}" for section, names in SURFACE.items() for name in names.split()]
 

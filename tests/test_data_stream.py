@@ -308,8 +308,11 @@ def test_bounds_are_given_where_a_row_holds_documents() -> None:
     whole: Any = batch.inputs(0)
     assert whole["boundaries"].tolist() == [0, 3, 4, 6, 8] and whole["longest"] == 3
     assert whole["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
-    assert set(batch.inputs(0, slice(0, 1))) == {"input_ids", "labels"}
-    assert set(batch.inputs(0, slice(1, 2))) == set(whole)
+    assert whole["present"].tolist() == [[True, True, True, False], [True] * 4]
+    assert set(batch.inputs(0, slice(0, 1))) == {"input_ids", "labels", "present"}
+    assert set(batch.inputs(0, slice(1, 2))) == {*whole} - {"present"}
+    empty = StepRows(0, tokens, tokens, segments * 0, places, places, places)
+    assert set(empty.inputs(0)) == {"input_ids", "labels"}  # a router has no token to balance
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

@@ -368,6 +368,37 @@ def test_a_kernel_that_a_model_has_not_is_refused(asked: str) -> None:
         choose_attention(asked, config, "cuda", torch.bfloat16)
 
 
+WINDOWED: dict[str, dict[str, Any]] = {  # the kernel that auto takes, and the model
+    "Phimoe": {"auto": "sdpa", "num_local_experts": 4},
+    "Doge": {"auto": "sdpa"},
+    "Mixtral": {"auto": "varlen", "num_local_experts": 4},
+    "Mistral": {"auto": "varlen"},
+    "Qwen2": {"auto": "varlen", "use_sliding_window": True, "max_window_layers": 1},
+    "Qwen2Moe": {"auto": "sdpa", "use_sliding_window": True, "max_window_layers": 1},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_window_that_is_in_a_mask_alone_takes_a_kernel_with_a_mask(kind: str) -> None:
+    """A document longer than the window has the loss of eager attention."""
+    fields = {name: value for name, value in WINDOWED[kind].items() if name != "auto"}
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, **fields, num_key_value_heads=2, sliding_window=6
+    )
+    chosen = choose_attention("auto", config, "cpu", torch.float32)
+    ids, losses = make_batch()["input_ids"][:, :24], {}
+    for attention in ("eager", chosen):
+        model = build(config, loss=summed_loss, attention=attention)
+        init_weights(model, SEED, "cpu")
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            losses[attention] = model.eval()(ids, ids.roll(-1, 1))[1]
+    torch.testing.assert_close(losses[chosen], losses["eager"])
+    assert chosen == WINDOWED[kind]["auto"]
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_export_of_what_was_loaded_is_the_same_model(ranks: Ranks, name: str, world: int) -> None:
@@ -520,11 +551,23 @@ def test_router_loss_is_the_familys_own_and_only_in_training() -> None:
     torch.testing.assert_close(loss / valid, expected.loss - 0.7 * expected.aux_loss)
     assert (objective - loss) / valid > 0.5  # and is no rounding
     router = hf.model.layers[0].mlp.gate.weight
+    torch.testing.assert_close(model.take_sums()["router_loss"] / valid, expected.aux_loss)
+    assert model.take_sums() == {}
     (ours,) = torch.autograd.grad(objective / valid, router)
     (theirs,) = torch.autograd.grad(expected.loss, router)
     torch.testing.assert_close(ours, theirs)
     objective, loss = model.eval()(ids, labels)
-    assert objective == loss
+    assert objective == loss and model.take_sums() == {}
+    weighted = LanguageModel(hf, summed_loss, None, router_weight=0.2).train()
+    objective, loss = weighted(ids, labels)
+    torch.testing.assert_close((objective - loss) / valid, 0.2 * expected.aux_loss)
+    dense = transformers.Qwen3MoeConfig(**SIZES, num_key_value_heads=2, mlp_only_layers=[0, 1])
+    dense = LanguageModel(transformers.Qwen3MoeForCausalLM(dense), summed_loss, None).train()
+    objective, loss = dense(ids, labels)  # a mixture whose layers are all dense
+    assert dense.router_weight and objective == loss and dense.take_sums() == {}
+    none = LanguageModel(hf, summed_loss, None, router_weight=0.0).train()
+    objective, loss = none(ids, labels)
+    assert objective == loss and none.take_sums() == {}
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mistral", "gpt_neox"])

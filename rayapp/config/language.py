@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 
 from rayapp.config.fields import (
+    AutoFloat,
     AutoInt,
     Beta,
     Codes,
@@ -33,6 +34,10 @@ class Lora(Section):
     """Rank of the two low-rank factors."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale; the update is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply the update by alpha / sqrt(rank) instead, so that a larger rank may learn faster."""
+    dora: bool = False
+    """Train the norm of each output's weights apart from their direction (DoRA)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the first factor, 0-1."""
     targets: Strings = ()
@@ -42,6 +47,11 @@ class Lora(Section):
     merge: bool = False
     """Add the adapters to the base in model/, and write them alone to adapter/; false: model/ holds
     the adapters, as peft writes them."""
+
+    @property
+    def name(self) -> str:
+        """What the method is called."""
+        return f"{'rs' if self.rslora else ''}{'DoRA' if self.dora else 'LoRA'}"
 
 
 class Model(Section):
@@ -139,6 +149,9 @@ class Train(Section):
     """Weight of the squared log of the softmax's sum in the objective; not in the loss shown."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the target, 0-1, spread over the vocabulary; not in the loss shown."""
+    router_loss: AutoFloat = Field(default=None, ge=0)
+    """Weight of the experts' load-balancing loss in the objective; not in the loss shown. auto:
+    router_aux_loss_coef of config.json, whatever its output_router_logits says; 0: none."""
     on_spike: Literal["none", "skip", "stop"] = "none"
     """At a step whose loss is far above those before it, or not finite: skip leaves the weights as
     they are and goes on, takes 8 such losses in a row that lie close together for a new level, and

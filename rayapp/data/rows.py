@@ -88,6 +88,7 @@ class StepRows:
 
         Positions and boundaries are left out if no row holds more than one document: plain causal
         attention keeps rows apart in every model, and no token sees the padding after its row's.
+        `present` tells tokens from padding, if there are both.
         """
         segments = self.segments[i][rows]
         found: dict[str, np.ndarray[Any, Any] | int] = {
@@ -98,6 +99,9 @@ class StepRows:
             found["position_ids"] = position_ids(segments)
             found["boundaries"] = boundaries(segments)
             found["longest"] = int(np.diff(found["boundaries"]).max())
+        present = segments != 0
+        if present.any() and not present.all():
+            found["present"] = present
         return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from rayapp import model
-from rayapp.config import Config, ConfigError
+from rayapp.config import Config, ConfigError, Lora
 from rayapp.data import heads, tokens
 from rayapp.data import prepare as rows
 from rayapp.data.control import CONTROL
@@ -50,10 +50,10 @@ def prepare(
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
     order = order_of(config, prepared)
-    parameters = count_parameters(shape)
+    parameters, trainable = count_parameters(shape, config.model.lora)
     planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
-    trainable = None if planned is None else planned.question.layout.trainable
     plan = plan_of(config, prepared, order, parameters)
+    plan["trainable_parameters"] = trainable
     ready.run.write(CONFIG, config.to_yaml().encode())
     if ready.code:
         plan["code"] = dict(ready.code)
@@ -224,9 +224,17 @@ def order_of(config: Config, prepared: Prepared) -> Order:
     return Order.for_steps(rows, *sizes, train.max_steps)
 
 
-def count_parameters(shape: Any) -> int:
-    """Return the number of parameters of a model of this shape; tied parameters count once."""
-    return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
+def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:
+    """Return the number of parameters of a model of this shape, and of those that are trained.
+
+    Tied parameters count once; adapters count as trained alone.
+    """
+    lm = model.build(shape, loss=model.no_loss, attention="eager")
+    whole = model.num_parameters(lm)
+    if lora is None:
+        return whole, whole
+    model.add_adapters(lm, lora)
+    return whole, sum(p.numel() for p in lm.parameters() if p.requires_grad)
 
 
 def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> Plan:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rayapp import hardware, model
 from rayapp.config import Config
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.finetune.build import Head, Parts, compile_gain, make_parts
+from rayapp.finetune.build import Head, Parts, compile_gain, exact_base, make_parts
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
@@ -107,6 +107,7 @@ class LanguageTrainer(Trainer):
             control=control,
             rows_per_epoch=spec.order.num_rows,
             rows_per_step=spec.order.rows_per_step,
+            take_sums=self.parts.lm.take_sums,
             spikes=Spikes(config.train.spike_sigmas) if watched else None,
             record=partial(token_record, mfu_of(spec, self.parts, self.device)),
             skip_bad=config.train.on_spike == "skip",
@@ -132,7 +133,7 @@ class LanguageTrainer(Trainer):
         phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
         if config.checkpoint.export:
-            export(self.spec, parts, storage)
+            export(self.spec, parts, storage, self.device)
             outcome["model_path"] = (storage / MODEL).url
         dist.barrier(group=engine.control)
         phases.end("export")
@@ -225,7 +226,7 @@ def _shape(config: Config, hf_config: Any) -> Shape | None:
         return None
 
 
-def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
+def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.device) -> None:
     """Export the model to model/.
 
     With LoRA, model/ holds the adapters alone; with lora.merge it holds the merged model, and
@@ -238,11 +239,13 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
             parts.lm, folder, base=spec.config.model.path, tokenizer=parts.tokenizer
         )
     if lora is None or lora.merge:
+        base = None if lora is None else exact_base(spec.config, parts, device)
         model.export(
-            parts.lm,
+            base or parts.lm,
             storage / MODEL,
             tokenizer=parts.tokenizer,
             generation_config=parts.source.generation_config,
+            trained=None if base is None else parts.lm,
         )
 
 

@@ -30,6 +30,7 @@ from rayapp.model.lora import (
     hold_in_4_bits,
     init_adapters,
     linear_names,
+    takes_4_bits,
     unknown_targets,
 )
 from rayapp.model.mixers import split_documents
@@ -69,6 +70,7 @@ __all__ = [
     "resolve",
     "shard",
     "split_documents",
+    "takes_4_bits",
     "unknown_targets",
     "use_float8",
 ]

@@ -25,6 +25,7 @@ from transformers import (
 
 from rayapp.model.by_document import by_document, with_dropout
 from rayapp.model.sinks import flash_with_sinks
+from rayapp.model.windows import hands_on_windows
 
 
 class Unavailable(ValueError):
@@ -126,6 +127,10 @@ def _flag(config: PretrainedConfig, name: str, unknown: Any = None) -> Any:
 def _varlen_problem(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str | None:
     if problem := _own_attention(config):
         return problem
+    if getattr(config.get_text_config(), "index_topk", None):
+        return f"{config.model_type} chooses the tokens that it attends to by a mask"
+    if not hands_on_windows(config):
+        return f"{config.model_type} has its sliding window in a mask alone"
     return _flash_problem(config, dtype) if device_type == "cuda" else None
 
 

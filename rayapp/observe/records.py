@@ -80,6 +80,7 @@ class MetricsLine(HeldOut):
     time: float
     # In runs that count tokens.
     loss_per_byte: NotRequired[float | None]
+    router_loss: NotRequired[float | None]
     tokens: NotRequired[int]
     tokens_per_s: NotRequired[float]
     tokens_per_s_per_gpu: NotRequired[float]

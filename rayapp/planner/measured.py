@@ -62,6 +62,8 @@ class Adapters(Protocol):
     alpha: float
     dropout: float
     targets: tuple[str, ...]
+    dora: bool
+    rslora: bool
 
 
 class ReadModel(Protocol):

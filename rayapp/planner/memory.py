@@ -53,6 +53,7 @@ class Layout:
     loss_chunk: int = 4096
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    dora: bool = False
     quantize: str = "none"
     cpu_offload: bool = False
     activation_offload: bool = False
@@ -97,7 +98,7 @@ class Layout:
         """Number of parameters that have a gradient."""
         if self.lora_rank is None:
             return self.shape.parameters
-        return lora_parameters(self.shape, self.lora_rank, self.lora_targets)
+        return lora_parameters(self.shape, self.lora_rank, self.lora_targets, self.dora)
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,8 @@ def _optimizer_bytes(layout: Layout, trainable: float) -> float:
     if layout.optimizer == "adamw":
         return 2 * FP32 * trainable
     if layout.optimizer == "adamw8bit":
-        return 2 * BYTES_8BIT * trainable
+        wide = layout.shape.embedding_parameters if layout.lora_rank is None else 0
+        return 2 * BYTES_8BIT * (trainable - wide) + 2 * FP32 * wide
     assert layout.optimizer == "muon", layout.optimizer
     shape = layout.shape
     matrices = shape.total(

@@ -147,15 +147,19 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         ) from error
 
 
-def lora_parameters(shape: Shape, rank: int, targets: Sequence[str] = ()) -> int:
+def lora_parameters(
+    shape: Shape, rank: int, targets: Sequence[str] = (), dora: bool = False
+) -> int:
     """Count the adapters' parameters: rank * (inputs + outputs) per adapted linear.
+
+    DoRA has a norm of each output too.
 
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
     """
-    return rank * shape.total(
-        lambda linear: linear.inputs + linear.outputs, targeted(shape, targets)
-    )
+    adapted = targeted(shape, targets)
+    norms = shape.total(lambda linear: linear.outputs, adapted) if dora else 0
+    return rank * shape.total(lambda linear: linear.inputs + linear.outputs, adapted) + norms
 
 
 def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
