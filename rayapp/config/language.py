@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
@@ -41,10 +41,30 @@ class Lora(Section):
     """Add the adapters to the base in model/, and write them alone to adapter/; false: model/ holds
     the adapters, as peft writes them."""
 
+    @classmethod
+    def of_peft(cls, values: Mapping[str, Any]) -> Lora:
+        """Return the settings in an adapter_config.json.
+
+        Raises: KeyError, TypeError or ValueError if they are not those of a LoRA.
+        """
+        targets = values["target_modules"]
+        if isinstance(targets, str):
+            raise ValueError(f"target_modules={targets} is a pattern, not a list of names")
+        return cls(
+            rank=values["r"],
+            alpha=values["lora_alpha"],
+            dropout=values.get("lora_dropout", 0.0),
+            targets=tuple(sorted(targets)),
+        )
+
 
 class Model(Section):
     path: Text = "tiny"
-    """Hugging Face folder, s3:// folder, hub id, or a preset such as `tiny`."""
+    """Folder of a Hugging Face model or an exported adapter, here or on s3://, hub id, or a preset such
+    as `tiny`."""
+    adapter: Literal["train", "merge"] = "train"
+    """Where path is an adapter: train goes on with it, with its own `lora` settings; merge adds it
+    to its base, and trains all of that model's weights, or new adapters (`lora`)."""
     from_scratch: bool = False
     """Start from random weights with this model's shape (always so for a preset)."""
     tokenizer: OptionalStr = None

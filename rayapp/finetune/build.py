@@ -108,7 +108,10 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         model.init_weights(lm, config.run.seed, device)
     else:
         model.load_weights(lm, source, device)
-    if lora is not None:
+    adapter, merged = source.adapter, config.model.adapter == "merge"
+    if adapter is not None:
+        (model.merge_adapters if merged else model.load_adapters)(lm, adapter)
+    if lora is not None and (adapter is None or merged):
         model.init_adapters(lm, config.run.seed)
     optimizers = make_optimizers(
         config.train.optimizer,

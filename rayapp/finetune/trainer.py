@@ -202,9 +202,7 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
     lora = spec.config.model.lora
     if lora is not None:
         folder = storage / (ADAPTER if lora.merge else MODEL)
-        model.export_adapters(
-            parts.lm, folder, base=spec.config.model.path, tokenizer=parts.tokenizer
-        )
+        model.export_adapters(parts.lm, folder, base=parts.source.base, tokenizer=parts.tokenizer)
     if lora is None or lora.merge:
         model.export(
             parts.lm,

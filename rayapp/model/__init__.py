@@ -18,6 +18,7 @@ batch. Loading and export use the original names of the tensors, by transformers
 """
 
 from rayapp.model.activations import checkpoint_activations, offload_activations
+from rayapp.model.adapter import Adapter, adapter_problems, load_adapters, merge_adapters
 from rayapp.model.attention import Unavailable, attention_problem, choose_attention
 from rayapp.model.build import LanguageModel, Loss, build, no_loss, num_parameters
 from rayapp.model.documents import keeps_documents_apart
@@ -37,12 +38,14 @@ from rayapp.model.source import ModelSource, load_tokenizer, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
 __all__ = [
+    "Adapter",
     "CompileGain",
     "LanguageModel",
     "LoadStats",
     "Loss",
     "ModelSource",
     "Unavailable",
+    "adapter_problems",
     "add_adapters",
     "attention_problem",
     "build",
@@ -57,9 +60,11 @@ __all__ = [
     "init_weights",
     "keeps_documents_apart",
     "linear_names",
+    "load_adapters",
     "load_tokenizer",
     "load_weights",
     "measure_compile",
+    "merge_adapters",
     "no_loss",
     "num_nodes",
     "num_parameters",

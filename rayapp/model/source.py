@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import transformers
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rayapp.model.adapter import SETTINGS, Adapter, read_adapter
 from rayapp.storage import Readable
 from rayapp.storage.inputs import open_input
 
@@ -34,12 +35,21 @@ TOKENIZER_FILE = re.compile(
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One model: its folder, whether it is a preset (no weights), and another tokenizer if set."""
+    """One model: its folder, whether it is a preset (no weights), and another tokenizer if set.
+
+    Of an adapter, `folder` is that of its base.
+    """
 
     name: str
     folder: Readable
     preset: bool = False
     tokenizer: str | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def base(self) -> str:
+        """The model's name without its adapter."""
+        return self.name if self.adapter is None else self.adapter.base
 
     @property
     def storage(self) -> Readable | None:
@@ -77,8 +87,33 @@ class ModelSource:
 def resolve(path: str, tokenizer: str | None = None) -> ModelSource:
     """Return the model that `path` names; a hub id is downloaded to the Hugging Face cache.
 
+    If it is an exported adapter, that is its base with the adapter.
+
     Raises: ValueError if it is none of URL, folder, preset and hub id, or cannot be fetched.
     """
+    source = _resolve(path, tokenizer)
+    adapter = None if source.preset else read_adapter(path, source.folder)
+    if adapter is None:
+        return source
+    try:
+        base = _resolve(adapter.base, tokenizer)
+    except ValueError as error:
+        raise ValueError(
+            f"model.path={path} is an adapter without its base {adapter.base}: "
+            f"{str(error).partition('. ')[0]}. Put the base there, or correct "
+            f"base_model_name_or_path in {SETTINGS}"
+        ) from error
+    if base.preset:
+        raise ValueError(
+            f"model.path={path} is an adapter on the preset {adapter.base}, which has no weights: "
+            "they were drawn when that run began. Go on from its checkpoint, with model.path="
+            f"{adapter.base} and model.init_from=RUN"
+        )
+    return replace(base, name=path, adapter=adapter)
+
+
+def _resolve(path: str, tokenizer: str | None) -> ModelSource:
+    """Return the model that `path` names, whatever is in its folder."""
     if "://" in path:
         return ModelSource(path, open_input(path), tokenizer=tokenizer)
     if os.path.isdir(os.path.expanduser(path)):
@@ -99,7 +134,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
     Raises: ValueError if there is none (a preset brings no tokenizer).
     """
-    folder = source.folder if source.tokenizer is None else resolve(source.tokenizer).folder
+    folder = source.folder if source.tokenizer is None else _resolve(source.tokenizer, None).folder
     names = [entry.name for entry in folder.list() if "/" not in entry.name]
     if not any(TOKENIZER_FILE.match(name) for name in names):
         raise ValueError(

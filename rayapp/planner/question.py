@@ -22,7 +22,12 @@ from rayapp.planner.machines import named_instance, per_worker, price_of, worker
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, shape_of
 from rayapp.planner.times import Workload, machine_of
-from rayapp.planner.trained import is_preset, read_config_json, vocabulary_of
+from rayapp.planner.trained import (
+    adapter_at,
+    is_preset,
+    read_config_json,
+    vocabulary_of,
+)
 from rayapp.presets import PRESETS, config_of
 
 
@@ -240,7 +245,8 @@ def _shape(config: Config, model: Mapping[str, Any] | None, problems: list[str])
 
 
 def _config_json(config: Config, problems: list[str]) -> Mapping[str, Any] | None:
-    path = config.model.path
+    adapter = adapter_at(config.model.path)
+    path = config.model.path if adapter is None else adapter["base_model_name_or_path"]
     by_source = {preset.source: name for name, preset in PRESETS.items()}
     name = by_source.get(path, path)
     if is_preset(name):
