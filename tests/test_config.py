@@ -30,7 +30,7 @@ FORM = re.compile(r"[^=]*=.* is [a-z ]+: .+(\. [A-Z].*|\?)", re.DOTALL)
 # The surface is closed: a field that comes or goes is a decision, and is made here too.
 SURFACE = {
     "run": "name storage seed trackers",
-    "model": "path adapter from_scratch tokenizer attention lora overrides",
+    "model": "path adapter init_from from_scratch tokenizer attention lora overrides",
     "data": "path mixture format kind columns chat_template reasoning seq_len pack truncate"
     " eval_path eval_fraction bad_rows workers",
     "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"

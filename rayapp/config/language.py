@@ -60,11 +60,14 @@ class Lora(Section):
 
 class Model(Section):
     path: Text = "tiny"
-    """Folder of a Hugging Face model or an exported adapter, here or on s3://, hub id, or a preset such
-    as `tiny`."""
+    """Folder of a Hugging Face model or an exported adapter, here or on s3://, hub id, or a preset
+    such as `tiny`."""
     adapter: Literal["train", "merge"] = "train"
     """Where path is an adapter: train goes on with it, with its own `lora` settings; merge adds it
     to its base, and trains all of that model's weights, or new adapters (`lora`)."""
+    init_from: OptionalStr = None
+    """RUN or RUN@STEP, a folder, a name in run.storage or s3://: start with the weights of that
+    run's newest usable checkpoint, or of that step; path names the same model."""
     from_scratch: bool = False
     """Start from random weights with this model's shape (always so for a preset)."""
     tokenizer: OptionalStr = None

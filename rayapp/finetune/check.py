@@ -18,7 +18,7 @@ from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.driver import checks, command
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
-from rayapp.finetune.start import with_adapter
+from rayapp.finetune.start import shape_problem, with_adapter, with_origin
 from rayapp.planner.shape import UnknownShape, shape_of
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.storage import StorageError, open_storage
@@ -94,9 +94,11 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     if len(inputs) == 1:
         fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
         config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
+    run = open_storage(config.run.storage) / config.run.name
     if problem := plan_problem(config, base, tokenizer):
         raise ConfigError([problem])
-    run = open_storage(config.run.storage) / config.run.name
+    if problem := shape_problem(config, run, _shape(base, config, tokenizer)):
+        raise ConfigError([problem])
     return CheckedLanguageRun(config, run, inputs, base, tokenizer, template)
 
 
@@ -117,9 +119,13 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
 
 def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
     """Return a problem if the run does not fit cluster.instance; None with cluster.ignore_plan."""
-    shape = model_shape(base, config, None if tokenizer is None else len(tokenizer))
+    shape = _shape(base, config, tokenizer)
     problem = planner.size_problem(forecast(config, shape))
     return None if config.cluster.ignore_plan else problem
+
+
+def _shape(base: model.ModelSource, config: Config, tokenizer: Any) -> Any:
+    return model_shape(base, config, None if tokenizer is None else len(tokenizer))
 
 
 def forecast(
@@ -219,6 +225,9 @@ def _model(
     wrong = model.problems(base, from_scratch=scratch)
     if not wrong:
         config, wrong = with_adapter(config, base)
+    if not wrong:
+        run = open_storage(config.run.storage) / config.run.name
+        config, wrong = with_origin(config, run, base.preset)
     problems += wrong
     if wrong:
         return config, base, None

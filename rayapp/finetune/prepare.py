@@ -51,7 +51,7 @@ def prepare(
     parameters = count_parameters(shape)
     planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
     trainable = None if planned is None else planned.question.layout.trainable
-    plan = plan_of(config, prepared, order, parameters)
+    plan = plan_of(config, prepared, order, parameters, tokenizer_url)
     ready.run.write(CONFIG, config.to_yaml().encode())
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
@@ -228,9 +228,12 @@ def count_parameters(shape: Any) -> int:
     return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
 
 
-def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> Plan:
+def plan_of(
+    config: Config, prepared: Prepared, order: Order, parameters: int, tokenizer_url: str
+) -> Plan:
     """Return the fields of plan.json that do not come from the planner."""
     return {
+        "tokenizer": tokenizer_url,
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,
         "steps": order.num_steps,

@@ -1,14 +1,26 @@
-"""Resolve what a run starts from: an adapter that another run, or peft, has exported.
+"""Resolve what a run starts from: an exported adapter, or a checkpoint of another run.
 
 config, problems = with_adapter(config, model.resolve(config.model.path))
+config, problems = with_origin(config, run, preset=False)
 """
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from rayapp import model
-from rayapp.config import Config, Lora, combined_problems
+from rayapp.config import Config, Lora, Origin, combined_problems
 from rayapp.model.adapter import Adapter
 from rayapp.model.source import TOKENIZER_FILE
+from rayapp.observe.run_folder import MODEL
+from rayapp.observe.status import read_plan, read_sections
+from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.train.checkpoint.marker import CheckpointError, steps_done
+from rayapp.train.checkpoint.origin import find
+from rayapp.train.checkpoint.state import saved_shapes
+
+MAX_NAMED = 3
 
 
 def with_adapter(config: Config, source: model.ModelSource) -> tuple[Config, list[str]]:
@@ -86,3 +98,105 @@ def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[st
         for name, (mine, theirs, same) in asked.items()
         if not same
     ]
+
+
+def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, list[str]]:
+    """Return the config with the URL and step of the checkpoint in model.init_from, and problems.
+
+    The checkpoint is chosen once: a run that has begun keeps it. A preset, which has no tokenizer,
+    gets that of the other run.
+    """
+    origin = config.origin
+    if origin is None:
+        return config, []
+    own = (read_sections(run) or {}).get("model", {})
+    fields: dict[str, object] = {}
+    try:
+        begun = Origin.parse(own.get("init_from") or "")
+        chosen = _chosen(origin, config.run.storage, begun)
+        other = open_storage(chosen.run)
+        problems = [] if steps_done(run) else _differences(config, other, chosen)
+        if preset and config.model.tokenizer is None:
+            theirs = read_plan(other).get("tokenizer") or (other / MODEL).url
+            fields["tokenizer"] = own["tokenizer"] if chosen == begun else theirs
+    except (StorageError, CheckpointError, ValueError) as error:
+        return config, [f"model.init_from={origin} is not usable: {error}"]
+    if (config.model.tokenizer or "").startswith("bpe:"):
+        problems.append(
+            f"model.tokenizer={config.model.tokenizer} is in conflict: the weights of "
+            f"model.init_from={chosen} know the tokens of their own tokenizer. Leave it out"
+        )
+    fields["init_from"] = str(chosen)
+    section = config.model.model_copy(update=fields)
+    return config.model_copy(update={"model": section}), problems
+
+
+def _chosen(origin: Origin, storage: str, begun: Origin) -> Origin:
+    """Return the URL of the named run, with the step of its checkpoint.
+
+    `begun` is what this run has started with, if it has begun.
+
+    Raises: CheckpointError, ValueError: there is no such run or checkpoint.
+    """
+    where = os.path.expanduser(origin.run)
+    if "/" not in where and not os.path.isdir(where):
+        where = f"{storage.rstrip('/')}/{where}"
+    other = open_storage(where)
+    if begun.run == other.url and origin.step in (None, begun.step):
+        return begun
+    if read_sections(other) is None:
+        raise ValueError(f"{other.url} holds no run. Give the folder of a run, or its name")
+    return Origin(other.url, find(other, origin.step).step)
+
+
+def _differences(config: Config, run: Storage, origin: Origin) -> list[str]:
+    """Name what makes the other run's weights those of another model, as the two configs say."""
+    sections = read_sections(run) or {}
+    theirs: dict[str, Any] = sections.get("model", {})
+    lora, other = config.model.lora, theirs.get("lora")
+    of = f"model.init_from={origin} is of another model"
+    if (lora is None) != (other is None):
+        trained = "all weights" if other is None else "adapters alone"
+        return [f"{of}: it trained {trained}. Set model.path={origin.run}/{MODEL} instead"]
+    if lora is None or other is None:
+        return []
+    # The frozen weights are in no checkpoint, so that they must come from the same place.
+    names = ("path", "adapter", "from_scratch", "overrides")
+    mine = {name: getattr(config.model, name) for name in names}
+    changed = [name for name in names if name in theirs and theirs[name] != mine[name]]
+    wrong = [f"Set model.{name}={theirs[name]}" for name in changed]
+    if other.get("alpha") != lora.alpha:
+        wrong.append(f"Set model.lora.alpha={other.get('alpha')}")
+    random = model.resolve(config.model.path).preset or config.model.from_scratch
+    seed = sections.get("run", {}).get("seed")
+    if random and seed != config.run.seed:
+        wrong.append(f"Set run.seed={seed}, with which its frozen weights were drawn")
+    return [f"{of}: it trained adapters on another base. {'; '.join(wrong)}"] if wrong else []
+
+
+def shape_problem(config: Config, run: Storage, shape: Any) -> str | None:
+    """Return why the checkpoint in model.init_from does not fill a model of this shape, or None."""
+    origin = config.origin
+    if origin is None or steps_done(run):
+        return None
+    storage = open_storage(origin.run)
+    saved = saved_shapes(storage, find(storage, origin.step).name)
+    lm = model.build(shape, loss=model.no_loss, attention="eager")
+    if config.model.lora is not None:
+        model.add_adapters(lm, config.model.lora)
+    wanted = {
+        f"model.{name}": tuple(p.shape) for name, p in lm.named_parameters() if p.requires_grad
+    }
+    wrong = [
+        f"{name.removeprefix('model.hf.')} is {list(saved.get(name) or ()) or 'absent'} there and "
+        f"{list(size)} here"
+        for name, size in sorted(wanted.items())
+        if saved.get(name) != size
+    ]
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+    return (
+        f"model.init_from={origin} is of another model: {'; '.join(wrong[:MAX_NAMED])}{more}. "
+        "Set the model.path, model.overrides, model.tokenizer and model.lora of that run"
+    )

@@ -25,6 +25,8 @@ class Plan(Forecast, total=False):
 
     fingerprint: str
     """A digest of everything that the rows were made from."""
+    tokenizer: str
+    """URL of the tokenizer's folder."""
     rows_per_step: int
     micro_batches_per_step: int
     tokens: int
@@ -101,6 +103,8 @@ class EventFields(TypedDict, total=False):
     user: str | None
     commit: str | None
     command: str | None
+    init_from: str
+    """The checkpoint (RUN@STEP) whose weights the run started with."""
     seen_until: float | None
     """Unix time of the last step in metrics.jsonl when the command started."""
     nodes: int | None

@@ -26,7 +26,7 @@ from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
-from rayapp.train.checkpoint.state import restore, state_tensors, state_values
+from rayapp.train.checkpoint.state import restore, start_from, state_tensors, state_values
 from rayapp.train.engine import Engine
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
@@ -62,6 +62,8 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     trainer = spec.build(context.device)
     phases.end("model")
     first_step, state = restore(spec, trainer, storage)
+    if not first_step and spec.config.origin is not None:
+        start_from(trainer, spec.config.origin)
     phases.end("restore")
     warmed_up = trainer.warm_up()
     phases.end("compile")
