@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
-from rayapp.model import Unavailable
+from rayapp.model import Unavailable, WrongExport
 from rayapp.observe.gauges import Steps
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import FAILED, MOVED
@@ -62,7 +62,7 @@ def work(spec: AnySpec) -> Summary:
             return train_rank(spec, context)
         except StartAgain as error:
             return {"status": MOVED, "notice": False, "again": True, "reason": str(error)}
-        except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
+        except (BadLoss, NoneUsable, Resumed, Unavailable, WrongExport) as error:
             # All ranks raise these together, and another attempt would raise the same again.
             if isinstance(error, BadLoss) and not error.finite:
                 gauges.bad_step()

@@ -37,11 +37,15 @@ class Parts:
 
 
 class Head:
-    """The output layer: returns (objective, loss), or while `sampling` the logits [b, V] twice."""
+    """The output layer: returns (objective, loss).
+
+    While `sampling` it returns the last position's logits [b, V] twice, while `whole` those of all
+    positions [b, S, V].
+    """
 
     def __init__(self, config: Config) -> None:
         train = config.train
-        self.sampling = False
+        self.sampling = self.whole = False
         self.loss: model.Loss = partial(
             chunked_cross_entropy,
             chunk=train.loss_chunk,
@@ -61,6 +65,11 @@ class Head:
         if self.sampling:
             assert weight is not None, "a model that computes its logits itself is not sampled"
             logits = torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
+            return logits, logits
+        if self.whole:
+            logits = hidden
+            if weight is not None:
+                logits = torch.nn.functional.linear(hidden, weight, bias)
             return logits, logits
         return self.loss(hidden, weight, labels, bias)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rayapp import hardware, model
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.build import Parts, compile_gain, make_parts
+from rayapp.finetune.exported import check_export
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
 from rayapp.observe.run_folder import ADAPTER, MODEL
@@ -126,6 +127,8 @@ class LanguageTrainer(Trainer):
         if config.checkpoint.export:
             export(self.spec, parts, storage)
             outcome["model_path"] = (storage / MODEL).url
+            folder, control = storage / MODEL, engine.control
+            outcome["export_check"] = check_export(self.spec, parts, folder, self.device, control)
         dist.barrier(group=engine.control)
         end_phase("export")
         return outcome

@@ -22,7 +22,7 @@ from rayapp.model.adapter import Adapter, adapter_problems, load_adapters, merge
 from rayapp.model.attention import Unavailable, attention_problem, choose_attention
 from rayapp.model.build import LanguageModel, Loss, build, no_loss, num_parameters
 from rayapp.model.documents import keeps_documents_apart
-from rayapp.model.export import export
+from rayapp.model.export import WrongExport, export
 from rayapp.model.init import init_weights
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
 from rayapp.model.lora import (
@@ -45,6 +45,7 @@ __all__ = [
     "Loss",
     "ModelSource",
     "Unavailable",
+    "WrongExport",
     "adapter_problems",
     "add_adapters",
     "attention_problem",

@@ -202,6 +202,17 @@ class Gain(TypedDict):
     speedup: float
 
 
+class ExportCheck(TypedDict):
+    """How the exported folder was compared with the model that was trained."""
+
+    rows: int
+    """Rows whose logits were compared; 0: names and shapes of the tensors alone."""
+    difference: float | None
+    """Of the logits, as a share of their norm."""
+    why: str | None
+    """Why the folder was not opened."""
+
+
 class Outcome(HeldOut, total=False):
     """The fields of a summary that depend on the kind of run."""
 
@@ -209,6 +220,7 @@ class Outcome(HeldOut, total=False):
     samples: list[Sample]
     classes: Classes
     model_path: str | None
+    export_check: ExportCheck
 
 
 class Summary(Outcome, total=False):
