@@ -23,7 +23,7 @@ from rayapp.data.templates import TRAINING
 from rayapp.finetune import micro_batch, show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
-from rayapp.observe.records import Plan
+from rayapp.observe.records import Base, Plan
 from rayapp.observe.result import Phases
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.order import Order, fingerprint
@@ -51,7 +51,7 @@ def prepare(
     parameters = count_parameters(shape)
     planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
     trainable = None if planned is None else planned.question.layout.trainable
-    plan = plan_of(config, prepared, order, parameters, tokenizer_url)
+    plan = plan_of(replace(ready, config=config), prepared, order, parameters, tokenizer_url)
     ready.run.write(CONFIG, config.to_yaml().encode())
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
@@ -228,14 +228,29 @@ def count_parameters(shape: Any) -> int:
     return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
 
 
+def base_of(ready: CheckedLanguageRun) -> Base:
+    """Return what is known of the model that the run starts from."""
+    source = ready.model
+    random = source.preset or ready.config.model.from_scratch
+    base: Base = {"name": source.base, "random": random}
+    return base if random else {**base, **model.published(source)}
+
+
 def plan_of(
-    config: Config, prepared: Prepared, order: Order, parameters: int, tokenizer_url: str
+    ready: CheckedLanguageRun,
+    prepared: Prepared,
+    order: Order,
+    parameters: int,
+    tokenizer_url: str,
 ) -> Plan:
     """Return the fields of plan.json that do not come from the planner."""
+    config = ready.config
     return {
+        "base": base_of(ready),
         "tokenizer": tokenizer_url,
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,
+        "parts": prepared.parts,
         "steps": order.num_steps,
         "rows_per_step": order.rows_per_step,
         "micro_batches_per_step": config.micro_batches_per_step,

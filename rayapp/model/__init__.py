@@ -34,7 +34,7 @@ from rayapp.model.lora import (
     unknown_targets,
 )
 from rayapp.model.sharding import device_mesh, num_nodes, shard
-from rayapp.model.source import ModelSource, load_tokenizer, resolve
+from rayapp.model.source import ModelSource, load_tokenizer, published, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "num_parameters",
     "offload_activations",
     "problems",
+    "published",
     "resolve",
     "shard",
     "unknown_targets",

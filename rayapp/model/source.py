@@ -16,9 +16,10 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import transformers
+import yaml
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -27,10 +28,21 @@ from rayapp.storage import Readable
 from rayapp.storage.inputs import open_input
 
 PRESETS = Path(__file__).parent.parent / "presets"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", *LICENCES]
 TOKENIZER_FILE = re.compile(
     r"(token|vocab|merges|special|added|chat_template|spiece|sentencepiece)"
 )
+
+
+class Published(TypedDict, total=False):
+    """What is published of a model."""
+
+    id: str | None
+    """On the Hugging Face hub."""
+    license: str
+    """By the hub's names."""
+    license_name: str
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,40 @@ def load_tokenizer(source: ModelSource) -> Any:
             if TOKENIZER_FILE.match(name) or name == "config.json":
                 Path(copied, name).write_bytes(folder.read(name))
         return AutoTokenizer.from_pretrained(copied, trust_remote_code=False)
+
+
+def published(source: ModelSource) -> Published:
+    """Return the base's id on the hub and its licence, from the front of its README.md.
+
+    Without one there, the licence is the first line of a file LICENSE.
+    """
+    front = _front_matter(source.folder)
+    own = re.fullmatch(r"[\w.-]+/[\w.-]+", source.base) and not os.path.isdir(source.base)
+    named = front.get("base_model")
+    found: Published = {"id": source.base if own else named if isinstance(named, str) else None}
+    for name in ("license", "license_name"):
+        if isinstance(value := front.get(name), str):
+            found[name] = value
+    files = [entry.name for entry in source.folder.list() if entry.name in LICENCES]
+    if "license" not in found and files:
+        lines = source.folder.read(files[0]).decode("utf-8", "replace").split("\n")
+        first = next((line.strip(" #") for line in lines if line.strip(" #")), files[0])
+        found |= {"license": "other", "license_name": first}
+    return found
+
+
+def _front_matter(folder: Readable) -> dict[str, object]:
+    """Return the YAML at the front of a folder's README.md; {} if there is none."""
+    try:
+        text = folder.read("README.md").decode("utf-8", "replace")
+    except FileNotFoundError:
+        return {}
+    match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    try:
+        values = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:  # somebody's README is no reason not to train
+        values = None
+    return values if isinstance(values, dict) else {}
 
 
 def _download(name: str) -> str:

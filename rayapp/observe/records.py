@@ -20,11 +20,28 @@ Sections: TypeAlias = dict[str, dict[str, Any]]
 # ---- plan.json --------------------------------------------------------------------------------
 
 
+class Base(TypedDict, total=False):
+    """The model that a run starts from."""
+
+    name: str
+    """As `model.path`, or an adapter's settings, name it."""
+    id: str | None
+    """On the Hugging Face hub."""
+    license: str | None
+    """By the hub's names; `other` has a license_name."""
+    license_name: str | None
+    random: bool
+    """Its weights are drawn."""
+
+
 class Plan(Forecast, total=False):
     """The size of a run; with the planner's forecast if it has a formula for the model."""
 
     fingerprint: str
     """A digest of everything that the rows were made from."""
+    parts: dict[str, object]
+    """The parts of the fingerprint, by name."""
+    base: Base
     tokenizer: str
     """URL of the tokenizer's folder."""
     rows_per_step: int
