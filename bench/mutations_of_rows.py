@@ -42,7 +42,7 @@ ROWS = (
     Mutation(
         "last-step-is-filled-up",
         SEQUENCE,
-        "positions = positions[: np.searchsorted(positions, self.total_rows)]",
+        "positions = positions[: np.searchsorted(positions, limit)]",
         "pass",
         OF_ORDER,
     ),

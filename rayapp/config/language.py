@@ -215,6 +215,13 @@ class Config(RunConfig):
         "train.on_spike",
         "train.spike_sigmas",
     )
+    GROWTH: ClassVar[tuple[str, ...]] = (
+        "train.max_steps",
+        "train.epochs",
+        "train.schedule",
+        "train.decay",
+        "train.min_lr",
+    )
 
     model: Model = Model()
     data: Data = Data()

@@ -126,6 +126,9 @@ class RunConfig(Section):
     FREE: ClassVar[tuple[str, ...]] = ()
     """Fields that may change between two commands that are the same run, beside the driver's."""
 
+    GROWTH: ClassVar[tuple[str, ...]] = ()
+    """Fields with which a run may be made longer, where `growth_problem` finds nothing wrong."""
+
     run: Run = Run()
     model: Section = Section()
     data: Section = Section()

@@ -20,7 +20,7 @@ from rayapp.data.prepared import Prepared, load, mixed, reasons
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
-from rayapp.finetune import micro_batch, show
+from rayapp.finetune import growth, micro_batch, show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.observe.records import Base, Plan
@@ -47,7 +47,8 @@ def prepare(
     shape = model_shape(ready.model, config, len(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
-    order = order_of(config, prepared)
+    order = order_of(config, prepared, growth.stages_of(ready.run, prepared, config.rows_per_step))
+    growth.check_order(ready.run, prepared, order)
     parameters = count_parameters(shape)
     planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
     trainable = None if planned is None else planned.question.layout.trainable
@@ -211,16 +212,16 @@ def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
     return None
 
 
-def order_of(config: Config, prepared: Prepared) -> Order:
-    """Return the order of the run's rows."""
+def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], ...] = ()) -> Order:
+    """Return the order of the run's rows; `stages` are those of a run that has grown."""
     rows, train, seed = prepared.num_rows("train"), config.train, config.run.seed
     sizes = (config.rows_per_step, config.micro_batch, seed)
     if prepared.weights:
         assert train.max_steps is not None, "the config refuses a mixture without max_steps"
         return Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
     if train.max_steps is None:
-        return Order.for_epochs(rows, *sizes, train.epochs or 1)
-    return Order.for_steps(rows, *sizes, train.max_steps)
+        return Order.for_epochs(rows, *sizes, train.epochs or 1, stages)
+    return replace(Order.for_steps(rows, *sizes, train.max_steps), stages=stages)
 
 
 def count_parameters(shape: Any) -> int:

@@ -72,6 +72,7 @@ def state_values(spec: AnySpec, trainer: Trainer, step: int, loop: LoopState) ->
         **trainer.amounts(step),
         "cursor": spec.order.cursor(step, spec.data.fingerprint).to_dict(),
         "data": spec.data.parts,
+        **({"stages": [list(stage) for stage in spec.order.stages]} if spec.order.stages else {}),
         "workers": dist.get_world_size(),
         **loop,
         "versions": {
