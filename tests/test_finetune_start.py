@@ -219,3 +219,18 @@ def test_weights_of_another_model_are_refused_by_name(
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "init_from=first is not usable: " in problem("first", lora=LORA)
     assert f"{shard.name} has" in problem("first", lora=LORA)
+
+
+def test_a_preset_takes_the_tokenizer_and_its_size(inputs: Path, source: Path) -> None:  # noqa: F811
+    """A preset brings neither; trained on other data, the tokens would be others."""
+    with pytest.raises(ConfigError, match=r"plan.json names no tokenizer. Set model.tokenizer"):
+        from_run(inputs, "source", path="tiny")
+    plan = {"tokenizer": str(inputs / "model"), "vocabulary": 272}
+    (source / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(ConfigError, match=r"is \[272, 32\] there and \[272, 256"):
+        from_run(inputs, "source", path="tiny")
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config = from_run(inputs, "source", path="tiny", overrides=small)
+    assert config.model.tokenizer == plan["tokenizer"]
+    assert config.model.overrides == small | {"vocab_size": 272}

@@ -52,7 +52,9 @@ def prepare(
     parameters = count_parameters(shape)
     planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
     trainable = None if planned is None else planned.question.layout.trainable
-    plan = plan_of(replace(ready, config=config), prepared, order, parameters, tokenizer_url)
+    vocabulary = shape.get_text_config().vocab_size
+    settled = replace(ready, config=config)
+    plan = plan_of(settled, prepared, order, parameters, tokenizer_url, vocabulary)
     ready.run.write(CONFIG, config.to_yaml().encode())
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
@@ -243,12 +245,14 @@ def plan_of(
     order: Order,
     parameters: int,
     tokenizer_url: str,
+    vocabulary: int,
 ) -> Plan:
     """Return the fields of plan.json that do not come from the planner."""
     config = ready.config
     return {
         "base": base_of(ready),
         "tokenizer": tokenizer_url,
+        "vocabulary": vocabulary,
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,
         "parts": prepared.parts,

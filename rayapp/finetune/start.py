@@ -13,7 +13,7 @@ from rayapp import model
 from rayapp.config import Config, Lora, Origin, combined_problems
 from rayapp.model.adapter import Adapter
 from rayapp.model.source import TOKENIZER_FILE
-from rayapp.observe.run_folder import MODEL
+from rayapp.observe.run_folder import MODEL, PLAN
 from rayapp.observe.status import read_plan, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint.marker import CheckpointError, steps_done
@@ -117,8 +117,11 @@ def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, lis
         other = open_storage(chosen.run)
         problems = [] if steps_done(run) else _differences(config, other, chosen)
         if preset and config.model.tokenizer is None:
-            theirs = read_plan(other).get("tokenizer") or (other / MODEL).url
-            fields["tokenizer"] = own["tokenizer"] if chosen == begun else theirs
+            names = ("tokenizer", "overrides")
+            theirs = (
+                {name: own[name] for name in names} if chosen == begun else _made(config, other)
+            )
+            fields |= theirs
     except (StorageError, CheckpointError, ValueError) as error:
         return config, [f"model.init_from={origin} is not usable: {error}"]
     if (config.model.tokenizer or "").startswith("bpe:"):
@@ -129,6 +132,15 @@ def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, lis
     fields["init_from"] = str(chosen)
     section = config.model.model_copy(update=fields)
     return config.model_copy(update={"model": section}), problems
+
+
+def _made(config: Config, run: Storage) -> dict[str, object]:
+    """Return the tokenizer of a run on a preset, and its size as that of the vocabulary."""
+    plan = read_plan(run)
+    if "vocabulary" not in plan:
+        raise ValueError(f"{run.url}/{PLAN} names no tokenizer. Set model.tokenizer to that run's")
+    overrides = {"vocab_size": plan["vocabulary"], **config.model.overrides}
+    return {"tokenizer": plan["tokenizer"], "overrides": overrides}
 
 
 def _chosen(origin: Origin, storage: str, begun: Origin) -> Origin:
@@ -163,7 +175,15 @@ def _differences(config: Config, run: Storage, origin: Origin) -> list[str]:
     # The frozen weights are in no checkpoint, so that they must come from the same place.
     names = ("path", "adapter", "from_scratch", "overrides")
     mine = {name: getattr(config.model, name) for name in names}
-    changed = [name for name in names if name in theirs and theirs[name] != mine[name]]
+    size = {"vocab_size": None}  # told by the tensors' shapes
+    mine["overrides"] = mine["overrides"] | size
+    other_overrides = {**theirs.get("overrides", {}), **size}
+    changed = [
+        name
+        for name in names
+        if name in theirs
+        and (other_overrides if name == "overrides" else theirs[name]) != mine[name]
+    ]
     wrong = [f"Set model.{name}={theirs[name]}" for name in changed]
     if other.get("alpha") != lora.alpha:
         wrong.append(f"Set model.lora.alpha={other.get('alpha')}")

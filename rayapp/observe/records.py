@@ -44,6 +44,8 @@ class Plan(Forecast, total=False):
     base: Base
     tokenizer: str
     """URL of the tokenizer's folder."""
+    vocabulary: int
+    """Embeddings of the model."""
     rows_per_step: int
     micro_batches_per_step: int
     tokens: int
