@@ -43,7 +43,7 @@ ROWS = (
     Mutation(
         "last-step-is-filled-up",
         SEQUENCE,
-        "positions = positions[: np.searchsorted(positions, self.total_rows)]",
+        "positions = positions[: np.searchsorted(positions, limit)]",
         "pass",
         OF_ORDER,
     ),

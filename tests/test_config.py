@@ -29,16 +29,16 @@ FORM = re.compile(r"[^=]*=.* is [a-z ]+: .+(\. [A-Z].*|\?)", re.DOTALL)
 
 # The surface is closed: a field that comes or goes is a decision, and is made here too.
 SURFACE = {
-    "run": "name storage seed trackers",
-    "model": "path from_scratch tokenizer attention lora overrides",
+    "run": "name storage seed trackers hooks",
+    "model": "path adapter init_from from_scratch tokenizer attention lora overrides",
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
     " truncate eval_path eval_fraction bad_rows workers",
     "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
     " warmup_steps weight_decay betas z_loss label_smoothing router_loss on_spike spike_sigmas"
-    " grad_clip precision compile loss_chunk loss_kernel",
+    " grad_clip precision compile loss loss_chunk loss_kernel",
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
-    "eval": "every_steps checkpoints prompts",
+    "eval": "every_steps checkpoints prompts metrics",
     "cluster": "workers gpu instance usd_per_hour ignore_plan resources max_failures"
     " failure_window_s max_preemptions mtbf_hours collective_timeout_s address",
     "model.lora": "rank alpha rslora dora dropout targets quantize merge",

@@ -45,9 +45,11 @@ from rayapp.model import (
     hold_in_4_bits,
     init_adapters,
     init_weights,
+    load_adapters,
     load_tokenizer,
     load_weights,
     measure_compile,
+    merge_adapters,
     num_parameters,
     problems,
     resolve,
@@ -205,7 +207,7 @@ def work(rank: int, world: int, root: str) -> None:
 
 
 def adapt(mesh: Any, root: str, out: Path) -> Tensor:
-    """Export adapters with values that matter, alone and merged; return the model's loss."""
+    """Export adapters with values that matter, alone and merged; return the losses of all."""
     source = resolve(f"{root}/llama_tied")
     lora = Lora(rank=3, alpha=12, targets=("q_proj", "down_proj"))
     model = build(source.config, loss=summed_loss)
@@ -222,7 +224,20 @@ def adapt(mesh: Any, root: str, out: Path) -> Tensor:
     objective.backward()
     for parameter in model.parameters():
         assert (parameter.grad is not None) == parameter.requires_grad
-    return loss
+    return torch.stack([loss, *map(partial(reopen, mesh, f"{out}/adapter"), (True, False))])
+
+
+def reopen(mesh: Any, path: str, merge: bool) -> Tensor:
+    """Load an exported adapter on its base, or merged into it; return the model's loss."""
+    dist.barrier()  # rank 0 has written it
+    source = resolve(path)
+    assert source.adapter is not None and source.folder.url == source.base
+    model = build(source.config, loss=summed_loss)
+    if not merge:
+        add_adapters(model, source.adapter.lora)
+    load_weights(shard(model, mesh), source, "cpu")
+    (merge_adapters if merge else load_adapters)(model, source.adapter)
+    return model(**make_batch())[1]
 
 
 def failing_export(model: LanguageModel, rank: int, root: str) -> str:
@@ -604,7 +619,7 @@ def test_adapters_load_in_peft_alone_and_merged(ranks: Ranks, world: int) -> Non
         logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
     )
     for rank in ranks.results[world]:
-        torch.testing.assert_close(rank["adapters"], loss)
+        torch.testing.assert_close(rank["adapters"], loss.expand(3))  # as trained, reopened, merged
 
 
 def test_a_base_in_4_bits_is_what_bitsandbytes_holds(folder: Path, tmp_path: Path) -> None:

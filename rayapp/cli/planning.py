@@ -58,6 +58,7 @@ def plan(argv: list[str]) -> int:
             argv[number] = str(Path(word) / run_folder.CONFIG)
     config, options = arguments.read(argv, {"json": "false", "trace": "false", **OPTIONS})
     assert isinstance(config, Config | VisionConfig)
+    config = planner.with_adapters_lora(config) if isinstance(config, Config) else config
     numbers = {
         name: None if options[name].lower() == "none" else arguments.number(name, options[name])
         for name, default in OPTIONS.items()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
@@ -53,10 +53,33 @@ class Lora(Section):
         """What the method is called."""
         return f"{'rs' if self.rslora else ''}{'DoRA' if self.dora else 'LoRA'}"
 
+    @classmethod
+    def of_peft(cls, values: Mapping[str, Any]) -> Lora:
+        """Return the settings in an adapter_config.json.
+
+        Raises: KeyError, TypeError or ValueError if they are not those of a LoRA.
+        """
+        targets = values["target_modules"]
+        if isinstance(targets, str):
+            raise ValueError(f"target_modules={targets} is a pattern, not a list of names")
+        return cls(
+            rank=values["r"],
+            alpha=values["lora_alpha"],
+            dropout=values.get("lora_dropout", 0.0),
+            targets=tuple(sorted(targets)),
+        )
+
 
 class Model(Section):
     path: Text = "tiny"
-    """Hugging Face folder, s3:// folder, hub id, or a preset such as `tiny`."""
+    """Folder of a Hugging Face model or an exported adapter, here or on s3://, hub id, or a preset
+    such as `tiny`."""
+    adapter: Literal["train", "merge"] = "train"
+    """Where path is an adapter: train goes on with it, with its own `lora` settings; merge adds it
+    to its base, and trains all of that model's weights, or new adapters (`lora`)."""
+    init_from: OptionalStr = None
+    """RUN or RUN@STEP, a folder, a name in run.storage or s3://: start with the weights of that
+    run's newest usable checkpoint, or of that step; path names the same model."""
     from_scratch: bool = False
     """Start from random weights with this model's shape; a preset but `tiny` asks for it."""
     tokenizer: OptionalStr = None
@@ -214,6 +237,13 @@ class Config(RunConfig):
         "train.micro_batch",
         "train.on_spike",
         "train.spike_sigmas",
+    )
+    GROWTH: ClassVar[tuple[str, ...]] = (
+        "train.max_steps",
+        "train.epochs",
+        "train.schedule",
+        "train.decay",
+        "train.min_lr",
     )
 
     model: Model = Model()

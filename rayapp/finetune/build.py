@@ -39,11 +39,15 @@ class Parts:
 
 
 class Head:
-    """The output layer: returns (objective, loss), or while `sampling` the logits [b, V] twice."""
+    """The output layer: returns (objective, loss).
+
+    While `sampling` it returns the last position's logits [b, V] twice, while `whole` those of all
+    positions [b, S, V].
+    """
 
     def __init__(self, config: Config) -> None:
         train = config.train
-        self.sampling = False
+        self.sampling = self.whole = False
         self.loss: model.Loss = partial(
             chunked_cross_entropy,
             chunk=train.loss_chunk,
@@ -71,6 +75,11 @@ class Head:
         if self.sampling:
             assert weight is not None, "a model that computes its logits itself is not sampled"
             logits = torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
+            return logits, logits
+        if self.whole:
+            logits = hidden
+            if weight is not None:
+                logits = torch.nn.functional.linear(hidden, weight, bias)
             return logits, logits
         if self.metric_sums is not None:
             self.metric_sums += token_sums(self.metrics, hidden, weight, labels, bias)
@@ -118,7 +127,10 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         model.init_weights(lm, config.run.seed, device)
     else:
         model.load_weights(lm, source, device)
-    if lora is not None:
+    adapter, merged = source.adapter, config.model.adapter == "merge"
+    if adapter is not None:
+        (model.merge_adapters if merged else model.load_adapters)(lm, adapter)
+    if lora is not None and (adapter is None or merged):
         model.init_adapters(lm, config.run.seed)
     optimizers = make_optimizers(
         config.train.optimizer,
@@ -152,6 +164,8 @@ def exact_base(config: Config, parts: Parts, device: torch.device) -> model.Lang
     mesh = _mesh(config, device)
     model.shard(base, mesh, strategy=config.parallel.strategy, cpu_offload=True)
     model.load_weights(base, source, device)
+    if source.adapter is not None and config.model.adapter == "merge":
+        model.merge_adapters(base, source.adapter)
     return base
 
 

@@ -19,11 +19,11 @@ from rayapp.data.prepared import Prepared, load, mixed, reasons
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
-from rayapp.finetune import micro_batch, show
+from rayapp.finetune import growth, micro_batch, show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.observe.activity import Phases
-from rayapp.observe.records import Plan
+from rayapp.observe.records import Base, Plan
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order, fingerprint
@@ -49,10 +49,13 @@ def prepare(
     shape = model_shape(ready.model, config, len(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
-    order = order_of(config, prepared)
+    order = order_of(config, prepared, growth.stages_of(ready.run, prepared, config.rows_per_step))
+    growth.check_order(ready.run, prepared, order)
     parameters, trainable = count_parameters(shape, config.model.lora)
     planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
-    plan = plan_of(config, prepared, order, parameters)
+    vocabulary = shape.get_text_config().vocab_size
+    settled = replace(ready, config=config)
+    plan = plan_of(settled, prepared, order, parameters, tokenizer_url, vocabulary)
     plan["trainable_parameters"] = trainable
     ready.run.write(CONFIG, config.to_yaml().encode())
     if ready.code:
@@ -212,16 +215,16 @@ def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
     return None
 
 
-def order_of(config: Config, prepared: Prepared) -> Order:
-    """Return the order of the run's rows."""
+def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], ...] = ()) -> Order:
+    """Return the order of the run's rows; `stages` are those of a run that has grown."""
     rows, train, seed = prepared.num_rows("train"), config.train, config.run.seed
     sizes = (config.rows_per_step, config.micro_batch, seed)
     if prepared.weights:
         assert train.max_steps is not None, "the config refuses a mixture without max_steps"
         return Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
     if train.max_steps is None:
-        return Order.for_epochs(rows, *sizes, train.epochs or 1)
-    return Order.for_steps(rows, *sizes, train.max_steps)
+        return Order.for_epochs(rows, *sizes, train.epochs or 1, stages)
+    return replace(Order.for_steps(rows, *sizes, train.max_steps), stages=stages)
 
 
 def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:
@@ -237,12 +240,32 @@ def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:
     return whole, sum(p.numel() for p in lm.parameters() if p.requires_grad)
 
 
-def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> Plan:
+def base_of(ready: CheckedLanguageRun) -> Base:
+    """Return what is known of the model that the run starts from."""
+    source = ready.model
+    random = source.preset or ready.config.model.from_scratch
+    base: Base = {"name": source.base, "random": random}
+    return base if random else {**base, **model.published(source)}
+
+
+def plan_of(
+    ready: CheckedLanguageRun,
+    prepared: Prepared,
+    order: Order,
+    parameters: int,
+    tokenizer_url: str,
+    vocabulary: int,
+) -> Plan:
     """Return the fields of plan.json that do not come from the planner."""
+    config = ready.config
     return {
+        "base": base_of(ready),
+        "tokenizer": tokenizer_url,
+        "vocabulary": vocabulary,
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,
         "prepared": prepared.folders,
+        "parts": prepared.parts,
         "steps": order.num_steps,
         "rows_per_step": order.rows_per_step,
         "micro_batches_per_step": config.micro_batches_per_step,

@@ -19,6 +19,7 @@ from rayapp import hardware, model
 from rayapp.config import Config
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.build import Head, Parts, compile_gain, exact_base, make_parts
+from rayapp.finetune.exported import check_export
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
@@ -135,6 +136,8 @@ class LanguageTrainer(Trainer):
         if config.checkpoint.export:
             export(self.spec, parts, storage, self.device)
             outcome["model_path"] = (storage / MODEL).url
+            folder, control = storage / MODEL, engine.control
+            outcome["export_check"] = check_export(self.spec, parts, folder, self.device, control)
         dist.barrier(group=engine.control)
         phases.end("export")
         return outcome
@@ -235,9 +238,7 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.dev
     lora = spec.config.model.lora
     if lora is not None:
         folder = storage / (ADAPTER if lora.merge else MODEL)
-        model.export_adapters(
-            parts.lm, folder, base=spec.config.model.path, tokenizer=parts.tokenizer
-        )
+        model.export_adapters(parts.lm, folder, base=parts.source.base, tokenizer=parts.tokenizer)
     if lora is None or lora.merge:
         base = None if lora is None else exact_base(spec.config, parts, device)
         model.export(

@@ -46,6 +46,10 @@ from rayapp.storage import Storage
 MAX_FILE_BYTES = 4 * 2**30
 
 
+class WrongExport(RuntimeError):
+    """An exported folder is not the model that was trained; the message says how."""
+
+
 @dataclass
 class Group:
     """Parameters that are converted and written together, and the tensors on disk they become."""

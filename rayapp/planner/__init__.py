@@ -35,7 +35,7 @@ from rayapp.planner.advice import (
 from rayapp.planner.answer import Answer, Band, answer
 from rayapp.planner.image_question import ask_images
 from rayapp.planner.question import Question, UnknownModel, ask, counts_of
-from rayapp.planner.trained import random_weights
+from rayapp.planner.trained import random_weights, with_adapters_lora
 
 __all__ = [
     "Answer",
@@ -55,6 +55,7 @@ __all__ = [
     "scaling",
     "size_problem",
     "suggestions",
+    "with_adapters_lora",
     "with_micro_batch",
 ]
 

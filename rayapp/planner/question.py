@@ -23,7 +23,12 @@ from rayapp.planner.measured import ReadModel
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
-from rayapp.planner.trained import is_preset, read_config_json, vocabulary_of
+from rayapp.planner.trained import (
+    adapter_at,
+    is_preset,
+    read_config_json,
+    vocabulary_of,
+)
 from rayapp.presets import PRESETS, config_of
 
 
@@ -269,7 +274,8 @@ def _shape(
 
 
 def _config_json(config: Config, problems: list[str]) -> Mapping[str, Any] | None:
-    path = config.model.path
+    adapter = adapter_at(config.model.path)
+    path = config.model.path if adapter is None else adapter["base_model_name_or_path"]
     by_source = {preset.source: name for name, preset in PRESETS.items()}
     name = by_source.get(path, path)
     if is_preset(name):
