@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Any, cast
 
 from rayapp.hardware import GIB
@@ -101,6 +102,16 @@ class Answer:
     goodput: float | None = None
     reasons: list[str] = field(default_factory=list)
     """Notes: what is unknown and why, and where memory is tight."""
+
+    def _repr_html_(self) -> str:
+        rows = list[str]()
+        for name, value in self.as_dict().items():
+            if isinstance(value, dict) and "low" in value:
+                value = f"{value['value']:,.4g} ({value['low']:,.4g} to {value['high']:,.4g})"
+            if isinstance(value, str | bool | float | int):
+                rows.append(f"<tr><td>{name}</td><td>{escape(str(value))}</td></tr>")
+        notes = "".join(f"<li>{escape(reason)}</li>" for reason in self.reasons)
+        return f"<table>{''.join(rows)}</table><ul>{notes}</ul>"
 
     def as_dict(self) -> Forecast:
         """Return JSON values."""
