@@ -38,6 +38,10 @@ FROM_FILE = {  # the seed's set-ups for images
     "p4d.24xlarge": "efficientnet_b7_imagenet.yaml",
 }
 BUCKET = f"rayapp-{ACCOUNT}-{REGION}"
+SECRETS = [
+    f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:hf-AbC123",
+    f"arn:aws:ssm:{REGION}:{ACCOUNT}:parameter/mine/wandb",
+]
 GPU_METRICS = {  # of the CloudWatch agent; the seeds' list
     *("utilization_gpu", "utilization_memory", "memory_total", "memory_used", "memory_free"),
     *("clocks_current_graphics", "clocks_current_sm", "clocks_current_memory"),
@@ -86,8 +90,10 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         groups["p5"] |= {"market": "capacity-block", "reservation_id": "cr-0123456789abcdef0"}
         admins = [f"arn:aws:iam::{ACCOUNT}:role/admins"]
         cloud.variables("base", {"region": REGION})
-        cloud.variables("ecs", {**ecs, "rendered": str(rendered), "alarm_email": "a@example.com"})
+        more = {"alarm_email": "a@example.com", "secret_arns": SECRETS}
+        cloud.variables("ecs", {**ecs, "rendered": str(rendered), **more})
         eks_only = {"workers": groups, "lustre_gib": 1200, "admin_role_arns": admins, "nat": False}
+        eks_only |= more
         cloud.variables("eks", {**eks[0], **eks_only})
         with ThreadPoolExecutor(3) as pool:
             # The provider watches the bucket's lifecycle rules for a minute: others go ahead.
@@ -202,21 +208,71 @@ def test_every_node_has_all_its_fabric_adapters(cloud: Cloud) -> None:
         assert [card["DeviceIndex"] for card in cards] == [0] + [1] * (len(cards) - 1)
 
 
-def test_the_placement_group_is_on_every_group(cloud: Cloud) -> None:
+def test_the_placement_group_is_the_workers(cloud: Cloud) -> None:
+    """Mixed types in one group lack capacity; a reservation has its own place."""
     (ecs, eks) = sorted(
         group["GroupName"]
         for group in cloud.client("ec2").describe_placement_groups()["PlacementGroups"]
     )
     groups = cloud.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]
     of_ecs = [group for group in groups if group["AutoScalingGroupName"].startswith("rayapp-ecs")]
-    assert len(of_ecs) == 3 and {group["PlacementGroup"] for group in of_ecs} == {ecs}
+    placed = {group["AutoScalingGroupName"]: group.get("PlacementGroup") for group in of_ecs}
+    workers = {f"rayapp-ecs-worker-{market}" for market in ("on-demand", "spot")}
+    assert placed == {"rayapp-ecs-head": None, **dict.fromkeys(workers, ecs)}
     assert all(group["MinSize"] == 0 for group in of_ecs)
     of_eks = {
-        name: data
+        name.removeprefix("rayapp-eks-"): data.get("Placement", {}).get("GroupName")
         for name, data in launch_templates(cloud).items()
         if name.startswith("rayapp-eks")
     }
-    assert {data["Placement"]["GroupName"] for data in of_eks.values()} == {eks}
+    free = {"system": None, "p5": None}  # p5 has a capacity block
+    assert of_eks == {name.split(".")[0]: eks for name in EKS_INSTANCES} | free
+
+
+def changed(done: subprocess.CompletedProcess[str]) -> set[str]:
+    """Return the changes of attributes that a plan shows."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    return {" ".join(line.split()) for line in done.stdout.splitlines() if " -> " in line}
+
+
+def test_workers_come_back_from_idle(cloud: Cloud) -> None:
+    """What the idle alarm has set to none is what `make up-*` starts again."""
+    ecs, eks = cloud.client("ecs"), cloud.client("eks")
+    service = {"cluster": "rayapp-ecs", "service": "worker-on-demand"}
+    group = {"clusterName": "rayapp-eks", "nodegroupName": "rayapp-eks-p4d"}
+    size = eks.describe_nodegroup(**group)["nodegroup"]["scalingConfig"]
+    ecs.update_service(**service, desiredCount=0)
+    eks.update_nodegroup_config(**group, scalingConfig={**size, "desiredSize": 0})
+    try:
+        assert "~ desired_count = 0 -> 2" in changed(cloud.plan("ecs"))
+        assert f"~ desired_size = 0 -> {size['desiredSize']}" in changed(cloud.plan("eks"))
+    finally:
+        ecs.update_service(**service, desiredCount=2)
+        eks.update_nodegroup_config(**group, scalingConfig=size)
+
+
+def test_a_larger_config_changes_the_workers_alone(cloud: Cloud) -> None:
+    rendered = tfvars("ecs", ECS_INSTANCE)["workers"]
+    rendered["on-demand"] |= {"nodes": 3, "max_nodes": 3}
+    rendered |= tfvars("ecs", ECS_INSTANCE, market="spot")["workers"]
+    found = changed(cloud.plan("ecs", f"-var=workers={json.dumps(rendered)}"))
+    numbers = {"~ desired_count = 2 -> 3", "~ max_capacity = 2 -> 3", "~ max_size = 2 -> 3"}
+    assert numbers <= found
+    assert found - numbers <= {"~ maximum_scaling_step_size = 2 -> 3"}, found
+
+
+def test_nodes_let_efa_lock_memory_and_use_their_own_disks(cloud: Cloud) -> None:
+    """AL2023 locks 8 MiB at most, with which libfabric registers no buffers."""
+    for name, data in launch_templates(cloud).items():
+        script = base64.b64decode(data["UserData"]).decode()
+        (disk,) = data["BlockDeviceMappings"]
+        gpus = not name.endswith(("-head", "-system"))
+        assert (disk["Ebs"].get("Throughput"), disk["Ebs"].get("Iops")) == (
+            (1000, 6000) if gpus else (None, None)
+        ), name
+        if name.startswith("rayapp-eks"):
+            assert ("LimitMEMLOCK=infinity" in script) is gpus, name
+            assert ("strategy: RAID0" in script) is gpus, name
 
 
 def test_capacity_is_bought_as_asked(cloud: Cloud) -> None:
@@ -259,6 +315,9 @@ def test_the_dashboard_has_every_gpu(cloud: Cloud, stack: str) -> None:
         for (metric,) in widget["properties"]["metrics"]:
             pattern = r'"nvidia_smi_(\w+)" AutoScalingGroupName="([^"]+)" index="(\d+)"'
             for found in re.finditer(pattern, metric["expression"]):
+                # The agent drops `host` where it appends dimensions of its own.
+                schema = "AutoScalingGroupName,InstanceId,arch,index,name}"
+                assert f"{{rayapp-{stack},{schema}" in metric["expression"]
                 seen.add((found[2], found[1], int(found[3])))
     names = [ECS_INSTANCE, ECS_INSTANCE] if stack == "ecs" else list(EKS_INSTANCES)
     assert len(seen) == len(GPU_METRICS) * sum(instance(name).gpus for name in names)
@@ -290,8 +349,21 @@ def test_alarms_tell_and_stop(cloud: Cloud) -> None:
         (step,) = policy["StepScalingPolicyConfiguration"]["StepAdjustments"]
         assert step["ScalingAdjustment"] == 0
     arns = {policy["PolicyARN"] for policy in policies}
-    acted = {arn for alarm in idle.values() for arn in alarm["AlarmActions"]}
-    assert len(arns) == 2 and arns <= acted
+    scaling = cloud.client("autoscaling")
+    for policy in scaling.describe_policies()["ScalingPolicies"]:
+        if policy["PolicyType"] != "StepScaling":
+            continue
+        (step,) = policy["StepAdjustments"]
+        assert (policy["AdjustmentType"], step["ScalingAdjustment"]) == ("ExactCapacity", 0)
+        arns.add(policy["PolicyARN"])
+    assert len(arns) == 2 + len(EKS_INSTANCES)
+    for name, alarm in idle.items():
+        assert len(arns & set(alarm["AlarmActions"])) == 1, f"{name} stops nothing"
+    for stack, missing in (("ecs", "notBreaching"), ("eks", "breaching")):
+        head = next(alarm for alarm in alarms if alarm["AlarmName"] == f"rayapp-{stack}-head-down")
+        assert head["TreatMissingData"] == missing  # EKS's metric goes with its pod
+    told = cloud.client("sns").list_subscriptions()["Subscriptions"]
+    assert [one["Endpoint"] for one in told] == ["a@example.com"] * 2
     for group in cloud.client("logs").describe_log_groups()["logGroups"]:
         assert group["retentionInDays"] == 365 and group["kmsKeyId"], group["logGroupName"]
 
@@ -306,7 +378,15 @@ def test_the_bucket_keeps_results_and_nothing_else_reaches_them(cloud: Cloud) ->
     (tls,) = json.loads(s3.get_bucket_policy(Bucket=BUCKET)["Policy"])["Statement"]
     assert tls["Effect"] == "Deny"
     assert tls["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
-    for rule in s3.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]:
+    rules = s3.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
+    kept = {
+        rule["Filter"]["Prefix"]: rule["NoncurrentVersionExpiration"]["NoncurrentDays"]
+        for rule in rules
+        if "NoncurrentVersionExpiration" in rule
+    }
+    # A checkpoint that `checkpoint.keep` deletes is paid for one day more, and inputs can be restored.
+    assert kept == {"runs/": 1, "data/": 14, "models/": 14}
+    for rule in rules:
         # Nothing that is current ever expires: neither the newest checkpoint nor model/.
         expiration = rule.get("Expiration", {})
         assert "Days" not in expiration and "Date" not in expiration and "Transitions" not in rule
@@ -651,7 +731,25 @@ def test_ecs_may_read_the_token_and_no_task_may(cloud: Cloud) -> None:
     agents = {name: arn for name, arn in readers.items() if name.endswith(("-host", "-node"))}
     assert all(arn.endswith("/cloudwatch-agent") for arn in agents.values())
     rest = {name: arn for name, arn in readers.items() if name not in agents}
-    assert rest == {"rayapp-ecs-execution": token}
+    runs = {"rayapp-ecs-task": SECRETS[1], "rayapp-eks-run": SECRETS[1]}  # told by secret_arns
+    assert rest == {"rayapp-ecs-execution": token, **runs}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_run_may_read_the_secrets_that_it_is_told_of(cloud: Cloud, role: str) -> None:
+    """What `RAYAPP_SECRETS` refers to, where the stack's secret_arns names it."""
+    secret, parameter = SECRETS
+    calls = [
+        Call("", "secretsmanager:GetSecretValue", secret),
+        Call("", "ssm:GetParameter", parameter),
+    ]
+    assert not not_allowed(verdicts_on(cloud, role, calls))
+    others = [
+        Call("", "secretsmanager:GetSecretValue", secret.replace("hf-", "others-")),
+        Call("", "ssm:GetParameter", parameter.replace("mine", "others")),
+    ]
+    found = {verdict["result"] for verdict in verdicts_on(cloud, role, others).values()}
+    assert found == {"ImplicitlyDenied"}
 
 
 def test_no_policy_has_a_wildcard_that_is_not_argued() -> None:
@@ -705,6 +803,20 @@ def test_tasks_run_as_rendered(cloud: Cloud) -> None:
             assert {key: one[key] for key in other} == other
 
 
+def test_the_cluster_is_not_billed_for_extended_support(cloud: Cloud) -> None:
+    cluster = cloud.client("eks").describe_cluster(name="rayapp-eks")["cluster"]
+    assert cluster["upgradePolicy"] == {"supportType": "STANDARD"}
+    text = (ROOT / "infra" / "eks" / "variables.tf").read_text()
+    (until,) = re.findall(r"standard support until (\d{4}-\d\d-\d\d)", text)
+    assert cluster["version"] == "1.35" and until == "2027-03-27"
+
+
+def test_failing_nodes_are_found(cloud: Cloud) -> None:
+    """Node repair sees GPUs and EFA by its agent alone."""
+    addons = cloud.client("eks").list_addons(clusterName="rayapp-eks")["addons"]
+    assert "eks-node-monitoring-agent" in addons
+
+
 def test_pods_get_their_role(cloud: Cloud) -> None:
     eks = cloud.client("eks")
     found = eks.list_pod_identity_associations(clusterName="rayapp-eks")["associations"]
@@ -722,6 +834,9 @@ def test_pods_get_their_role(cloud: Cloud) -> None:
     [
         ("eks", {"api_cidrs": '["0.0.0.0/0"]'}, "not for everyone"),
         ("ecs", {"head_count": "2"}, "two heads"),
+        ("ecs", {"alarm_email": ""}, "alarm_email must be an address"),
+        ("eks", {"alarm_email": ""}, "alarm_email must be an address"),
+        ("eks", {"secret_arns": '["hf_token"]'}, "secret_arns must be ARNs"),
     ],
 )
 def test_what_is_not_safe_is_refused(

@@ -14,7 +14,7 @@ variable "region" {
 }
 
 variable "undelete_days" {
-  description = "Days in which a deleted or overwritten object can be brought back."
+  description = "Days in which a deleted or overwritten object of data/ and models/ can be brought back; of runs/ it is one."
   type        = number
   default     = 14
 }

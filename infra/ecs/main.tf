@@ -58,6 +58,7 @@ module "observability" {
     namespace   = "ECS/ContainerInsights"
     metric_name = "RunningTaskCount"
     dimensions  = { ClusterName = local.stack, ServiceName = "head" }
+    missing     = "notBreaching" # ECS tells 0 of a service that has no task
   }
 }
 
@@ -67,10 +68,12 @@ module "run_access" {
   key_arn           = local.key_arn
   write_prefixes    = ["runs/"]
   read_prefixes     = ["data/", "models/"]
+  secret_arns       = var.secret_arns
+  secret_key_arns   = var.secret_key_arns
   metrics_namespace = local.stack
 }
 
-# One group for head and workers alike: EFA does not cross placement groups, and neither should the rest.
+# Of workers alone: a group of several instance types lacks capacity, and a reservation has its own place.
 resource "aws_placement_group" "this" {
   name     = local.stack
   strategy = "cluster"
@@ -89,7 +92,7 @@ module "nodes" {
   max_nodes            = each.value.max_nodes
   market               = each.value.market
   reservation_id       = each.value.reservation_id
-  placement_group      = aws_placement_group.this.name
+  placement_group      = each.key == "head" || each.value.reservation_id != null ? null : aws_placement_group.this.name
   subnet_id            = module.network.subnet_id
   security_group_id    = module.network.nodes_security_group_id
   instance_profile_arn = aws_iam_instance_profile.host.arn
@@ -234,9 +237,7 @@ resource "aws_ecs_service" "worker" {
   placement_constraints {
     type = "distinctInstance"
   }
-  lifecycle {
-    ignore_changes = [desired_count] # the idle alarm and `aws ecs update-service` set it
-  }
+  # The idle alarm sets desired_count to 0; applying again brings the workers back.
   depends_on = [aws_ecs_service.head]
 }
 

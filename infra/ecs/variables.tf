@@ -44,9 +44,28 @@ variable "stalled_minutes" {
 }
 
 variable "alarm_email" {
-  description = "Who is told of alarms; null for nobody."
+  description = "Address that is told of alarms, or nobody: then they only show in CloudWatch."
   type        = string
-  default     = null
+  validation {
+    condition     = var.alarm_email == "nobody" || can(regex("^[^@ ]+@[^@ ]+$", var.alarm_email))
+    error_message = "alarm_email must be an address, or nobody: an alarm that reaches no one stops no bill."
+  }
+}
+
+variable "secret_arns" {
+  description = "Secrets and parameters that runs may read, by ARN: those of RAYAPP_SECRETS."
+  type        = list(string)
+  default     = []
+  validation {
+    condition     = alltrue([for arn in var.secret_arns : can(regex("^arn:aws[a-z-]*:(secretsmanager|ssm):", arn))])
+    error_message = "secret_arns must be ARNs of Secrets Manager or of parameters of SSM."
+  }
+}
+
+variable "secret_key_arns" {
+  description = "KMS keys of those secrets, where they are not encrypted by AWS's own."
+  type        = list(string)
+  default     = []
 }
 
 variable "budget_usd" {

@@ -39,7 +39,7 @@ module "observability" {
   key_arn            = local.key_arn
   nodes              = { for name, group in var.workers : name => { group = module.nodes[name].group, gpus = group.gpus, instance_type = group.instance_type } }
   idle_minutes       = var.idle_minutes
-  idle_actions       = {} # pods, and by them nodes, are the autoscaler's: see cluster/kuberay/components/autoscaling
+  idle_actions       = { for name, policy in aws_autoscaling_policy.idle : name => [policy.arn] }
   stalled_minutes    = var.stalled_minutes
   alarm_email        = var.alarm_email
   budget_usd         = var.budget_usd
@@ -48,6 +48,7 @@ module "observability" {
     namespace   = "ContainerInsights"
     metric_name = "service_number_of_running_pods"
     dimensions  = { ClusterName = local.stack, Namespace = "rayapp", Service = "rayapp-head-svc" }
+    missing     = "breaching" # the metric goes with its pod
   }
 }
 
@@ -57,6 +58,8 @@ module "run_access" {
   key_arn           = local.key_arn
   write_prefixes    = ["runs/"]
   read_prefixes     = ["data/", "models/"]
+  secret_arns       = var.secret_arns
+  secret_key_arns   = var.secret_key_arns
   metrics_namespace = local.stack
 }
 
@@ -101,6 +104,10 @@ resource "aws_eks_cluster" "this" {
     public_access_cidrs     = length(var.api_cidrs) > 0 ? var.api_cidrs : null
   }
 
+  upgrade_policy {
+    support_type = "STANDARD" # extended support costs 0.60 instead of 0.10 USD/h
+  }
+
   encryption_config {
     resources = ["secrets"]
     provider {
@@ -142,7 +149,7 @@ resource "aws_eks_addon" "network" {
 
 resource "aws_eks_addon" "system" {
   for_each = toset(concat(
-    ["coredns", "metrics-server", "amazon-cloudwatch-observability", "aws-ebs-csi-driver"],
+    ["coredns", "metrics-server", "amazon-cloudwatch-observability", "aws-ebs-csi-driver", "eks-node-monitoring-agent"],
     var.lustre_gib == 0 ? [] : ["aws-fsx-csi-driver"],
   ))
   cluster_name                = aws_eks_cluster.this.name
@@ -151,6 +158,7 @@ resource "aws_eks_addon" "system" {
   depends_on                  = [module.system] # they need a node to run on
 }
 
+# Of workers alone: a group of several instance types lacks capacity, and a reservation has its own place.
 resource "aws_placement_group" "this" {
   name     = local.stack
   strategy = "cluster"
@@ -171,7 +179,7 @@ module "system" {
   max_nodes          = 3
   market             = "on-demand"
   reservation_id     = null
-  placement_group    = aws_placement_group.this.name
+  placement_group    = null
   subnet_id          = module.network.subnet_id
   security_group_ids = [aws_eks_cluster.this.vpc_config[0].cluster_security_group_id, module.network.nodes_security_group_id]
   node_role_arn      = aws_iam_role.node.arn
@@ -192,14 +200,29 @@ module "nodes" {
   min_nodes          = 0
   nodes              = each.value.nodes
   max_nodes          = each.value.max_nodes
+  autoscaled         = each.value.autoscaled
   market             = each.value.market
   reservation_id     = each.value.reservation_id
-  placement_group    = aws_placement_group.this.name
+  placement_group    = each.value.reservation_id != null ? null : aws_placement_group.this.name
   subnet_id          = module.network.subnet_id
   security_group_ids = [aws_eks_cluster.this.vpc_config[0].cluster_security_group_id, module.network.nodes_security_group_id]
   node_role_arn      = aws_iam_role.node.arn
   agent_parameter    = "/${local.stack}/cloudwatch-agent"
   depends_on         = [aws_eks_addon.network, aws_iam_role_policy_attachment.node]
+}
+
+# Idle GPUs go; EKS drains their nodes, and SIGTERM saves a run that is still there. Applying again brings them back.
+# Nodes that the cluster autoscaler adds follow the pods, which Ray's autoscaler takes away.
+resource "aws_autoscaling_policy" "idle" {
+  for_each               = { for name, group in var.workers : name => group if !group.autoscaled }
+  name                   = "${local.stack}-${each.key}-idle"
+  autoscaling_group_name = module.nodes[each.key].group
+  policy_type            = "StepScaling"
+  adjustment_type        = "ExactCapacity"
+  step_adjustment {
+    metric_interval_upper_bound = 0
+    scaling_adjustment          = 0
+  }
 }
 
 data "aws_iam_policy_document" "trust" {

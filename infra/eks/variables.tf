@@ -44,9 +44,28 @@ variable "stalled_minutes" {
 }
 
 variable "alarm_email" {
-  description = "Who is told of alarms; null for nobody."
+  description = "Address that is told of alarms, or nobody: then they only show in CloudWatch."
   type        = string
-  default     = null
+  validation {
+    condition     = var.alarm_email == "nobody" || can(regex("^[^@ ]+@[^@ ]+$", var.alarm_email))
+    error_message = "alarm_email must be an address, or nobody: an alarm that reaches no one stops no bill."
+  }
+}
+
+variable "secret_arns" {
+  description = "Secrets and parameters that runs may read, by ARN: those of RAYAPP_SECRETS."
+  type        = list(string)
+  default     = []
+  validation {
+    condition     = alltrue([for arn in var.secret_arns : can(regex("^arn:aws[a-z-]*:(secretsmanager|ssm):", arn))])
+    error_message = "secret_arns must be ARNs of Secrets Manager or of parameters of SSM."
+  }
+}
+
+variable "secret_key_arns" {
+  description = "KMS keys of those secrets, where they are not encrypted by AWS's own."
+  type        = list(string)
+  default     = []
 }
 
 variable "budget_usd" {
@@ -62,9 +81,9 @@ variable "log_retention_days" {
 }
 
 variable "kubernetes_version" {
-  description = "Kubernetes minor version; one in EKS's standard support, extended support costs six times as much."
+  description = "Kubernetes minor version. 1.35 is in standard support until 2027-03-27; EKS upgrades a cluster that is older."
   type        = string
-  default     = "1.34"
+  default     = "1.35"
 }
 
 variable "api_cidrs" {
@@ -114,6 +133,7 @@ variable "workers" {
     disk_gib       = number
     nodes          = number
     max_nodes      = number
+    autoscaled     = optional(bool, false)
     market         = optional(string, "on-demand")
     reservation_id = optional(string)
   }))

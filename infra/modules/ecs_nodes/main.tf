@@ -26,6 +26,8 @@ resource "aws_launch_template" "this" {
     ebs {
       volume_size           = var.disk_gib
       volume_type           = "gp3"
+      throughput            = var.gpus > 0 ? 1000 : null # MB/s: an image of 20 GB, Ray's spilled objects
+      iops                  = var.gpus > 0 ? 6000 : null
       encrypted             = true
       delete_on_termination = true
     }

@@ -61,7 +61,7 @@ variable "reservation_id" {
 }
 
 variable "placement_group" {
-  description = "Cluster placement group."
+  description = "Cluster placement group; null for none."
   type        = string
 }
 

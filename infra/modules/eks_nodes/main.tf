@@ -5,6 +5,7 @@ resource "aws_launch_template" "this" {
   # A capacity block's type stands in the template; otherwise the node group says it.
   instance_type = var.market == "capacity-block" ? var.instance_type : null
   user_data = base64encode(templatefile("${path.module}/user_data.mime", {
+    gpus            = var.gpus
     agent_parameter = var.agent_parameter
   }))
 
@@ -19,6 +20,8 @@ resource "aws_launch_template" "this" {
     ebs {
       volume_size           = var.disk_gib
       volume_type           = "gp3"
+      throughput            = var.gpus > 0 ? 1000 : null # MB/s: an image of 20 GB, Ray's spilled objects
+      iops                  = var.gpus > 0 ? 6000 : null
       encrypted             = true
       delete_on_termination = true
     }
@@ -65,7 +68,51 @@ resource "aws_launch_template" "this" {
   }
 }
 
+# Applying sets the number of nodes: the idle alarm sets it to 0.
 resource "aws_eks_node_group" "this" {
+  count           = var.autoscaled ? 0 : 1
+  cluster_name    = var.cluster
+  node_group_name = var.name
+  node_role_arn   = var.node_role_arn
+  subnet_ids      = [var.subnet_id]
+  ami_type        = var.gpus > 0 ? "AL2023_x86_64_NVIDIA" : "AL2023_x86_64_STANDARD"
+  capacity_type   = { on-demand = "ON_DEMAND", spot = "SPOT", capacity-block = "CAPACITY_BLOCK" }[var.market]
+  instance_types  = var.market == "capacity-block" ? null : [var.instance_type]
+  labels          = { "rayapp/group" = var.group }
+
+  launch_template {
+    id      = aws_launch_template.this.id
+    version = aws_launch_template.this.latest_version
+  }
+
+  scaling_config {
+    min_size     = var.min_nodes
+    desired_size = var.nodes
+    max_size     = var.max_nodes
+  }
+
+  update_config {
+    max_unavailable = 1
+  }
+
+  # A node whose GPU or EFA fails is replaced by EKS.
+  node_repair_config {
+    enabled = true
+  }
+
+  dynamic "taint" {
+    for_each = var.gpus > 0 ? ["nvidia.com/gpu"] : []
+    content {
+      key    = taint.value
+      value  = "true"
+      effect = "NO_SCHEDULE"
+    }
+  }
+}
+
+# The same, but the cluster autoscaler sets the number of nodes; which attributes are ignored cannot depend on a variable.
+resource "aws_eks_node_group" "autoscaled" {
+  count           = var.autoscaled ? 1 : 0
   cluster_name    = var.cluster
   node_group_name = var.name
   node_role_arn   = var.node_role_arn
@@ -105,6 +152,6 @@ resource "aws_eks_node_group" "this" {
   }
 
   lifecycle {
-    ignore_changes = [scaling_config[0].desired_size] # the cluster autoscaler, or `aws eks update-nodegroup-config`
+    ignore_changes = [scaling_config[0].desired_size] # the cluster autoscaler's
   }
 }

@@ -42,8 +42,14 @@ variable "min_nodes" {
   type        = number
 }
 
+variable "autoscaled" {
+  description = "Whether the cluster autoscaler sets the number of nodes."
+  type        = bool
+  default     = false
+}
+
 variable "nodes" {
-  description = "Nodes at first."
+  description = "Nodes; at first, where they are autoscaled."
   type        = number
 }
 

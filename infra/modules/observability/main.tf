@@ -99,7 +99,7 @@ resource "aws_cloudwatch_dashboard" "this" {
             title  = "${name} (${local.gpu_nodes[name].instance_type}): ${local.gpu_metrics[metric]}"
             region = local.region, view = "timeSeries", period = 60, stat = "Average"
             metrics = [for gpu in range(local.gpu_nodes[name].gpus) : [{
-              expression = "SEARCH('{${var.name},AutoScalingGroupName,InstanceId,arch,host,index,name} MetricName=\"nvidia_smi_${metric}\" AutoScalingGroupName=\"${local.gpu_nodes[name].group}\" index=\"${gpu}\"', 'Average', 60)"
+              expression = "SEARCH('{${var.name},AutoScalingGroupName,InstanceId,arch,index,name} MetricName=\"nvidia_smi_${metric}\" AutoScalingGroupName=\"${local.gpu_nodes[name].group}\" index=\"${gpu}\"', 'Average', 60)"
               id         = "gpu${gpu}"
               label      = "GPU ${gpu}"
             }]]
@@ -137,7 +137,7 @@ resource "aws_sns_topic_policy" "alarms" {
 }
 
 resource "aws_sns_topic_subscription" "email" {
-  count     = var.alarm_email == null ? 0 : 1
+  count     = var.alarm_email == "nobody" ? 0 : 1
   topic_arn = aws_sns_topic.alarms.arn
   protocol  = "email"
   endpoint  = var.alarm_email
@@ -224,7 +224,7 @@ resource "aws_cloudwatch_metric_alarm" "head" {
   evaluation_periods  = 5
   comparison_operator = "LessThanThreshold"
   threshold           = 1
-  treat_missing_data  = "notBreaching" # no cluster, or none yet
+  treat_missing_data  = var.head_running.missing
   alarm_actions       = [aws_sns_topic.alarms.arn]
 }
 

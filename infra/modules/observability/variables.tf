@@ -18,11 +18,12 @@ variable "nodes" {
 }
 
 variable "head_running" {
-  description = "Metric that is 1 while the Ray head runs."
+  description = "Metric that is 1 while the Ray head runs, and what its absence means to an alarm."
   type = object({
     namespace   = string
     metric_name = string
     dimensions  = map(string)
+    missing     = string
   })
 }
 
@@ -42,7 +43,7 @@ variable "stalled_minutes" {
 }
 
 variable "alarm_email" {
-  description = "Who is told; null for nobody."
+  description = "Who is told; nobody for nobody."
   type        = string
 }
 

@@ -1,5 +1,13 @@
 # What a run may do, on ECS (task role) and EKS (pod identity) alike: read data and models, read and write
-# its own prefix, publish metrics of its own namespace. Nothing else.
+# its own prefix, publish metrics of its own namespace, read the secrets that it is told of. Nothing else.
+locals {
+  secrets = {
+    Secrets    = { action = "secretsmanager:GetSecretValue", arns = [for arn in var.secret_arns : arn if strcontains(arn, ":secretsmanager:")] }
+    Parameters = { action = "ssm:GetParameter", arns = [for arn in var.secret_arns : arn if strcontains(arn, ":ssm:")] }
+    SecretKeys = { action = "kms:Decrypt", arns = var.secret_key_arns }
+  }
+}
+
 data "aws_iam_policy_document" "this" {
   #checkov:skip=CKV_AWS_356:PutMetricData has no resources; its namespace is fixed by a condition
   #checkov:skip=CKV_AWS_111:PutMetricData has no resources; its namespace is fixed by a condition
@@ -34,6 +42,14 @@ data "aws_iam_policy_document" "this" {
     sid       = "Key"
     actions   = ["kms:Decrypt", "kms:GenerateDataKey"]
     resources = [var.key_arn]
+  }
+  dynamic "statement" {
+    for_each = { for sid, each in local.secrets : sid => each if length(each.arns) > 0 }
+    content {
+      sid       = statement.key
+      actions   = [statement.value.action]
+      resources = statement.value.arns
+    }
   }
   statement {
     sid       = "Metrics"

@@ -26,6 +26,16 @@ variable "read_prefixes" {
   }
 }
 
+variable "secret_arns" {
+  description = "Secrets and parameters that runs may read."
+  type        = list(string)
+}
+
+variable "secret_key_arns" {
+  description = "KMS keys of those secrets."
+  type        = list(string)
+}
+
 variable "metrics_namespace" {
   description = "CloudWatch namespace that runs may publish to."
   type        = string

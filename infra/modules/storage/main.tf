@@ -51,7 +51,7 @@ data "aws_iam_policy_document" "key" {
 }
 
 resource "aws_kms_key" "this" {
-  description             = "${var.name}: results, images, logs, disks and the Ray token"
+  description             = "${var.name}: results, images, logs and the Ray token"
   enable_key_rotation     = true
   deletion_window_in_days = 30 # without the key the results are lost
   policy                  = data.aws_iam_policy_document.key.json
@@ -128,20 +128,26 @@ resource "aws_s3_bucket_policy" "results" {
 }
 
 # What a run keeps is current, and nothing here expires a current object: neither the newest checkpoint nor
-# model/. Old checkpoints are deleted by the run itself (checkpoint.keep); their versions go after some days.
+# model/. Old checkpoints are deleted by the run itself (checkpoint.keep); their versions, which are paid for like
+# current objects, go the next day. S3 counts in whole days.
 resource "aws_s3_bucket_lifecycle_configuration" "results" {
   bucket     = aws_s3_bucket.results.id
   depends_on = [aws_s3_bucket_versioning.results]
 
-  rule {
-    id     = "deleted-checkpoints"
-    status = "Enabled"
-    filter {}
-    noncurrent_version_expiration {
-      noncurrent_days = var.undelete_days
-    }
-    expiration {
-      expired_object_delete_marker = true
+  dynamic "rule" {
+    for_each = { "runs/" = 1, "data/" = var.undelete_days, "models/" = var.undelete_days }
+    content {
+      id     = "deleted-${trimsuffix(rule.key, "/")}"
+      status = "Enabled"
+      filter {
+        prefix = rule.key
+      }
+      noncurrent_version_expiration {
+        noncurrent_days = rule.value
+      }
+      expiration {
+        expired_object_delete_marker = true
+      }
     }
   }
 

@@ -4,7 +4,7 @@ variable "name" {
 }
 
 variable "undelete_days" {
-  description = "Days in which a deleted or overwritten object can be brought back."
+  description = "Days in which a deleted or overwritten object of data/ and models/ can be brought back; of runs/ it is one."
   type        = number
   validation {
     condition     = var.undelete_days >= 1
