@@ -246,7 +246,7 @@ def test_the_words_of_a_refusal(field: str, value: Any, start: str) -> None:
         ("trian.lr", "Did you mean train?"),
         ("chekpoint.keep", "Did you mean checkpoint?"),
         ("model.lora.rnk", "Did you mean model.lora.rank?"),
-        ("eval.zzzzz", "Set one of every_steps, checkpoints, prompts"),
+        ("eval.zzzzz", "Set one of every_steps, checkpoints, prompts, metrics"),
         ("zzzzz", "Set one of run, model, data, train, parallel, checkpoint, eval, cluster"),
     ],
 )
@@ -428,7 +428,7 @@ def test_every_other_field_makes_a_difference() -> None:
             continue
         new = copy.deepcopy(old)
         vars(getattr(new, section))[name] = None if getattr(getattr(new, section), name) else 1
-        others = ("run.storage", "run.trackers", "data.workers", "train.micro_batch")
+        others = ("run.storage", "run.trackers", "run.hooks", "data.workers", "train.micro_batch")
         others += ("train.on_spike", "train.spike_sigmas")
         free = section in ("cluster", "checkpoint") or field in others
         assert bool(differences(old, new)) != free, field

@@ -672,7 +672,7 @@ def test_a_result_has_rays_names(tmp_path: Path) -> None:
 
 def test_runs_of_a_folder(tmp_path: Path) -> None:
     for name in ("b", "a"):
-        folder = RunFolder(open_storage(f"{tmp_path}/{name}"), name, steps=2)
+        folder = RunFolder(open_storage(str(tmp_path)), name, steps=2)
         folder.train(2)
         folder.end("done")
     (tmp_path / "other").mkdir()
