@@ -51,9 +51,9 @@ def ours(path: str, kind: str, tokenizer_url: str, folder: str) -> dict[str, flo
     start = time.process_time()
     units = sources.units(recipe.source, 0.0)
     for index, unit in enumerate(units):
-        prepare.prepare_unit(recipe, folder, "train", index, unit)
+        prepare.prepare_unit(recipe, folder, recipe.fingerprint, "train", index, unit)
     seconds = time.process_time() - start
-    storage = open_storage(folder)
+    storage = open_storage(folder) / recipe.fingerprint
     made = [
         json.loads(storage.read(f"unit-{i:05d}.json"))["counts"]["train"] for i in range(len(units))
     ]

@@ -18,10 +18,11 @@ from pathlib import Path
 from mutated import NO_END, PASSED, Mutation, Verdict, copy_of_checkout, tested, tried
 from mutations_of_checkpoints import CHECKPOINTS
 from mutations_of_driver import DRIVER
+from mutations_of_reference import REFERENCE
 from mutations_of_rows import ROWS
 from mutations_of_training import TRAINING
 
-MUTATIONS = (*TRAINING, *CHECKPOINTS, *ROWS, *DRIVER)
+MUTATIONS = (*TRAINING, *CHECKPOINTS, *ROWS, *DRIVER, *REFERENCE)
 WIDTH = max(len(mutation.name) for mutation in MUTATIONS) + 2
 LEAST_S, LONGER = 60.0, 4.0
 BASELINE_S = 1200.0

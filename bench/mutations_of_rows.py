@@ -9,7 +9,8 @@ SEQUENCE, BIJECTION, SHARES, DIGEST = (
 )
 PACKING, DATA_ROWS, STREAM = (f"rayapp/data/{name}.py" for name in ("packing", "rows", "stream"))
 CHAT, DOCUMENTS, PREPARE = (f"rayapp/data/{name}.py" for name in ("chat", "documents", "prepare"))
-RECIPE = "rayapp/data/recipe.py"
+RECIPE, TOKENISING = "rayapp/data/recipe.py", "rayapp/data/tokenising.py"
+SECTIONS, TOKEN_STORE = "rayapp/data/sections.py", "rayapp/data/token_store.py"
 READING = "rayapp/data/sources/reading.py"
 S3_CLIENT = "rayapp/storage/s3_client.py"
 OF_INPUTS = "tests/test_storage_inputs.py -k 'moto and (version or just_written)'"
@@ -42,7 +43,7 @@ ROWS = (
     Mutation(
         "last-step-is-filled-up",
         SEQUENCE,
-        "positions = positions[: np.searchsorted(positions, self.total_rows)]",
+        "positions = positions[: np.searchsorted(positions, limit)]",
         "pass",
         OF_ORDER,
     ),
@@ -85,15 +86,15 @@ ROWS = (
     Mutation(
         "label-lost-at-a-cut",
         PACKING,
-        "labels[row, here] = targets[start + 1 : start + 1 + length]",
-        "labels[row, place : place + length - 1] = targets[start + 1 : start + length]",
+        "labels[row, here] = some[:-1], some[1:]",
+        "labels[row, place : place + length - 1] = some[:-1], some[1:-1]",
         "tests/test_data_packing.py",
     ),
     Mutation(
         "bytes-of-inputs",
         PACKING,
-        "np.stack([starts + 1, starts + 1 + lengths], axis=1)",
-        "np.stack([starts, starts + lengths], axis=1)",
+        "= bears_loss[targets], num_bytes[targets]",
+        "= bears_loss[targets], num_bytes[start : start + length]",
         "tests/test_data_packing.py",
     ),
     Mutation(
@@ -106,8 +107,8 @@ ROWS = (
     Mutation(
         "documents-of-a-row-are-one",
         PACKING,
-        "segment = np.arange(len(row_of)) - first + 1",
-        "segment = np.ones_like(row_of)",
+        "numbers = np.arange(len(row_of)) - head + 1",
+        "numbers = np.ones_like(row_of)",
         "tests/test_data_packing.py",
     ),
     Mutation(
@@ -184,15 +185,15 @@ ROWS = (
     Mutation(
         "held-out-by-process",
         READING,
-        'drawn = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")',
-        "drawn = hash(content) % 2**64",
+        'return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")',
+        "return hash(content) % 2**64",
         "tests/test_data_sources.py -k held_out_share",
     ),
     Mutation(
         "copies-on-both-sides",
-        PREPARE,
-        "content = content_of(record.value, recipe.kind) if piece.split",
-        "content = json.dumps(record.value).encode() if piece.split",
+        TOKENISING,
+        "sources.drawn_of(content_of(record.value, recipe.kind))",
+        "sources.drawn_of(repr(record.value).encode())",
         OF_PREPARE,
     ),
     Mutation(
@@ -205,9 +206,59 @@ ROWS = (
     Mutation(
         "torn-shards-are-used",
         PREPARE,
-        'sizes.get(name) == summary["counts"][split]["rows"] * row_bytes',
+        'sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(name, seq_len)',
         "name in sizes",
         OF_PREPARE,
+    ),
+    Mutation(
+        "a-turn-is-forged",
+        "rayapp/data/control.py",
+        "return found.sub(lambda m: m[0][0] + MARK + m[0][1:], value) if found else value",
+        "return value",
+        "tests/test_data_control.py",
+    ),
+    Mutation(
+        "rows-are-not-checked",
+        DATA_ROWS,
+        "if len(checksum) and xxh3_64_intdigest(plain.data) !=",
+        "if not len(checksum) and xxh3_64_intdigest(plain.data) !=",
+        "tests/test_data_stream.py -k 'changed_bit and folder'",
+    ),
+    # ---- Tokens
+    Mutation(
+        "tokens-of-another-tokenizer",
+        RECIPE,
+        '                "tokenizer": self.tokenizer_digest,\n                "version": [',
+        '                "version": [',
+        "tests/test_data_prepare.py -k other_tokens",
+    ),
+    Mutation(
+        "a-unit-takes-whole-cells",
+        PREPARE,
+        "if not by_place or piece.start <= record.place < piece.end:",
+        "if True:",
+        "tests/test_data_prepare.py -k 'first_version and jsonl'",
+    ),
+    Mutation(
+        "tokens-are-not-checked",
+        SECTIONS,
+        "if not packed or xxh3_64_intdigest(packed) != checksum:",
+        "if not packed:",
+        "tests/test_data_sections.py -k bit",
+    ),
+    Mutation(
+        "a-claim-is-not-waited-for",
+        TOKEN_STORE,
+        "            self._wait(name)\n            yield False",
+        "            yield True",
+        "tests/test_data_token_store.py -k 'folder and two_that_want'",
+    ),
+    Mutation(
+        "prune-takes-blocks-in-use",
+        "rayapp/cli/space.py",
+        "if e.name not in needed and e.modified_s < before_s",
+        "if e.modified_s < before_s",
+        "tests/test_cli_space.py -k unfinished",
     ),
     # ---- Inputs on S3
     Mutation(

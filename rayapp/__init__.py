@@ -13,25 +13,55 @@ The names are resolved when they are asked for, so that `import rayapp` costs no
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayapp.config import Config, ConfigError, load
+    from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, load
     from rayapp.generation import generate
-    from rayapp.jobs.find import job
+    from rayapp.jobs import JobError
+    from rayapp.jobs.find import job, runs
     from rayapp.jobs.handle import Job, submit
     from rayapp.jobs.results import Result
-    from rayapp.planner import plan
+    from rayapp.observe.hooks import Hook
+    from rayapp.observe.status import NoRun, Progress
+    from rayapp.planner import Answer
+    from rayapp.train.planning import plan
 
 _HOMES = {
+    "Answer": "rayapp.planner",
     "Config": "rayapp.config",
     "ConfigError": "rayapp.config",
-    "generate": "rayapp.generation",
+    "Hook": "rayapp.observe.hooks",
     "Job": "rayapp.jobs.handle",
+    "JobError": "rayapp.jobs",
+    "NoRun": "rayapp.observe.status",
+    "Progress": "rayapp.observe.status",
     "Result": "rayapp.jobs.results",
+    "RunConfig": "rayapp.config",
+    "VisionConfig": "rayapp.config",
+    "generate": "rayapp.generation",
     "job": "rayapp.jobs.find",
     "load": "rayapp.config",
-    "plan": "rayapp.planner",
+    "plan": "rayapp.train.planning",
+    "runs": "rayapp.jobs.find",
     "submit": "rayapp.jobs.handle",
 }
-__all__ = ["Config", "ConfigError", "Job", "Result", "generate", "job", "load", "plan", "submit"]
+__all__ = [
+    "Answer",
+    "Config",
+    "ConfigError",
+    "Hook",
+    "Job",
+    "JobError",
+    "NoRun",
+    "Progress",
+    "Result",
+    "RunConfig",
+    "VisionConfig",
+    "generate",
+    "job",
+    "load",
+    "plan",
+    "runs",
+    "submit",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -43,4 +73,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted(__all__)

@@ -22,6 +22,9 @@ Runs
   stop       have a run save and leave
   report     report.html of a run, or one page that compares several
   generate   let a run's model write
+  du         what runs, rows and tokens take in a storage
+  rm         remove a run
+  prune      remove rows and tokens that no run needs
 
 `rayapp COMMAND --help` shows the options of a command, `rayapp --version` the version, `rayapp
 completion bash` (or zsh) a script that completes commands and fields. `python -m rayapp COMMAND`

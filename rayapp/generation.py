@@ -11,9 +11,7 @@ copied to a temporary folder first.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,13 +23,13 @@ from rayapp.config import ConfigError
 from rayapp.observe import status
 from rayapp.observe.records import Sections
 from rayapp.observe.run_folder import CONFIG, MODEL
-from rayapp.storage import Readable, Storage, open_storage
+from rayapp.storage import Storage, open_storage
+from rayapp.storage.inputs import local_copy
 
 if TYPE_CHECKING:
     import torch
 
 WHOLE, ADAPTER = "config.json", "adapter_config.json"
-COPY_BYTES = 8 * 2**20
 
 Message: TypeAlias = dict[str, str]
 
@@ -199,7 +197,7 @@ def load(run: str) -> Loaded:
 
     transformers.logging.disable_progress_bar()
     with ExitStack() as stack:
-        path = _local(folder, stack)
+        path = local_copy(folder, stack)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         if adapter:
             model = _adapted(run, path, stack)
@@ -260,25 +258,11 @@ def _adapted(run: str, path: str, stack: ExitStack) -> Any:
                 "drawn when the run began. Train adapters on a model folder"
             ]
         )
-    whole = _local(source.storage, stack)
+    whole = local_copy(source.storage, stack)
     hf = transformers.AutoModelForCausalLM.from_pretrained(
         whole, dtype="auto", trust_remote_code=False
     )
     return peft.PeftModel.from_pretrained(hf, path)
-
-
-def _local(folder: Readable, stack: ExitStack) -> str:
-    """Return a path on this machine's disk: the folder itself, or a temporary copy of it."""
-    path = folder.local_path("")
-    if path is not None:
-        return path
-    copy = stack.enter_context(tempfile.TemporaryDirectory())
-    for entry in folder.list():
-        target = Path(copy, entry.name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with folder.open_read(entry.name) as source, open(target, "wb") as out:
-            shutil.copyfileobj(source, out, COPY_BYTES)
-    return copy
 
 
 def _stream(

@@ -34,6 +34,7 @@ LONG = (
     "test_ray_job.py",
     "test_finetune_build.py",
     "test_train_loop.py",
+    "test_reference.py",
     "test_vision.py",
     "test_preflight.py",
     "test_generation.py",
@@ -45,6 +46,7 @@ APART = (
     "test_examples.py",
     "test_finetune.py",
     "test_ray_job.py",
+    "test_reference.py",
     "test_vision_drills.py",
 )
 

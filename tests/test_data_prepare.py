@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import corpora
 import numpy as np
 import pytest
 from test_data_stream import ray_cluster  # noqa: F401  a fixture
@@ -24,10 +25,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
-from rayapp.data import prepare, sources, tokens, unit_rows
+from rayapp.data import prepare, sources, spool, tokenising, tokens, unit_rows
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
-from rayapp.data.prepared import Prepared
+from rayapp.data.prepared import BLOCKS, USED, Prepared
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting
@@ -90,7 +91,7 @@ def make(recipe: RowRecipe, root: Storage, only: slice = slice(None)) -> Storage
     """Prepare units here, one after the other, as the tasks do; return the folder."""
     storage = root / recipe.fingerprint
     for index, (origin, unit) in list(enumerate(jobs_of(recipe)))[only]:
-        prepare.prepare_unit(recipe, storage.url, origin, index, unit)
+        prepare.prepare_unit(recipe, root.url, recipe.fingerprint, origin, index, unit)
     return storage
 
 
@@ -102,9 +103,9 @@ def here(recipe: RowRecipe, path: Path) -> Prepared:
 
 
 def contents(storage: Storage) -> dict[str, bytes]:
-    """Return all files but the manifest, which names its own place."""
-    names = [entry.name for entry in storage.list()]
-    return {name: storage.read(name) for name in names if name != "manifest.json"}
+    """Return all files but the manifest, which names its own place, and the time of use."""
+    names = {entry.name for entry in storage.list()} - {"manifest.json", USED, BLOCKS}
+    return {name: storage.read(name) for name in sorted(names)}
 
 
 # ---- The ledger --------------------------------------------------------------------------------
@@ -121,9 +122,9 @@ def expected_documents(recipe: RowRecipe) -> dict[str, list[Document]]:
             for record in sources.read_piece(source, piece):
                 document, problem = renderer.document(record.value)
                 assert document is not None, problem
-                content = content_of(record.value, recipe.kind)
+                drawn = sources.drawn_of(content_of(record.value, recipe.kind))
                 fraction = recipe.eval_fraction
-                held_out = origin == "eval" or sources.is_eval(piece, content, fraction)
+                held_out = origin == "eval" or sources.is_eval(piece, drawn, fraction)
                 found["eval" if held_out else "train"].append(document)
     return found
 
@@ -368,9 +369,9 @@ def test_shards_that_were_truncated_or_lost_are_made_again(
     prepared = here(recipe, tmp_path / "out")
     storage = open_storage(prepared.url)
     expected = contents(storage)
-    for name in ("train-00000.bin", "train-00002.bin"):
+    for name in ("train-00000.rows", "train-00002.rows"):
         storage.write(name, expected[name][:-7])
-    storage.delete("train-00003.bin")
+    storage.delete("train-00003.rows")
     again = prepare.prepare(recipe, open_storage(str(tmp_path / "out")))
     assert again == prepared and contents(storage) == expected
 
@@ -454,8 +455,10 @@ def test_a_stream_is_packed_in_windows_and_keeps_every_document(
     (tmp_path / name).write_bytes(data)
     monkeypatch.setattr(unit_rows, "WINDOW_TOKENS", 250)
     packed = []
-    pack = unit_rows._pack
-    monkeypatch.setattr(unit_rows, "_pack", lambda *a: (packed.append(len(a[0])), pack(*a))[1])
+    lay_out = unit_rows.lay_out
+    monkeypatch.setattr(
+        unit_rows, "lay_out", lambda *a, **k: (packed.append(len(a[0])), lay_out(*a, **k))[1]
+    )
     recipe = replace(recipe, source=sources.find(str(tmp_path / name)))
     prepared = here(recipe, tmp_path / "out")
     assert len(jobs_of(recipe)) == 1 and len(packed) > 8 and max(packed) < 60
@@ -487,7 +490,7 @@ def test_a_file_that_breaks_off_ends_the_preparation_by_name(
 def test_large_records_are_tokenised_few_at_a_time(
     recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "BATCH_SIZE", 1000)
+    monkeypatch.setattr(tokenising, "BATCH_SIZE", 1000)
     sizes = [400, 1, 400, 400, 5000, 400, *[2] * 40]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
     values = [{"messages": [turns[0], {**turns[1], "content": "x" * size}]} for size in sizes]
@@ -531,6 +534,173 @@ def test_a_part_that_ends_every_process_is_tried_a_few_times_and_named(
         "there, or leave them out"
     )
     assert log.read_text() == "x" * 4
+
+
+# ---- Tokens are made once ----------------------------------------------------------------------
+
+FIRST_ROWS = {  # digests of the rows that the first version made, by corpus and most units
+    ("jsonl", 4096): "91b5774ed0d2f2de",
+    ("text", 4096): "d2422767b500ab5e",
+    ("one", 4096): "70d08ae03703073e",
+    ("gz", 4096): "f628a8841abea2e4",
+    ("csv", 4096): "40bb3c50a086e18d",
+    ("parquet", 4096): "9c72704d3328f5c1",
+    ("prompt", 4096): "ff87b93bb95f806d",
+    ("chat", 4096): "5576f340f80dd78e",
+    ("jsonl", 3): "b94ef493fe75ab3f",
+    ("text", 3): "f168ceae5e14e751",
+    ("one", 3): "b56acbeece06d55e",
+    ("gz", 3): "f628a8841abea2e4",
+    ("csv", 3): "40bb3c50a086e18d",
+    ("parquet", 3): "3ed95c0552a453c3",
+    ("prompt", 3): "9fdc324c1d866e9d",
+    ("chat", 3): "06ed16f08b50e0b1",
+}
+
+
+@pytest.mark.parametrize(("name", "most"), FIRST_ROWS)
+def test_rows_are_those_of_the_first_version(
+    recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    monkeypatch.setattr(cutting, "MAX_UNITS", most)
+    source = sources.find(corpora.write(tmp_path / name, name))
+    kind = name if name in ("prompt", "chat") else "text"
+    recipe = replace(recipe, source=source, kind=kind)
+    prepared = here(recipe, tmp_path / "out")
+    assert corpora.rows_digest(open_storage(prepared.url), 10 * S + 4) == FIRST_ROWS[name, most]
+    if name == "jsonl":
+        places = [place for place, _ in prepared.examples]
+        assert places == [f"{tmp_path}/jsonl/0.jsonl:{n}" for n in (31, 32, 33, 34)]
+
+
+@pytest.mark.parametrize("name", ["jsonl", "gz", "chat"])
+def test_rows_that_are_written_in_windows_from_a_spool_are_the_same(
+    recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = sources.find(corpora.write(tmp_path / name, name))
+    recipe = replace(recipe, source=source, kind="chat" if name == "chat" else "text")
+    whole = here(recipe, tmp_path / "out")
+    monkeypatch.setattr(spool, "SPOOL_TOKENS", 50)
+    monkeypatch.setattr(unit_rows, "WINDOW_BYTES", 3 * (10 * S + 4))
+    files: list[int] = []
+    made = spool.FileSlices.__init__
+    monkeypatch.setattr(spool.FileSlices, "__init__", lambda *a: (files.append(1), made(*a))[1])
+    again = here(recipe, tmp_path / "again")
+    assert contents(open_storage(again.url)) == contents(open_storage(whole.url)) and files
+
+
+def test_shards_without_checksums_are_read_and_gone_on_with(
+    recipe: RowRecipe, tmp_path: Path
+) -> None:
+    """Two units of an earlier version, and the others of this one."""
+    whole = here(recipe, tmp_path / "out")
+    root = open_storage(str(tmp_path / "earlier"))
+    storage = make(recipe, root)
+    row_bytes = 10 * S + 4
+    for index in range(2):
+        name = f"unit-{index:05d}.json"
+        text = storage.read(name).decode().replace(".rows", ".bin")
+        for shard in json.loads(text)["shards"].values():
+            stored = np.frombuffer(storage.read(shard.replace(".bin", ".rows")), np.uint8)
+            plain = stored.reshape(-1, row_bytes + 8)[:, :row_bytes]
+            storage.write(shard, plain.tobytes())
+            storage.delete(shard.replace(".bin", ".rows"))
+        storage.write(name, text.encode())
+    found = prepare.prepare(recipe, root)
+    names = [name for name, _ in found.shards["train"]]
+    assert names[:3] == ["train-00000.bin", "train-00001.bin", "train-00002.rows"]
+    ids = np.arange(whole.num_rows("train"))
+    assert (found.rows("train").read(ids) == whole.rows("train").read(ids)).all()
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of records of each call of the tokenizer."""
+    calls: list[int] = []
+    made = Renderer.documents
+    monkeypatch.setattr(
+        Renderer, "documents", lambda self, v: (calls.append(len(v)), made(self, v))[1]
+    )
+    return calls
+
+
+@pytest.mark.parametrize("name", ["jsonl", "text", "gz", "parquet"])
+def test_other_rows_of_the_same_documents_take_their_tokens(
+    recipe: RowRecipe, tmp_path: Path, tokenised: list[int], name: str
+) -> None:
+    folder = Path(corpora.write(tmp_path / name, name))
+    recipe = replace(recipe, source=sources.find(str(folder)))
+    here(recipe, tmp_path / "out")
+    whole = sum(tokenised)
+    for changed in (
+        {"seq_len": 32},
+        {"eval_fraction": 0.3},
+        {"truncate": True},
+        {"pack": False},
+        {"pad_id": 3},
+        {"eval_fraction": 0.0, "eval_source": recipe.source},
+    ):
+        tokenised.clear()
+        other = replace(recipe, **changed)
+        assert here(other, tmp_path / "out").url.endswith(other.fingerprint)
+        assert not tokenised, changed
+        here(other, tmp_path / f"alone {other.fingerprint}")
+        alone = contents(
+            open_storage(str(tmp_path / f"alone {other.fingerprint}")) / other.fingerprint
+        )
+        assert contents(open_storage(str(tmp_path / "out")) / other.fingerprint) == alone
+    tokenised.clear()
+    last = sorted(folder.iterdir())[-1]
+    renamed = last.rename(folder / f"renamed {last.name}")
+    here(replace(recipe, source=sources.find(str(folder))), tmp_path / "out")
+    assert not tokenised
+    if name in ("jsonl", "text"):
+        added = renamed.read_bytes().replace(b"b", b"_")
+        (folder / f"added {last.name}").write_bytes(added)
+        here(replace(recipe, source=sources.find(str(folder))), tmp_path / "out")
+        assert 0 < sum(tokenised) < whole / 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokenizer_digest": "other"},
+        {"kind": "prompt"},
+        {"columns": {"text": "id"}},
+        {"version": 9},
+    ],
+)
+def test_other_tokens_are_made_anew(
+    recipe: RowRecipe, tmp_path: Path, tokenised: list[int], changed: dict[str, Any]
+) -> None:
+    here(recipe, tmp_path / "out")
+    tokenised.clear()
+    here(replace(recipe, **changed), tmp_path / "out")
+    assert tokenised
+
+
+def test_a_unit_that_was_cut_off_takes_the_blocks_that_are_there(
+    recipe: RowRecipe, tmp_path: Path, tokenised: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "MAX_UNITS", 2)
+    expected = here(recipe, tmp_path / "expected")
+    whole = sum(tokenised)
+    tokenised.clear()
+    made = prepare.tokenised
+
+    def dies(*given: Any) -> Any:
+        if len(tokenised) >= 3:
+            raise KeyboardInterrupt
+        return made(*given)
+
+    monkeypatch.setattr(prepare, "tokenised", dies)
+    root = open_storage(str(tmp_path / "out"))
+    with pytest.raises(KeyboardInterrupt):
+        make(recipe, root)
+    monkeypatch.setattr(prepare, "tokenised", made)
+    again = here(recipe, tmp_path / "out")
+    assert again.counts == expected.counts and sum(tokenised) == whole
+    assert contents(open_storage(again.url)) == contents(open_storage(expected.url))
 
 
 # ---- Fingerprints ------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayapp.data import sources
-from rayapp.data.sources import DataSource, Record, SourceError, cutting, hub, reading
+from rayapp.data.sources import DataSource, Record, SourceError, cutting, hub, reading, streams
+from rayapp.data.sources.records import opened
 from rayapp.storage import open_storage
 
 FILES = {  # of a folder with all that a folder may hold beside the data
@@ -286,7 +289,7 @@ def test_the_last_bytes_of_one_text_file_are_held_out(
     for unit in sources.units(source, fraction):
         for piece in unit.pieces:
             for record in sources.read_piece(source, piece):
-                parts[sources.is_eval(piece, record, fraction)] += record.value
+                parts[sources.is_eval(piece, 0, fraction)] += record.value
     assert parts[False] + parts[True] == content
     size = len(content.encode())
     longest = max(len(line.encode()) for line in [*lines, "end"]) + 1
@@ -479,6 +482,53 @@ def test_a_hub_id_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -
         sources.units(sources.find("org/no-such#" + "a" * 40), 0.0)
 
 
+# ---- Limits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_a_line_beyond_the_limit_is_refused_and_its_end_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(cutting, "UNIT_BYTES", 100)
+    monkeypatch.setattr(reading, "LINE_BYTES", 300)
+    monkeypatch.setattr(streams, "LINE_BYTES", 300)
+    lines = [b'{"text": "%d"}' % n for n in range(8)]
+    lines[2] = b'{"text": "' + b"x" * 100_000 + b'"}'
+    lines[5] = b'{"text": "' + b"x" * 288 + b'"}'  # 300 bytes
+    data = b"\n".join(lines)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    source, read_bytes = sources.find(str(tmp_path)), 0
+    storage = type(opened(source.root))
+    made = storage.read
+
+    def counted(self: Any, *given: Any, **named: Any) -> bytes:
+        nonlocal read_bytes
+        found = made(self, *given, **named)
+        read_bytes += len(found)
+        return found
+
+    monkeypatch.setattr(storage, "read", counted)
+    found = read(source)
+    bad = [(record.place, record.problem) for record in found if record.problem]
+    at = 3 if name.endswith("gz") else (0 if name == "a.txt" else 28)
+    assert bad == [(at, "is longer than 256 MiB")]
+    if name != "a.txt":
+        assert [r.value for r in found if not r.problem] == [
+            json.loads(line) for n, line in enumerate(lines) if n != 2
+        ]
+    assert read_bytes < 3 * len(data)
+
+
+def test_json_is_too_deep_at_any_place_of_the_program(tmp_path: Path) -> None:
+    """The limit is one of depth, not of what is left of Python's stack."""
+    deep = [n * "[" + n * "]" for n in (398, 399, 400, 5000)]
+    flat = json.dumps([[] for _ in range(5000)])
+    text = "".join(f'{{"text": "x", "deep": {value}}}\n' for value in [*deep, flat])
+    (tmp_path / "a.jsonl").write_text(text)
+    problems = [record.problem for record in read(sources.find(str(tmp_path)))]
+    assert problems == [None, None, *["is not JSON (too deep)"] * 2, None]
+
+
 # ---- Holding out -------------------------------------------------------------------------------
 
 
@@ -488,7 +538,8 @@ def test_the_held_out_share_is_drawn_by_content(tmp_path: Path) -> None:
     def held_out(fraction: float) -> set[bytes]:
         split = "hash" if 0 < fraction < 1 else ("eval" if fraction else "train")
         piece = sources.Piece("a.jsonl", 0, 1, split)
-        return {content for content in contents if sources.is_eval(piece, content, fraction)}
+        draws = {content: sources.drawn_of(content) for content in contents}
+        return {one for one, drawn in draws.items() if sources.is_eval(piece, drawn, fraction)}
 
     few, some = held_out(0.05), held_out(0.25)
     assert few < some and not held_out(0.0) and len(held_out(1.0)) == 4000

@@ -16,9 +16,17 @@ from patience import PATIENCE_S
 from rayapp.data import stream
 from rayapp.data.packing import IGNORE, row_dtype
 from rayapp.data.prepared import Prepared
-from rayapp.data.rows import StepRows, TokenRows, local_steps, sequential_batches
+from rayapp.data.rows import (
+    CHECKED,
+    StepRows,
+    TokenRows,
+    local_steps,
+    sequential_batches,
+    stored_bytes,
+    with_checksums,
+)
 from rayapp.order import EMPTY, Order
-from rayapp.storage import open_storage
+from rayapp.storage import StorageError, open_storage
 
 SHARDS = (5, 1, 8, 3)  # rows
 SEQ_LEN = 6
@@ -54,8 +62,10 @@ def random_rows(url: str) -> Prepared:
     rows["target_bytes"] = rng.integers(0, 2**32, len(rows))
     shards, first = [], 0
     for number, count in enumerate(SHARDS):
-        shards.append((f"train-{number:05d}.bin", count))
-        open_storage(url).write(shards[-1][0], rows[first : first + count].tobytes())
+        some, checked = rows[first : first + count], number % 2 == 0
+        shards.append((f"train-{number:05d}{CHECKED if checked else '.bin'}", count))
+        stored = with_checksums(some) if checked else some
+        open_storage(url).write(shards[-1][0], stored.tobytes())
         first += count
     counts = {"train": {"rows": len(rows)}}
     return Prepared(
@@ -263,8 +273,31 @@ def test_rows_by_number(where: str, request: pytest.FixtureRequest, tmp_path: Pa
     assert (empty["labels"] == IGNORE).all() and not empty["segments"].any()
     assert empty["target_bytes"] == 0 and len(rows.read(ids[:0])) == 0
     whole = rows.read(np.arange(17))
-    data = b"".join(open_storage(url).read(name) for name, _ in rows.shards)
+    data = b"".join(
+        np.frombuffer(open_storage(url).read(name), np.uint8)
+        .reshape(-1, stored_bytes(name, SEQ_LEN))[:, : rows.dtype.itemsize]
+        .tobytes()
+        for name, _ in rows.shards
+    )
     assert whole.tobytes() == data
+
+
+@pytest.mark.parametrize("where", ["folder", "s3"])
+def test_a_row_with_a_changed_bit_is_named(where: str, tmp_path: Path, s3_bucket: str) -> None:
+    """In each of its bytes, the checksum's own included; the rows beside it are read."""
+    url = str(tmp_path) if where == "folder" else f"s3://{s3_bucket}"
+    prepared, storage = random_rows(url), open_storage(url)
+    name, size = "train-00002.rows", stored_bytes("a.rows", SEQ_LEN)
+    whole = storage.read(name)
+    ids = np.arange(6, 14)  # of this shard
+    expected = prepared.rows("train").read(ids)
+    for at in range(3 * size, 4 * size) if where == "folder" else (3 * size, 4 * size - 1):
+        storage.write(name, whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        rows = prepared.rows("train")
+        with pytest.raises(StorageError) as caught:
+            rows.read(ids)
+        assert f"{name}: row 3 has other bytes than were written" in str(caught.value)
+        assert (rows.read(ids[4:]) == expected[4:]).all()
 
 
 def test_bounds_are_given_where_a_row_holds_documents() -> None:
@@ -275,8 +308,11 @@ def test_bounds_are_given_where_a_row_holds_documents() -> None:
     whole: Any = batch.inputs(0)
     assert whole["boundaries"].tolist() == [0, 3, 4, 6, 8] and whole["longest"] == 3
     assert whole["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
-    assert set(batch.inputs(0, slice(0, 1))) == {"input_ids", "labels"}
-    assert set(batch.inputs(0, slice(1, 2))) == set(whole)
+    assert whole["present"].tolist() == [[True, True, True, False], [True] * 4]
+    assert set(batch.inputs(0, slice(0, 1))) == {"input_ids", "labels", "present"}
+    assert set(batch.inputs(0, slice(1, 2))) == {*whole} - {"present"}
+    empty = StepRows(0, tokens, tokens, segments * 0, places, places, places)
+    assert set(empty.inputs(0)) == {"input_ids", "labels"}  # a router has no token to balance
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

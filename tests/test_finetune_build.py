@@ -384,8 +384,16 @@ def test_a_model_that_only_eager_attention_computes_is_counted_and_traced(tmp_pa
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    assert count_parameters(config) == sum(p.numel() for p in hf.parameters())
+    whole = sum(p.numel() for p in hf.parameters())
+    assert count_parameters(config) == (whole, whole)
+    lora = from_dict({"model": {"lora": {"rank": 4, "targets": ["q_proj"], "dora": True}}}).model
+    assert count_parameters(config, lora.lora) == (whole, 3 * (4 * (64 + 64) + 64))
     tree = {"model": {"path": str(tmp_path), "lora": {"targets": ["q_proj", "none"]}}}
     (found,) = technique_problems(from_dict(tree), model.resolve(str(tmp_path)), "cpu")
     assert found.startswith("model.lora.targets=none is unknown")
+    transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4).save_pretrained(tmp_path / "gpt2")
+    in_4_bits = from_dict({"model": {"lora": {"quantize": "nf4"}}})
+    gpt2 = model.resolve(str(tmp_path / "gpt2"))
+    (found,) = technique_problems(in_4_bits, gpt2, "cpu")
+    assert found.startswith("model.lora.quantize=nf4 is not available: no layer of gpt2 is an nn")
     assert trace(config, world=1, micro_batch=1, seq_len=16).peak_bytes > 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, BertConfig
+from transformers import AutoConfig, ResNetConfig
 
 from rayapp import model
 from rayapp.config import from_dict
-from rayapp.finetune import finetune
+from rayapp.finetune import check, finetune
 from rayapp.finetune.check import forecast
 from rayapp.planner import size_problem
 
@@ -41,7 +41,22 @@ def test_what_cannot_fit_is_refused_and_what_would_is_named() -> None:
 
 def test_what_is_not_known_is_no_misfit() -> None:
     assert size_problem(forecast(config(workers="1"), shape())) is None  # no instance is named
-    assert forecast(config(workers="1"), BertConfig()) is None
+    assert forecast(config(workers="1"), ResNetConfig()) is None
+
+
+def test_random_weights_of_a_published_model_are_asked_for() -> None:
+    problems: list[str] = []
+    preset = from_dict({"model": {"path": "llama3.1-8b"}, "data": {"seq_len": 64}})
+    check._model(preset, set(), problems)
+    assert problems == [
+        "model.path=llama3.1-8b is a preset, which has no weights: the run would train random "
+        "ones. Set model.from_scratch=true if you mean that, or model.path=meta-llama/Llama-3.1-8B"
+        ", whose licence is: Llama 3.1 Community Licence"
+    ]
+    for words in ({"path": "llama3.1-8b", "from_scratch": True}, {"path": "tiny"}):
+        problems = []
+        check._model(from_dict({"model": words, "data": {"seq_len": 64}}), set(), problems)
+        assert not problems
 
 
 def test_the_forecast_knows_the_steps_and_the_shape_it_is_given() -> None:

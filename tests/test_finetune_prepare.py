@@ -43,18 +43,19 @@ def test_a_run_that_began_with_rows_of_an_earlier_version_goes_on_with_them(
     ready = ready_run(tmp_path, "a.jsonl")
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
-    earlier = replace(recipe, version=prepare.FIRST_VERSION)
+    before = replace(recipe, special_tokens="control")
+    earlier = replace(before, version=prepare.FIRST_VERSION)
     root = open_storage(str(tmp_path)) / ".prepared"
-    for each in (recipe, earlier):
+    for each in (recipe, before, earlier):
         make(each, root)
         rows.prepare(each, root)
-    assert recipe.fingerprint != earlier.fingerprint
+    assert len({each.fingerprint for each in (recipe, before, earlier)}) == 3
 
     def given() -> str:
         return prepare.prepare_rows(ready, ready.config, url, tokenizer, Phases()).fingerprint
 
     assert given() == recipe.fingerprint, "a new run"
-    for begun, expected in ((earlier, earlier), (recipe, recipe)):
+    for begun, expected in ((earlier, earlier), (before, before), (recipe, recipe)):
         ready.run.write("plan.json", json.dumps({"fingerprint": begun.fingerprint}).encode())
         assert given() == expected.fingerprint
 

@@ -384,7 +384,7 @@ def test_the_bucket_keeps_results_and_nothing_else_reaches_them(cloud: Cloud) ->
         for rule in rules
         if "NoncurrentVersionExpiration" in rule
     }
-    # A checkpoint that `checkpoint.keep` deletes is paid for one day more.
+    # What `checkpoint.keep` deletes is paid for one day more; inputs can be restored.
     assert kept == {"runs/": 1, "data/": 14, "models/": 14}
     for rule in rules:
         # Nothing that is current ever expires: neither the newest checkpoint nor model/.

@@ -6,10 +6,12 @@ through a connection that breaks, watch from a kernel that is started anew, stop
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -29,12 +31,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE_S
 from rich.console import Console
+from run_folders import RunFolder
 from stub_dashboard import Dashboard, dashboard
 
 from rayapp.__main__ import main
 from rayapp.config import ConfigError
 from rayapp.jobs import JobError, page, terminal
+from rayapp.jobs.find import runs
 from rayapp.jobs.handle import CURVES, Job, submit
+from rayapp.jobs.widget import Widget
 from rayapp.observe.attempt_logs import name_of, render
 from rayapp.observe.columns import ACCOUNTED, Columns
 from rayapp.observe.goodput import account
@@ -520,7 +525,7 @@ def test_a_stop_that_may_wait_for_ever_does_not_end_the_job(
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
-        ({"config": {"train": {}}}, "config of type dict is not valid"),
+        ({"config": 7}, "config of type int is not valid"),
         ({"lr": 1}, "lr=1 is not a section of a config: .* Set train={'lr': 1}"),
         ({"train.lr": 1}, "train.lr=1 is not a section of a config: .* Set train={'lr': 1}"),
         ({"pip": "a==1"}, r"pip=a==1 is text: .* Set pip=\['a==1'\]"),
@@ -563,8 +568,11 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def update(self, html: Any) -> None:
             found.append(html.data)
 
-    def show(html: Any, display_id: bool = False) -> Handle:
-        found.append(html.data)
+    def show(shown: Any, display_id: bool = False) -> Handle:
+        if isinstance(shown, display.HTML):
+            found.append(shown.data)
+        else:  # the box of buttons: its view is redrawn
+            shown.children[1].observe(lambda change: found.append(change["new"]), "value")
         return Handle()
 
     monkeypatch.setattr(display, "display", show)
@@ -592,9 +600,85 @@ def test_a_notebook_watches_on_beside_its_next_cells(
     run.write("events.jsonl", "".join(json.dumps(e) + "\n" for e in (BEGAN, LEFT)).encode())
     thread.join(PATIENCE_S)
     assert "stopped" in cells[-1] and not thread.is_alive()
-    thread = page.show_on(Watched("running", OSError("<b>gone")), 0.0)
+    thread = page.show_on(lambda: Watched("running", OSError("<b>gone")), 0.0)
     thread.join(PATIENCE_S)
     assert cells[-1] == "<p>no longer watched: &lt;b&gt;gone</p>"
+
+
+def test_buttons_stop_resume_and_show(tmp_path: Path) -> None:
+    """Each in a thread with a handle of its own; an error is shown, and the button works again."""
+    asked: list[str] = []
+
+    class Asked:
+        run = RunFolder(open_storage(str(tmp_path)), "demo", steps=4).run
+
+        def stop(self, wait_s: float) -> None:
+            asked.append(f"stop {wait_s}")
+
+        def resume(self, say: Any) -> None:
+            raise ConfigError(["<b>no"])
+
+        def logs(self) -> str:
+            return "a < b"
+
+    box = Widget(Asked, lambda widget: None)  # type: ignore[arg-type]
+
+    def click(name: str) -> str:
+        box.buttons[name].click()
+        for thread in threading.enumerate():
+            if thread.name == f"button {name}":
+                thread.join(PATIENCE_S)
+        assert not box.buttons[name].disabled
+        return box.below.value
+
+    assert "saves a checkpoint" in click("Stop") and asked == ["stop 0"]
+    assert click("Resume") == "<p>&lt;b&gt;no</p>"
+    assert "a &lt; b" in click("Logs") and click("Logs") == ""
+    assert "srcdoc=" in click("Report")
+    box.saw("running")
+    assert not box.buttons["Stop"].disabled and box.buttons["Resume"].disabled
+    box.saw("stopped")
+    assert box.buttons["Stop"].disabled and not box.buttons["Resume"].disabled
+    box.saw("done")
+    assert box.buttons["Resume"].disabled
+
+
+def test_steps_come_in_a_loop_and_in_an_asyncio_program(tmp_path: Path) -> None:
+    folder = RunFolder(open_storage(str(tmp_path)), "demo", steps=4)
+    folder.train(4)
+    folder.end("done")
+    job = Job(folder.run.url)
+    assert [line["step"] for line in job.steps()] == [1, 2, 3, 4]
+
+    async def both() -> tuple[list[int], str]:
+        return [line["step"] async for line in job.steps()], await job
+
+    assert asyncio.run(both()) == ([1, 2, 3, 4], "done")
+    assert "<svg" in job._repr_html_()
+
+
+def test_a_result_has_rays_names(tmp_path: Path) -> None:
+    folder = RunFolder(open_storage(str(tmp_path)), "demo", steps=4)
+    folder.train(4)
+    folder.end("done")
+    result = Job(folder.run.url).result()
+    assert result["steps"] == result.steps == 4 and result.path == folder.run.url
+    assert result.metrics is not None and result.metrics["step"] == 4
+    assert list(result.metrics_dataframe["step"]) == [1, 2, 3, 4]
+    assert result.checkpoint is None and result.error is None
+    assert "<td>done</td>" in result._repr_html_()
+    assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_runs_of_a_folder(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        folder = RunFolder(open_storage(str(tmp_path)), name, steps=2)
+        folder.train(2)
+        folder.end("done")
+    (tmp_path / "other").mkdir()
+    found = runs(storage=str(tmp_path))
+    assert [job.name for job in found] == ["a", "b"]
+    assert "<td>done</td>" in found._repr_html_()
 
 
 # ---- The views -------------------------------------------------------------------------------

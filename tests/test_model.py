@@ -45,9 +45,11 @@ from rayapp.model import (
     hold_in_4_bits,
     init_adapters,
     init_weights,
+    load_adapters,
     load_tokenizer,
     load_weights,
     measure_compile,
+    merge_adapters,
     num_parameters,
     problems,
     resolve,
@@ -205,7 +207,7 @@ def work(rank: int, world: int, root: str) -> None:
 
 
 def adapt(mesh: Any, root: str, out: Path) -> Tensor:
-    """Export adapters with values that matter, alone and merged; return the model's loss."""
+    """Export adapters with values that matter, alone and merged; return the losses of all."""
     source = resolve(f"{root}/llama_tied")
     lora = Lora(rank=3, alpha=12, targets=("q_proj", "down_proj"))
     model = build(source.config, loss=summed_loss)
@@ -222,7 +224,20 @@ def adapt(mesh: Any, root: str, out: Path) -> Tensor:
     objective.backward()
     for parameter in model.parameters():
         assert (parameter.grad is not None) == parameter.requires_grad
-    return loss
+    return torch.stack([loss, *map(partial(reopen, mesh, f"{out}/adapter"), (True, False))])
+
+
+def reopen(mesh: Any, path: str, merge: bool) -> Tensor:
+    """Load an exported adapter on its base, or merged into it; return the model's loss."""
+    dist.barrier()  # rank 0 has written it
+    source = resolve(path)
+    assert source.adapter is not None and source.folder.url == source.base
+    model = build(source.config, loss=summed_loss)
+    if not merge:
+        add_adapters(model, source.adapter.lora)
+    load_weights(shard(model, mesh), source, "cpu")
+    (merge_adapters if merge else load_adapters)(model, source.adapter)
+    return model(**make_batch())[1]
 
 
 def failing_export(model: LanguageModel, rank: int, root: str) -> str:
@@ -366,6 +381,37 @@ def test_a_kernel_that_a_model_has_not_is_refused(asked: str) -> None:
     config = transformers.MambaConfig()
     with pytest.raises(Unavailable, match=f"model.attention={asked} .*mamba .*=auto"):
         choose_attention(asked, config, "cuda", torch.bfloat16)
+
+
+WINDOWED: dict[str, dict[str, Any]] = {  # the kernel that auto takes, and the model
+    "Phimoe": {"auto": "sdpa", "num_local_experts": 4},
+    "Doge": {"auto": "sdpa"},
+    "Mixtral": {"auto": "varlen", "num_local_experts": 4},
+    "Mistral": {"auto": "varlen"},
+    "Qwen2": {"auto": "varlen", "use_sliding_window": True, "max_window_layers": 1},
+    "Qwen2Moe": {"auto": "sdpa", "use_sliding_window": True, "max_window_layers": 1},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_window_that_is_in_a_mask_alone_takes_a_kernel_with_a_mask(kind: str) -> None:
+    """A document longer than the window has the loss of eager attention."""
+    fields = {name: value for name, value in WINDOWED[kind].items() if name != "auto"}
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, **fields, num_key_value_heads=2, sliding_window=6
+    )
+    chosen = choose_attention("auto", config, "cpu", torch.float32)
+    ids, losses = make_batch()["input_ids"][:, :24], {}
+    for attention in ("eager", chosen):
+        model = build(config, loss=summed_loss, attention=attention)
+        init_weights(model, SEED, "cpu")
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            losses[attention] = model.eval()(ids, ids.roll(-1, 1))[1]
+    torch.testing.assert_close(losses[chosen], losses["eager"])
+    assert chosen == WINDOWED[kind]["auto"]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -520,11 +566,23 @@ def test_router_loss_is_the_familys_own_and_only_in_training() -> None:
     torch.testing.assert_close(loss / valid, expected.loss - 0.7 * expected.aux_loss)
     assert (objective - loss) / valid > 0.5  # and is no rounding
     router = hf.model.layers[0].mlp.gate.weight
+    torch.testing.assert_close(model.take_sums()["router_loss"] / valid, expected.aux_loss)
+    assert model.take_sums() == {}
     (ours,) = torch.autograd.grad(objective / valid, router)
     (theirs,) = torch.autograd.grad(expected.loss, router)
     torch.testing.assert_close(ours, theirs)
     objective, loss = model.eval()(ids, labels)
-    assert objective == loss
+    assert objective == loss and model.take_sums() == {}
+    weighted = LanguageModel(hf, summed_loss, None, router_weight=0.2).train()
+    objective, loss = weighted(ids, labels)
+    torch.testing.assert_close((objective - loss) / valid, 0.2 * expected.aux_loss)
+    dense = transformers.Qwen3MoeConfig(**SIZES, num_key_value_heads=2, mlp_only_layers=[0, 1])
+    dense = LanguageModel(transformers.Qwen3MoeForCausalLM(dense), summed_loss, None).train()
+    objective, loss = dense(ids, labels)  # a mixture whose layers are all dense
+    assert dense.router_weight and objective == loss and dense.take_sums() == {}
+    none = LanguageModel(hf, summed_loss, None, router_weight=0.0).train()
+    objective, loss = none(ids, labels)
+    assert objective == loss and none.take_sums() == {}
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mistral", "gpt_neox"])
@@ -561,7 +619,7 @@ def test_adapters_load_in_peft_alone_and_merged(ranks: Ranks, world: int) -> Non
         logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
     )
     for rank in ranks.results[world]:
-        torch.testing.assert_close(rank["adapters"], loss)
+        torch.testing.assert_close(rank["adapters"], loss.expand(3))  # as trained, reopened, merged
 
 
 def test_a_base_in_4_bits_is_what_bitsandbytes_holds(folder: Path, tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ APART = [
     ("Gemma2", HEADS, "eager"),
     ("StableLm", {"num_key_value_heads": 1}, "sdpa"),
     ("GPTJ", {"rotary_dim": 4}, "eager"),
+    ("GptOss", HEADS | {"num_local_experts": 4}, "varlen"),  # with sinks
 ]
 NOT_APART = [
-    ("GptOss", HEADS | {"num_local_experts": 4}, "eager"),  # no mask is made of its positions
     ("Falcon", {}, "sdpa"),
     ("Qwen3Next", HEADS | RECURRENT, "sdpa"),  # carries a state on
     ("Bloom", {}, "eager"),  # takes no positions

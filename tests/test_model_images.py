@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
-from transformers import EfficientNetConfig, ResNetConfig
+from transformers import AutoImageProcessor, EfficientNetConfig, ResNetConfig
 from transformers.models.auto.modeling_auto import AutoModelForImageClassification
 
+from rayapp.data.images.augment import Transform, centred
 from rayapp.model import num_parameters
 from rayapp.model.average import Average
 from rayapp.model.batch_norm import BatchNorm, Settling, discard, use_batch_norm
@@ -23,8 +26,10 @@ from rayapp.model.classifier import (
     build_classifier,
     forward_flops,
     shape_of_classifier,
+    write_processor,
 )
 from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.storage import open_storage
 
 CHANNELS = 5
 
@@ -233,3 +238,19 @@ def test_presets_are_what_transformers_builds(name: str) -> None:
     assert shape.model_type == preset.model_type
     assert num_parameters(classifier) == preset.parameters
     assert forward_flops(shape, preset.size) / 2e9 == pytest.approx(preset.gmacs, rel=0.01)
+
+
+@pytest.mark.parametrize("size", [64, 384, 600])
+def test_the_exported_processor_crops_as_evaluation_does(size: int, tmp_path: Path) -> None:
+    """Half a pixel apart at most, by the rounding of the side and of the crop's place."""
+    noise = np.random.default_rng(0).integers(0, 256, (6, 8, 3)).astype(np.uint8)
+    image = Image.fromarray(noise).resize((1200, 900), Image.Resampling.BICUBIC)
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    write_processor(open_storage(str(tmp_path)), size, 0.875, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    found = AutoImageProcessor.from_pretrained(tmp_path)(image, return_tensors="np")
+    pixels = centred(data.getvalue(), Transform(size, 0.875)).astype(np.float32) / 255
+    expected = (pixels - np.float32((0.5, 0.4, 0.3))) / np.float32((0.2, 0.3, 0.4))
+    assert found["pixel_values"].shape == (1, 3, size, size)
+    apart = np.abs(found["pixel_values"][0].transpose(1, 2, 0) - expected)
+    assert apart.max() < 40 / size  # half a pixel of this image

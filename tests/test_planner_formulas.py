@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from rayapp import model
+from rayapp.config import Lora
+from rayapp.model import add_adapters
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.flops import (
     backward_flops,
@@ -79,7 +81,11 @@ def test_lora_counts_two_factors_for_each_linear_module(name: str, targets: tupl
         if isinstance(module, torch.nn.Linear)
         and (not targets or path.rpartition(".")[2] in targets)
     )
-    assert lora_parameters(shape_of({**config_of(name), **SMALL}), 8, targets) == expected
+    shape = shape_of({**config_of(name), **SMALL})
+    assert lora_parameters(shape, 8, targets) == expected
+    add_adapters(built, Lora(rank=8, targets=targets, dora=True))
+    trained = sum(p.numel() for p in built.parameters() if p.requires_grad)
+    assert lora_parameters(shape, 8, targets, dora=True) == trained
 
 
 def test_an_unknown_target_is_refused() -> None:

@@ -155,5 +155,8 @@ def test_random_weights_are_said_by_plan_and_run(
     show.plan(Console(file=out, width=10_000), config, prepared, order, 1000, 12)
     run = " ".join(out.getvalue().split())
     assert "1,000 parameters (12 trained, LoRA)" in run
+    whole = config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
+    show.plan(Console(file=out, width=10_000), whole, prepared, order, 1000, 1000)
+    assert "1,000 parameters (all trained)" in out.getvalue()
     for text in (printed, run):
         assert (said in text) if said else ("random weights" not in text)

@@ -115,7 +115,7 @@ def prepared_of(config: Config, folder: Path) -> Prepared:
     )
     root = open_storage(str(folder / "prepared"))
     for index, unit in enumerate(sources.units(source, config.data.eval_fraction)):
-        prepare.prepare_unit(recipe, (root / recipe.fingerprint).url, "train", index, unit)
+        prepare.prepare_unit(recipe, root.url, recipe.fingerprint, "train", index, unit)
     return prepare.prepare(recipe, root)
 
 

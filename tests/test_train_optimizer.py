@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rayapp.train.optimizer import (
     decay_groups,
@@ -113,6 +113,20 @@ def test_muon_takes_the_matrices_between_layers_and_adamw_the_rest() -> None:
     assert kinds["model.embed_tokens.weight"] == ("AdamW", 0)
 
 
+def test_muon_takes_the_layers_of_gpt_2() -> None:
+    """They are no nn.Linear: their weights are [in, out]."""
+    config = GPT2Config(vocab_size=90, n_embd=64, n_layer=1, n_head=4, n_positions=32)
+    model = GPT2LMHeadModel(config)
+    muon, _ = make_optimizers("muon", model, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    (group,) = muon.param_groups
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert [names[id(p)] for p in group["params"]] == [
+        f"transformer.h.0.{layer}.weight" for layer in layers
+    ]
+    assert group["weight_decay"] == 0.1
+
+
 def test_a_muon_update_is_orthogonal_and_as_large_as_adamws() -> None:
     model = language_model()
     optimizers = make_optimizers("muon", model, lr=0.1, weight_decay=0.0, betas=(0.9, 0.95))
@@ -155,6 +169,26 @@ def test_moments_in_8_bits_train_as_in_32() -> None:
         sizes[kind] = sum(part.nbytes for part in parts)
     assert sizes["adamw8bit"] < 0.3 * sizes["adamw"]
     assert ends["adamw8bit"] == pytest.approx(ends["adamw"], rel=0.1) and ends["adamw"] < 0.05
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("width", [64, 256])
+def test_8_bits_move_no_embedding_further_than_32(width: int) -> None:
+    """Few tokens are in a batch, and rows narrower than 256 share a block with others."""
+    moved = {}
+    for kind in ("adamw", "adamw8bit"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(384, width), nn.Linear(width, 64))
+        before = model[0].weight.detach().clone()
+        optimizers = make_optimizers(kind, model, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.95))
+        for _ in range(24):
+            ids = (384 * torch.rand(40) ** 3).long()
+            model(ids).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        moved[kind] = float((model[0].weight - before).abs().max())
+    assert moved["adamw8bit"] < 1.1 * moved["adamw"]
 
 
 def rates(**options: object) -> list[float]:

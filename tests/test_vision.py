@@ -456,8 +456,7 @@ def test_what_is_exported_opens_in_transformers_and_classifies_alike(
     model = AutoModelForImageClassification.from_pretrained(f"{spec.run_url}/model").eval()
     assert [model.config.id2label[n] for n in range(CLASSES)] == list(images.classes)
     processor = AutoImageProcessor.from_pretrained(f"{spec.run_url}/model")
-    size, crop = processor.size["shortest_edge"], processor.crop_pct
-    assert (size, crop) == (32, 0.8)
+    assert (processor.size["shortest_edge"], processor.crop_size["height"]) == (40, 32)
     assert tuple(processor.image_mean) == MEAN and tuple(processor.image_std) == STD
     rows = images.rows("eval")
     from rayapp.data.images.augment import centred

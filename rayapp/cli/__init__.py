@@ -8,6 +8,7 @@ clusters.py  render, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
 results.py   report, generate
+space.py     du, rm, prune
 """
 
 COMMANDS = {  # name: module and function
@@ -30,4 +31,7 @@ COMMANDS = {  # name: module and function
     "connect": "cli.clusters.connect",
     "report": "cli.results.report",
     "generate": "cli.results.generate",
+    "du": "cli.space.du",
+    "rm": "cli.space.rm",
+    "prune": "cli.space.prune",
 }

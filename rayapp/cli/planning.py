@@ -48,6 +48,7 @@ def plan(argv: list[str]) -> int:
     from rayapp import planner
     from rayapp.config import arguments
     from rayapp.planner.show import show
+    from rayapp.train import planning
 
     argv = arguments.flags(argv, {"json", "trace"})
     prepared: dict[str, int] = {}
@@ -57,6 +58,7 @@ def plan(argv: list[str]) -> int:
             argv[number] = str(Path(word) / run_folder.CONFIG)
     config, options = arguments.read(argv, {"json": "false", "trace": "false", **OPTIONS})
     assert isinstance(config, Config | VisionConfig)
+    config = planner.with_adapters_lora(config) if isinstance(config, Config) else config
     numbers = {
         name: None if options[name].lower() == "none" else arguments.number(name, options[name])
         for name, default in OPTIONS.items()
@@ -67,7 +69,7 @@ def plan(argv: list[str]) -> int:
         prepared["images"] = arguments.whole_number("images", options["images"])
     if isinstance(config, Config) and prepared.pop("images", None) is not None:
         raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
-    answer = planner.plan(
+    answer = planning.plan(
         config,
         region=options["region"],
         usd_per_hour=usd_per_hour,

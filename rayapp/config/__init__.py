@@ -17,7 +17,7 @@ from typing import Any, overload
 from rayapp.config import reading
 from rayapp.config.language import Config, Data, LanguageEval, Lora, Model, Parallel, Train
 from rayapp.config.reading import ConfigError, Described, combined_problems, differences
-from rayapp.config.sections import Checkpoint, Cluster, Run, RunConfig
+from rayapp.config.sections import Checkpoint, Cluster, Origin, Run, RunConfig
 from rayapp.config.text import parse_yaml, read_yaml, shown
 from rayapp.config.vision import (
     ImageDataConfig,
@@ -43,6 +43,7 @@ __all__ = [
     "LanguageEval",
     "Lora",
     "Model",
+    "Origin",
     "Parallel",
     "RandAugment",
     "Run",

@@ -85,7 +85,7 @@ def _auto_as_none(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() == "auto" else value
 
 
-def _none_as_auto(value: int | None) -> int | str:
+def _none_as_auto(value: float | None) -> int | float | str:
     return "auto" if value is None else value
 
 
@@ -110,6 +110,11 @@ Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AutoInt = Annotated[
     int | None,
     BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"]),
+    PlainSerializer(_none_as_auto),
+]
+AutoFloat = Annotated[
+    float | None,
+    BeforeValidator(_auto_as_none, json_schema_input_type=float | Literal["auto"]),
     PlainSerializer(_none_as_auto),
 ]
 # YAML has `workers: 4` as a number and `gpu: true` as a truth value; the schema allows both.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
 from rayapp.config.fields import (
+    AutoFloat,
     AutoInt,
     Beta,
     Codes,
@@ -33,6 +34,10 @@ class Lora(Section):
     """Rank of the two low-rank factors."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale; the update is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply the update by alpha / sqrt(rank) instead, so that a larger rank may learn faster."""
+    dora: bool = False
+    """Train the norm of each output's weights apart from their direction (DoRA)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the first factor, 0-1."""
     targets: Strings = ()
@@ -43,12 +48,40 @@ class Lora(Section):
     """Add the adapters to the base in model/, and write them alone to adapter/; false: model/ holds
     the adapters, as peft writes them."""
 
+    @property
+    def name(self) -> str:
+        """What the method is called."""
+        return f"{'rs' if self.rslora else ''}{'DoRA' if self.dora else 'LoRA'}"
+
+    @classmethod
+    def of_peft(cls, values: Mapping[str, Any]) -> Lora:
+        """Return the settings in an adapter_config.json.
+
+        Raises: KeyError, TypeError or ValueError if they are not those of a LoRA.
+        """
+        targets = values["target_modules"]
+        if isinstance(targets, str):
+            raise ValueError(f"target_modules={targets} is a pattern, not a list of names")
+        return cls(
+            rank=values["r"],
+            alpha=values["lora_alpha"],
+            dropout=values.get("lora_dropout", 0.0),
+            targets=tuple(sorted(targets)),
+        )
+
 
 class Model(Section):
     path: Text = "tiny"
-    """Hugging Face folder, s3:// folder, hub id, or a preset such as `tiny`."""
+    """Folder of a Hugging Face model or an exported adapter, here or on s3://, hub id, or a preset
+    such as `tiny`."""
+    adapter: Literal["train", "merge"] = "train"
+    """Where path is an adapter: train goes on with it, with its own `lora` settings; merge adds it
+    to its base, and trains all of that model's weights, or new adapters (`lora`)."""
+    init_from: OptionalStr = None
+    """RUN or RUN@STEP, a folder, a name in run.storage or s3://: start with the weights of that
+    run's newest usable checkpoint, or of that step; path names the same model."""
     from_scratch: bool = False
-    """Start from random weights with this model's shape (always so for a preset)."""
+    """Start from random weights with this model's shape; a preset but `tiny` asks for it."""
     tokenizer: OptionalStr = None
     """Folder, s3:// folder or hub id; `bpe:4096` trains a byte-level BPE of that size on the
     data; `bytes` is one token a byte; none takes the model's own (presets: `bpe` of their size)."""
@@ -85,6 +118,8 @@ class Data(Section):
     trl's training variant of the tokenizer's, for the rows alone (extra `chat`)."""
     reasoning: Literal["train", "mask", "drop"] = "train"
     """The assistant's reasoning: bears loss, is read without loss, or is left out."""
+    special_tokens: Literal["text", "control"] = "text"
+    """What the text of a control token, such as <|im_start|>, is in your records."""
     seq_len: int = Field(default=512, ge=8, le=1_048_576)
     """Tokens in a row."""
     pack: bool = True
@@ -137,6 +172,9 @@ class Train(Section):
     """Weight of the squared log of the softmax's sum in the objective; not in the loss shown."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the target, 0-1, spread over the vocabulary; not in the loss shown."""
+    router_loss: AutoFloat = Field(default=None, ge=0)
+    """Weight of the experts' load-balancing loss in the objective; not in the loss shown. auto:
+    router_aux_loss_coef of config.json, whatever its output_router_logits says; 0: none."""
     on_spike: Literal["none", "skip", "stop"] = "none"
     """At a step whose loss is far above those before it, or not finite: skip leaves the weights as
     they are and goes on, takes 8 such losses in a row that lie close together for a new level, and
@@ -199,6 +237,13 @@ class Config(RunConfig):
         "train.micro_batch",
         "train.on_spike",
         "train.spike_sigmas",
+    )
+    GROWTH: ClassVar[tuple[str, ...]] = (
+        "train.max_steps",
+        "train.epochs",
+        "train.schedule",
+        "train.decay",
+        "train.min_lr",
     )
 
     model: Model = Model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from json import dumps
 from typing import Annotated, Any, ClassVar
 
@@ -104,6 +105,25 @@ class Cluster(Section):
         return int(self.workers.split(":")[-1])
 
 
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint of another run."""
+
+    run: str
+    """Folder, URL or name."""
+    step: int | None = None
+    """None: the newest usable checkpoint."""
+
+    @classmethod
+    def parse(cls, text: str) -> Origin:
+        """Read RUN or RUN@STEP."""
+        run, _, step = text.rpartition("@")
+        return cls(run, int(step)) if run and step.isdecimal() else cls(text)
+
+    def __str__(self) -> str:
+        return self.run if self.step is None else f"{self.run}@{self.step}"
+
+
 class RunConfig(Section):
     """A run; what it trains gives `model`, `data`, `train` and `parallel` their fields."""
 
@@ -113,6 +133,9 @@ class RunConfig(Section):
     """Fields that may name files of this machine."""
     FREE: ClassVar[tuple[str, ...]] = ()
     """Fields that may change between two commands that are the same run, beside the driver's."""
+
+    GROWTH: ClassVar[tuple[str, ...]] = ()
+    """Fields with which a run may be made longer, where `growth_problem` finds nothing wrong."""
 
     run: Run = Run()
     model: Section = Section()
@@ -137,6 +160,12 @@ class RunConfig(Section):
                 f"cluster.workers={cluster.workers} is not a range: it must be N or MIN:MAX with "
                 "1 <= MIN <= MAX. Set e.g. cluster.workers=2 or cluster.workers=2:8",
             )
+
+    @property
+    def origin(self) -> Origin | None:
+        """The checkpoint whose weights the run starts with, if `model.init_from` names one."""
+        text = getattr(self.model, "init_from", None)
+        return None if text is None else Origin.parse(text)
 
     def to_overrides(self) -> dict[str, str]:
         """Return what differs from the defaults as `{"section.field": text}`, for `load`.

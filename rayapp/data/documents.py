@@ -19,6 +19,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rayapp.data.chat import SPEAKING, ChatTemplate
+from rayapp.data.control import (
+    CONTROL,
+    IS_TEXT,
+    NOT_POSSIBLE,
+    TEXT,
+    ControlTokens,
+)
 from rayapp.data.messages import said_by, tools_of
 from rayapp.data.packing import Document
 from rayapp.data.shapes import COLUMNS
@@ -150,9 +157,15 @@ class Renderer:
     """Make documents of one kind with one tokenizer."""
 
     def __init__(
-        self, tokenizer: Any, kind: str, template: str = "", reasoning: str = "train"
+        self,
+        tokenizer: Any,
+        kind: str,
+        template: str = "",
+        reasoning: str = "train",
+        special_tokens: str = CONTROL,
     ) -> None:
-        self.tokenizer, self.kind = tokenizer, kind
+        self.tokenizer, self.kind, self.special_tokens = tokenizer, kind, special_tokens
+        self.control = ControlTokens(tokenizer)
         self.bytes_of = token_bytes(tokenizer)
         self.end = tokenizer.eos_token_id
         self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
@@ -189,8 +202,12 @@ class Renderer:
         for text, tokens in zip(texts, self._encode(texts), strict=True):
             num_bytes = self._bytes(tokens, text)
             loss = np.ones(len(tokens), bool)
-            documents.append((self._closed(tokens, loss, num_bytes), None))
+            documents.append((self._closed(tokens, loss, num_bytes), self._note(text)))
         return documents
+
+    def _note(self, *texts: str) -> str | None:
+        as_text = self.special_tokens == TEXT
+        return IS_TEXT if as_text and any(map(self.control.are_in, texts)) else None
 
     def _prompts(self, values: list[Any]) -> list[Made]:
         prompts = [value["prompt"] for value in values]
@@ -202,7 +219,8 @@ class Renderer:
             tokens = np.concatenate([before, after])
             num_bytes = np.concatenate([self.bytes_of[before], self._bytes(after, completion)])
             loss = np.arange(len(tokens)) >= len(before)
-            documents.append((self._closed(tokens, loss, num_bytes), None))
+            note = self._note(prompts[place], completion)
+            documents.append((self._closed(tokens, loss, num_bytes), note))
         return documents
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
@@ -213,18 +231,24 @@ class Renderer:
         """
         if self.adds_space or all(len(text) <= MAX_ENCODED for text in texts):
             return self._encode_whole(texts)
-        return [
-            np.concatenate([self._encode_whole([part])[0] for part in parts_of(text)])
-            if len(text) > MAX_ENCODED
-            else self._encode_whole([text])[0]
-            for text in texts
-        ]
+        return [self._encode_parts(text) for text in texts]
+
+    def _encode_parts(self, text: str) -> Tokens:
+        ids = bytearray()
+        for part in parts_of(text):
+            ids += self._encode_whole([part])[0].data
+        return np.frombuffer(ids, np.int32)
 
     def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:
             encode = self.tokenizer.backend_tokenizer.encode_batch_fast
-            return [np.asarray(e.ids, np.int32) for e in encode(texts, add_special_tokens=False)]
-        plain = partial(self.tokenizer, add_special_tokens=False, verbose=False)
+            with self.control.encoded_as(self.special_tokens):
+                found = encode(texts, add_special_tokens=False)
+            return [np.asarray(encoding.ids, np.int32) for encoding in found]
+        as_text = self.special_tokens == TEXT
+        plain = partial(
+            self.tokenizer, add_special_tokens=False, split_special_tokens=as_text, verbose=False
+        )
         return [np.asarray(plain(text)["input_ids"], np.int32) for text in texts]
 
     def _bytes(self, tokens: Tokens, text: str) -> np.ndarray[Any, Any]:
@@ -263,6 +287,15 @@ class Renderer:
 
     def _chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:
         assert self.chats is not None
+        if self.special_tokens == TEXT:
+            marked = [self.control.marked(chat) for chat in chats]
+            if any(found != chat for found, chat in zip(marked, chats, strict=True)):
+                each = zip(chats, marked, strict=True)
+                return [self._marked(chat, found) for chat, found in each]
+        return self._plain_chats(chats)
+
+    def _plain_chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:
+        assert self.chats is not None
         rendered = self.chats.render(chats)
         texts = [text for text, _, _ in rendered if text]
         encode = self.tokenizer.backend_tokenizer.encode_batch
@@ -279,6 +312,19 @@ class Renderer:
                 loss[_tokens_of(encoding, len(tokens), first, last)] = True
             documents.append((Document(tokens, loss, self.bytes_of[tokens]), note))
         return documents
+
+    def _marked(self, chat: Mapping[str, Any], marked: Mapping[str, Any]) -> Made:
+        """Return the document of a chat in which what is said may hold control tokens' text."""
+        assert self.chats is not None
+        if marked == chat:
+            return self._plain_chats([chat])[0]
+        if self.control.take_spaces or self.adds_space:
+            return None, NOT_POSSIBLE
+        ((text, spans, note),) = self.chats.render([marked])
+        if not text:
+            return None, note
+        tokens, loss = self.control.encode(text, spans)
+        return Document(tokens, loss, self.bytes_of[tokens]), note or IS_TEXT
 
 
 def _tokens_of(encoding: Any, count: int, first: int, last: int) -> slice:

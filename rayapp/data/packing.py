@@ -20,10 +20,11 @@ rows. `segments` marks the documents of a row; attention and positions follow it
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,12 @@ MAX_SEGMENTS = 2**16 - 1  # segment numbers are uint16, and 0 is padding
 # row       seq_len positions: pieces, then padding
 #
 # Letters in shapes: S = seq_len, T tokens of all documents, D documents, P pieces, N rows.
+
+
+class Slices(Protocol):
+    """An array [T], in memory or in a file, of which slices can be taken."""
+
+    def __getitem__(self, index: slice, /) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +121,26 @@ def row_dtype(seq_len: int) -> np.dtype[np.void]:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """The pieces of documents in the order of rows, and counts of what they were cut from."""
+
+    seq_len: int
+    starts: Ints
+    """First token of each piece in all documents laid end to end, [P]."""
+    lengths: Ints
+    """Positions of each piece, [P]."""
+    row_of: Ints
+    """Row of each piece, ascending, [P]; the pieces of a row ascend too."""
+    num_rows: int
+    num_documents: int
+    num_empty: int
+    num_split: int
+    num_truncated: int
+    cut_tokens: int
+    num_tokens: int
+
+
 def pack(
     documents: Iterable[Document],
     seq_len: int,
@@ -128,27 +155,88 @@ def pack(
     long document and drops the rest. Rows are ordered by their first document, and documents ascend
     within a row. The result depends on the arguments only.
     """
-    dtype = row_dtype(seq_len)
     docs = list(documents)
-    num_tokens = np.array([len(doc.tokens) for doc in docs], dtype=np.int64)  # [D]
+    lengths = np.array([len(doc.tokens) for doc in docs], dtype=np.int64)  # [D]
+    layout = lay_out(lengths, seq_len, best_fit=best_fit, truncate=truncate)
+    tokens = np.concatenate([np.empty(0, np.int32), *(doc.tokens for doc in docs)], dtype=np.int32)
+    bears_loss = np.concatenate([np.empty(0, np.bool_), *(doc.loss for doc in docs)])  # [T]
+    no_bytes = np.empty(0, np.uint8)
+    num_bytes = np.concatenate([no_bytes, *(doc.num_bytes for doc in docs)])  # [T]
+    rows = filled(layout, 0, layout.num_rows, tokens, bears_loss, num_bytes, pad_id)
+    return Packed(
+        rows=rows,
+        num_documents=layout.num_documents,
+        num_empty=layout.num_empty,
+        num_split=layout.num_split,
+        num_truncated=layout.num_truncated,
+        cut_tokens=layout.cut_tokens,
+        num_tokens=layout.num_tokens,
+        num_target_tokens=int(np.count_nonzero(rows["labels"] != IGNORE)),
+    )
+
+
+def lay_out(
+    num_tokens: Ints, seq_len: int, *, best_fit: bool = True, truncate: bool = False
+) -> RowLayout:
+    """Choose the rows of documents of these lengths, [D]; see `pack`."""
+    row_dtype(seq_len)  # refuses a length that no row can have
     num_positions = np.maximum(num_tokens - 1, 0)  # [D]
     kept = np.minimum(num_positions, seq_len) if truncate else num_positions  # [D]
     starts, lengths = _cut(np.cumsum(num_tokens) - num_tokens, kept, seq_len)  # [P], [P]
     row_of = _best_fit(lengths, seq_len) if best_fit else np.arange(len(lengths))  # [P]
-    rows = np.zeros(int(row_of.max(initial=-1)) + 1, dtype)
-    rows["input_ids"] = pad_id
-    rows["labels"] = IGNORE
-    _fill(rows, docs, starts, lengths, row_of)
-    return Packed(
-        rows=rows,
-        num_documents=len(docs),
+    by_row = np.argsort(row_of, kind="stable")  # [P], ascending pieces within a row
+    return RowLayout(
+        seq_len=seq_len,
+        starts=starts[by_row],
+        lengths=lengths[by_row],
+        row_of=row_of[by_row],
+        num_rows=int(row_of.max(initial=-1)) + 1,
+        num_documents=len(num_tokens),
         num_empty=int(np.count_nonzero(num_positions == 0)),
         num_split=int(np.count_nonzero(kept > seq_len)),
         num_truncated=int(np.count_nonzero(kept < num_positions)),
         cut_tokens=int((num_positions - kept).sum()),
         num_tokens=int(kept.sum()),
-        num_target_tokens=int(np.count_nonzero(rows["labels"] != IGNORE)),
     )
+
+
+def filled(
+    layout: RowLayout,
+    first: int,
+    last: int,
+    tokens: Slices,
+    bears_loss: Slices,
+    num_bytes: Slices,
+    pad_id: int,
+) -> npt.NDArray[np.void]:
+    """Return the rows [first, last) of a layout.
+
+    Of the tokens of all documents, of whether they bear loss, and of their bytes, each [T], only
+    slices are taken, so that they need not be in memory.
+    """
+    rows = np.zeros(last - first, row_dtype(layout.seq_len))
+    shape = rows["input_ids"].shape
+    begin, end = np.searchsorted(layout.row_of, (first, last))
+    row_of = layout.row_of[begin:end] - first  # [P]
+    starts, lengths = layout.starts[begin:end], layout.lengths[begin:end]  # [P], [P]
+    head = np.searchsorted(row_of, row_of)  # [P], the first piece of the same row
+    before = np.cumsum(lengths) - lengths
+    places = before - before[head]  # [P]
+    numbers = np.arange(len(row_of)) - head + 1  # [P]
+    input_ids, labels, segments = rows["input_ids"], rows["labels"], rows["segments"]  # [N, S]
+    input_ids[...] = pad_id
+    bears, counts = np.zeros(shape, np.bool_), np.zeros(shape, num_bytes[:0].dtype)  # [N, S]
+    for row, place, start, length, number in zip(
+        *(column.tolist() for column in (row_of, places, starts, lengths, numbers)), strict=True
+    ):
+        here, targets = slice(place, place + length), slice(start + 1, start + 1 + length)
+        some = tokens[start : start + length + 1]
+        input_ids[row, here], labels[row, here] = some[:-1], some[1:]
+        bears[row, here], counts[row, here] = bears_loss[targets], num_bytes[targets]
+        segments[row, here] = number
+    labels[~bears] = IGNORE
+    rows["target_bytes"] = np.sum(counts, axis=1, dtype=np.int64, where=bears)
+    return rows
 
 
 def position_ids(segments: npt.NDArray[Any]) -> Ints:
@@ -202,9 +290,8 @@ def _best_fit(lengths: Ints, seq_len: int) -> Ints:
     longest_first = np.argsort(-lengths, kind="stable")
     rows_with: dict[int, list[int]] = {}  # free positions -> heap of rows
     sizes = 0
-    chosen: list[int] = []
-    held: list[int] = []  # pieces in each row
-    for length in lengths[longest_first].tolist():
+    chosen, held = array("q"), array("q")  # the row of each piece, and the pieces in each row
+    for length in array("q", lengths[longest_first].tobytes()):
         fits = sizes >> length
         if fits:
             free = length + (fits & -fits).bit_length() - 1
@@ -226,38 +313,3 @@ def _best_fit(lengths: Ints, seq_len: int) -> Ints:
     rank = np.empty_like(first_piece)
     rank[np.argsort(first_piece)] = np.arange(len(first_piece))
     return rank[row_of].astype(np.int64)
-
-
-def _fill(
-    rows: npt.NDArray[np.void], docs: list[Document], starts: Ints, lengths: Ints, row_of: Ints
-) -> None:
-    """Copy every piece to its row, with three slice assignments per piece of any length."""
-    if not len(lengths):
-        return
-    tokens = np.concatenate([doc.tokens for doc in docs], dtype=np.int32)  # [T]
-    bears_loss = np.concatenate([doc.loss for doc in docs], dtype=np.bool_)  # [T]
-    targets = np.where(bears_loss, tokens, np.int32(IGNORE))  # [T]
-
-    no_bytes = np.zeros(1, dtype=np.uint8)  # makes the end of the last piece a valid index
-    num_bytes = np.concatenate([*(doc.num_bytes for doc in docs), no_bytes])  # [T + 1]
-    num_bytes[:-1] *= bears_loss
-    bounds = np.stack([starts + 1, starts + 1 + lengths], axis=1).ravel()  # [P, 2] -> [2 P]
-    piece_bytes = np.add.reduceat(num_bytes, bounds, dtype=np.int64)[::2]  # [P]
-    target_bytes = np.zeros(len(rows), dtype=np.int64)  # [N]
-    np.add.at(target_bytes, row_of, piece_bytes)
-    rows["target_bytes"] = target_bytes
-
-    by_row = np.argsort(row_of, kind="stable")  # [P], ascending pieces within a row
-    row_of, starts, lengths = row_of[by_row], starts[by_row], lengths[by_row]
-    first = np.searchsorted(row_of, row_of)  # [P], the first piece of the same row
-    ends = np.cumsum(lengths)
-    places = ends - lengths - (ends - lengths)[first]  # [P]
-    segment = np.arange(len(row_of)) - first + 1  # [P]
-    input_ids, labels, segments = rows["input_ids"], rows["labels"], rows["segments"]  # [N, S]
-    for row, place, start, length, number in zip(
-        *(column.tolist() for column in (row_of, places, starts, lengths, segment)), strict=True
-    ):
-        here = slice(place, place + length)
-        input_ids[row, here] = tokens[start : start + length]
-        labels[row, here] = targets[start + 1 : start + 1 + length]
-        segments[row, here] = number

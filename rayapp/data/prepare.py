@@ -3,44 +3,49 @@
     prepared = prepare(recipe, storage / ".prepared", progress=print)
     rows = prepared.rows("train")
 
-Ray Data runs one task per unit of the source. A task writes its unit's rows as one shard per split,
-then a small JSON summary, which marks the unit as done. All writes are atomic and their content
-depends on the recipe only: the next run completes an interrupted preparation, and two runs that
-prepare at once write the same bytes. The manifest, which names every shard, is written last.
+Ray Data runs one task per unit of the source. A task reads the unit's tokens, which are made once
+for a content and a tokenizer (rayapp.data.token_store), packs them into rows, and writes these as
+one shard per split, then a small JSON summary, which marks the unit as done. All writes are atomic
+and their content depends on the recipe only: the next run completes an interrupted preparation, and
+two runs that prepare at once write the same bytes. The manifest, which names every shard, is
+written last.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rayapp.data import sources, tokens
-from rayapp.data.documents import Renderer, content_of
-from rayapp.data.packing import Document, row_dtype
+from rayapp.data import sources
 from rayapp.data.prepared import (
+    BLOCKS,
     MAX_EXAMPLES,
     OF_MIXTURES,
     SPLITS,
+    USED,
     Prepared,
     duplicate_share,
     load,
 )
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary, summed
-from rayapp.data.shapes import read_records
-from rayapp.data.unit_rows import UnitRows
+from rayapp.data.rows import stored_bytes
+from rayapp.data.sections import TokenisedRecord, TokenSection
+from rayapp.data.token_store import FOLDER, TokenStore, name_of
+from rayapp.data.tokenising import tokenised
+from rayapp.data.unit_rows import UnitAccount, UnitRows
 from rayapp.storage import Storage, open_storage
 
-BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
 LOST = "lost"
 MAX_ATTEMPTS = 4  # times that preparing a unit may kill its process
 READERS = 16  # unit summaries read at once
@@ -60,6 +65,7 @@ def prepare(
         SourceError: the data cannot be read, or a part of them ends every process that reads it.
     """
     storage = root / recipe.fingerprint
+    storage.write(USED, b"")
     found = load(storage)
     if found is not None:
         return found
@@ -70,7 +76,7 @@ def prepare(
     whole = _whole_units(storage, len(jobs), recipe.seq_len)
     missing = [index for index in range(len(jobs)) if index not in whole]
     finished = total - sum(jobs[i][1].num_bytes for i in missing)
-    for index in _run_units(recipe, storage.url, jobs, missing, concurrency):
+    for index in _run_units(recipe, root.url, jobs, missing, concurrency):
         finished += jobs[index][1].num_bytes
         if progress:
             progress(finished, total)
@@ -85,93 +91,53 @@ def prepare(
 
 
 def prepare_unit(
-    recipe: RowRecipe, url: str, origin: str, index: int, unit: sources.ReadUnit
+    recipe: RowRecipe, root: str, folder: str, origin: str, index: int, unit: sources.ReadUnit
 ) -> None:
-    """Read, tokenise and pack one unit; write `<split>-<index>.bin`, then `unit-<index>.json`.
+    """Pack the documents of one unit: write `<split>-<index>.rows`, then `unit-<index>.json`.
 
-    It also writes the documents' hashes. Memory: the bytes and tokens of this unit, or of a window
-    of a stream.
+    These lie in `folder` of the URL `root`, beside the hashes of the documents. Blocks of tokens,
+    which lie in `root`, are made where they are missing. Memory: the tokens of this unit, or of a
+    window of a stream.
 
     Raises:
         SourceError: a file is not of its format, so that the rest cannot be read.
     """
-    storage = open_storage(url)
+    storage = open_storage(root) / folder
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None
+    store = TokenStore(open_storage(root) / FOLDER / recipe.tokens_key(source))
     fraction = _fraction(recipe) if origin == "train" else 1.0
-    bad: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    records = 0
+    account = UnitAccount(source)
     with ExitStack() as stack:
         rows = UnitRows(recipe, storage, index, stack)
-        for piece, record, document, problem in _documents(recipe, source, unit):
-            records += 1
-            if document is not None:
-                content = content_of(record.value, recipe.kind) if piece.split == "hash" else b""
-                split = "eval" if sources.is_eval(piece, content, fraction) else "train"
-                rows.add(split, document, piece.is_stream)
-                notes.update([problem] if problem else [])
-                continue
-            assert problem is not None
-            bad[problem] += 1
-            if problem not in examples and len(examples) < MAX_EXAMPLES:
-                examples[problem] = sources.place_of(source, record.file, record.place)
+        for block in unit.blocks:
+            key, pieces = sources.content_key(source, block.pieces)
+            account.blocks.append(f"{recipe.tokens_key(source)}/{name_of(key)}")
+            made = store.sections(key, partial(tokenised, recipe, source, pieces))
+            for piece, record in _taken(source, block, made):
+                account.add(piece, record)
+                if record.document is not None:
+                    held_out = sources.is_eval(piece, record.drawn, fraction)
+                    rows.add("eval" if held_out else "train", record.document, piece.is_stream)
         rows.flush()
-    storage.write(_hashes_name(index), b"".join(rows.hashes))
-    summary = UnitSummary(
-        counts={split: summed(counts) for split, counts in rows.counts.items()},
-        shards=rows.shards,
-        bad=dict(bad),
-        examples=[(place, why) for why, place in examples.items()],
-        records=records,
-        notes=dict(notes),
-    )
+    storage.write(_hashes_name(index), bytes(rows.hashes))
+    counts = {split: summed(counts) for split, counts in rows.counts.items()}
+    summary = account.summary(counts, rows.shards)
     storage.write(_unit_name(index), json.dumps(summary).encode())
 
 
-def _documents(
-    recipe: RowRecipe, source: sources.DataSource, unit: sources.ReadUnit
-) -> Iterator[tuple[sources.Piece, sources.Record, Document | None, str | None]]:
-    """Yield every record of a unit in order, with its document and a note, or its problem."""
-    renderer = _renderer(recipe.tokenizer_url, recipe.kind, recipe.template, recipe.reasoning)
-    records = (
-        (piece, record)
-        for piece in unit.pieces
-        for record in read_records(source, piece, recipe.kind, recipe.columns)
-    )
-    for batch in _batches(records):
-        values = [record.value for _, record in batch if record.problem is None]
-        made = iter(renderer.documents(values))
-        for piece, record in batch:
-            document, problem = (None, record.problem) if record.problem else next(made)
-            yield piece, record, document, problem
-
-
-def _batches(
-    records: Iterator[tuple[sources.Piece, sources.Record]],
-) -> Iterator[list[tuple[sources.Piece, sources.Record]]]:
-    """Yield batches of records to tokenise in one call, limited by number and characters."""
-    batch: list[tuple[sources.Piece, sources.Record]] = []
-    held = 0
-    for piece, record in records:
-        size = _size(record.value)
-        if batch and (len(batch) == BATCH_RECORDS or held + size > BATCH_SIZE):
-            yield batch
-            batch, held = [], 0
-        batch.append((piece, record))
-        held += size
-    if batch:
-        yield batch
-
-
-def _size(value: Any) -> int:
-    """Return the number of characters of all text in a value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_size, value.values()))
-    return sum(map(_size, value)) if isinstance(value, list) else 0
+def _taken(
+    source: sources.DataSource, block: sources.Block, made: Iterator[TokenSection]
+) -> Iterator[tuple[sources.Piece, TokenisedRecord]]:
+    """Yield the records of a block that are a unit's, each with the unit's piece."""
+    taken = dict(block.taken)
+    for record in (record for section in made for record in section.records()):
+        piece = taken.get(record.piece)
+        if piece is None:
+            continue
+        by_place = source.format == "jsonl" and not piece.is_stream  # of a cell, or the whole of it
+        if not by_place or piece.start <= record.place < piece.end:
+            yield piece, record
 
 
 def _fraction(recipe: RowRecipe) -> float:
@@ -184,11 +150,6 @@ def _unit_name(index: int) -> str:
 
 def _hashes_name(index: int) -> str:
     return f"hashes-{index:05d}.bin"
-
-
-@lru_cache(maxsize=2)
-def _renderer(tokenizer_url: str, kind: str, template: str, reasoning: str) -> Renderer:
-    return Renderer(tokens.load_tokenizer(tokenizer_url), kind, template, reasoning)
 
 
 def _run_units(
@@ -215,12 +176,14 @@ def _run_units(
             return {"index": row["index"], "problem": LOST}
         origin, unit = pickle.loads(row["job"])
         try:
-            prepare_unit(light, url, origin, row["index"], unit)
+            prepare_unit(light, url, recipe.fingerprint, origin, row["index"], unit)
         except sources.SourceError as error:  # Ray Data would wrap it
             return {"index": row["index"], "problem": str(error)}
         return {"index": row["index"], "problem": ""}
 
-    items = [{"index": index, "job": pickle.dumps(jobs[index])} for index in missing]
+    first = int.from_bytes(os.urandom(4)) % len(missing)  # two runs at once begin at other units
+    order = missing[first:] + missing[:first]
+    items = [{"index": index, "job": pickle.dumps(jobs[index])} for index in order]
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
     for row in dataset.map(work, concurrency=concurrency).iter_rows():
         if row["problem"]:
@@ -270,6 +233,8 @@ def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Pre
         notes.update(unit.get("notes", {}))
         for place, why in unit["examples"]:
             examples.setdefault(why, place)
+    blocks = {name for unit in units for name in unit.get("blocks", [])}
+    storage.write(BLOCKS, "".join(f"{name}\n" for name in sorted(blocks)).encode())
     hashes = (storage.read(_hashes_name(index)) for index in range(len(units)))
     duplicates = duplicate_share(np.frombuffer(data, np.uint64) for data in hashes)
     return Prepared(
@@ -294,12 +259,11 @@ def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSu
     with ThreadPoolExecutor(READERS) as pool:
         texts = pool.map(lambda index: storage.read(_unit_name(index)), present)
         summaries = dict(zip(present, map(json.loads, texts), strict=True))
-    row_bytes = row_dtype(seq_len).itemsize
     return {
         index: summary
         for index, summary in summaries.items()
         if all(
-            sizes.get(name) == summary["counts"][split]["rows"] * row_bytes
+            sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(name, seq_len)
             for split, name in summary["shards"].items()
         )
     }

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.data.packing import row_dtype
 from rayapp.data.report import Counts, DataReport, summed
-from rayapp.data.rows import TokenRows
+from rayapp.data.rows import TokenRows, stored_bytes
 from rayapp.order import fingerprint
 from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")
+USED = "USED"  # written anew whenever a run takes the rows; its time is that of the last use
+BLOCKS = "blocks.txt"  # the blocks of tokens that the rows were made of, below the token folder
 OF_MIXTURES = ("sizes", "weights", "sources")  # fields that no manifest has
 MAX_EXAMPLES = 16  # reasons whose first record is named
 MAX_REASONS = 5  # reasons in one line
@@ -59,6 +60,14 @@ class Prepared:
     def num_rows(self, split: str) -> int:
         """Number of rows of a split."""
         return int(self.counts[split]["rows"])
+
+    @property
+    def folders(self) -> list[str]:
+        """Names of the folders that hold the rows; a mixture has one for each source."""
+        if not self.weights:
+            return [self.fingerprint]
+        names = (name for shards in self.shards.values() for name, _ in shards)
+        return sorted({name.partition("/")[0] for name in names})
 
     @property
     def held_out(self) -> int:
@@ -117,9 +126,10 @@ def load(storage: Storage) -> Prepared | None:
     loaded["examples"] = [(place, why) for place, why in loaded["examples"]]
     prepared = Prepared(**loaded)
     sizes = {entry.name: entry.size for entry in storage.list()}
-    row_bytes = row_dtype(prepared.seq_len).itemsize
     shards = [shard for split in SPLITS for shard in prepared.shards[split]]
-    return prepared if all(sizes.get(name) == n * row_bytes for name, n in shards) else None
+    seq_len = prepared.seq_len
+    whole = all(sizes.get(name) == n * stored_bytes(name, seq_len) for name, n in shards)
+    return prepared if whole else None
 
 
 def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, float]) -> Prepared:

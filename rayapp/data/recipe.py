@@ -10,6 +10,7 @@ from rayapp.data import sources
 from rayapp.order import fingerprint
 
 VERSIONS = {"text": 2, "prompt": 2, "chat": 3}  # of the rows made of a recipe, by its kind
+TOKENS_VERSION = 1  # of the blocks of tokens, and of how records are cut into them
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,14 @@ class RowRecipe:
     """A chat template in place of the tokenizer's."""
     reasoning: str = "train"
     """data.reasoning."""
+    special_tokens: str = "control"
+    """data.special_tokens."""
     version: int | None = None
     """Of the rows, where not that of this rayapp."""
 
     def parts(self) -> dict[str, object]:
         """Return the named parts of the fingerprint: if any changes, the data set is another."""
-        template = hashlib.blake2b(self.template.encode(), digest_size=8).hexdigest()
-        parts: dict[str, object] = {"columns": dict(self.columns)} if self.columns else {}
-        parts |= {"chat_template": template} if self.template else {}
-        parts |= {"reasoning": self.reasoning} if self.reasoning != "train" else {}
-        return parts | {
+        return self._rendering() | {
             "files": self.source.digest(),
             "eval_files": self.eval_source.digest() if self.eval_source else None,
             "format": self.source.format,
@@ -54,6 +53,26 @@ class RowRecipe:
             "eval_fraction": self.eval_fraction,
             "version": self.version or VERSIONS[self.kind],
         }
+
+    def _rendering(self) -> dict[str, object]:
+        template = hashlib.blake2b(self.template.encode(), digest_size=8).hexdigest()
+        parts: dict[str, object] = {"columns": dict(self.columns)} if self.columns else {}
+        parts |= {"chat_template": template} if self.template else {}
+        parts |= {"special_tokens": "text"} if self.special_tokens == "text" else {}
+        return parts | ({"reasoning": self.reasoning} if self.reasoning != "train" else {})
+
+    def tokens_key(self, source: sources.DataSource) -> str:
+        """16 hex digits of all that decides the tokens of given bytes of a source."""
+        return fingerprint(
+            self._rendering()
+            | {
+                "format": source.format,
+                "reader": source.version if sources.is_own(source.format) else "",
+                "kind": self.kind,
+                "tokenizer": self.tokenizer_digest,
+                "version": [TOKENS_VERSION, self.version or VERSIONS[self.kind]],
+            }
+        )
 
     @property
     def fingerprint(self) -> str:

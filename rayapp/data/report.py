@@ -35,6 +35,8 @@ class UnitSummary(TypedDict):
     records: int
     notes: dict[str, int]
     """Records that are used, but of which something is left out, by what it is."""
+    blocks: list[str]
+    """Names of the blocks of tokens that the rows were made of."""
 
 
 class DataReport(TypedDict, total=False):

@@ -5,7 +5,9 @@
 
 A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`), numbered
 consecutively: row n is record n - first of the shard whose rows start at `first`. Each row is one
-contiguous read, from a memory map or by a ranged GET, so reading in any order costs the same.
+contiguous read, from a memory map or by a ranged GET, so reading in any order costs the same. A
+record is followed by its xxh3, which is checked at each read; shards named .bin, which an earlier
+version wrote, have none.
 """
 
 from __future__ import annotations
@@ -16,12 +18,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from rayapp.data.packing import IGNORE, attended_pairs, boundaries, position_ids, row_dtype
 from rayapp.order import EMPTY, Order, row_digest
-from rayapp.storage import Storage
+from rayapp.storage import Storage, StorageError
 
 READERS = 16  # concurrent ranged GETs
+CHECKED = ".rows"  # the end of the names of shards with checksums
+CHECKSUM = np.dtype("<u8")
+
+
+def stored_bytes(name: str, seq_len: int) -> int:
+    """Return the bytes of a record in a shard of this name."""
+    return row_dtype(seq_len).itemsize + CHECKSUM.itemsize * name.endswith(CHECKED)
+
+
+def with_checksums(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return rows [n] of `row_dtype` as they are stored: uint8 [n, stored_bytes]."""
+    plain = rows.view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
+    checksums = np.array([xxh3_64_intdigest(row.data) for row in plain], CHECKSUM)
+    return np.concatenate([plain, checksums[:, None].view(np.uint8)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,7 @@ class StepRows:
 
         Positions and boundaries are left out if no row holds more than one document: plain causal
         attention keeps rows apart in every model, and no token sees the padding after its row's.
+        `present` tells tokens from padding, if there are both.
         """
         segments = self.segments[i][rows]
         found: dict[str, np.ndarray[Any, Any] | int] = {
@@ -81,6 +99,9 @@ class StepRows:
             found["position_ids"] = position_ids(segments)
             found["boundaries"] = boundaries(segments)
             found["longest"] = int(np.diff(found["boundaries"]).max())
+        present = segments != 0
+        if present.any() and not present.all():
+            found["present"] = present
         return found
 
 
@@ -88,7 +109,8 @@ class TokenRows:
     """The rows of one split, by number."""
 
     def __init__(self, storage: Storage, shards: Sequence[tuple[str, int]], seq_len: int) -> None:
-        self.storage, self.shards, self.dtype = storage, list(shards), row_dtype(seq_len)
+        self.storage, self.shards = storage, list(shards)
+        self.seq_len, self.dtype = seq_len, row_dtype(seq_len)
         self._ends = np.cumsum([count for _, count in self.shards], dtype=np.int64)
         self._maps: dict[str, np.ndarray[Any, Any]] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -100,7 +122,11 @@ class TokenRows:
         return {**self.__dict__, "_maps": {}, "_pool": None}
 
     def read(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return records [n] of `row_dtype` for row numbers int64 [n]; EMPTY gives an empty row."""
+        """Return records [n] of `row_dtype` for row numbers int64 [n]; EMPTY gives an empty row.
+
+        Raises:
+            StorageError: a row is not what was written.
+        """
         records = np.zeros(len(ids), self.dtype)
         records["labels"] = IGNORE
         present = np.flatnonzero(ids != EMPTY)
@@ -111,21 +137,37 @@ class TokenRows:
             places.append((slot, name, int(ids[slot] - self._ends[shard]) + count))
         if self.storage.local_path() is not None:
             for slot, name, index in places:
-                records[slot] = self._map(name)[index]
+                records[slot] = self._checked(name, index, self._map(name)[index])
             return records
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READERS)
-        size = self.dtype.itemsize
-        chunks = self._pool.map(lambda p: self.storage.read(p[1], p[2] * size, size), places)
-        for (slot, _, _), chunk in zip(places, chunks, strict=True):
-            records[slot] = np.frombuffer(chunk, self.dtype)[0]
+        chunks = self._pool.map(lambda place: self._fetched(*place[1:]), places)
+        for (slot, name, index), chunk in zip(places, chunks, strict=True):
+            records[slot] = self._checked(name, index, np.frombuffer(chunk, np.uint8))
         return records
+
+    def _fetched(self, name: str, index: int) -> bytes:
+        size = stored_bytes(name, self.seq_len)
+        return self.storage.read(name, index * size, size)
+
+    def _checked(self, name: str, index: int, stored: np.ndarray[Any, Any]) -> Any:
+        """Return the record in stored bytes, uint8 [stored_bytes]."""
+        plain, checksum = np.split(stored, [self.dtype.itemsize])
+        if len(checksum) and xxh3_64_intdigest(plain.data) != checksum.view(CHECKSUM)[0]:
+            raise StorageError(
+                "read",
+                f"{self.storage.url}/{name}",
+                f"row {index} has other bytes than were written",
+                "Delete that file: the run's next command makes it again",
+            )
+        return plain.view(self.dtype)[0]
 
     def _map(self, name: str) -> np.ndarray[Any, Any]:
         if name not in self._maps:
             path = self.storage.local_path(name)
             assert path is not None
-            self._maps[name] = np.memmap(path, self.dtype, mode="r")
+            stored = np.memmap(path, np.uint8, mode="r")
+            self._maps[name] = stored.reshape(-1, stored_bytes(name, self.seq_len))
         return self._maps[name]
 
 

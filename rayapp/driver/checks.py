@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from rayapp import config as configs
 from rayapp.config import ConfigError, Run, RunConfig
@@ -13,7 +14,7 @@ from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import INTERRUPTED, PREPARED, RAY
 from rayapp.observe.status import read_plan, read_result, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
-from rayapp.train.checkpoint.marker import NoneUsable, resume_point
+from rayapp.train.checkpoint.marker import NoneUsable, resume_point, steps_done
 
 MAX_WORKERS_PER_CORE = 4  # when training on CPUs: more workers would only share the same cores
 
@@ -76,7 +77,12 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
     sections = read_sections(run)
     if sections is None:
         return None
-    changed = configs.differences(configs.from_dict(sections), config, settled)
+    before = configs.from_dict(sections)
+    changed = configs.differences(before, config, settled)
+    if changed and all(line.partition(":")[0] in config.GROWTH for line in changed):
+        if problem := growth_problem(run, before, config):
+            raise ConfigError([problem])
+        return INTERRUPTED
     if changed:
         raise ConfigError(
             [
@@ -111,6 +117,40 @@ def code_digests(
         if before.get(field, digest) != digest
     ]
     return found
+
+
+def growth_problem(run: Storage, before: Any, config: Any) -> str | None:
+    """Return why a run cannot go on with this length and schedule; None if it can.
+
+    It may be made longer, and its schedule changed, as long as the learning rates of the steps that
+    it has done stay what they were.
+    """
+    from rayapp.train.optimizer import lr_at
+
+    plan, done = read_plan(run), steps_done(run)
+    planned: int = plan.get("steps") or 0
+    rows = plan["data"]["train"]["rows"] if "data" in plan else 0
+    train, per_step = config.train, config.rows_per_step
+    by_epochs = -(-(train.epochs or 1) * rows // per_step)
+    steps: int = by_epochs if train.max_steps is None else train.max_steps
+    if steps < planned:
+        return (
+            f"run.name={config.run.name} cannot shrink: {run.url} holds a run of {planned} steps, "
+            f"and this one has {steps}. Set train.max_steps or train.epochs higher, or another "
+            "run.name"
+        )
+
+    def rate(each: Any, step: int, num_steps: int) -> float:
+        settings = {"peak": each.lr, "schedule": each.schedule, "warmup_steps": each.warmup_steps}
+        return lr_at(step, num_steps=num_steps, floor=each.min_lr, decay=each.decay, **settings)
+
+    if all(rate(before.train, n, planned) == rate(train, n, steps) for n in range(done)):
+        return None
+    return (
+        f"run.name={config.run.name} cannot grow from {planned} to {steps} steps: with train."
+        f"schedule={train.schedule} its {done} steps would have had other learning rates. Set "
+        f"another run.name with model.init_from={run.url}"
+    )
 
 
 def check_resumable(run: Storage) -> None:

@@ -200,6 +200,8 @@ def _to_the_end(
     result = result_of(ready.config, run, summary, phases.seconds, journal.events)
     run.write(RESULT, json.dumps(result, indent=1).encode())
     report.write_for(run)
+    if result.get("model_path"):
+        report.write_card(run)
     phases.begin("waiting for the hooks")
     hooks.end(result)
     phases.begin("")

@@ -26,7 +26,6 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 from rayapp.config import ConfigError
@@ -43,6 +42,8 @@ from rayapp.observe.run_folder import (
 )
 from rayapp.storage import Storage
 from rayapp.storage.local import FULL
+from rayapp.storage.processes import machine as _machine
+from rayapp.storage.processes import mark_of as _process
 
 POLL_S = 1.0
 NOTE_EVERY_S = 60.0
@@ -250,31 +251,3 @@ def _read(run: Storage) -> Holder | None:
     values = values if isinstance(values, dict) else {}
     known = {name: values[name] for name in holder if name in values}
     return cast(Holder, {**holder, **known})
-
-
-def _machine() -> list[str]:
-    """Return the host name, the id of the current boot, and the process-id namespace."""
-    boot, names = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return [
-        socket.gethostname(),
-        boot.read_text().strip() if boot.exists() else "",
-        os.readlink(names) if names.exists() else "",
-    ]
-
-
-def _process(pid: int) -> str | None:
-    """Return a mark that differs between processes that reuse a pid; None if there is no process.
-
-    On Linux it is the start time, in ticks since boot; elsewhere only "alive".
-    """
-    if Path("/proc/self").exists():
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except FileNotFoundError:
-            return None
-        return None if fields[0] == "Z" else fields[19]  # Z: a zombie, which has ended
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    return "alive"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console
 
 from rayapp.config import ConfigError, RunConfig, arguments, help
 from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
-from rayapp.observe.records import RunResult
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.storage import StorageError
 
@@ -23,7 +23,7 @@ def main(
     argv: list[str],
     usage: str,
     kind: type[RunConfig],
-    load_run: Callable[[], Callable[..., RunResult]],
+    load_run: Callable[[], Callable[..., Mapping[str, Any]]],
     started: float | None,
 ) -> int:
     """Run the command line and return the exit code.

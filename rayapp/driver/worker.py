@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
-from rayapp.model import Unavailable
+from rayapp.model import Unavailable, WrongExport
 from rayapp.observe.activity import Phases, Reporter
 from rayapp.observe.gauges import Steps
 from rayapp.observe.records import Summary
@@ -71,7 +71,7 @@ def work(spec: AnySpec) -> Summary:
             return train_rank(spec, context)
         except StartAgain as error:
             return {"status": MOVED, "notice": False, "again": True, "reason": str(error)}
-        except (BadLoss, NoneUsable, Resumed, Unavailable) as error:
+        except (BadLoss, NoneUsable, Resumed, Unavailable, WrongExport) as error:
             # All ranks raise these together, and another attempt would raise the same again.
             if isinstance(error, BadLoss) and not error.finite:
                 gauges.bad_step()

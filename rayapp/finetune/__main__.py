@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rayapp.config import Config
 from rayapp.driver import main as command_line
-from rayapp.observe.records import RunResult
 
 STARTED = time.time()
 
@@ -22,7 +22,7 @@ def main(argv: list[str], started: float | None = None) -> int:
     return command_line.main(argv, str(__doc__).strip(), Config, _load, started)
 
 
-def _load() -> Callable[..., RunResult]:
+def _load() -> Callable[..., Mapping[str, Any]]:
     from rayapp.finetune.run import finetune
 
     return finetune

@@ -39,11 +39,15 @@ class Parts:
 
 
 class Head:
-    """The output layer: returns (objective, loss), or while `sampling` the logits [b, V] twice."""
+    """The output layer: returns (objective, loss).
+
+    While `sampling` it returns the last position's logits [b, V] twice, while `whole` those of all
+    positions [b, S, V].
+    """
 
     def __init__(self, config: Config) -> None:
         train = config.train
-        self.sampling = False
+        self.sampling = self.whole = False
         self.loss: model.Loss = partial(
             chunked_cross_entropy,
             chunk=train.loss_chunk,
@@ -72,6 +76,11 @@ class Head:
             assert weight is not None, "a model that computes its logits itself is not sampled"
             logits = torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
             return logits, logits
+        if self.whole:
+            logits = hidden
+            if weight is not None:
+                logits = torch.nn.functional.linear(hidden, weight, bias)
+            return logits, logits
         if self.metric_sums is not None:
             self.metric_sums += token_sums(self.metrics, hidden, weight, labels, bias)
         return self.loss(hidden, weight, labels, bias)
@@ -91,6 +100,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         loss=head,
         dtype=torch.float32 if lora is None else compute,  # frozen weights need no fp32 master copy
         attention=model.choose_attention(config.model.attention, shape, device.type, compute),
+        router_weight=config.train.router_loss,
     )
     # The order matters: adapters wrap linear layers, and float8 then replaces those that compute.
     # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;
@@ -102,12 +112,9 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     if config.train.precision == "fp8":
         model.use_float8(lm, device)
     model.checkpoint_activations(lm, parallel.activation_checkpointing)
-    hybrid = parallel.strategy == "hybrid_shard"
-    replicas = (parallel.replicas or model.num_nodes()) if hybrid else 1
-    mesh = model.device_mesh(device.type, strategy=parallel.strategy, replicas=replicas)
     model.shard(
         lm,
-        mesh,
+        _mesh(config, device),
         strategy=parallel.strategy,
         param_dtype=None if compute == torch.float32 else compute,
         cpu_offload=parallel.cpu_offload,
@@ -120,7 +127,10 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         model.init_weights(lm, config.run.seed, device)
     else:
         model.load_weights(lm, source, device)
-    if lora is not None:
+    adapter, merged = source.adapter, config.model.adapter == "merge"
+    if adapter is not None:
+        (model.merge_adapters if merged else model.load_adapters)(lm, adapter)
+    if lora is not None and (adapter is None or merged):
         model.init_adapters(lm, config.run.seed)
     optimizers = make_optimizers(
         config.train.optimizer,
@@ -130,6 +140,33 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         betas=config.train.betas,
     )
     return Parts(lm.train(), optimizers, source, tokenizer, head)
+
+
+def _mesh(config: Config, device: torch.device) -> Any:
+    parallel = config.parallel
+    hybrid = parallel.strategy == "hybrid_shard"
+    replicas = (parallel.replicas or model.num_nodes()) if hybrid else 1
+    return model.device_mesh(device.type, strategy=parallel.strategy, replicas=replicas)
+
+
+def exact_base(config: Config, parts: Parts, device: torch.device) -> model.LanguageModel | None:
+    """Read the frozen base again if training holds it rounded, in host memory; None if it does not.
+
+    A merged model so has the source's own values where no adapter is.
+    """
+    lm, source = parts.lm, parts.source
+    stored, held = lm.source_dtype or torch.float32, compute_dtype(config)
+    drawn = source.preset or config.model.from_scratch
+    if drawn or torch.promote_types(stored, held) == held:
+        return None
+    shape = model_shape(source, config, len(parts.tokenizer))
+    base = model.build(shape, loss=model.no_loss, dtype=stored, attention="eager")
+    mesh = _mesh(config, device)
+    model.shard(base, mesh, strategy=config.parallel.strategy, cpu_offload=True)
+    model.load_weights(base, source, device)
+    if source.adapter is not None and config.model.adapter == "merge":
+        model.merge_adapters(base, source.adapter)
+    return base
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -190,11 +227,16 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
                 f"{setting} is not available: the package {package} is not installed. "
                 f"Install rayapp[{extra}], or {package.replace('_', '-')}"
             )
-    if lora is not None and lora.targets:
+    if lora is not None and (lora.targets or in_4_bits):
         lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
         names = model.linear_names(lm.hf)
         problem = model.unknown_targets(lora.targets, names)
         problems += [problem] if problem else []
+        if in_4_bits and not model.takes_4_bits(lm.hf):
+            problems.append(
+                f"model.lora.quantize=nf4 is not available: no layer of {lm.hf.config.model_type} "
+                "is an nn.Linear of a width that 64 divides. Set model.lora.quantize=none"
+            )
     return problems
 
 

@@ -19,9 +19,11 @@ from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.driver import checks, command
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
-from rayapp.planner.shape import UnknownShape, shape_of
+from rayapp.finetune.start import shape_problem, with_adapter, with_origin
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
+from rayapp.presets import OWN
 from rayapp.storage import StorageError, open_storage
+from rayapp.train import planning
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     problems = checks.shared_problems(config, local_cores, local_gpus)
     inputs = _inputs(config, problems)
     kinds = {entry.kind for entry in inputs}
-    base, tokenizer = _model(config, kinds, problems)
+    config, base, tokenizer = _model(config, kinds, problems)
     template = _template(config, tokenizer, problems)
     run = open_storage(config.run.storage) / config.run.name
     code = checks.code_digests(config.train.loss, config.eval.metrics, run, problems)
@@ -98,7 +100,10 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     if len(inputs) == 1:
         fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
         config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
+    run = open_storage(config.run.storage) / config.run.name
     if problem := plan_problem(config, base, tokenizer):
+        raise ConfigError([problem])
+    if problem := shape_problem(config, run, _shape(base, config, tokenizer)):
         raise ConfigError([problem])
     return CheckedLanguageRun(config, run, inputs, base, tokenizer, template, code)
 
@@ -120,9 +125,13 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
 
 def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
     """Return a problem if the run does not fit cluster.instance; None with cluster.ignore_plan."""
-    shape = model_shape(base, config, None if tokenizer is None else len(tokenizer))
+    shape = _shape(base, config, tokenizer)
     problem = planner.size_problem(forecast(config, shape))
     return None if config.cluster.ignore_plan else problem
+
+
+def _shape(base: model.ModelSource, config: Config, tokenizer: Any) -> Any:
+    return model_shape(base, config, None if tokenizer is None else len(tokenizer))
 
 
 def forecast(
@@ -131,17 +140,15 @@ def forecast(
     """Plan a run from the shape of its model (a transformers config).
 
     `machine` describes the machine if cluster.instance does not name it (see `planner.ask`).
-    Returns None if the planner has no formula for the architecture.
+    Returns None if the planner has no formula for the architecture and it cannot be read.
 
     Raises:
         ConfigError: the instance is unknown, or cannot compute in this precision.
     """
-    values = shape.to_dict()
     try:
-        shape_of(values)
-    except UnknownShape:
+        return planning.plan(config, steps=steps, model=shape.to_dict(), **machine)
+    except planner.UnknownModel:
         return None
-    return planner.plan(config, steps=steps, model=values, **machine)
 
 
 def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
@@ -211,17 +218,30 @@ def _source(
 
 def _model(
     config: Config, kinds: set[str], problems: list[str]
-) -> tuple[model.ModelSource | None, Any]:
+) -> tuple[Config, model.ModelSource | None, Any]:
+    """Return the config with the settings of the model's adapter, the model and its tokenizer."""
     try:
         base = model.resolve(config.model.path)
     except (ValueError, StorageError) as error:
         problems.append(str(error))
-        return None, None
-    scratch = config.model.from_scratch or base.preset
+        return config, None, None
+    scratch = config.model.from_scratch or (base.preset and config.model.path == OWN)
     wrong = model.problems(base, from_scratch=scratch)
+    if not wrong:
+        config, wrong = with_adapter(config, base)
+    if not wrong:
+        run = open_storage(config.run.storage) / config.run.name
+        config, wrong = with_origin(config, run, base.preset)
     problems += wrong
     if wrong:
-        return base, None
+        return config, base, None
+    return config, base, _tokenizer(config, base, kinds, problems)
+
+
+def _tokenizer(
+    config: Config, base: model.ModelSource, kinds: set[str], problems: list[str]
+) -> Any:
+    """Return the tokenizer, None if it is still to be made; check that it fits model and data."""
     limit: Any = getattr(base.config, "max_position_embeddings", None)
     limit = config.model.overrides.get("max_position_embeddings", limit)
     if limit and config.data.seq_len > limit:
@@ -233,7 +253,7 @@ def _model(
     if is_made(tokenizer_of(config, 0, base.preset)):
         if problem := vocabulary_problem(config, base, None):
             problems.append(problem)
-        return base, None
+        return None
     try:
         tokenizer = tokens.load_tokenizer(named or config.model.path)
     except (OSError, ValueError) as error:
@@ -242,7 +262,7 @@ def _model(
             f"model.tokenizer={named or config.model.path} is not a tokenizer: {first}. "
             "Give a folder with tokenizer.json, or bpe:4096 to train one"
         )
-        return base, None
+        return None
     if problem := vocabulary_problem(config, base, tokenizer):
         problems.append(problem)
     if "chat" in kinds and not tokenizer.chat_template and not config.data.chat_template:
@@ -251,7 +271,7 @@ def _model(
             "has no chat_template. Set model.tokenizer to one that has one, data.chat_template, or "
             "data.kind=prompt if the records can be prompts"
         )
-    return base, tokenizer
+    return tokenizer
 
 
 def _template(config: Config, tokenizer: Any, problems: list[str]) -> str:

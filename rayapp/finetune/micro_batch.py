@@ -108,7 +108,7 @@ def _question(config: Config, shape: Any, machine: dict[str, Any]) -> planner.Qu
     if plan is None:
         raise ConfigError(
             [
-                f"train.micro_batch=auto is not available: there is no formula for the memory of "
+                f"train.micro_batch=auto is not available: nothing is known of the memory of "
                 f"{shape.model_type}. Set train.micro_batch to a number"
             ]
         )

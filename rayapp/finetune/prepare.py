@@ -11,18 +11,19 @@ from typing import Any
 from rich.console import Console
 
 from rayapp import model
-from rayapp.config import Config, ConfigError
+from rayapp.config import Config, ConfigError, Lora
 from rayapp.data import heads, tokens
 from rayapp.data import prepare as rows
+from rayapp.data.control import CONTROL
 from rayapp.data.prepared import Prepared, load, mixed, reasons
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
-from rayapp.finetune import micro_batch, show
+from rayapp.finetune import growth, micro_batch, show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.observe.activity import Phases
-from rayapp.observe.records import Plan
+from rayapp.observe.records import Base, Plan
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order, fingerprint
@@ -31,7 +32,7 @@ from rayapp.storage import Storage, open_storage
 from rayapp.train.spec import LanguageSpec, RunSpec
 
 KIND = "rayapp.finetune"
-FIRST_VERSION = 2  # of rows: a run that began with them goes on with them
+FIRST_VERSION = 2  # of rows: a run that began with them goes on with them, and with CONTROL
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 
@@ -48,11 +49,14 @@ def prepare(
     shape = model_shape(ready.model, config, len(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
-    order = order_of(config, prepared)
-    parameters = count_parameters(shape)
+    order = order_of(config, prepared, growth.stages_of(ready.run, prepared, config.rows_per_step))
+    growth.check_order(ready.run, prepared, order)
+    parameters, trainable = count_parameters(shape, config.model.lora)
     planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
-    trainable = None if planned is None else planned.question.layout.trainable
-    plan = plan_of(config, prepared, order, parameters)
+    vocabulary = shape.get_text_config().vocab_size
+    settled = replace(ready, config=config)
+    plan = plan_of(settled, prepared, order, parameters, tokenizer_url, vocabulary)
+    plan["trainable_parameters"] = trainable
     ready.run.write(CONFIG, config.to_yaml().encode())
     if ready.code:
         plan["code"] = dict(ready.code)
@@ -169,6 +173,7 @@ def _recipe(
         columns=data.columns,
         template=ready.template if training else "",
         reasoning=data.reasoning if entry.kind == "chat" else "train",
+        special_tokens=data.special_tokens,
     )
 
 
@@ -183,16 +188,18 @@ def _begun(
     """Return the rows of an earlier version with which this run has begun, if it has; else None."""
     if not ready.run.exists(PLAN):
         return None
-    made = {
-        path: load(root / replace(recipe, version=FIRST_VERSION).fingerprint)
-        for path, recipe in recipes.items()
-    }
-    whole = {path: prepared for path, prepared in made.items() if prepared is not None}
-    if len(whole) < len(made):
-        return None
-    joined = _joined(config, root, whole)
-    same = json.loads(ready.run.read(PLAN)).get("fingerprint") == joined.fingerprint
-    return joined if same else None
+    began = json.loads(ready.run.read(PLAN)).get("fingerprint")
+    for version in (FIRST_VERSION, None):
+        made = {
+            path: load(root / replace(recipe, version=version, special_tokens=CONTROL).fingerprint)
+            for path, recipe in recipes.items()
+        }
+        whole = {path: prepared for path, prepared in made.items() if prepared is not None}
+        if len(whole) == len(made):
+            joined = _joined(config, root, whole)
+            if joined.fingerprint == began:
+                return joined
+    return None
 
 
 def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
@@ -208,28 +215,57 @@ def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
     return None
 
 
-def order_of(config: Config, prepared: Prepared) -> Order:
-    """Return the order of the run's rows."""
+def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], ...] = ()) -> Order:
+    """Return the order of the run's rows; `stages` are those of a run that has grown."""
     rows, train, seed = prepared.num_rows("train"), config.train, config.run.seed
     sizes = (config.rows_per_step, config.micro_batch, seed)
     if prepared.weights:
         assert train.max_steps is not None, "the config refuses a mixture without max_steps"
         return Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
     if train.max_steps is None:
-        return Order.for_epochs(rows, *sizes, train.epochs or 1)
-    return Order.for_steps(rows, *sizes, train.max_steps)
+        return Order.for_epochs(rows, *sizes, train.epochs or 1, stages)
+    return replace(Order.for_steps(rows, *sizes, train.max_steps), stages=stages)
 
 
-def count_parameters(shape: Any) -> int:
-    """Return the number of parameters of a model of this shape; tied parameters count once."""
-    return model.num_parameters(model.build(shape, loss=model.no_loss, attention="eager"))
+def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:
+    """Return the number of parameters of a model of this shape, and of those that are trained.
+
+    Tied parameters count once; adapters count as trained alone.
+    """
+    lm = model.build(shape, loss=model.no_loss, attention="eager")
+    whole = model.num_parameters(lm)
+    if lora is None:
+        return whole, whole
+    model.add_adapters(lm, lora)
+    return whole, sum(p.numel() for p in lm.parameters() if p.requires_grad)
 
 
-def plan_of(config: Config, prepared: Prepared, order: Order, parameters: int) -> Plan:
+def base_of(ready: CheckedLanguageRun) -> Base:
+    """Return what is known of the model that the run starts from."""
+    source = ready.model
+    random = source.preset or ready.config.model.from_scratch
+    base: Base = {"name": source.base, "random": random}
+    return base if random else {**base, **model.published(source)}
+
+
+def plan_of(
+    ready: CheckedLanguageRun,
+    prepared: Prepared,
+    order: Order,
+    parameters: int,
+    tokenizer_url: str,
+    vocabulary: int,
+) -> Plan:
     """Return the fields of plan.json that do not come from the planner."""
+    config = ready.config
     return {
+        "base": base_of(ready),
+        "tokenizer": tokenizer_url,
+        "vocabulary": vocabulary,
         "parameters": parameters,
         "fingerprint": prepared.fingerprint,
+        "prepared": prepared.folders,
+        "parts": prepared.parts,
         "steps": order.num_steps,
         "rows_per_step": order.rows_per_step,
         "micro_batches_per_step": config.micro_batches_per_step,

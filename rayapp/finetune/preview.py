@@ -116,7 +116,7 @@ def runs(tokenizer: Any, document: Document) -> list[tuple[str, bool]]:
 def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview:
     config: Config = ready.config
     data = config.data
-    renderer = Renderer(tokenizer, entry.kind, ready.template, data.reasoning)
+    renderer = Renderer(tokenizer, entry.kind, ready.template, data.reasoning, data.special_tokens)
     raw, _ = heads.records(entry.source)
     records = [shapes.standardised(record, entry.kind, data.columns) for record in raw]
     bad, notes, examples = Counter[str](), Counter[str](), dict[str, str]()

@@ -14,7 +14,8 @@ from rayapp.driver import command
 from rayapp.finetune.check import check, settle
 from rayapp.finetune.micro_batch import after_failure
 from rayapp.finetune.prepare import prepare
-from rayapp.observe.records import MetricsLine, RunResult
+from rayapp.jobs.results import Result
+from rayapp.observe.records import MetricsLine
 from rayapp.observe.result import RunFailed
 
 __all__ = ["RunFailed", "finetune"]
@@ -27,8 +28,8 @@ def finetune(
     console: Console | None = None,
     started: float | None = None,
     on_step: Callable[[MetricsLine], None] | None = None,
-) -> RunResult:
-    """Run a config until it is done or stopped, and return the content of result.json.
+) -> Result:
+    """Run a config until it is done or stopped, and return its result: the content of result.json.
 
     `started` is the Unix time in seconds at which the command began, if that was before this call.
     `on_step` gets each line of metrics.jsonl as a dict; a thread calls it, so it holds up no step.
@@ -38,4 +39,4 @@ def finetune(
         RunFailed: it failed on the way; running the same again resumes.
         SecretError: a secret that the job refers to cannot be read.
     """
-    return command.run(config, KIND, console, started, on_step)
+    return Result(command.run(config, KIND, console, started, on_step))

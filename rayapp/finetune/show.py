@@ -19,12 +19,9 @@ def plan(
     prepared: Prepared,
     order: Order,
     parameters: int,
-    trainable: int | None = None,
+    trainable: int,
 ) -> None:
-    """Print the plan as equations, and statistics of the data.
-
-    `trainable` is the number of trained parameters, None if it is not known.
-    """
+    """Print the plan as equations, and statistics of the data."""
     train, data = config.train, config.data
     report = prepared.report()
     counts = report["train"]
@@ -34,11 +31,10 @@ def plan(
     per_worker = order.num_micro_batches(workers)
     tokens = order.num_steps * train.tokens_per_step
     epochs = order.num_steps * rows / order.num_rows
-    trained = ""
-    if config.model.lora is not None and trainable is not None:
-        trained = f" ({trainable:,} trained, LoRA)"
+    lora = config.model.lora
+    trained = "all trained" if lora is None else f"{trainable:,} trained, {lora.name}"
     lines = {
-        "model": f"{config.model.path}: {parameters:,} parameters{trained}, "
+        "model": f"{config.model.path}: {parameters:,} parameters ({trained}), "
         f"{config.parallel.strategy}, {train.precision}",
         "data": f"{counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
         f"{counts['rows']:,} rows of {seq_len} ({report['fill']:.1%} full, "

@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 
 from rayapp import hardware, model
+from rayapp.config import Config
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.finetune.build import Head, Parts, compile_gain, make_parts
+from rayapp.finetune.build import Head, Parts, compile_gain, exact_base, make_parts
+from rayapp.finetune.exported import check_export
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome
 from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.planner.flops import model_flops
-from rayapp.planner.shape import UnknownShape, shape_of
+from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.storage import Storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
@@ -31,6 +33,7 @@ from rayapp.train.engine import Engine
 from rayapp.train.loss import IGNORE
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at
+from rayapp.train.reading import read
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.trainer import Trainer
 
@@ -64,10 +67,13 @@ class LanguageTrainer(Trainer):
         Raises: Unavailable if documents of a row would see one another.
         """
         lm, packed = self.parts.lm, self.spec.config.data.pack and self.spec.order.num_steps > 0
-        if packed and not model.keeps_documents_apart(lm, self.device):
+        apart = not packed or model.keeps_documents_apart(lm, self.device)
+        if not apart and model.split_documents(lm):
+            apart = model.keeps_documents_apart(lm, self.device)
+        if not apart:
             raise model.Unavailable(
                 f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
-                "documents of a row attend to one another. Set data.pack=false"
+                "documents of a row see one another. Set data.pack=false"
             )
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
@@ -102,6 +108,7 @@ class LanguageTrainer(Trainer):
             control=control,
             rows_per_epoch=spec.order.num_rows,
             rows_per_step=spec.order.rows_per_step,
+            take_sums=self.parts.lm.take_sums,
             spikes=Spikes(config.train.spike_sigmas) if watched else None,
             record=partial(token_record, mfu_of(spec, self.parts, self.device)),
             skip_bad=config.train.on_spike == "skip",
@@ -127,8 +134,10 @@ class LanguageTrainer(Trainer):
         phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
         if config.checkpoint.export:
-            export(self.spec, parts, storage)
+            export(self.spec, parts, storage, self.device)
             outcome["model_path"] = (storage / MODEL).url
+            folder, control = storage / MODEL, engine.control
+            outcome["export_check"] = check_export(self.spec, parts, folder, self.device, control)
         dist.barrier(group=engine.control)
         phases.end("export")
         return outcome
@@ -191,7 +200,7 @@ def mfu_of(
     """Return a function of (tokens, attended pairs, seconds) that computes the MFU, 0-1.
 
     MFU is model FLOP/s over the peak of all workers' GPUs. The function returns None on CPUs, and
-    where the GPU's peak or a formula for the model is not known.
+    where the GPU's peak or the model's shape is not known.
     """
     if device.type != "cuda":
         return lambda tokens, pairs, seconds: None
@@ -199,21 +208,28 @@ def mfu_of(
     peak = None if gpu is None else gpu.flops[spec.config.train.precision]
     lora = spec.config.model.lora
     options = (None, ()) if lora is None else (lora.rank, lora.targets)
-    try:
-        shape = shape_of(parts.lm.hf.config.to_dict())
-    except UnknownShape:
-        peak = None
-    if peak is None:
+    shape = None if peak is None else _shape(spec.config, parts.lm.hf.config)
+    if peak is None or shape is None:
         return lambda tokens, pairs, seconds: None
-    of_token = model_flops(shape, 0.0, *options)
-    of_pair = model_flops(shape, 1.0, *options) - of_token  # linear in attended pairs
     all_of_them = peak * dist.get_world_size()
     return lambda tokens, pairs, seconds: (
-        (tokens * of_token + pairs * of_pair) / seconds / all_of_them
+        tokens * model_flops(shape, pairs / tokens, *options) / seconds / all_of_them
     )
 
 
-def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
+def _shape(config: Config, hf_config: Any) -> Shape | None:
+    """Return the model's shape for the planner; None if neither a formula nor reading gives it."""
+    values = hf_config.to_dict()
+    try:
+        if has_formula(values):
+            return shape_of(values)
+        fp32 = config.train.precision == "fp32"
+        return read(values, seq_len=config.data.seq_len, fp32=fp32, lora=config.model.lora)
+    except UnknownShape:
+        return None
+
+
+def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.device) -> None:
     """Export the model to model/.
 
     With LoRA, model/ holds the adapters alone; with lora.merge it holds the merged model, and
@@ -222,15 +238,15 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage) -> None:
     lora = spec.config.model.lora
     if lora is not None:
         folder = storage / (ADAPTER if lora.merge else MODEL)
-        model.export_adapters(
-            parts.lm, folder, base=spec.config.model.path, tokenizer=parts.tokenizer
-        )
+        model.export_adapters(parts.lm, folder, base=parts.source.base, tokenizer=parts.tokenizer)
     if lora is None or lora.merge:
+        base = None if lora is None else exact_base(spec.config, parts, device)
         model.export(
-            parts.lm,
+            base or parts.lm,
             storage / MODEL,
             tokenizer=parts.tokenizer,
             generation_config=parts.source.generation_config,
+            trained=None if base is None else parts.lm,
         )
 
 

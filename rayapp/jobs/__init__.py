@@ -10,12 +10,14 @@ secrets.py     pass secrets to a job as ARNs
 ray_address.py which Ray cluster a config means
 client.py      submit, list, follow and stop jobs over Ray's Jobs API
 submission.py  send a run to a cluster, and read and write its submission.json
-handle.py      submit, job, Job
+handle.py      submit, Job
+find.py        job, runs
+steps.py       the steps of a run as they come
 remote.py      the jobs of a run on the user's cluster
 results.py     read a run's config and result from its folder
 page.py        the live view as HTML, for notebooks
+widget.py      its buttons, where ipywidgets is installed
 terminal.py    the live view in a terminal
-figures.py     the figures that both views show
 """
 
 from rayapp.jobs.client import JobError, JobsClient

@@ -1,14 +1,17 @@
-"""Find a run by its folder or by its name."""
+"""Find a run by its folder or by its name, or all runs."""
 
 from __future__ import annotations
 
+import html
 import os
 
 from rayapp.config import ConfigError, Run
-from rayapp.jobs.client import VARIABLES
+from rayapp.jobs.client import VARIABLES, JobsClient
 from rayapp.jobs.handle import Job
-from rayapp.jobs.remote import find_named
-from rayapp.observe.status import NoRun
+from rayapp.jobs.remote import find_named, runs_of
+from rayapp.observe.run_folder import CONFIG
+from rayapp.observe.status import NoRun, figures
+from rayapp.storage import open_storage
 
 
 def job(run: str, *, storage: str | None = None, address: str | None = None) -> Job:
@@ -32,6 +35,37 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
     except NoRun as error:
         raise ConfigError([f"run={run} is unknown: {error}. Set the folder of a run"]) from None
     return handle
+
+
+class Runs(list[Job]):
+    """The runs of a folder or a cluster; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for each in self:
+            status, now, _ = each.snapshot()
+            shown = figures(now) if now is not None else {}
+            cells = (each.name, status, *(shown.get(name, "") for name in ("step", "loss", "cost")))
+            rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+        head = "".join(f"<th>{name}</th>" for name in ("run", "status", "step", "loss", "cost"))
+        return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def runs(*, storage: str | None = None, address: str | None = None) -> Runs:
+    """Return the runs of a folder, or those that a cluster's jobs name, in order of their names.
+
+    Without either it is the folder `runs`, if it is there, else the cluster in effect.
+
+    Raises:
+        JobError: the cluster does not answer.
+    """
+    storage = storage or (None if address else local_storage())
+    if storage is not None:
+        root = open_storage(storage)
+        folders = [(root / name) for name in root.dirs() if not name.startswith(".")]
+        return Runs(Job(run.url, address) for run in folders if run.exists(CONFIG))
+    known = runs_of(JobsClient.at(address, check_version=False).jobs())
+    return Runs(Job(url, address, info.submission_id) for url, info in known if url is not None)
 
 
 def local_storage() -> str | None:

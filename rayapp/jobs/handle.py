@@ -6,9 +6,10 @@ folder, and for whether a job whose driver no longer renews its lease has ended.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,6 +19,7 @@ from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.client import Unreachable
 from rayapp.jobs.remote import RemoteJob
 from rayapp.jobs.results import Result, config_of, own_config_of, result_of
+from rayapp.jobs.steps import LiveSteps
 from rayapp.jobs.submission import Again, changed, send, shipment_again
 from rayapp.observe import metrics
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
@@ -50,7 +52,7 @@ logger = logging.getLogger("rayapp.jobs")
 
 
 def submit(
-    config: RunConfig | str | Path,
+    config: RunConfig | str | Path | Mapping[str, Any],
     *,
     address: str | None = None,
     say: Callable[[str], None] = print,
@@ -65,9 +67,9 @@ def submit(
 ) -> Job:
     """Send a run to a cluster as a Ray job.
 
-    `config` is a Config or the path of a YAML file; `sections` change its fields:
-    `run={"name": "demo"}`. `say` prints the line that names the job. The other arguments are the
-    fields of `rayapp.jobs.SubmitOptions`.
+    `config` is a Config, the path of a YAML file, or a mapping of sections; `sections` change its
+    fields: `run={"name": "demo"}`. `say` prints the line that names the job. The other arguments
+    are the fields of `rayapp.jobs.SubmitOptions`.
 
     Raises:
         ConfigError: it cannot run there as described; with every problem.
@@ -116,8 +118,6 @@ class Job:
 
     def __repr__(self) -> str:
         return f"Job({self.run.url!r})"
-
-    # ---- Status ---------------------------------------------------------------------------
 
     def progress(self) -> Progress:
         """Return the run's progress: status, step, last metrics line, time and cost.
@@ -209,8 +209,6 @@ class Job:
         cluster, info = self._remote.or_fail()
         return cluster.follow(info.submission_id)
 
-    # ---- Stop, resume, wait ---------------------------------------------------------------
-
     def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
         """Ask the run to save and exit, wait up to `wait_s` seconds, then have Ray end its job.
 
@@ -290,8 +288,6 @@ class Job:
                 raise TimeoutError(f"run {self.name} is still {status} after {timeout_s:.0f} s")
             time.sleep(POLL_S)
 
-    # ---- Config, result, view -------------------------------------------------------------
-
     def config(self) -> RunConfig:
         """Return the run's config.
 
@@ -326,5 +322,28 @@ class Job:
             return terminal.show(self, every_s)
         if block:
             return page.show(self, every_s)
-        page.show_on(Job(self.run.url, self._remote.address, self._remote.known), every_s)
+        page.show_on(self._again, every_s)
         return None
+
+    def _again(self) -> Job:
+        """Return another handle of the run, for another thread."""
+        return Job(self.run.url, self._remote.address, self._remote.known)
+
+    def steps(self, every_s: float = POLL_S) -> LiveSteps:
+        """Return the lines of metrics.jsonl as they come, for `for` and `async for`."""
+        return LiveSteps(self._again(), every_s)
+
+    def __await__(self) -> Generator[Any, None, str]:
+        """`await job` waits until the run has ended and returns its status."""
+        return asyncio.to_thread(self._again().wait).__await__()
+
+    def report(self, out: str | None = None) -> str:
+        """Write the report into the run's folder, or to the file `out`; return its path or URL."""
+        from rayapp import report
+
+        return report.write(self.run, out)
+
+    def _repr_html_(self) -> str:
+        from rayapp.jobs import page
+
+        return page.drawn(self)[1]

@@ -6,7 +6,8 @@ import html
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from rayapp.jobs.handle import Job
 
 POINTS = 240  # drawn of a curve at most; see `thin`
-WIDTH, HEIGHT = 420, 120
+WIDTH, HEIGHT = 420, 140
+LEFT, TOP, BOTTOM = 48, 22, 18  # margins of a curve
+SMOOTHED_FROM = 30  # points
+Places: TypeAlias = list[tuple[int, float]]
 COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe and Ito, 2008)
     "step": "#009e73",
     "start": "#56b4e9",
@@ -34,14 +38,14 @@ COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe a
 }
 LOOKING = "<p>looking for the run …</p>"
 STYLE = """
-.rayapp{font:13px/1.4 system-ui,sans-serif;max-width:900px}
+.rayapp{font:13px/1.4 system-ui,sans-serif}
 .rayapp .tiles{display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0}
 .rayapp .tiles div{min-width:84px}.rayapp .tiles b{display:block;font-size:15px}
 .rayapp .tiles span,.rayapp small{opacity:.65}
 .rayapp .bar{height:8px;border-radius:4px;background:#8884;overflow:hidden;display:flex}
 .rayapp .bar i{display:block;height:100%}
 .rayapp .curves{display:flex;flex-wrap:wrap;gap:14px;margin-top:10px}
-.rayapp svg{background:#8881;border-radius:4px;max-width:100%}
+.rayapp svg{background:#8881;border-radius:4px;flex:1 1 260px;min-width:0}
 """
 
 
@@ -62,7 +66,7 @@ def show(job: Job, every_s: float) -> str:
     handle = display(HTML(LOOKING), display_id=True)
     try:
         while True:
-            status, text = _drawn(job)
+            status, text = drawn(job)
             handle.update(HTML(text))
             if status in EXIT_CODES:
                 return status
@@ -72,14 +76,35 @@ def show(job: Job, every_s: float) -> str:
         raise
 
 
-def show_on(job: Job, every_s: float) -> threading.Thread:
+def show_on(make_job: Callable[[], Job], every_s: float) -> threading.Thread:
     """Start a thread that redraws the view in its cell until the run ends or an error occurs.
 
-    The thread uses `job`, so the caller must not.
+    `make_job` returns a new handle. With ipywidgets the view has buttons.
     """
     from IPython.display import HTML, display
 
-    handle = display(HTML(LOOKING), display_id=True)
+    try:
+        import ipywidgets  # noqa: F401
+    except ImportError:
+        handle = display(HTML(LOOKING), display_id=True)
+        return _drawing(make_job(), every_s, lambda status, text: handle.update(HTML(text)))
+    from rayapp.jobs.widget import Widget
+
+    def watch(widget: Widget) -> threading.Thread:
+        def show(status: str, text: str) -> None:
+            widget.view.value = text
+            widget.saw(status)
+
+        return _drawing(make_job(), every_s, show)
+
+    widget = Widget(make_job, watch)
+    widget.view.value = LOOKING
+    display(widget.box)
+    return watch(widget)
+
+
+def _drawing(job: Job, every_s: float, show: Callable[[str, str], None]) -> threading.Thread:
+    """Start a thread that calls `show(status, HTML)` until the run has ended."""
 
     def draw() -> None:
         status = ""
@@ -87,17 +112,17 @@ def show_on(job: Job, every_s: float) -> threading.Thread:
             while status not in EXIT_CODES:
                 if status:
                     time.sleep(every_s)
-                status, text = _drawn(job)
-                handle.update(HTML(text))
+                status, text = drawn(job)
+                show(status, text)
         except Exception as error:  # nothing can catch it outside this thread: show it in the cell
-            handle.update(HTML(f"<p>no longer watched: {html.escape(str(error))}</p>"))
+            show(status, f"<p>no longer watched: {html.escape(str(error))}</p>")
 
     thread = threading.Thread(target=draw, name=f"watch {job.name}", daemon=True)
     thread.start()
     return thread
 
 
-def _drawn(job: Job) -> tuple[str, str]:
+def drawn(job: Job) -> tuple[str, str]:
     """Return the run's status now, and its view as HTML."""
     status, now, steps = job.snapshot()
     reason = job.reason() if status in EXIT_CODES else None
@@ -156,40 +181,88 @@ def _goodput(now: Progress) -> str:
 
 
 def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
-    """Return an SVG of fields of metrics.jsonl over steps; its label has the least and greatest."""
+    """Return an SVG of fields of metrics.jsonl over steps, with axes, and values on hover.
+
+    Of a field with many points, the line is smoothed and the values are faint below it.
+    """
     known = {name: points(steps, name, POINTS) for name, _ in series}
     values = [value for places in known.values() for _, value in places]
     if not values:
         return ""
-    low, high, label = min(values), max(values), html.escape(label)
-    first, last = (steps["step"][end] for end in (0, -1))
-    across = (WIDTH - 10) / max(1, last - first)
-    up = (HEIGHT - 30) / ((high - low) or 1.0)
+    low, high = min(values), max(values)
+    first, last = (int(steps["step"][end]) for end in (0, -1))
+    across = (WIDTH - LEFT - 8) / max(1, last - first)
+    up = (HEIGHT - TOP - BOTTOM) / ((high - low) or 1.0)
 
-    def path(found: list[tuple[int, float]]) -> str:
-        places = (
-            f"{5 + (step - first) * across:.1f},{HEIGHT - 8 - (value - low) * up:.1f}"
-            for step, value in found
-        )
-        return " ".join(places)
+    def place(step: float, value: float) -> tuple[float, float]:
+        return LEFT + (step - first) * across, HEIGHT - BOTTOM - (value - low) * up
 
-    drawn = "".join(
-        f"<polyline fill='none' stroke='{color}' stroke-width='1.5' points='{path(known[name])}'/>"
-        + (_dot(known[name], color, path) if len(known[name]) == 1 else "")
-        for name, color in series
-        if known[name]
+    parts = []
+    for name, color in series:
+        found = known[name]
+        if len(found) == 1:
+            x, y = place(*found[0])
+            parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.5' fill='{color}'/>")
+        elif len(found) >= SMOOTHED_FROM:
+            parts.append(_line(found, color, place, 0.3) + _line(smooth(found), color, place))
+        elif found:
+            parts.append(_line(found, color, place))
+    parts += [_hover(name, known[name], place) for name, _ in series]
+    label = html.escape(label)
+    texts = (
+        (4, 13, "start", f"<tspan font-weight='600'>{label}</tspan>"),
+        (LEFT - 4, TOP + 4, "end", f"{high:.4g}"),
+        (LEFT - 4, HEIGHT - BOTTOM, "end", f"{low:.4g}"),
+        (LEFT, HEIGHT - 4, "start", f"step {first:,}"),
+        (WIDTH - 4, HEIGHT - 4, "end", f"{last:,}"),
     )
+    words = "".join(
+        f"<text x='{x}' y='{y}' text-anchor='{anchor}'>{text}</text>"
+        for x, y, anchor, text in texts
+    )
+    edge = f"M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - 4}"
     return (
-        f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}' role='img' "
+        f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' font-size='11' fill='currentColor' "
         f"aria-label='{label} from {low:.4g} to {high:.4g}'>"
-        f"<text x='6' y='14' font-size='11' fill='currentColor'>{label}: "
-        f"{low:.4g} to {high:.4g}</text>{drawn}</svg>"
+        f"<path d='{edge}' fill='none' stroke='currentColor' opacity='.4'/>{words}{''.join(parts)}"
+        "</svg>"
     )
 
 
-def _dot(found: list[tuple[int, float]], color: str, path: Any) -> str:
-    x, _, y = path(found).partition(",")
-    return f"<circle cx='{x}' cy='{y}' r='2.5' fill='{color}'/>"
+def _line(found: Places, color: str, place: Callable[..., Any], opacity: float = 1.0) -> str:
+    drawn = " ".join("{:.1f},{:.1f}".format(*place(*pair)) for pair in found)
+    return (
+        f"<polyline fill='none' stroke='{color}' stroke-width='1.5' opacity='{opacity}' "
+        f"points='{drawn}'/>"
+    )
+
+
+def _hover(name: str, found: Places, place: Callable[..., Any]) -> str:
+    """Return invisible strips whose tooltip is the value there; no script is needed."""
+    if not found:
+        return ""
+    width = (WIDTH - LEFT) / len(found)
+    return "".join(
+        f"<rect x='{place(step, value)[0] - width / 2:.1f}' y='{TOP}' width='{width:.1f}' "
+        f"height='{HEIGHT - TOP - BOTTOM}' fill='transparent'>"
+        f"<title>step {step:,}: {html.escape(name)} {value:.5g}</title></rect>"
+        for step, value in found
+    )
+
+
+def smooth(found: Places) -> Places:
+    """Return an exponential moving average over a tenth of the points, unbiased at the start.
+
+    >>> smooth([(1, 4.0), (2, 4.0)])
+    [(1, 4.0), (2, 4.0)]
+    """
+    keep = 1.0 - 10.0 / max(11, len(found))
+    total, weight = 0.0, 0.0
+    smoothed = []
+    for step, value in found:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        smoothed.append((step, total / weight))
+    return smoothed
 
 
 def points(steps: Columns, name: str, most: int) -> list[tuple[int, float]]:

@@ -2,27 +2,118 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rayapp.config import ConfigError, RunConfig, from_dict
-from rayapp.observe.records import RunResult
-from rayapp.observe.run_folder import CONFIG
+from rayapp.observe import metrics
+from rayapp.observe.records import MetricsLine
+from rayapp.observe.run_folder import CHECKPOINTS, CONFIG
 from rayapp.observe.status import read_result, read_sections
 from rayapp.storage import Storage, open_storage
 
+if TYPE_CHECKING:
+    import pandas
+
+SHOWN = ("status", "steps", "loss", "eval_loss", "eval_metrics", "wall_s", "cost_usd", "model_path")
+
 
 @dataclass(frozen=True)
-class Result:
-    """The result of a run; `values` is the whole of its result.json."""
+class CheckpointPath:
+    """A committed checkpoint."""
 
-    status: str
-    steps: int
-    loss: float | None
-    eval_loss: float | None
-    tokens_per_s: float | None
-    cost_usd: float | None
-    model_path: str | None
-    values: RunResult
+    path: str
+    """Its folder or s3:// URL."""
+    step: int
+
+
+class Result(dict[str, Any]):
+    """The content of a run's result.json, with the names of Ray's Result as attributes.
+
+    `result["loss"]` and `result.loss` are the same. `metrics`, `metrics_dataframe`, `checkpoint`
+    and `path` are read from the run's folder when they are asked for.
+    """
+
+    @property
+    def status(self) -> str:
+        """done, stopped or failed."""
+        return str(self["status"])
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return int(self["steps"])
+
+    @property
+    def loss(self) -> float | None:
+        """Nats per token or image of the last step."""
+        return self.get("loss")
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Nats per held-out token or image."""
+        return self.get("eval_loss")
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Input tokens per second of all workers."""
+        return self.get("tokens_per_s")
+
+    @property
+    def cost_usd(self) -> float | None:
+        """Cost of the run's machines; None if a price is not known."""
+        return self.get("cost_usd")
+
+    @property
+    def model_path(self) -> str | None:
+        """Folder or s3:// URL of the exported model."""
+        return self.get("model_path")
+
+    @property
+    def path(self) -> str | None:
+        """The run's folder or s3:// URL."""
+        return self.get("run")
+
+    @property
+    def error(self) -> str | None:
+        """Why the run failed."""
+        return self.get("reason")
+
+    @property
+    def metrics(self) -> MetricsLine | None:
+        """The last line of metrics.jsonl."""
+        return metrics.last(self._folder())
+
+    @property
+    def metrics_dataframe(self) -> pandas.DataFrame:
+        """metrics.jsonl as a DataFrame, one row per step."""
+        import pandas
+
+        return pandas.DataFrame(metrics.read(self._folder()))
+
+    @property
+    def checkpoint(self) -> CheckpointPath | None:
+        """The newest committed checkpoint; `result["checkpoint"]` is what checkpoints cost."""
+        from rayapp.train.checkpoint.marker import newest_committed
+
+        newest = newest_committed(self._folder())
+        if newest is None:
+            return None
+        return CheckpointPath(f"{self._folder().url}/{CHECKPOINTS}/{newest.name}", newest.step)
+
+    def _folder(self) -> Storage:
+        if self.path is None:
+            raise ConfigError(["this result names no folder: the run failed before it had one"])
+        return open_storage(self.path)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{name}</td><td>{html.escape(str(self[name]))}</td></tr>"
+            for name in SHOWN
+            if self.get(name) is not None
+        )
+        return f"<table>{rows}</table>"
 
 
 def result_of(run: Storage) -> Result | None:
@@ -32,18 +123,7 @@ def result_of(run: Storage) -> Result | None:
         DamagedEvents: it is not as a run writes it.
     """
     values = read_result(run)
-    if not values:
-        return None
-    return Result(
-        status=values["status"],
-        steps=values["steps"],
-        loss=values.get("loss"),
-        eval_loss=values.get("eval_loss"),
-        tokens_per_s=values.get("tokens_per_s"),
-        cost_usd=values.get("cost_usd"),
-        model_path=values.get("model_path"),
-        values=values,
-    )
+    return Result({"run": run.url, **values}) if values else None
 
 
 def config_of(run: Storage) -> RunConfig:

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
-from rayapp.config import ConfigError, RunConfig, load
+from rayapp.config import ConfigError, RunConfig, from_dict, load
 from rayapp.jobs import JobsClient, SubmitOptions, prepare
 from rayapp.jobs.package import as_dict
 from rayapp.observe.goodput import DamagedEvents
@@ -147,18 +147,22 @@ def _as_typed(value: Any) -> str:
     return value if isinstance(value, str) else ",".join(value)
 
 
-def changed(config: RunConfig | str | Path, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """Return a config, or that of a YAML file, with values changed: `{"train": {"lr": 1e-3}}`.
+def changed(
+    config: RunConfig | str | Path | Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
+) -> RunConfig:
+    """Return a config, or that of a YAML file or of a mapping, with values changed.
+
+    `sections` is like `{"train": {"lr": 1e-3}}`.
 
     Raises:
         ConfigError: with every problem.
     """
     problems = list[str]()
-    if not isinstance(config, RunConfig | str | Path):
+    if not isinstance(config, RunConfig | str | Path | Mapping):
         kind = type(config).__name__
         problems.append(
-            f"config of type {kind} is not valid: a Config or the path of a YAML file is expected. "
-            "Use rayapp.load, or name sections: run={'name': 'demo'}"
+            f"config of type {kind} is not valid: a Config, the path of a YAML file or a mapping "
+            "of sections is expected. Use rayapp.load, or name sections: run={'name': 'demo'}"
         )
     overrides = {}
     for section, fields in sections.items():
@@ -174,6 +178,8 @@ def changed(config: RunConfig | str | Path, sections: Mapping[str, Mapping[str, 
             overrides[f"{section}.{name}"] = text
     if problems:
         raise ConfigError(problems)
+    if isinstance(config, Mapping):
+        config = from_dict(dict(config))
     if isinstance(config, RunConfig):
         return load(None, {**config.to_overrides(), **overrides})
     return load(str(config), overrides)

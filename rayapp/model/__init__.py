@@ -18,10 +18,11 @@ batch. Loading and export use the original names of the tensors, by transformers
 """
 
 from rayapp.model.activations import checkpoint_activations, offload_activations
+from rayapp.model.adapter import Adapter, adapter_problems, load_adapters, merge_adapters
 from rayapp.model.attention import Unavailable, attention_problem, choose_attention
 from rayapp.model.build import LanguageModel, Loss, build, no_loss, num_parameters
 from rayapp.model.documents import keeps_documents_apart
-from rayapp.model.export import export
+from rayapp.model.export import WrongExport, export
 from rayapp.model.init import init_weights
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
 from rayapp.model.lora import (
@@ -30,19 +31,24 @@ from rayapp.model.lora import (
     hold_in_4_bits,
     init_adapters,
     linear_names,
+    takes_4_bits,
     unknown_targets,
 )
+from rayapp.model.mixers import split_documents
 from rayapp.model.sharding import device_mesh, num_nodes, shard
-from rayapp.model.source import ModelSource, load_tokenizer, resolve
+from rayapp.model.source import ModelSource, load_tokenizer, published, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
 __all__ = [
+    "Adapter",
     "CompileGain",
     "LanguageModel",
     "LoadStats",
     "Loss",
     "ModelSource",
     "Unavailable",
+    "WrongExport",
+    "adapter_problems",
     "add_adapters",
     "attention_problem",
     "build",
@@ -57,16 +63,21 @@ __all__ = [
     "init_weights",
     "keeps_documents_apart",
     "linear_names",
+    "load_adapters",
     "load_tokenizer",
     "load_weights",
     "measure_compile",
+    "merge_adapters",
     "no_loss",
     "num_nodes",
     "num_parameters",
     "offload_activations",
     "problems",
+    "published",
     "resolve",
     "shard",
+    "split_documents",
+    "takes_4_bits",
     "unknown_targets",
     "use_float8",
 ]

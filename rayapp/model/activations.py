@@ -9,6 +9,7 @@ one all-gather of its parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -61,10 +62,13 @@ def checkpoint_activations(model: LanguageModel, mode: str) -> None:
 
 
 def _policy(hidden_size: int, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = op.name()
-    if name in ATTENTION or (name in MATMULS and _is_kept(hidden_size, *args[-2:])):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    kept = keeps_result(hidden_size, op.name(), args)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keeps_result(hidden_size: int, name: str, args: Sequence[Any]) -> bool:
+    """Return whether selective checkpointing keeps the result of the operator of that name."""
+    return name in ATTENTION or (name in MATMULS and _is_kept(hidden_size, *args[-2:]))
 
 
 def _is_kept(hidden_size: int, left: Tensor, right: Tensor) -> bool:

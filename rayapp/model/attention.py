@@ -11,9 +11,6 @@ its documents: the same result, without work or memory for pairs of tokens in di
 from __future__ import annotations
 
 import importlib.util
-import math
-from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +22,10 @@ from transformers import (
     AttentionMaskInterface,
     PretrainedConfig,
 )
+
+from rayapp.model.by_document import by_document, with_dropout
+from rayapp.model.sinks import flash_with_sinks
+from rayapp.model.windows import hands_on_windows
 
 
 class Unavailable(ValueError):
@@ -53,9 +54,9 @@ def choose_attention(
     Raises: Unavailable saying why a wanted one cannot be had.
     """
     if wanted == "auto":
-        if _capped(config) or not _supports(config, "sdpa"):
-            return "eager"
-        return "sdpa" if _varlen_problem(config, device_type, dtype) else "varlen"
+        if not _capped(config) and not _varlen_problem(config, device_type, dtype):
+            return "varlen"
+        return "eager" if _capped(config) or not _supports(config, "sdpa") else "sdpa"
     problem = attention_problem(wanted, config, device_type, dtype)
     if problem:
         raise Unavailable(f"model.attention={wanted} is not available: {problem}")
@@ -70,11 +71,14 @@ def attention_problem(
         return None
     if _capped(config):
         return (
-            f"{config.model_type} caps or sinks attention scores, which only eager computes "
-            "exactly. Set model.attention=auto"
+            f"{config.model_type} caps attention scores, which only eager computes exactly. "
+            "Set model.attention=auto"
         )
     if wanted in FLAGS and not _supports(config, FLAGS[wanted]):
         return f"{config.model_type} has none. Set model.attention=auto"
+    named = _flag(config, "compatible_flash_implementations")  # None: all
+    if wanted == "flash" and named and IMPLEMENTATIONS["flash"] not in named:
+        return f"{config.model_type} has sinks, which it does not compute. Set model.attention=auto"
     if wanted == "sdpa":
         return None
     if wanted == "varlen":
@@ -90,22 +94,43 @@ def attention_problem(
     return None
 
 
+def takes_any_kernel(config: PretrainedConfig) -> bool:
+    """Return whether attention may be any function of queries, keys, values and a window."""
+    return not _capped(config) and _own_attention(config) is None
+
+
 def _capped(config: PretrainedConfig) -> bool:
-    text = config.get_text_config()
-    return bool(getattr(text, "attn_logit_softcapping", None)) or text.model_type == "gpt_oss"
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+
+
+def _own_attention(config: PretrainedConfig) -> str | None:
+    """Return why a model's attention is its own, or None."""
+    others = _supports(config, "sdpa") or _supports(config, "flash_attn")
+    if not (others and _supports(config, "attention_backend")):
+        return f"{config.model_type} takes no other kernel than its own"
+    if getattr(config.get_text_config(), "attention_chunk_size", None):
+        return f"{config.model_type} attends in chunks, which takes a mask"
+    return None
 
 
 def _supports(config: PretrainedConfig, what: str) -> bool:
     """Return `_supports_{what}` of the model's class; True for classes that are not known."""
+    return bool(_flag(config, f"supports_{what}", True))
+
+
+def _flag(config: PretrainedConfig, name: str, unknown: Any = None) -> Any:
+    """Return `_{name}` of the model's class; `unknown` for classes that are not known."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return known is None or bool(getattr(known, f"_supports_{what}"))
+    return unknown if known is None else getattr(known, f"_{name}", None)
 
 
 def _varlen_problem(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str | None:
-    if not _supports(config, "attention_backend"):
-        return f"{config.model_type} takes no other kernel than its own"
-    if getattr(config.get_text_config(), "attention_chunk_size", None):
-        return f"{config.model_type} attends in chunks, which takes a mask"
+    if problem := _own_attention(config):
+        return problem
+    if getattr(config.get_text_config(), "index_topk", None):
+        return f"{config.model_type} chooses the tokens that it attends to by a mask"
+    if not hands_on_windows(config):
+        return f"{config.model_type} has its sliding window in a mask alone"
     return _flash_problem(config, dtype) if device_type == "cuda" else None
 
 
@@ -134,17 +159,20 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally within each document; transformers calls it for every layer.
 
     Shapes: query [B, heads, S, D], key and value [B, kv_heads, S, D] -> [B, S, heads, D]. With
     boundaries (cu_seq_lens_q [documents + 1], from 0 to S) B is 1; without, each row is a document.
+    Sinks (s_aux [heads]) are scores that take a share of the softmax and have no value.
     """
     assert attention_mask is None, "varlen takes no mask"
     rows, heads, length, size = query.shape
     whole = sliding_window is None or sliding_window >= length
-    if cu_seq_lens_q is None and whole and not _slow_in_half(query, key, dropout):
+    plain = cu_seq_lens_q is None and whole and s_aux is None
+    if plain and not _slow_in_half(query, key, dropout):
         out = scaled_dot_product_attention(
             query, key, value, None, dropout, is_causal=True, scale=scaling, enable_gqa=True
         )
@@ -162,7 +190,9 @@ def varlen_attention(
     window = -1 if sliding_window is None else sliding_window - 1
     scale = size**-0.5 if scaling is None else scaling
     if dropout:
-        packed = _with_dropout(q, k, v, cu_seq_lens_q, window, scale, dropout)
+        packed = with_dropout(q, k, v, s_aux, cu_seq_lens_q, window, scale, dropout)
+    elif query.device.type == "cuda" and s_aux is not None:
+        packed = flash_with_sinks(q, k, v, s_aux, cu_seq_lens_q, max_length_q, window, scale)
     elif query.device.type == "cuda":
         from torch.nn.attention.varlen import varlen_attn
 
@@ -177,142 +207,15 @@ def varlen_attention(
         packed = result
     else:
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
-        packed, _ = _by_document(q, k, v, cu_seq_lens_q, window, scale)
+        packed, _ = by_document(q, k, v, s_aux, cu_seq_lens_q, window, scale)
     packed = packed.view(rows, length, heads, size)
     return packed if value_size == size else packed[..., :value_size], None
 
 
-@torch.compiler.disable
-def _with_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    window: int,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    """Attend with dropout by sdpa, document by document: [T, heads, D] -> [T, heads, D]."""
-    parts = []
-    for start, end in pairwise(bounds.tolist()):
-        q, k, v = _heads_first((query, key, value), start, end, query.dtype)
-        mask = _window_mask(end - start, window, query)
-        out = scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-# ---- varlen on CPUs: torch's own kernel, one document after the other ----------------------------
-
-
-@torch.library.custom_op("rayapp::by_document", mutates_args=())
-def _by_document(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend causally within each document, to `window` tokens before (-1: all of them).
-
-    Shapes: query, key, value [T, heads, D], bounds int32 [documents + 1] -> [T, heads, D] and the
-    log-sum-exp of the scores [T, heads]. It is one operator for any documents, so that autograd
-    records one node and compiled blocks have no graph break. It computes in fp32 or wider: torch's
-    bf16 kernel takes four times as long, and caches compiled code for every length.
-    """
-    out, log_sum = _results(query)
-    for start, end in pairwise(bounds.tolist()):
-        mask = _window_mask(end - start, window, log_sum)
-        part, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first((query, key, value), start, end, log_sum.dtype),
-            *(0.0, mask is None),
-            attn_mask=mask,
-            scale=scale,
-        )
-        out[start:end] = part[0].transpose(0, 1)
-        log_sum[start:end] = sums[0].transpose(0, 1)
-    return out, log_sum
-
-
-@_by_document.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    return _results(query)
-
-
-@torch.library.custom_op("rayapp::by_document_backward", mutates_args=())
-def _by_document_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    bounds: Tensor,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, each [T, heads, D]."""
-    grads = tuple(torch.empty_like(each) for each in (query, key, value))
-    for start, end in pairwise(bounds.tolist()):
-        mask = _window_mask(end - start, window, log_sum)
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_heads_first((grad, query, key, value, out, log_sum), start, end, log_sum.dtype),
-            *(0.0, mask is None),
-            attn_mask=mask,
-            scale=scale,
-        )
-        for whole, part in zip(grads, parts, strict=True):
-            whole[start:end] = part[0].transpose(0, 1)
-    return grads[0], grads[1], grads[2]
-
-
-@_by_document_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *unused: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _differentiate(ctx: Any, grad: Tensor, unused: Tensor) -> tuple[Any, ...]:
-    query, key, value, bounds, out, log_sum = ctx.saved_tensors
-    options = (bounds, ctx.window, ctx.scale)
-    grads = _by_document_backward(grad, query, key, value, out, log_sum, *options)
-    return (*grads, None, None, None)
-
-
-_by_document.register_autograd(_differentiate, setup_context=_keep)
-
-
 def _slow_in_half(query: Tensor, key: Tensor, dropout: float) -> bool:
-    """Return whether `_by_document` is faster for whole rows too: on CPUs in 16 bits."""
+    """Return whether `by_document` is faster for whole rows too: on CPUs in 16 bits."""
     narrow = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
     return narrow and not dropout and query.shape[2] == key.shape[2]
-
-
-def _results(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate attention's output and its log-sum-exp (fp32 or wider)."""
-    exact = torch.promote_types(query.dtype, torch.float32)
-    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=exact)
-
-
-def _heads_first(
-    tensors: Iterable[Tensor], start: int, end: int, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return one document in the kernel's layout: [T, heads, ...] -> [1, heads, length, ...]."""
-    return [each[start:end].transpose(0, 1).unsqueeze(0).to(dtype) for each in tensors]
-
-
-def _window_mask(length: int, window: int, like: Tensor) -> Tensor | None:
-    """Return the additive mask [length, length] of a sliding window; None if causal is enough."""
-    if not 0 <= window < length - 1:
-        return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril().triu(-window)
-    return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, -math.inf)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

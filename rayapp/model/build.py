@@ -10,6 +10,7 @@ Letters in shapes: B rows, S seq_len, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class LanguageModel(Wrapper):
         loss: Loss,
         source_dtype: torch.dtype | None,
         attention: str = "sdpa",
+        router_weight: float | None = None,
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -74,7 +76,15 @@ class LanguageModel(Wrapper):
         self.by_boundaries = attention in BY_BOUNDARIES
         self.offloaded = False
         self.plain_head = _head_is_plain(hf)
-        self.router_loss = _router_loss(hf)
+        self.router_loss, coefficient = _router_loss(hf)
+        self.router_weight = coefficient if router_weight is None else router_weight
+        self._router_sums: list[Tensor] = []
+        taker = hf.base_model if self.plain_head else hf
+        self.takes_positions = "position_ids" in inspect.signature(taker.forward).parameters
+        self.splits_documents = False
+        """Layers that mix along the sequence without attention run document by document."""
+        self.bounds: list[int] | None = None
+        """The documents' edges in the micro-batch that is running, for those layers."""
 
     def forward(
         self,
@@ -83,6 +93,7 @@ class LanguageModel(Wrapper):
         position_ids: Tensor | None = None,
         boundaries: Tensor | None = None,
         longest: int | None = None,
+        present: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (objective, cross-entropy) of a micro-batch, summed over labels that are not -100.
 
@@ -91,20 +102,24 @@ class LanguageModel(Wrapper):
         restart at 0 mark the documents of a packed row; None means one document per row, for which
         the plain causal kernel runs (no mask is built). `boundaries` are the same documents' edges
         with the rows laid end to end, `longest` is the longest document in tokens; kernels without
-        a mask need both with position_ids.
+        a mask need both with position_ids. The router's loss is of the tokens that are `present`
+        (bool [B, S]), None for all.
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
         inputs: dict[str, Any] = {"input_ids": input_ids}
-        if position_ids is not None:  # not every model takes position_ids
+        if position_ids is not None and self.takes_positions:
             inputs["position_ids"] = position_ids
+        if self.splits_documents:
+            packed = position_ids is not None and boundaries is not None
+            self.bounds = boundaries.tolist() if packed and boundaries is not None else None
         if self.by_boundaries and position_ids is not None:
             assert boundaries is not None, "this attention needs the documents' boundaries"
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
             inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
             inputs |= {"max_length_q": longest, "max_length_k": longest}
             labels = labels.reshape(1, -1)
-        routed = self.training and self.router_loss is not None
+        routed = self.router_loss if self.training and self.router_weight else None
         if routed:
             inputs["output_router_logits"] = True
         if self.plain_head:
@@ -116,10 +131,20 @@ class LanguageModel(Wrapper):
         else:
             output = self.hf(**inputs, use_cache=False)
             objective, loss = self.loss(output.logits, None, labels)
-        if routed:
-            assert self.router_loss is not None
-            objective = objective + self.router_loss(output.router_logits) * (labels != -100).sum()
+        if routed and output.router_logits:  # a mixture may have dense layers alone
+            balance = routed(output.router_logits, present) * (labels != -100).sum()
+            objective = objective + self.router_weight * balance
+            if torch.is_grad_enabled():
+                self._router_sums.append(balance.detach())
         return objective, loss
+
+    def take_sums(self) -> dict[str, Tensor]:
+        """Return the router loss of the micro-batches since the last call, without its weight.
+
+        It is summed over loss-bearing tokens; {} if it is not in the objective.
+        """
+        sums, self._router_sums = self._router_sums, []
+        return {"router_loss": torch.stack(sums).sum()} if sums else {}
 
 
 def build(
@@ -128,8 +153,12 @@ def build(
     loss: Loss,
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
+    router_weight: float | None = None,
 ) -> LanguageModel:
-    """Build the model on the meta device, without memory; `attention` is as in attention.py."""
+    """Build the model on the meta device, without memory; `attention` is as in attention.py.
+
+    `router_weight` is that of the router loss, None for the config's own.
+    """
     source_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else None
     config = copy.deepcopy(config)  # from_config writes dtype and attention into its argument
     with torch.device("meta"):
@@ -139,7 +168,7 @@ def build(
             attn_implementation=IMPLEMENTATIONS[attention],
             trust_remote_code=False,
         )
-    return LanguageModel(hf, loss, source_dtype, attention)
+    return LanguageModel(hf, loss, source_dtype, attention, router_weight)
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -193,12 +222,12 @@ def _head_is_plain(hf: PreTrainedModel) -> bool:
     return logits.shape == hidden.shape and torch.equal(logits, hidden)
 
 
-def _router_loss(hf: PreTrainedModel) -> Callable[[Any], Tensor] | None:
-    """Return the load-balancing loss of a mixture of experts, from router logits; None if none.
+def _router_loss(hf: PreTrainedModel) -> tuple[Callable[[Any, Any], Tensor] | None, float]:
+    """Return the load-balancing loss of a mixture of experts, from router logits, and its weight.
 
-    It uses the family's own function and coefficient (Switch Transformer's, arXiv 2101.03961) over
-    the tokens of one micro-batch. Since micro-batches do not depend on the number of workers,
-    neither does this loss.
+    They are the family's own function and coefficient (Switch Transformer's, arXiv 2101.03961),
+    (None, 0) if it has none. The function takes the tokens of one micro-batch. Since micro-batches
+    do not depend on the number of workers, neither does this loss.
     """
     config = hf.config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", None)
@@ -206,9 +235,15 @@ def _router_loss(hf: PreTrainedModel) -> Callable[[Any], Tensor] | None:
     num_experts, top_k = (
         getattr(hf, name, None) for name in ("num_experts", "num_experts_per_tok")
     )
-    if not coefficient or balance is None or num_experts is None:
-        return None
-    return lambda logits: coefficient * balance(logits, num_experts, top_k)
+    if balance is None or num_experts is None:
+        return None, 0.0
+
+    def of(logits: Any, present: Tensor | None) -> Tensor:
+        mask = None if present is None else present.reshape(1, -1)
+        found: Tensor = balance(logits, num_experts, top_k=top_k, attention_mask=mask)
+        return found
+
+    return of, float(coefficient or 0.0)
 
 
 class _KnownHidden(nn.Module):

@@ -268,12 +268,18 @@ def _draw_convolutions(hf: PreTrainedModel, seed: int) -> None:
 def write_processor(
     storage: Storage, size: int, crop: float, mean: Sequence[float], std: Sequence[float]
 ) -> None:
-    """Write transformers' preprocessor_config.json: how to scale, crop and normalise images."""
+    """Write transformers' preprocessor_config.json: how to scale, crop and normalise images.
+
+    CLIP's processor takes both sizes as given. Those that take a share, such as ConvNeXT's, squeeze
+    the whole image from size 384 on.
+    """
     values = {
-        "image_processor_type": "ConvNextImageProcessor",
-        "size": {"shortest_edge": size},
-        "crop_pct": crop,
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
         "do_resize": True,
+        "size": {"shortest_edge": round(size / crop)},
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

@@ -3,15 +3,14 @@
     if not keeps_documents_apart(lm, device): ...
 
 Models differ in whether transformers builds a mask from restarting positions or passes on the
-documents' boundaries, and recurrent layers carry their state across documents whatever the mask. So
-there is no list of model names: the loss of a row's second document is differentiated with respect
-to the embeddings of the first document's tokens. If the model keeps documents apart, that gradient
-is exactly zero.
+documents' boundaries, and recurrent layers carry their state across documents whatever the mask,
+unless they run document by document (mixers.py). So there is no list of model names: the loss of a
+row's second document is differentiated with respect to the embeddings of the first document's
+tokens. If the model keeps documents apart, that gradient is exactly zero.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -26,11 +25,10 @@ def keeps_documents_apart(model: LanguageModel, device: torch.device) -> bool:
     """Return whether the second of two documents in a row is independent of the first.
 
     All ranks call it together: it runs one forward and one backward pass, then clears the
-    gradients; weights and random state stay. False also for a model that takes no position_ids,
-    since it cannot tell where a document begins.
+    gradients; weights and random state stay. False also for a model that can tell by nothing where
+    a document begins: it takes no position_ids, and no layer runs document by document.
     """
-    taker = model.hf.base_model if model.plain_head else model.hf
-    if "position_ids" not in inspect.signature(taker.forward).parameters:
+    if not (model.takes_positions or model.splits_documents):
         return False
     row = torch.arange(2 * LENGTH, device=device).unsqueeze(0)
     ids = row % model.hf.config.get_text_config().vocab_size

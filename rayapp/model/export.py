@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -43,6 +44,10 @@ from rayapp.model.sharding import reshard
 from rayapp.storage import Storage
 
 MAX_FILE_BYTES = 4 * 2**30
+
+
+class WrongExport(RuntimeError):
+    """An exported folder is not the model that was trained; the message says how."""
 
 
 @dataclass
@@ -118,22 +123,28 @@ def export(
     tokenizer: Any = None,
     generation_config: GenerationConfig | None = None,
     dtype: torch.dtype | None = None,
+    trained: Wrapper | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[str]:
     """Write the model to `storage`, called by all ranks; return the names of all files.
 
-    Adapters are merged into the weights that they change, in fp32.
+    Adapters are merged into the weights that they change, in fp32: the model's own or, if it is the
+    base of a `trained` model, that one's, with the layers that it holds in 4 bits.
     The dtype defaults to that of the model's original config.json, or fp32 if it names none.
     Weights are written first and config.json last, so that a folder with config.json is complete.
     Raises: RuntimeError on every rank if any of them could not write.
     """
-    reshard(model)
+    for each in (model, trained or model):
+        reshard(each)
     dtype = dtype or model.source_dtype or torch.float32
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     reverse = _Reverse(model.hf)
     files = _split(reverse.groups(dtype), max_file_bytes)
     names = _file_names(len(files))
-    state, changes = _untied(model.hf), updates(model.hf)
+    state, changes = _untied(model.hf), updates((trained or model).hf)
+    if trained is not None:
+        held = base_state(trained.hf)
+        state |= {name: each for name, each in held.items() if isinstance(each, Linear4bit)}
     error: Exception | None = None
     for start in range(0, len(files), world):  # a wave: one file per rank
         wave = files[start : start + world]
@@ -209,11 +220,10 @@ def _gather(
     dtype = _stored_as(tensor, dtype)
     if change is None:
         return tensor.whole().to(dtype) if isinstance(tensor, Linear4bit) else _whole(tensor, dtype)
-    left, right = _whole(change.left, torch.float32), _whole(change.right, torch.float32)
     whole = (
         tensor.whole() if isinstance(tensor, Linear4bit) else _whole(tensor, tensor.dtype).float()
     )
-    return torch.addmm(whole, right, left, alpha=change.scale).to(dtype)  # whole may be the shard
+    return change.merged(whole, partial(_whole, dtype=torch.float32)).to(dtype)
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:

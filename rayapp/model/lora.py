@@ -5,7 +5,8 @@
     init_adapters(model, seed=0)                          # after init_weights() or load_weights()
     export_adapters(model, open_storage("s3://bucket/adapter"), base="meta-llama/Llama-3.1-8B")
 
-The forward runs peft's own layers, so an exported adapter gives the same result in peft. Adapters
+The forward runs peft's own layers, so an exported adapter gives the same result in peft, also as
+DoRA (Liu et al. 2024, arXiv 2402.09353) and rsLoRA (Kalajdzievski 2023, arXiv 2312.03732). Adapters
 are trained in fp32, whatever the dtype of the base. Base parameters keep their original names on
 disk: see `base_state`.
 """
@@ -15,16 +16,17 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rayapp.model.build import LanguageModel
 from rayapp.model.init import fill
@@ -33,7 +35,8 @@ from rayapp.model.sharding import find_blocks, reshard
 from rayapp.storage import Storage
 
 ADAPTER = "default"  # peft's name for a model's only adapter
-FACTORS = ("lora_A", "lora_B")
+MAGNITUDE = "lora_magnitude_vector"  # of DoRA, [out]
+TRAINED = ("lora_A", "lora_B", MAGNITUDE)
 
 
 class LoraSettings(Protocol):
@@ -43,28 +46,64 @@ class LoraSettings(Protocol):
     alpha: float
     dropout: float
     targets: tuple[str, ...]
+    dora: bool
+    rslora: bool
 
 
 @dataclass(frozen=True)
 class LoraUpdate:
-    """The update of one weight [out, in]: scale * right @ left."""
+    """The update of one weight [out, in]: plus scale * right @ left, then rows of DoRA's norms."""
 
     left: Tensor
     """[rank, in]"""
     right: Tensor
     """[out, rank]"""
     scale: float
+    magnitude: Tensor | None
+    """DoRA's norms of the rows, [out]; None without DoRA."""
+    transposed: bool
+    """The weight is stored as [in, out] (GPT-2's Conv1D)."""
+
+    def merged(self, weight: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the whole weight with its update; `gather` makes a factor whole, in fp32."""
+        left, right = gather(self.left), gather(self.right)
+        first, second = (left.T, right.T) if self.transposed else (right, left)
+        merged = torch.addmm(weight, first, second, alpha=self.scale)  # weight may be the shard
+        if self.magnitude is None:
+            return merged
+        norms = _row_norms(merged, self.transposed)
+        return merged.mul_(gather(self.magnitude).view_as(norms) / norms)
 
 
 def linear_names(hf: PreTrainedModel) -> list[str]:
-    """Return the last name parts (e.g. q_proj) of all linear layers in the blocks, sorted."""
+    """Return the last name parts (e.g. q_proj) of the blocks' linear layers, sorted.
+
+    Names that peft does not adapt as linear layers are left out: a Mamba's kernels read the weights
+    of its out_proj, and names that were once an expert's stand for all experts as one parameter.
+    """
     names = {
         name.rpartition(".")[2]
         for block in find_blocks(hf)
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, (nn.Linear, Conv1D))
     }
-    return sorted(names)
+    return sorted(_adaptable(hf, names))
+
+
+def _adaptable(hf: PreTrainedModel, names: set[str]) -> Iterator[str]:
+    """Yield the names that peft takes for linear layers of this model."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=sorted(names))
+    convert_peft_config_for_transformers(config, hf, None)  # moves experts' to target_parameters
+    for name in config.target_modules or ():
+        try:
+            _check_lora_target_modules_mamba(config, hf, name)
+        except ValueError:
+            continue
+        yield name
 
 
 def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:
@@ -93,6 +132,9 @@ def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or names,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.hf.modules()),
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
         task_type="CAUSAL_LM",
     )
     peft.inject_adapter_in_model(config, model.hf, ADAPTER)
@@ -107,10 +149,18 @@ def hold_in_4_bits(model: LanguageModel, dtype: torch.dtype) -> None:
     """
     for block in find_blocks(model.hf):
         for name, module in list(block.named_modules()):
-            frozen = type(module) is nn.Linear and not module.weight.requires_grad
-            if frozen and module.in_features % BLOCK == 0:
+            if _fits_4_bits(module) and not module.weight.requires_grad:
                 parent, _, key = name.rpartition(".")
                 setattr(block.get_submodule(parent), key, Linear4bit(module, dtype))
+
+
+def takes_4_bits(hf: PreTrainedModel) -> bool:
+    """Return whether `hold_in_4_bits` takes a layer of the blocks at all."""
+    return any(_fits_4_bits(module) for block in find_blocks(hf) for module in block.modules())
+
+
+def _fits_4_bits(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and module.in_features % BLOCK == 0
 
 
 def trained(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -118,19 +168,24 @@ def trained(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in hf.named_parameters()
-        if any(f".{factor}." in name for factor in FACTORS)
+        if any(f".{kind}." in name for kind in TRAINED)
     }
 
 
 @torch.no_grad()
 def init_adapters(model: LanguageModel, seed: int) -> None:
-    """Draw factor A from (seed, name), uniform in +-1/sqrt(in), and set factor B to zero.
+    """Draw factor A from (seed, name), uniform in +-1/sqrt(in); set factor B to zero, DoRA's norms.
 
     The adapted model so starts equal to its base (Hu et al. 2021, arXiv 2106.09685), with the same
-    values at any world size.
+    values at any world size. All ranks call it: the norms are of whole weights.
     """
     for name, parameter in trained(model.hf).items():
         values = torch.zeros(parameter.shape)
+        if f".{MAGNITUDE}." in name:
+            layer: Any = model.hf.get_submodule(name.partition(f".{MAGNITUDE}.")[0])
+            base = layer.base_layer
+            whole = base.whole() if isinstance(base, Linear4bit) else _whole(base.weight).float()
+            values = _row_norms(whole.cpu(), isinstance(base, Conv1D)).flatten()
         if ".lora_A." in name:
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
@@ -142,7 +197,11 @@ def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate]:
     """Return the adapters' weight updates by the original name of the weight."""
     return {
         f"{name}.weight": LoraUpdate(
-            module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight, module.scaling[ADAPTER]
+            left=module.lora_A[ADAPTER].weight,
+            right=module.lora_B[ADAPTER].weight,
+            scale=module.scaling[ADAPTER],
+            magnitude=next((layer.weight for layer in module.lora_magnitude_vector.values()), None),
+            transposed=isinstance(module.base_layer, Conv1D),
         )
         for name, module in hf.named_modules()
         if ADAPTER in getattr(module, "lora_A", {})
@@ -155,10 +214,7 @@ def export_adapters(
 ) -> list[str]:
     """Write the adapters in peft's format; all ranks call it. Return the names, [] off rank 0."""
     reshard(model)
-    whole = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": _whole(parameter)
-        for name, parameter in trained(model.hf).items()
-    }
+    whole = {_peft_name(name): _whole(parameter) for name, parameter in trained(model.hf).items()}
     if dist.is_initialized() and dist.get_rank() != 0:
         return []
     from safetensors.torch import save
@@ -174,6 +230,17 @@ def export_adapters(
         for name in names:
             storage.write(name, Path(folder, name).read_bytes())
     return ["adapter_model.safetensors", *names]
+
+
+def _peft_name(name: str) -> str:
+    """Return a parameter's name in peft's files."""
+    name = name.replace(f"{MAGNITUDE}.{ADAPTER}.weight", MAGNITUDE).replace(f".{ADAPTER}.", ".")
+    return f"base_model.model.{name}"
+
+
+def _row_norms(weight: Tensor, transposed: bool) -> Tensor:
+    """Return the norm of each output's weights: [out, 1], or [1, out] of a transposed weight."""
+    return torch.linalg.vector_norm(weight, dim=0 if transposed else 1, keepdim=True)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -46,6 +46,11 @@ class Linear4bit(nn.Module):
         """Shape of the weight, [out, in]."""
         return torch.Size((self.out_features, self.in_features))
 
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight, [out, in] in the compute dtype, inside a forward pass."""
+        return _dequantized(self.packed, self.scales, self.in_features, self.dtype).detach()
+
     def fill(self, rows: Tensor) -> None:
         """Quantize this rank's rows [rows, in] of the weight, and store them."""
         from bitsandbytes.functional import quantize_4bit

@@ -13,33 +13,55 @@ import json
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import transformers
+import yaml
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rayapp.model.adapter import SETTINGS, Adapter, read_adapter
 from rayapp.storage import Readable
 from rayapp.storage.inputs import open_input
 
 PRESETS = Path(__file__).parent.parent / "presets"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", *LICENCES]
 TOKENIZER_FILE = re.compile(
     r"(token|vocab|merges|special|added|chat_template|spiece|sentencepiece)"
 )
 
 
+class Published(TypedDict, total=False):
+    """What is published of a model."""
+
+    id: str | None
+    """On the Hugging Face hub."""
+    license: str
+    """By the hub's names."""
+    license_name: str
+
+
 @dataclass(frozen=True)
 class ModelSource:
-    """One model: its folder, whether it is a preset (no weights), and another tokenizer if set."""
+    """One model: its folder, whether it is a preset (no weights), and another tokenizer if set.
+
+    Of an adapter, `folder` is that of its base.
+    """
 
     name: str
     folder: Readable
     preset: bool = False
     tokenizer: str | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def base(self) -> str:
+        """The model's name without its adapter."""
+        return self.name if self.adapter is None else self.adapter.base
 
     @property
     def storage(self) -> Readable | None:
@@ -77,8 +99,33 @@ class ModelSource:
 def resolve(path: str, tokenizer: str | None = None) -> ModelSource:
     """Return the model that `path` names; a hub id is downloaded to the Hugging Face cache.
 
+    If it is an exported adapter, that is its base with the adapter.
+
     Raises: ValueError if it is none of URL, folder, preset and hub id, or cannot be fetched.
     """
+    source = _resolve(path, tokenizer)
+    adapter = None if source.preset else read_adapter(path, source.folder)
+    if adapter is None:
+        return source
+    try:
+        base = _resolve(adapter.base, tokenizer)
+    except ValueError as error:
+        raise ValueError(
+            f"model.path={path} is an adapter without its base {adapter.base}: "
+            f"{str(error).partition('. ')[0]}. Put the base there, or correct "
+            f"base_model_name_or_path in {SETTINGS}"
+        ) from error
+    if base.preset:
+        raise ValueError(
+            f"model.path={path} is an adapter on the preset {adapter.base}, which has no weights: "
+            "they were drawn when that run began. Go on from its checkpoint, with model.path="
+            f"{adapter.base} and model.init_from=RUN"
+        )
+    return replace(base, name=path, adapter=adapter)
+
+
+def _resolve(path: str, tokenizer: str | None) -> ModelSource:
+    """Return the model that `path` names, whatever is in its folder."""
     if "://" in path:
         return ModelSource(path, open_input(path), tokenizer=tokenizer)
     if os.path.isdir(os.path.expanduser(path)):
@@ -99,7 +146,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
     Raises: ValueError if there is none (a preset brings no tokenizer).
     """
-    folder = source.folder if source.tokenizer is None else resolve(source.tokenizer).folder
+    folder = source.folder if source.tokenizer is None else _resolve(source.tokenizer, None).folder
     names = [entry.name for entry in folder.list() if "/" not in entry.name]
     if not any(TOKENIZER_FILE.match(name) for name in names):
         raise ValueError(
@@ -113,6 +160,40 @@ def load_tokenizer(source: ModelSource) -> Any:
             if TOKENIZER_FILE.match(name) or name == "config.json":
                 Path(copied, name).write_bytes(folder.read(name))
         return AutoTokenizer.from_pretrained(copied, trust_remote_code=False)
+
+
+def published(source: ModelSource) -> Published:
+    """Return the base's id on the hub and its licence, from the front of its README.md.
+
+    Without one there, the licence is the first line of a file LICENSE.
+    """
+    front = _front_matter(source.folder)
+    own = re.fullmatch(r"[\w.-]+/[\w.-]+", source.base) and not os.path.isdir(source.base)
+    named = front.get("base_model")
+    found: Published = {"id": source.base if own else named if isinstance(named, str) else None}
+    for name in ("license", "license_name"):
+        if isinstance(value := front.get(name), str):
+            found[name] = value
+    files = [entry.name for entry in source.folder.list() if entry.name in LICENCES]
+    if "license" not in found and files:
+        lines = source.folder.read(files[0]).decode("utf-8", "replace").split("\n")
+        first = next((line.strip(" #") for line in lines if line.strip(" #")), files[0])
+        found |= {"license": "other", "license_name": first}
+    return found
+
+
+def _front_matter(folder: Readable) -> dict[str, object]:
+    """Return the YAML at the front of a folder's README.md; {} if there is none."""
+    try:
+        text = folder.read("README.md").decode("utf-8", "replace")
+    except FileNotFoundError:
+        return {}
+    match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    try:
+        values = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:  # somebody's README is no reason not to train
+        values = None
+    return values if isinstance(values, dict) else {}
 
 
 def _download(name: str) -> str:

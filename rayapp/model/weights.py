@@ -38,6 +38,7 @@ from rayapp.model.files import ShardReader, Stored, read_header, read_headers, w
 from rayapp.model.init import allocate, fill, local_part, local_slice
 from rayapp.model.quantize import Linear4bit
 from rayapp.model.source import ModelSource
+from rayapp.presets import PRESETS
 
 READS_AT_ONCE = 8  # limits memory to as many slices, and hides S3's latency
 MAX_NAMED = 5  # at most this many tensors are named per kind of problem
@@ -128,9 +129,13 @@ def problems(source: ModelSource, from_scratch: bool) -> list[str]:
     if from_scratch:
         return _build_problems(source, config)
     if source.storage is None:
+        preset = PRESETS[source.name]
+        weights = f"model.path={preset.source}, whose licence is: {preset.licence}"
+        if "/" not in preset.source:
+            weights = "model.path to a model folder or hub id"
         return [
-            f"model.path={source.name} is a preset, which has no weights: nothing to fine-tune. "
-            "Set model.from_scratch=true, or give a model folder"
+            f"model.path={source.name} is a preset, which has no weights: the run would train "
+            f"random ones. Set model.from_scratch=true if you mean that, or {weights}"
         ]
     if getattr(config, "quantization_config", None) is not None:
         return [

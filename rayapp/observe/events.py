@@ -78,6 +78,7 @@ class Journal:
                 "submission_id": submission_id(),
                 **origin(),
                 "seen_until": seen_until,
+                **({"init_from": str(config.origin)} if config.origin else {}),
                 **machines(config, config.cluster.min_workers),
             },
             began,

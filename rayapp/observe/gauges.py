@@ -42,6 +42,7 @@ OF_A_STEP = {
     "epoch": "Epochs done",
     "loss": "Nats per loss-bearing token, or per image, of the last step",
     "loss_per_byte": "Nats per UTF-8 byte of the last step",
+    "router_loss": "Load-balancing loss of the experts in the last step, without its weight",
     "eval_loss": "Nats per token or image of the held-out data, when last evaluated",
     "eval_loss_per_byte": "Nats per UTF-8 byte of the held-out data, when last evaluated",
     "grad_norm": "Gradient norm before clipping",

@@ -78,6 +78,8 @@ class TokenRecord(StepRecord):
     tokens_per_s: float
     """Input tokens (no padding) of all workers per second without checkpoint stall and eval."""
     tokens_per_s_per_gpu: float
+    router_loss: float | None = None
+    """The experts' load-balancing loss, without its weight; None if it is not in the objective."""
     eval_loss_per_byte: float | None = None
     eval_metrics: dict[str, float | None] | None = None
     """Means over the held-out tokens of the functions in eval.metrics, by their names."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, Required, TypeAlias, TypedDict, cast
 
 from rayapp.data.report import DataReport
-from rayapp.planner.answer import BandValues, Forecast
+from rayapp.planner.json_values import BandValues, Forecast
 
 # ---- config.yaml ------------------------------------------------------------------------------
 
@@ -20,11 +20,34 @@ Sections: TypeAlias = dict[str, dict[str, Any]]
 # ---- plan.json --------------------------------------------------------------------------------
 
 
+class Base(TypedDict, total=False):
+    """The model that a run starts from."""
+
+    name: str
+    """As `model.path`, or an adapter's settings, name it."""
+    id: str | None
+    """On the Hugging Face hub."""
+    license: str | None
+    """By the hub's names; `other` has a license_name."""
+    license_name: str | None
+    random: bool
+    """Its weights are drawn."""
+
+
 class Plan(Forecast, total=False):
     """The size of a run; with the planner's forecast if it has a formula for the model."""
 
     fingerprint: str
     """A digest of everything that the rows were made from."""
+    prepared: list[str]
+    """The folders of rows, one for each source of a mixture."""
+    parts: dict[str, object]
+    """The parts of the fingerprint, by name."""
+    base: Base
+    tokenizer: str
+    """URL of the tokenizer's folder."""
+    vocabulary: int
+    """Embeddings of the model."""
     rows_per_step: int
     micro_batches_per_step: int
     tokens: int
@@ -78,6 +101,7 @@ class MetricsLine(HeldOut):
     time: float
     # In runs that count tokens.
     loss_per_byte: NotRequired[float | None]
+    router_loss: NotRequired[float | None]
     tokens: NotRequired[int]
     tokens_per_s: NotRequired[float]
     tokens_per_s_per_gpu: NotRequired[float]
@@ -105,6 +129,8 @@ class EventFields(TypedDict, total=False):
     user: str | None
     commit: str | None
     command: str | None
+    init_from: str
+    """The checkpoint (RUN@STEP) whose weights the run started with."""
     seen_until: float | None
     """Unix time of the last step in metrics.jsonl when the command started."""
     nodes: int | None
@@ -202,6 +228,17 @@ class Gain(TypedDict):
     speedup: float
 
 
+class ExportCheck(TypedDict):
+    """How the exported folder was compared with the model that was trained."""
+
+    rows: int
+    """Rows whose logits were compared; 0: names and shapes of the tensors alone."""
+    difference: float | None
+    """Of the logits, as a share of their norm."""
+    why: str | None
+    """Why the folder was not opened."""
+
+
 class Outcome(HeldOut, total=False):
     """The fields of a summary that depend on the kind of run."""
 
@@ -209,6 +246,7 @@ class Outcome(HeldOut, total=False):
     samples: list[Sample]
     classes: Classes
     model_path: str | None
+    export_check: ExportCheck
 
 
 class Summary(Outcome, total=False):

@@ -72,6 +72,9 @@ class Order:
     """Rows of each source of a mixture, whose rows are numbered one source after another."""
     weights: tuple[float, ...] = ()
     """Share of each source of a mixture, up to a common factor; empty: all rows are one source."""
+    stages: tuple[tuple[int, int], ...] = ()
+    """(steps, rows) at which the run ended before it grew, where its last step was short: the rows
+    after it begin a new step, so that none is lost or repeated."""
 
     def __post_init__(self) -> None:
         for name, high in {
@@ -93,7 +96,8 @@ class Order:
                     f"total_rows={self.total_rows} is out of range: a run needs at least 1 row. "
                     "Set epochs * num_rows, or None for a run that only num_steps ends"
                 )
-            most = _ceil_div(self.total_rows, self.rows_per_step)
+            steps, rows = self.stages[-1] if self.stages else (0, 0)
+            most = steps + _ceil_div(self.total_rows - rows, self.rows_per_step)
             if self.num_steps > most:
                 raise ValueError(
                     f"num_steps={self.num_steps} is too many: total_rows={self.total_rows} at "
@@ -122,14 +126,22 @@ class Order:
 
     @classmethod
     def for_epochs(
-        cls, num_rows: int, rows_per_step: int, micro_batch: int, seed: int, epochs: int
+        cls,
+        num_rows: int,
+        rows_per_step: int,
+        micro_batch: int,
+        seed: int,
+        epochs: int,
+        stages: tuple[tuple[int, int], ...] = (),
     ) -> Order:
         """Train on every row exactly `epochs` times; the very last step may be short."""
         if epochs < 1:
             raise ValueError(outside("epochs", epochs, 1, None))
         total_rows = epochs * num_rows
-        num_steps = _ceil_div(total_rows, max(rows_per_step, 1))
-        return cls(num_rows, rows_per_step, micro_batch, seed, num_steps, total_rows)
+        steps, rows = stages[-1] if stages else (0, 0)
+        num_steps = steps + _ceil_div(total_rows - rows, max(rows_per_step, 1))
+        sizes = (num_rows, rows_per_step, micro_batch, seed, num_steps, total_rows)
+        return cls(*sizes, stages=stages)
 
     @classmethod
     def for_steps(
@@ -161,7 +173,7 @@ class Order:
     def rows(self, step: int) -> Ints:
         """Return the row ids of a step's global batch, int64[R]; -1 fills a short last step."""
         first = self._first_position(step)
-        return self._row_ids(np.arange(first, first + self.rows_per_step))
+        return self._row_ids(np.arange(first, first + self.rows_per_step), self._limit(step))
 
     def num_micro_batches(self, world: int) -> int:
         """Return how many micro-batches each rank runs per step; it is the same for all ranks."""
@@ -186,7 +198,9 @@ class Order:
             + np.arange(self.micro_batch)
         )
         ids = np.full((num_micro, self.micro_batch), EMPTY, dtype=np.int64)
-        ids[: len(index)] = self._row_ids(positions.ravel()).reshape(positions.shape)
+        ids[: len(index)] = self._row_ids(positions.ravel(), self._limit(step)).reshape(
+            positions.shape
+        )
         return ids
 
     def cursor(self, step: int, fingerprint: str) -> Cursor:
@@ -213,7 +227,9 @@ class Order:
                 f"num_rows={self.num_rows}. Set the data back to what it was, or start a new run"
             )
         position = cursor.epoch * self.num_rows + cursor.row
-        step = _ceil_div(position, self.rows_per_step)
+        ended = [(steps, rows) for steps, rows in self.stages if rows <= position]
+        steps, rows = ended[-1] if ended else (0, 0)
+        step = steps + _ceil_div(position - rows, self.rows_per_step)
         if step > self.num_steps:
             raise ValueError(
                 f"cursor epoch={cursor.epoch} row={cursor.row} is past the end: {position} rows "
@@ -233,19 +249,29 @@ class Order:
     def _first_position(self, step: int) -> int:
         if not 0 <= step < self.num_steps:
             raise ValueError(outside("step", step, 0, self.num_steps - 1))
-        return step * self.rows_per_step
+        return self._start(step)
+
+    def _start(self, step: int) -> int:
+        """Return the position at which a step starts, if the rows last so long."""
+        ended = [(steps, rows) for steps, rows in self.stages if steps <= step]
+        steps, rows = ended[-1] if ended else (0, 0)
+        return rows + (step - steps) * self.rows_per_step
+
+    def _limit(self, step: int) -> int | None:
+        """Return the position at which the rows of a step end at the latest; None: nowhere."""
+        return next((rows for steps, rows in self.stages if step < steps), self.total_rows)
 
     def _position_before(self, step: int) -> int:
-        position = step * self.rows_per_step
+        position = self._start(step)
         return position if self.total_rows is None else min(position, self.total_rows)
 
-    def _row_ids(self, positions: Ints) -> Ints:
-        """Return the rows at global positions, ascending: [n] -> [n]."""
+    def _row_ids(self, positions: Ints, limit: int | None) -> Ints:
+        """Return the rows at global positions, ascending, EMPTY from `limit` on: [n] -> [n]."""
         if self.weights:
             return self._mixed_row_ids(positions)
         ids = np.full(len(positions), EMPTY, dtype=np.int64)
-        if self.total_rows is not None:
-            positions = positions[: np.searchsorted(positions, self.total_rows)]
+        if limit is not None:
+            positions = positions[: np.searchsorted(positions, limit)]
         epochs, places = np.divmod(positions, self.num_rows)
         present, starts = np.unique(epochs, return_index=True)
         bounds = [*starts.tolist(), len(positions)]

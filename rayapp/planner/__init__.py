@@ -6,6 +6,7 @@
 
 question.py  look up a config's model shape and machines; image_question.py: for classifiers
 shape.py     linear layers, parameters and LoRA adapters, from a config.json
+measured.py  what the caller's function counts for a model that shape.py has no formula for
 flops.py     FLOPs per token, of the model and of the hardware; MFU
 memory.py    peak bytes on a GPU, term by term
 step.py      seconds of a step; image_step.py: for classifiers; times.py: what both share
@@ -33,14 +34,15 @@ from rayapp.planner.advice import (
 )
 from rayapp.planner.answer import Answer, Band, answer
 from rayapp.planner.image_question import ask_images
-from rayapp.planner.question import Question, ask, counts_of
-from rayapp.planner.trained import random_weights
+from rayapp.planner.question import Question, UnknownModel, ask, counts_of
+from rayapp.planner.trained import random_weights, with_adapters_lora
 
 __all__ = [
     "Answer",
     "Band",
     "Question",
     "Suggestion",
+    "UnknownModel",
     "answer",
     "as_dict",
     "ask",
@@ -53,12 +55,13 @@ __all__ = [
     "scaling",
     "size_problem",
     "suggestions",
+    "with_adapters_lora",
     "with_micro_batch",
 ]
 
 
 def plan(config: Config | VisionConfig, **more: Any) -> Answer:
-    """Plan a run; `more` goes to `ask` or `ask_images`: region, usd_per_hour, steps, model.
+    """Plan a run; `more` goes to `ask` or `ask_images`: region, usd_per_hour, steps, model, read.
 
     Raises:
         ConfigError: the config cannot be planned; with every problem.

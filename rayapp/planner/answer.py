@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, cast
+from html import escape
+from typing import Any, cast
 
 from rayapp.hardware import GIB
 from rayapp.planner.flops import mfu
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_step import image_step_time
+from rayapp.planner.json_values import BandValues, Forecast
 from rayapp.planner.memory import Peak, with_slack
 from rayapp.planner.question import Question
+from rayapp.planner.shape import Shape
 from rayapp.planner.step import step_time
 from rayapp.planner.times import PINNED, StepTime, Workload
 
@@ -42,49 +45,6 @@ RECOVERY_S = 30.0
 DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
 # Seconds from the command to the first step, added to every run. Estimate.
 START_S = 120.0
-
-
-class BandValues(TypedDict):
-    """A band as JSON values."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Forecast(TypedDict, total=False):
-    """An answer as JSON values; a run has the keys of its own unit only, tokens or images."""
-
-    fits: bool | None
-    peak_gib: BandValues
-    step_s: BandValues | None
-    tokens_per_s: BandValues | None
-    tokens_per_s_per_gpu: BandValues | None
-    images_per_s: BandValues | None
-    images_per_s_per_gpu: BandValues | None
-    mfu: BandValues | None
-    hours: BandValues | None
-    epoch_hours: BandValues | None
-    cost_usd: BandValues | None
-    usd_per_1m_tokens: BandValues | None
-    usd_per_1m_images: BandValues | None
-    peak_terms_gib: dict[str, float]
-    peak_phase: str
-    capacity_gib: float | None
-    step_terms_s: dict[str, float] | None
-    parameters: int
-    trainable_parameters: int
-    workers: int
-    nodes: int
-    instance: str | None
-    usd_per_hour: float | None
-    region: str
-    steps: int | None
-    tokens_per_step: int
-    images_per_step: int
-    checkpoint: dict[str, float] | None
-    goodput: float | None
-    reasons: list[str]
 
 
 @dataclass(frozen=True)
@@ -143,6 +103,16 @@ class Answer:
     reasons: list[str] = field(default_factory=list)
     """Notes: what is unknown and why, and where memory is tight."""
 
+    def _repr_html_(self) -> str:
+        rows = list[str]()
+        for name, value in self.as_dict().items():
+            if isinstance(value, dict) and "low" in value:
+                value = f"{value['value']:,.4g} ({value['low']:,.4g} to {value['high']:,.4g})"
+            if isinstance(value, str | bool | float | int):
+                rows.append(f"<tr><td>{name}</td><td>{escape(str(value))}</td></tr>")
+        notes = "".join(f"<li>{escape(reason)}</li>" for reason in self.reasons)
+        return f"<table>{''.join(rows)}</table><ul>{notes}</ul>"
+
     def as_dict(self) -> Forecast:
         """Return JSON values."""
         question = self.question
@@ -159,7 +129,8 @@ class Answer:
             "cost_usd": self.cost_usd,
             f"usd_per_1m_{unit.many}": self.usd_per_1m,
         }
-        instance = question.instance
+        instance, shape = question.instance, question.layout.shape
+        active = {"active_parameters": shape.active_parameters} if isinstance(shape, Shape) else {}
         values = {
             "fits": self.fits,
             **{name: None if band is None else band.as_dict() for name, band in bands.items()},
@@ -170,6 +141,7 @@ class Answer:
             "capacity_gib": self.capacity_gib,
             "step_terms_s": None if self.step is None else vars(self.step),
             "parameters": question.layout.shape.parameters,
+            **active,
             "trainable_parameters": question.layout.trainable,
             "workers": self.workers,
             "nodes": question.nodes,
@@ -231,6 +203,10 @@ def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
     if gpu.name not in compared:
         width = SPEED_BAND_OTHERS
         reasons.append(f"no published run on {gpu.name} was compared: the band is wide")
+    shape = layout.shape
+    if isinstance(shape, Shape) and shape.measured:
+        width = SPEED_BAND_OTHERS
+        reasons.append(f"no published run of {shape.model_type} was compared: the band is wide")
     amount = question.amount_per_step
     per_s = amount / time.total_s
     rate = Band(per_s, per_s * (1 - width), per_s * (1 + width))

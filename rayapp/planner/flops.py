@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayapp.planner.shape import Shape, targeted
+from rayapp.planner.shape import Shape, lora_parameters
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,34 @@ def mean_context(lengths: Sequence[int]) -> float:
     return sum(length * (length + 1) / 2 for length in lengths) / sum(lengths)
 
 
+def context_within(context: float, window: int | None) -> float:
+    """Return the mean number of tokens within a sliding window, for documents of equal length.
+
+    >>> context_within(2.5, None), context_within(2.5, 2), mean_context([4])
+    (2.5, 1.75, 2.5)
+    """
+    length = 2 * context - 1
+    if window is None or window >= length:
+        return context
+    return window - window * (window - 1) / (2 * length)
+
+
 def forward_flops(
     shape: Shape, context: float, lora_rank: int | None = None, targets: Sequence[str] = ()
 ) -> Flops:
     """Return a token's forward FLOPs; `context` (C) is the mean number of tokens it attends to."""
-    weights = sum(linear.active * linear.inputs * linear.outputs for linear in shape.linears)
-    adapters = 0
-    if lora_rank is not None:
-        adapters = lora_rank * sum(
-            linear.inputs + linear.outputs for linear in targeted(shape, targets)
-        )
-    return Flops(
-        linears=2.0 * shape.layers * weights,
-        attention=4.0 * shape.layers * shape.heads * shape.head_dim * context,
-        head=2.0 * shape.embedding_parameters,
-        adapters=2.0 * shape.layers * adapters,
+    weights = shape.total(
+        lambda linear: linear.active * linear.inputs * linear.outputs, shape.linears
     )
+    linears = 2.0 * weights
+    attention = 4.0 * shape.layers * shape.heads * shape.head_dim * context
+    if shape.measured:
+        linears = shape.measured.flops
+        attention = sum(
+            flops * context_within(context, window) for flops, window in shape.measured.attention
+        )
+    adapters = 0 if lora_rank is None else lora_parameters(shape, lora_rank, targets)
+    return Flops(linears, attention, 2.0 * shape.embedding_parameters, 2.0 * adapters)
 
 
 def backward_flops(forward: Flops, *, frozen: bool) -> Flops:
@@ -90,6 +102,8 @@ def recomputed_flops(shape: Shape, forward: Flops, checkpointing: str, kept: flo
         return Flops(0.0, 0.0, 0.0)
     last = shape.linears[-1]
     skipped = 2.0 * shape.layers * last.active * last.inputs * last.outputs
+    if shape.measured:  # which product is the last one is not known
+        skipped = 0.0
     if checkpointing == "full":
         return Flops(forward.linears - skipped, forward.attention, 0.0, forward.adapters)
     assert checkpointing == "selective", checkpointing

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from rayapp.hardware import GIB
 from rayapp.planner.flops import model_flops
-from rayapp.planner.shape import Shape, lora_parameters
+from rayapp.planner.shape import Shape, lora_parameters, targeted
 
 FP32 = 4  # bytes of an fp32 number
 LOSS_WORDS = 16_384  # vocabulary rows of the head's gradient that one product computes
@@ -53,6 +53,7 @@ class Layout:
     loss_chunk: int = 4096
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    dora: bool = False
     quantize: str = "none"
     cpu_offload: bool = False
     activation_offload: bool = False
@@ -97,7 +98,7 @@ class Layout:
         """Number of parameters that have a gradient."""
         if self.lora_rank is None:
             return self.shape.parameters
-        return lora_parameters(self.shape, self.lora_rank, self.lora_targets)
+        return lora_parameters(self.shape, self.lora_rank, self.lora_targets, self.dora)
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ def block_bytes(layout: Layout) -> float:
     recompute norms and elementwise results from the results of the matrices.
     """
     shape, e = layout.shape, layout.element
+    if shape.measured:  # of blocks that differ, the mean
+        whole = shape.measured.results if layout.compiled else shape.measured.kept
+        return whole / shape.layers
     hidden, inner = shape.hidden, shape.intermediate
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = e * (2 * queries + 2 * keys) + FP32 * shape.heads
@@ -146,13 +150,14 @@ def block_bytes(layout: Layout) -> float:
         return norms + attention + mlp + FP32 * 2
     if not shape.fp32_norms:  # gpt_neox: LayerNorm, q and k rotated in part, biases, one residual
         return e * (10 * hidden + 2 * inner) + FP32 * shape.heads
-    norm = 2 * e * hidden + (FP32 * hidden if e < FP32 else 0)  # in fp32 the copy is the input
+    normed = e if layout.lora_rank is None else 0  # a frozen scale needs no normalised values
+    norm = (e + normed + (FP32 if e < FP32 else 0)) * hidden  # in fp32 the copy is the input
     mlp = 4 * e * inner * experts
     routed = 2 * e * hidden * experts if shape.experts > 1 else 0
     per_head = 0
     if shape.block_norm_parameters > 2 * hidden:  # qwen3: q and k have a norm per head
         heads = shape.heads + shape.kv_heads
-        per_head = (e + (FP32 if e < FP32 else 0)) * (queries + keys) + FP32 * heads
+        per_head = (normed + (FP32 if e < FP32 else 0)) * (queries + keys) + FP32 * heads
     return 2 * norm + attention + mlp + routed + per_head + FP32 * 2
 
 
@@ -167,6 +172,8 @@ def kept_bytes(layout: Layout) -> float:
     if layout.checkpointing == "full":
         return float(block_input)
     assert layout.checkpointing == "selective", layout.checkpointing
+    if shape.measured:
+        return shape.measured.kept_selective / shape.layers
     names = kept_linears(shape) if layout.kept is None else layout.kept
     results = sum(
         e * linear.outputs * linear.active for linear in shape.linears if linear.name in names
@@ -199,9 +206,7 @@ def state_bytes(layout: Layout) -> dict[str, float]:
     if layout.lora_rank is not None:
         quantized = 0
         if layout.quantize == "nf4":
-            quantized = shape.layers * sum(
-                linear.parameters for linear in shape.linears if linear.module
-            )
+            quantized = shape.total(lambda linear: linear.parameters, targeted(shape))
         frozen = BYTES_NF4 * quantized + layout.element * (shape.parameters - quantized)
     return {
         "parameters": (frozen + FP32 * trainable) / shards,
@@ -224,11 +229,12 @@ def _optimizer_bytes(layout: Layout, trainable: float) -> float:
     if layout.optimizer == "adamw":
         return 2 * FP32 * trainable
     if layout.optimizer == "adamw8bit":
-        return 2 * BYTES_8BIT * trainable
+        wide = layout.shape.embedding_parameters if layout.lora_rank is None else 0
+        return 2 * BYTES_8BIT * (trainable - wide) + 2 * FP32 * wide
     assert layout.optimizer == "muon", layout.optimizer
     shape = layout.shape
-    matrices = shape.layers * sum(
-        linear.inputs * linear.outputs * linear.copies for linear in shape.linears
+    matrices = shape.total(
+        lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears
     )
     return FP32 * matrices + 2 * FP32 * (trainable - matrices)
 
@@ -239,15 +245,11 @@ def _adapter_bytes(layout: Layout) -> float:
     Adapters compute in the compute precision, so peft's cast of the input to the adapter's dtype
     makes no copy.
     """
-    if layout.lora_rank is None:
+    shape = layout.shape
+    if layout.lora_rank is None or (shape.measured and shape.measured.adapted):
         return 0.0
-    names = layout.lora_targets
-    count = sum(
-        1
-        for linear in layout.shape.linears
-        if linear.module and (not names or linear.name in names)
-    )
-    return float(layout.element * layout.lora_rank * count)
+    count = shape.total(lambda linear: 1, targeted(shape, layout.lora_targets)) / shape.layers
+    return layout.element * layout.lora_rank * count
 
 
 def _moments(layout: Layout) -> list[Peak]:
@@ -256,12 +258,14 @@ def _moments(layout: Layout) -> list[Peak]:
     state = dict.fromkeys(state, 0.0) if layout.cpu_offload else state
     gradients = state.pop("gradients")
     trains_all = layout.lora_rank is None
-    block = _gathered_block(layout)
+    adapters = 0.0 if trains_all else float(layout.trainable)
+    block = shape.block_parameters + adapters / shape.layers  # what one all-gather delivers
     blocks_stay = layout.strategy in ("shard_grad_op", "no_shard")
     root = e * shape.root_parameters  # stays gathered for the whole micro-batch
-    gathered = (shape.layers * e * block if blocks_stay else 0.0) + root
+    gathered = (e * (shape.all_blocks_parameters + adapters) if blocks_stay else 0.0) + root
     two_blocks = 0.0 if blocks_stay else 2 * e * block  # the current one and the prefetched one
-    activations = kept_bytes(layout) * shape.layers * tokens
+    outside = shape.measured.kept_outside if shape.measured else 0.0
+    activations = (kept_bytes(layout) * shape.layers + outside) * tokens
     accumulated = gradients if layout.accumulates else 0.0
 
     # The loss: final norm, hidden states, their gradient; a chunk's logits; the head's gradient.
@@ -276,9 +280,8 @@ def _moments(layout: Layout) -> list[Peak]:
     # A block's backward: recomputed activations, gradients of activations and of weights.
     recomputed = 0.0
     if layout.checkpointing != "none" or layout.activation_offload:
-        recomputed = (block_bytes(layout) + _adapter_bytes(layout)) * tokens
-    widest = max(linear.active * linear.outputs for linear in shape.linears)
-    in_flight = 2 * tokens * e * (hidden + widest)
+        recomputed = (_largest_block_bytes(layout) + _adapter_bytes(layout)) * tokens
+    in_flight = _in_flight_bytes(layout)
     gathers = gathered + two_blocks
     if trains_all:  # the gradients of a block's weights and of the head
         gathers += e * (shape.block_parameters + shape.embedding_parameters) + FP32 * block
@@ -312,12 +315,32 @@ def _moments(layout: Layout) -> list[Peak]:
     return [Peak(name, {**state, **none, **terms}) for name, terms in moments.items()]
 
 
+def _largest_block_bytes(layout: Layout) -> float:
+    """Return what the block that keeps the most keeps of a token, without checkpointing."""
+    measured = layout.shape.measured
+    return block_bytes(layout) if measured is None or layout.compiled else measured.largest_kept
+
+
+def _in_flight_bytes(layout: Layout) -> float:
+    """Return the bytes of the gradients of activations at the peak of a block's backward."""
+    shape = layout.shape
+    if shape.measured and layout.checkpointing != "none":  # beside a block that is recomputed
+        measured = shape.measured
+        return (measured.largest_backward - measured.largest_kept) * layout.tokens
+    if shape.measured:
+        return shape.measured.in_flight * layout.tokens
+    widest = max(linear.active * linear.outputs for linear in shape.linears)
+    return float(2 * layout.tokens * layout.element * (shape.hidden + widest))
+
+
 def _logit_bytes(layout: Layout) -> float:
     """Return the bytes of the logits that exist at once, and of the head's gradient."""
     shape, e, tokens = layout.shape, layout.element, layout.tokens
     if layout.plain_loss:  # bf16 logits, an fp32 copy, its log-softmax and the gradient
         return tokens * shape.vocabulary * (e + 3 * FP32)
     chunk = min(layout.loss_chunk or tokens, tokens)
+    if shape.measured and shape.measured.whole_logits:  # and their gradient; a chunk's in fp32
+        return 2 * e * tokens * shape.vocabulary + 2 * FP32 * chunk * shape.vocabulary
     # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
     per_logit = e + FP32 * (2 if layout.on_cpu and e < FP32 else 1) + (e if chunk < tokens else 0)
     logits = chunk * shape.vocabulary * per_logit
@@ -327,11 +350,3 @@ def _logit_bytes(layout: Layout) -> float:
     head = shape.embedding_parameters
     product = e * min(head, LOSS_WORDS * shape.hidden) if e < FP32 else 0
     return max(logits, chunk * shape.vocabulary * e + product) + FP32 * head
-
-
-def _gathered_block(layout: Layout) -> float:
-    """Return how many parameters the all-gather of one block delivers, adapters included."""
-    block = float(layout.shape.block_parameters)
-    if layout.lora_rank is not None:
-        block += layout.trainable / layout.shape.layers
-    return block

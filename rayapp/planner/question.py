@@ -19,11 +19,21 @@ from rayapp.hardware import Instance
 from rayapp.planner.flops import mean_context
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
+from rayapp.planner.measured import ReadModel
 from rayapp.planner.memory import Layout
-from rayapp.planner.shape import Shape, UnknownShape, shape_of
+from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
-from rayapp.planner.trained import is_preset, read_config_json, vocabulary_of
+from rayapp.planner.trained import (
+    adapter_at,
+    is_preset,
+    read_config_json,
+    vocabulary_of,
+)
 from rayapp.presets import PRESETS, config_of
+
+
+class UnknownModel(ConfigError):
+    """Neither a formula nor the caller's function gives the model's shape."""
 
 
 @dataclass(frozen=True)
@@ -110,28 +120,36 @@ def ask(
     model: Mapping[str, Any] | None = None,
     capacity_gib: float | None = None,
     on_cpu: bool = False,
+    read: ReadModel | None = None,
 ) -> Question:
     """Return the question of a config; `usd_per_hour` overrides the price of one instance.
 
     `model` is the model's config.json, overrides included, if the caller has it. If the config
     names no instance, `capacity_gib` is the memory of a worker and `on_cpu` says it has no GPU.
+    `read` reads a model that no formula is for.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: with every problem; UnknownModel if the only one is that nothing knows the
+            model's shape.
     """
     problems: list[str] = []
     tree = config.model_dump()
-    shape = _shape(config, model, problems)
+    values = _model_values(config, model, problems)
     instance = named_instance(config, problems)
     workers, nodes = workers_of(config, instance)
     shards = replica_shards(config, workers, nodes, problems)
+    precision = _precision(tree["train"]["precision"], instance)
+    shape = None if values is None else _shape(config, values, precision, read, problems)
     if problems or shape is None:
-        raise ConfigError(problems)
+        raise (UnknownModel if values and len(problems) == 1 and not shape else ConfigError)(
+            problems
+        )
     rows = config.rows_per_step
     size = config.train.micro_batch or 1  # auto starts at one row
     micro_batches = per_worker(rows, size, workers)
-    layout = _layout(config, tree, shape, instance, shards, size, micro_batches)
-    layout = replace(layout, on_cpu=layout.on_cpu or (instance is None and on_cpu))
+    layout = _layout(config, tree, shape, precision, shards, size, micro_batches)
+    no_gpu = instance.gpu is None if instance is not None else on_cpu
+    layout = replace(layout, on_cpu=no_gpu)
     job = None
     if instance is not None and instance.gpu is not None:
         used = -(-workers // nodes)
@@ -180,18 +198,12 @@ def _layout(
     config: Config,
     tree: Mapping[str, Any],
     shape: Shape,
-    instance: Instance | None,
+    precision: str,
     shards: int,
     micro_batch: int,
     micro_batches: int,
 ) -> Layout:
     train, parallel = tree["train"], tree["parallel"]
-    precision = train["precision"]
-    if precision == "auto":
-        has_bf16 = (
-            instance is None or instance.gpu is None or instance.gpu.flops["bf16"] is not None
-        )
-        precision = "bf16" if has_bf16 else "fp32"
     lora = tree["model"]["lora"]
     return Layout(
         shape=shape,
@@ -206,41 +218,64 @@ def _layout(
         loss_chunk=train["loss_chunk"],
         lora_rank=None if lora is None else lora["rank"],
         lora_targets=() if lora is None else tuple(lora["targets"]),
+        dora=lora is not None and lora.get("dora", False),
         quantize="none" if lora is None else lora.get("quantize", "none"),
         cpu_offload=parallel["cpu_offload"],
         activation_offload=parallel.get("activation_offload", False),
         accumulates=micro_batches > 1,
-        on_cpu=instance is not None and instance.gpu is None,
     )
 
 
-def _shape(config: Config, model: Mapping[str, Any] | None, problems: list[str]) -> Shape | None:
-    path = config.model.path
-    values = model
+def _precision(wanted: str, instance: Instance | None) -> str:
+    if wanted != "auto":
+        return wanted
+    has_bf16 = instance is None or instance.gpu is None or instance.gpu.flops["bf16"] is not None
+    return "bf16" if has_bf16 else "fp32"
+
+
+def _model_values(
+    config: Config, model: Mapping[str, Any] | None, problems: list[str]
+) -> Mapping[str, Any] | None:
+    """Return the model's config.json with the run's overrides; None if it is not at hand."""
+    if model is not None:
+        return model
+    values = _config_json(config, problems)
     if values is None:
-        values = _config_json(config, problems)
-        if values is None:
+        return None
+    values = {**values, **config.model.overrides}
+    if is_preset(config.model.path):
+        vocabulary = vocabulary_of(config, values["vocab_size"], preset=True)
+        if vocabulary is None:
+            problems.append(
+                f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "
+                "needs the tokenizer's size and never uses the network. Give a local folder "
+                "with tokenizer.json, or set model.overrides.vocab_size"
+            )
             return None
-        values = {**values, **config.model.overrides}
-        if is_preset(path):
-            vocabulary = vocabulary_of(config, values["vocab_size"], preset=True)
-            if vocabulary is None:
-                problems.append(
-                    f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "
-                    "needs the tokenizer's size and never uses the network. Give a local folder "
-                    "with tokenizer.json, or set model.overrides.vocab_size"
-                )
-                return None
-            values["vocab_size"] = vocabulary
+        values["vocab_size"] = vocabulary
+    return values
+
+
+def _shape(
+    config: Config,
+    values: Mapping[str, Any],
+    precision: str,
+    read: ReadModel | None,
+    problems: list[str],
+) -> Shape | None:
     try:
-        return shape_of(values)
+        if read is None or has_formula(values):
+            return shape_of(values)
+        fp32 = precision == "fp32"
+        return read(values, seq_len=config.data.seq_len, fp32=fp32, lora=config.model.lora)
     except UnknownShape as error:
-        problems.append(f"model.path={path} is not known: {error}")
+        problems.append(f"model.path={config.model.path} is not known: {error}")
         return None
 
 
 def _config_json(config: Config, problems: list[str]) -> Mapping[str, Any] | None:
-    path = config.model.path
+    adapter = adapter_at(config.model.path)
+    path = config.model.path if adapter is None else adapter["base_model_name_or_path"]
     by_source = {preset.source: name for name, preset in PRESETS.items()}
     name = by_source.get(path, path)
     if is_preset(name):

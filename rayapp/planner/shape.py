@@ -3,16 +3,21 @@
     shape = shape_of(json.load(open("config.json")))
     shape.parameters, lora_parameters(shape, rank=16)
 
-Supported are the model types llama, mistral, mixtral, qwen2, qwen3 and gpt_neox of transformers 5.
-Any other is refused, because a guess at its shape could be wrong without notice.
+Formulas are for the model types llama, mistral, mixtral, qwen2, qwen3 and gpt_neox of transformers
+5. Any other model is read by a function that the caller gives (`ReadModel`), because a guess at its
+shape could be wrong without notice: this package imports no torch.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from rayapp.planner.measured import Measured
+
+Number = TypeVar("Number", int, float)
 
 
 class UnknownShape(ValueError):
@@ -33,6 +38,8 @@ class Linear:
     """Copies that one token is routed through."""
     module: bool = True
     """False: it is no nn.Linear of its own, so it cannot get an adapter."""
+    blocks: int | None = None
+    """Blocks that have it; None: all."""
 
     @property
     def parameters(self) -> int:
@@ -42,7 +49,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder: an embedding, identical blocks, a final norm and a head."""
+    """A decoder: an embedding, blocks, a final norm and a head.
+
+    The blocks of a family with a formula are identical; those of others may differ.
+    """
 
     model_type: str
     hidden: int
@@ -55,7 +65,7 @@ class Shape:
     tied: bool
     """Embedding and head are one matrix."""
     linears: tuple[Linear, ...]
-    """Linear layers of one block, in order of use."""
+    """Linear layers of a block, in order of use; where blocks differ, of each kind of block."""
     gated: bool
     """The MLP has a gate and an up projection; the activation is applied to the gate."""
     fp32_norms: bool
@@ -66,10 +76,25 @@ class Shape:
     final_norm_parameters: int
     experts: int = 1
     active_experts: int = 1
+    measured: Measured | None = None
+    """What was counted, if the family has no formula here."""
+
+    def total(self, count: Callable[[Linear], Number], linears: Iterable[Linear]) -> Number:
+        """Return the sum of `count` over these linear layers in all blocks that have them."""
+        return sum(
+            count(each) * (self.layers if each.blocks is None else each.blocks) for each in linears
+        )
+
+    @property
+    def all_blocks_parameters(self) -> int:
+        """Parameters of all blocks."""
+        return self.measured.parameters if self.measured else self.layers * self.block_parameters
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block."""
+        """Parameters of a block, of the largest where they differ."""
+        if self.measured:
+            return self.measured.largest
         return sum(linear.parameters for linear in self.linears) + self.block_norm_parameters
 
     @property
@@ -86,11 +111,24 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Parameters of the model, tied ones once."""
-        return self.layers * self.block_parameters + self.root_parameters
+        return self.all_blocks_parameters + self.root_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: without the experts that it is not routed to."""
+        return self.parameters - self.total(
+            lambda linear: (linear.copies - linear.active) * linear.inputs * linear.outputs,
+            self.linears,
+        )
+
+
+def has_formula(config: Mapping[str, Any]) -> bool:
+    """Return whether `shape_of` knows the family of a config.json."""
+    return config.get("model_type") in _FAMILIES
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Return the shape that a config.json describes.
+    """Return the shape that a config.json describes, by the formulas of its family.
 
     Raises:
         UnknownShape: another family, or a field is missing; says which.
@@ -109,17 +147,19 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         ) from error
 
 
-def lora_parameters(shape: Shape, rank: int, targets: Sequence[str] = ()) -> int:
+def lora_parameters(
+    shape: Shape, rank: int, targets: Sequence[str] = (), dora: bool = False
+) -> int:
     """Count the adapters' parameters: rank * (inputs + outputs) per adapted linear.
+
+    DoRA has a norm of each output too.
 
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
     """
-    return (
-        shape.layers
-        * rank
-        * sum(linear.inputs + linear.outputs for linear in targeted(shape, targets))
-    )
+    adapted = targeted(shape, targets)
+    norms = shape.total(lambda linear: linear.outputs, adapted) if dora else 0
+    return rank * shape.total(lambda linear: linear.inputs + linear.outputs, adapted) + norms
 
 
 def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
@@ -128,14 +168,15 @@ def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
     Raises:
         UnknownShape: a target is no linear layer of the blocks.
     """
-    can = {linear.name: linear for linear in shape.linears if linear.module}
-    wrong = [name for name in targets if name not in can]
+    can = [linear for linear in shape.linears if linear.module]
+    names = dict.fromkeys(linear.name for linear in can)
+    wrong = [name for name in targets if name not in names]
     if wrong:
         raise UnknownShape(
             f"model.lora.targets={','.join(wrong)} is unknown: a block of {shape.model_type} has "
-            f"the linear layers {', '.join(can)}. Set some of these, or none for all"
+            f"the linear layers {', '.join(names)}. Set some of these, or none for all"
         )
-    return tuple(can[name] for name in targets) if targets else tuple(can.values())
+    return tuple(linear for linear in can if not targets or linear.name in targets)
 
 
 def _attention(config: Mapping[str, Any], bias: bool, out_bias: bool) -> tuple[Linear, ...]:

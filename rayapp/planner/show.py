@@ -80,8 +80,10 @@ def _headline(console: Console, plan: Answer) -> None:
         rest = f"activation checkpointing {layout.checkpointing}"
         step = f"{question.rows_per_step} rows x {layout.seq_len} = "
         step += f"{question.amount_per_step:,} tokens"
+        if layout.shape.experts > 1:
+            trains = f", {layout.shape.active_parameters:,} for a token"
         if layout.lora_rank is not None:
-            trains = f", {layout.trainable:,} trained (LoRA)"
+            trains += f", {layout.trainable:,} trained (LoRA)"
     _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(plan)}")
     _say(
         console,

@@ -175,6 +175,9 @@ def block_traffic_bytes(layout: Layout) -> float:
     k; a gated activation makes five reads and writes. Compiled, each of these is one kernel.
     """
     shape, half = layout.shape, layout.element / 2
+    if shape.measured:  # compiled: each result of a product is written once and read once
+        measured = shape.measured
+        return (2 * measured.results if layout.compiled else measured.traffic) / shape.layers
     hidden = shape.hidden
     turned = shape.rotary * (shape.heads + shape.kv_heads) * shape.head_dim
     inner = shape.intermediate * shape.active_experts
@@ -208,6 +211,8 @@ def _frees(layout: Layout) -> bool:
 
 def _kept_share(layout: Layout) -> float:
     """Return the share of a block's matrix FLOPs that selective checkpointing does not repeat."""
+    if layout.shape.measured:
+        return layout.shape.measured.selective_share
     names = kept_linears(layout.shape) if layout.kept is None else layout.kept
     last = layout.shape.linears[-1].name  # never recomputed: no backward needs its result
 
@@ -224,6 +229,8 @@ def _kernels(layout: Layout) -> int:
     if layout.compiled:
         return KERNELS_COMPILED
     shape = layout.shape
+    if shape.measured:
+        return -(-shape.measured.kernels // shape.layers)
     return (KERNELS_EAGER if shape.fp32_norms else KERNELS_PLAIN) + 10 * (shape.experts > 1)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from rayapp.config import Config
+from rayapp.config import Config, Lora
 from rayapp.presets import PRESETS
 
 BYTES_TOKENS = 259
@@ -42,6 +42,25 @@ def read_config_json(
         f"uses the network. Give a local folder, or one of {', '.join(presets)}"
     )
     return None
+
+
+def adapter_at(path: str) -> Mapping[str, Any] | None:
+    """Return the adapter_config.json of a local folder that holds no whole model; None if none."""
+    folder = Path(os.path.expanduser(path))
+    file = folder / "adapter_config.json"
+    if (folder / "config.json").is_file() or not file.is_file():
+        return None
+    values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return values
+
+
+def with_adapters_lora(config: Config) -> Config:
+    """Return the config with the `lora` of a local adapter that model.path names and goes on."""
+    goes_on = config.model.lora is None and config.model.adapter == "train"
+    if not goes_on or (values := adapter_at(config.model.path)) is None:
+        return config
+    section = config.model.model_copy(update={"lora": Lora.of_peft(values)})
+    return config.model_copy(update={"model": section})
 
 
 def tokenizer_of(config: Config, own: int, preset: bool) -> str:

@@ -37,8 +37,10 @@ _LLAMA2 = "Llama 2 Community Licence"
 _LLAMA31 = "Llama 3.1 Community Licence"
 _LLAMA32 = "Llama 3.2 Community Licence"
 
+OWN = "tiny"  # no weights of it exist: it starts from random ones without being asked to
+
 PRESETS = {
-    "tiny": Preset("llama", "LlamaDecoderLayer", None, 0.004, "Apache-2.0", "rayapp's own"),
+    OWN: Preset("llama", "LlamaDecoderLayer", None, 0.004, "Apache-2.0", "rayapp's own"),
     "llama2-7b": Preset(
         "llama", "LlamaDecoderLayer", 6_738_415_616, 6.7, _LLAMA2, "meta-llama/Llama-2-7b-hf"
     ),

@@ -16,11 +16,12 @@ from dataclasses import replace
 from rayapp.config import ConfigError
 from rayapp.observe.goodput import DamagedEvents
 from rayapp.observe.run_folder import REPORT
+from rayapp.report.card import write_card
 from rayapp.report.folder import ReportedRun, read
 from rayapp.report.render import comparison_page, run_page
 from rayapp.storage import Storage, StorageError, open_storage
 
-__all__ = ["compare", "write", "write_for"]
+__all__ = ["compare", "write", "write_card", "write_for"]
 
 logger = logging.getLogger("rayapp.report")
 

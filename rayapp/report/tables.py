@@ -110,6 +110,7 @@ def subtitle(run: ReportedRun) -> str:
         str(model.get("path", "")),
         f"{words.amount(parameters)} parameters" if parameters else "",
         f"LoRA rank {model['lora'].get('rank')}" if isinstance(model.get("lora"), dict) else "",
+        f"from {model['init_from']}" if model.get("init_from") else "",
         f"on {data['path']}" if "path" in data and not data.get("mixture") else "",
         f"on a mixture of {len(data['mixture'])}" if data.get("mixture") else "",
         f"{workers:.0f} worker{'s' if workers > 1 else ''}" if workers else "",

@@ -12,9 +12,12 @@ belongs to the process that made it, since s3fs has a thread for its requests.
 from __future__ import annotations
 
 import errno
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rayapp.storage import open_storage
@@ -32,6 +35,8 @@ from rayapp.storage.s3_client import STALE, error_code, file_system, send
 
 T = TypeVar("T")
 
+COPY_BYTES = 8 * 2**20
+
 
 def open_input(url: str) -> Readable:
     """Open s3://bucket/prefix, file:///folder or a local path for reading, without accessing it.
@@ -40,6 +45,20 @@ def open_input(url: str) -> Readable:
     """
     storage = open_storage(url)
     return S3Input(storage.url) if storage.local_path() is None else storage
+
+
+def local_copy(folder: Readable, stack: ExitStack) -> str:
+    """Return a path on this machine's disk: the folder itself, or a temporary copy of it."""
+    path = folder.local_path("")
+    if path is not None:
+        return path
+    copy = stack.enter_context(tempfile.TemporaryDirectory())
+    for entry in folder.list():
+        target = Path(copy, entry.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with folder.open_read(entry.name) as source, open(target, "wb") as out:
+            shutil.copyfileobj(source, out, COPY_BYTES)
+    return copy
 
 
 class S3Input(Readable):

@@ -75,6 +75,9 @@ class Engine:
     """Return STAY, STOP or MOVE, the same on all ranks, which call it together."""
     left: int = STAY
     """Why the loop ended before the last step (STOP or MOVE), else STAY."""
+    take_sums: Callable[[], dict[str, torch.Tensor]] = field(default=dict)
+    """Return this rank's further sums of the step's micro-batches, by name; the same names on all
+    ranks. A record has them summed over ranks and divided by the weight of the batch."""
     spikes: Spikes | None = None
     """What tells a spike; None: a step is bad only if its loss or gradient norm is not finite."""
     skip_bad: bool = False

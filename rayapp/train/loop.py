@@ -58,6 +58,8 @@ class Update(NamedTuple):
 
     loss_sum: float
     """Nats, summed over all ranks."""
+    sums: dict[str, float]
+    """`Engine.take_sums` of all ranks."""
     grad_norm: float
     """Global norm before clipping."""
     skipped: bool
@@ -147,6 +149,7 @@ def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> 
         "step": done,
         "epoch": done * engine.rows_per_step / engine.rows_per_epoch,
         "loss": update.loss_sum / totals.weight,
+        **{name: value / totals.weight for name, value in update.sums.items()},
         "grad_norm": update.grad_norm,
         "lr": engine.lr_at(batch.step),
         "skipped": update.skipped,
@@ -192,7 +195,8 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
             objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
         losses.append(loss.detach())
         if i == last:  # overlaps the last backward pass
-            whole = torch.stack(losses).double().sum()
+            sums = engine.take_sums()
+            whole = torch.stack([torch.stack(losses).double().sum(), *sums.values()])
             summing = dist.all_reduce(whole, async_op=True)
         with engine.peaks.phase("backward"):
             # Gradients are summed over ranks, never averaged: this is the only division.
@@ -202,7 +206,7 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
         grad_norm = clip(engine.model, engine.grad_clip)
         assert summing is not None, "a step has a micro-batch, and every rank is in the group"
         summing.wait()
-        loss_sum = float(whole)
+        loss_sum, *others = whole.tolist()
         waited_s = settle(engine)
         bad = is_bad(engine, loss_sum / agreement.wait().weight, grad_norm)
         if bad:
@@ -218,7 +222,7 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
         for optimizer in engine.optimizers:
             optimizer.zero_grad(set_to_none=True)
         engine.updated(bad)
-    return Update(loss_sum, grad_norm, bad, waited_s)
+    return Update(loss_sum, dict(zip(sums, others, strict=True)), grad_norm, bad, waited_s)
 
 
 def settle(engine: Engine) -> float:

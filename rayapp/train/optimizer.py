@@ -9,12 +9,15 @@ The schedule holds no state, so a resume has nothing to restore.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 
 def lr_at(
@@ -63,12 +66,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
     Norms, biases and embeddings do not decay; nor does an embedding tied to the output layer.
     """
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
+    embeddings = {id(table) for table in embedding_tables(model)}
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
@@ -77,6 +75,16 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
             (decay if matrix else plain).append(parameter)
     groups = [(decay, weight_decay), (plain, 0.0)]
     return [{"params": params, "weight_decay": value} for params, value in groups if params]
+
+
+def embedding_tables(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of all embeddings, also of those tied to the output layer."""
+    return [
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    ]
 
 
 class Lars(torch.optim.Optimizer):
@@ -142,13 +150,16 @@ def make_optimizers(
     """Return the optimizers of all trainable parameters; call it after sharding.
 
     adamw is PyTorch's fused AdamW. adamw8bit keeps both moments of the larger parameters in 8 bits,
-    in blocks of 256 (torchao). muon orthogonalizes the momentum of the hidden layers' matrices and
-    scales it to the size of AdamW's updates, so that both use one learning rate (Liu et al. 2025,
-    arXiv 2502.16982); AdamW updates all other parameters, with embeddings and output layer.
+    in blocks of 256 (torchao), except of embeddings: there a block holds tokens that are in the
+    batch beside ones that are not, whose second moment would round to 0. muon orthogonalizes the
+    momentum of the hidden layers' matrices and scales it to the size of AdamW's updates, so that
+    both use one learning rate (Liu et al. 2025, arXiv 2502.16982); AdamW updates all other
+    parameters, with embeddings and output layer.
     """
     groups = decay_groups(model, weight_decay)
     if kind == "adamw":
         return [torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)]
+    make: Callable[..., torch.optim.Optimizer]
     if kind == "adamw8bit":
         from torch._functorch import config as functorch_config
         from torchao.optim import AdamW8bit
@@ -156,26 +167,32 @@ def make_optimizers(
         # torchao compiles its step. The compile cache on disk confuses 8-bit tensors of different
         # sizes (they have no stable hash), and the shards of two ranks may differ in size.
         functorch_config.enable_autograd_cache = False
-        return [AdamW8bit(groups, lr=lr, betas=betas)]
-    assert kind == "muon", kind
-    hidden = {id(p) for p in hidden_matrices(model)}
-    matrices = [p for group in groups for p in group["params"] if id(p) in hidden]
-    rest = [g | {"params": [p for p in g["params"] if id(p) not in hidden]} for g in groups]
-    rest = [group for group in rest if group["params"]]
-    optimizers: list[torch.optim.Optimizer] = []
-    if matrices:
-        optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        own, rest = _split(groups, embedding_tables(model))
+        make = partial(AdamW8bit, betas=betas)
+    else:
+        assert kind == "muon", kind
+        rest, own = _split(groups, hidden_matrices(model))
+        make = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+    optimizers = [make(own, lr=lr)] if own else []
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True))
     return optimizers
 
 
+def _split(
+    groups: list[dict[str, Any]], chosen: list[nn.Parameter]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the groups without the chosen parameters, and with these alone."""
+    ids = {id(parameter) for parameter in chosen}
+    without, alone = (
+        [g | {"params": [p for p in g["params"] if (id(p) in ids) == taken]} for g in groups]
+        for taken in (False, True)
+    )
+    return [g for g in without if g["params"]], [g for g in alone if g["params"]]
+
+
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable weights of all linear layers except the output layer."""
+    """Return the trainable weights of all linear layers (GPT-2's too) except the output layer."""
     heads = {
         id(module.get_output_embeddings())
         for module in model.modules()
@@ -184,7 +201,9 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [
         cast(nn.Parameter, module.weight)
         for module in model.modules()
-        if isinstance(module, nn.Linear) and id(module) not in heads and module.weight.requires_grad
+        if isinstance(module, (nn.Linear, Conv1D))
+        and id(module) not in heads
+        and module.weight.requires_grad
     ]
 
 

@@ -26,7 +26,7 @@ from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
-from rayapp.train.checkpoint.state import restore, state_tensors, state_values
+from rayapp.train.checkpoint.state import restore, start_from, state_tensors, state_values
 from rayapp.train.engine import Engine
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
@@ -66,6 +66,8 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     phases.end("model")
     phases.begin("restoring the newest usable checkpoint")
     first_step, state = restore(spec, trainer, storage)
+    if not first_step and spec.config.origin is not None:
+        start_from(trainer, spec.config.origin)
     phases.end("restore")
     phases.begin("compiling" if spec.config.train.compile else "checking the model")
     warmed_up = trainer.warm_up()

@@ -31,6 +31,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError, Lora
 from rayapp.planner.memory import Layout
 from rayapp.train.loss import chunked_cross_entropy
+from rayapp.train.on_shapes import build_on_shapes
 from rayapp.train.optimizer import make_optimizers
 
 DEVICE = torch.device("cpu")  # fake tensors of a GPU need a build of PyTorch with CUDA
@@ -71,15 +72,14 @@ def trace(
     try:
         loss = partial(chunked_cross_entropy, chunk=loss_chunk)
         frozen = torch.float32 if lora is None else param_dtype or torch.float32
-        refused = model.attention_problem("sdpa", config, DEVICE.type, frozen)
-        lm = model.build(config, loss=loss, dtype=frozen, attention="eager" if refused else "sdpa")
+        lm = build_on_shapes(config, loss, frozen)
         if lora is not None:
             model.add_adapters(lm, lora)
         model.checkpoint_activations(lm, activation_checkpointing)
         mesh = model.device_mesh(DEVICE.type, strategy=strategy, replicas=replicas)
         model.shard(lm, mesh, strategy=strategy, param_dtype=param_dtype)
-        # transformers looks for packed documents in the positions, which have no values here, and
-        # would build a mask. The attention kernels that train on GPUs take no mask.
+        # Where a model's attention is its own, transformers looks for packed documents in the
+        # positions, which have no values here.
         whole = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
         with whole, FakeTensorMode(allow_non_fake_inputs=True):
             return _run(lm.to_empty(device=DEVICE).train(), micro_batch, seq_len, accumulation)

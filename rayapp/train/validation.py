@@ -7,7 +7,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict as dcp_state
 
 from rayapp.observe.records import Validation
 from rayapp.storage import open_storage
@@ -26,12 +25,7 @@ def validate(spec: AnySpec, name: str, step: int) -> Validation:
         dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
         try:
             trainer = spec.alone().build(device)
-            trained = dcp_state.StateDictOptions(ignore_frozen_params=True)
-            weights = dcp_state.get_model_state_dict(trainer.model, options=trained)
-            wanted = {"model": weights, **trainer.tensors()}
-            state.load_checkpoint(open_storage(spec.run_url), name, wanted)
-            some = dcp_state.StateDictOptions(strict=False)
-            dcp_state.set_model_state_dict(trainer.model, weights, options=some)
+            state.load_weights(trainer, open_storage(spec.run_url), name)
             engine = trainer.engine(dist.group.WORLD)
             assert engine.evaluate is not None, "no rows are held out"
             held_out = engine.evaluate()

@@ -96,6 +96,7 @@ def plan_of(config: VisionConfig, images: Images, order: Order, parameters: int)
     return {
         "parameters": parameters,
         "fingerprint": images.fingerprint,
+        "parts": images.parts,
         "steps": order.num_steps,
         "rows_per_step": order.rows_per_step,
         "micro_batches_per_step": config.micro_batches_per_step,

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from rayapp.config import VisionConfig
 from rayapp.driver import command
-from rayapp.observe.records import MetricsLine, RunResult
+from rayapp.jobs.results import Result
+from rayapp.observe.records import MetricsLine
 from rayapp.observe.result import RunFailed
 from rayapp.vision.check import check, settle
 from rayapp.vision.prepare import prepare
@@ -26,8 +27,8 @@ def train_classifier(
     console: Console | None = None,
     started: float | None = None,
     on_step: Callable[[MetricsLine], None] | None = None,
-) -> RunResult:
-    """Run a config until it is done or stopped, and return the content of result.json.
+) -> Result:
+    """Run a config until it is done or stopped, and return its result: the content of result.json.
 
     `started` is the Unix time in seconds at which the command began, if that was before this call.
     `on_step` gets each line of metrics.jsonl as a dict; a thread calls it, so it holds up no step.
@@ -37,4 +38,4 @@ def train_classifier(
         RunFailed: it failed on the way; running the same again resumes.
         SecretError: a secret that the job refers to cannot be read.
     """
-    return command.run(config, KIND, console, started, on_step)
+    return Result(command.run(config, KIND, console, started, on_step))

@@ -8,19 +8,30 @@
 A source is a sorted list of files (or a hub dataset). A piece is a part of one file that can be
 read alone: a byte range cut at line ends (text, JSONL), a row group (Parquet), a shard (hub), or a
 whole file that has no cuts (compressed, CSV, JSON arrays, Arrow, formats of the user's). A unit is
-a run of pieces of about `UNIT_BYTES` or more: what one task reads, tokenises and packs. Pieces and
-units depend on the files alone, so they are the same on every machine and attempt.
+a run of pieces of about `UNIT_BYTES` or more: what one task packs. Pieces and units depend on the
+files alone, so they are the same on every machine and attempt. A block is what is tokenised
+together, once, whatever units its records are in.
 """
 
 from __future__ import annotations
 
+from rayapp.data.sources.content import content_key
 from rayapp.data.sources.cutting import units
 from rayapp.data.sources.finding import find
-from rayapp.data.sources.own import RecordReader
-from rayapp.data.sources.reading import is_eval, place_of, read_piece
-from rayapp.data.sources.records import DataFile, DataSource, Piece, ReadUnit, Record, SourceError
+from rayapp.data.sources.own import RecordReader, is_own
+from rayapp.data.sources.reading import drawn_of, file_of, is_eval, place_of, read_piece
+from rayapp.data.sources.records import (
+    Block,
+    DataFile,
+    DataSource,
+    Piece,
+    ReadUnit,
+    Record,
+    SourceError,
+)
 
 __all__ = [
+    "Block",
     "DataFile",
     "DataSource",
     "Piece",
@@ -28,8 +39,12 @@ __all__ = [
     "Record",
     "RecordReader",
     "SourceError",
+    "content_key",
+    "drawn_of",
+    "file_of",
     "find",
     "is_eval",
+    "is_own",
     "place_of",
     "read_piece",
     "units",

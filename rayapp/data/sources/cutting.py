@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from rayapp.data.sources import hub
+from rayapp.data.sources.blocks import with_blocks
 from rayapp.data.sources.formats import is_stream
 from rayapp.data.sources.records import DataFile, DataSource, Piece, ReadUnit, SourceError, opened
 
@@ -43,7 +44,7 @@ def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
         with ThreadPoolExecutor(READERS) as pool:
             found = pool.map(lambda file: _pieces(source, file, split, unit_bytes), source.files)
             pieces = [piece for each in found for piece in each]
-    return _grouped(pieces, unit_bytes)
+    return with_blocks(source, _grouped(pieces, unit_bytes), UNIT_BYTES)
 
 
 def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]:

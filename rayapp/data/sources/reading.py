@@ -8,9 +8,11 @@ from hashlib import blake2b
 from rayapp.data.sources import hub, own
 from rayapp.data.sources.formats import is_stream
 from rayapp.data.sources.records import DataSource, Piece, Record, opened
-from rayapp.data.sources.streams import TEXT_BYTES, json_line, read_stream
+from rayapp.data.sources.streams import LINE_BYTES, TEXT_BYTES, TOO_LONG, json_line, read_stream
 from rayapp.storage import Readable
 
+BATCH_ROWS, BATCH_BYTES = 1024, 2 * 2**20  # most of a batch of Parquet
+PAGE_BYTES = 2**20  # of Parquet that are read at once
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 
 
@@ -30,6 +32,11 @@ def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
         yield from _read_jsonl(source, piece)
 
 
+def file_of(source: DataSource, piece: Piece) -> str:
+    """Return what the records of a piece give as their file."""
+    return f"{piece.file}[{piece.start}]" if source.format == "hub" else piece.file
+
+
 def place_of(source: DataSource, record_file: str, place: int) -> str:
     """Return `file:line`, `file byte N` or `file row N`, for a person to look up.
 
@@ -44,12 +51,14 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
     return f"{source.root}/{record_file}:{_line_number(source, record_file, place)}"
 
 
-def is_eval(piece: Piece, content: bytes, eval_fraction: float) -> bool:
-    """Return whether a record is held out, by a hash of its content: so are all its copies."""
-    if piece.split != "hash":
-        return piece.split == "eval"
-    drawn = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
-    return drawn < eval_fraction * 2**64
+def drawn_of(content: bytes) -> int:
+    """Return the number in [0, 2^64) that a record's content draws; its copies draw the same."""
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+
+
+def is_eval(piece: Piece, drawn: int, eval_fraction: float) -> bool:
+    """Return whether a record is held out, by what its content drew: so are all its copies."""
+    return drawn < eval_fraction * 2**64 if piece.split == "hash" else piece.split == "eval"
 
 
 def _line_number(source: DataSource, file: str, offset: int) -> int:
@@ -62,33 +71,41 @@ def _line_number(source: DataSource, file: str, offset: int) -> int:
     return lines
 
 
-def _line_bytes(source: DataSource, piece: Piece) -> tuple[int, bytes]:
-    """Return the offset and bytes of the lines that begin inside the piece's [start, end)."""
+def line_bytes(source: DataSource, piece: Piece) -> tuple[int, bytes]:
+    """Return the offset and bytes of the lines that begin inside the piece's [start, end).
+
+    Of a line that is longer than LINE_BYTES, a byte more than that is returned, so that it is
+    refused, and none of the rest.
+    """
     storage, start, end = opened(source.root), piece.start, piece.end
     if start:  # a line begins at `start` only if the byte before it ends one
-        start = _after_newline(storage, piece, start - 1)
-    if end < piece.size:
-        end = _after_newline(storage, piece, end - 1)
+        start = _after_newline(storage, piece, start - 1, end)
     if start >= end:
         return start, b""
+    if end < piece.size:
+        end = _after_newline(storage, piece, end - 1, end + LINE_BYTES + 1)
     return start, storage.read(piece.file, start, end - start, piece.etag)
 
 
-def _after_newline(storage: Readable, piece: Piece, position: int) -> int:
-    """Return the offset just past the first newline at or after `position`."""
-    while position < piece.size:
-        length = min(64 * 2**10, piece.size - position)
+def _after_newline(storage: Readable, piece: Piece, position: int, last: int) -> int:
+    """Return the offset just past the first newline at or after `position`, at most `last`."""
+    last = min(last, piece.size)
+    while position < last:
+        length = min(64 * 2**10, last - position)
         chunk = storage.read(piece.file, position, length, piece.etag)
         newline = chunk.find(b"\n")
         if newline >= 0:
             return position + newline + 1
         position += len(chunk)
-    return piece.size
+    return last
 
 
 def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
-    start, data = _line_bytes(source, piece)
+    start, data = line_bytes(source, piece)
     if not data:
+        return
+    if len(data) > piece.end - piece.start + LINE_BYTES:
+        yield Record(piece.file, start, None, TOO_LONG)
         return
     try:
         yield Record(piece.file, start, data.decode("utf-8"))
@@ -97,20 +114,27 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
 
 
 def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
-    offset, data = _line_bytes(source, piece)
-    for line in data.split(b"\n"):
-        if line.strip():
-            yield Record(piece.file, offset, *json_line(line))
-        offset += len(line) + 1
+    base, data = line_bytes(source, piece)
+    start = 0
+    while start < len(data):  # no line is held, nor all of them once more
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        if data[start:end].strip():
+            yield Record(piece.file, base + start, *json_line(data[start:end]))
+        start = end + 1
 
 
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
     import pyarrow.parquet as pq
 
-    parquet = pq.ParquetFile(opened(source.root).open_read(piece.file, piece.etag))
+    file = opened(source.root).open_read(piece.file, piece.etag)
+    parquet = pq.ParquetFile(file, buffer_size=PAGE_BYTES)  # 0: a whole column of a row group
     row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
     groups = list(range(piece.start, min(piece.end, parquet.num_row_groups)))
-    for batch in parquet.iter_batches(row_groups=groups, batch_size=1024):
+    found = [parquet.metadata.row_group(i) for i in groups]
+    mean = sum(g.total_byte_size for g in found) // max(sum(g.num_rows for g in found), 1)
+    batch_size = max(1, min(BATCH_ROWS, BATCH_BYTES // max(mean, 1)))
+    for batch in parquet.iter_batches(row_groups=groups, batch_size=batch_size):
         for value in batch.to_pylist():
             yield Record(piece.file, row, value)
             row += 1

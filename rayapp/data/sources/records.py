@@ -75,12 +75,26 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Pieces that are tokenised together, and what a unit takes of them.
+
+    A block depends on its files alone: not on other files' sizes, on names or on what is held out.
+    """
+
+    pieces: tuple[Piece, ...]
+    taken: tuple[tuple[int, Piece], ...]
+    """(number of a piece of the block, the unit's piece, whose records are taken from it)."""
+
+
+@dataclass(frozen=True)
 class ReadUnit:
     """The pieces that one task prepares."""
 
     index: int
     pieces: tuple[Piece, ...]
     num_bytes: int
+    blocks: tuple[Block, ...] = ()
+    """What the pieces are read as, in their order."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from rayapp.storage import StorageError
 CHUNK = 2**20
 TEXT_BYTES = 4 * 2**20  # of compressed text in a record
 OBJECT_BYTES = 64 * 2**20  # most of one object in a JSON array
+LINE_BYTES = 256 * 2**20  # most of a line, or of a cell of CSV
+JSON_DEPTH = 400  # most objects and lists in one another
+TOO_LONG = f"is longer than {LINE_BYTES // 2**20} MiB"
 BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -63,19 +67,34 @@ def open_stream(root: str, name: str, etag: str | None = None) -> io.BufferedRea
 
 def json_line(line: bytes) -> tuple[Any, str | None]:
     """Return (the object on a line of JSONL, None) or (what is there instead, why it is bad)."""
+    if len(line) > LINE_BYTES:
+        return None, TOO_LONG
     try:
         value = json.loads(line)
+        if line.count(b"[") + line.count(b"{") > JSON_DEPTH and is_deep(value):
+            raise RecursionError
         return value, None if isinstance(value, dict) else "is not a JSON object"
     except (ValueError, RecursionError) as error:
         deep = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "too deep"
         return None, f"is not JSON ({getattr(error, 'msg', deep)})"
 
 
+def is_deep(value: Any) -> bool:
+    """Return whether more than JSON_DEPTH objects and lists are in one another."""
+    level = [value]
+    for _ in range(JSON_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for some in inner for each in some if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
+
+
 def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Record]:
     line = 1
     while data := stream.read(text_bytes):
         if not data.endswith(b"\n"):
-            data += stream.readline()
+            data += stream.readline(LINE_BYTES)
         try:
             yield Record(name, line, data.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -85,9 +104,14 @@ def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Re
 
 
 def _lines(stream: io.BufferedReader, name: str) -> Iterator[Record]:
-    for number, line in enumerate(stream, 1):
+    for number in itertools.count(1):
+        line = rest = stream.readline(LINE_BYTES + 1)
+        while rest and not rest.endswith(b"\n"):  # as far as the end of a line that is too long
+            rest = stream.readline(LINE_BYTES + 1)
+        if not line:
+            return
         if line.strip():
-            yield Record(name, number, *json_line(line))
+            yield Record(name, number, *json_line(line.removesuffix(b"\n")))
 
 
 def _array(stream: io.BufferedReader, name: str) -> Iterator[Record]:
@@ -161,7 +185,7 @@ class _Text:
 def _separated(delimiter: str) -> Callable[[io.BufferedReader, str], Iterator[Record]]:
     def read(stream: io.BufferedReader, name: str) -> Iterator[Record]:
         """Yield the rows of CSV as text by column; the csv module knows the lines they are on."""
-        csv.field_size_limit(2**31 - 1)
+        csv.field_size_limit(LINE_BYTES)
         lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         header: list[str] | None = None

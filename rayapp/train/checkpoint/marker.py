@@ -44,12 +44,14 @@ class Amounts(TypedDict, total=False):
     images: int
 
 
-class State(Amounts, LoopState):
+class State(Amounts, LoopState, total=False):
     """The content of state.json: the position in the data, and what a resume checks or restores."""
 
     step: int
     cursor: dict[str, int | str]
     """rayapp.order.Cursor."""
+    stages: list[list[int]]
+    """rayapp.order.Order.stages; absent if there are none."""
     data: dict[str, object]
     """The parts of the data's fingerprint, by name."""
     workers: int

@@ -13,13 +13,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from rayapp.config import Origin
 from rayapp.observe.records import LoopState
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.order import Cursor, differences
-from rayapp.storage import Storage
+from rayapp.storage import Storage, open_storage
 from rayapp.train.checkpoint import marker, quantized
 from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
 from rayapp.train.checkpoint.marker import CheckpointError, Damaged, read_marker
+from rayapp.train.checkpoint.origin import find
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.spec import AnySpec
 from rayapp.train.trainer import Trainer
@@ -70,6 +72,7 @@ def state_values(spec: AnySpec, trainer: Trainer, step: int, loop: LoopState) ->
         **trainer.amounts(step),
         "cursor": spec.order.cursor(step, spec.data.fingerprint).to_dict(),
         "data": spec.data.parts,
+        **({"stages": [list(stage) for stage in spec.order.stages]} if spec.order.stages else {}),
         "workers": dist.get_world_size(),
         **loop,
         "versions": {
@@ -126,6 +129,42 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, Loo
         if torch.cuda.is_available() and "cuda" in wanted["rng"][rank]:
             torch.cuda.set_rng_state(wanted["rng"][rank]["cuda"])
     return checkpoint.step, checkpoint.state
+
+
+def load_weights(trainer: Trainer, storage: Storage, name: str) -> None:
+    """Load the model of a checkpoint into a trainer, and nothing else.
+
+    Raises:
+        Damaged: a file is not what was saved.
+        CheckpointError: a tensor is missing or has another shape, or the storage has failed.
+    """
+    trained = dcp_state.StateDictOptions(ignore_frozen_params=True)
+    weights = dcp_state.get_model_state_dict(trainer.model, options=trained)
+    load_checkpoint(storage, name, {"model": weights, **trainer.tensors()})
+    some = dcp_state.StateDictOptions(strict=False)
+    dcp_state.set_model_state_dict(trainer.model, weights, options=some)
+
+
+def start_from(trainer: Trainer, origin: Origin) -> None:
+    """Load the weights of another run's checkpoint; all ranks call it.
+
+    Raises:
+        NoneUsable: the checkpoint is not usable, or is gone.
+    """
+    storage = open_storage(origin.run)
+    choice: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            choice[0] = find(storage, origin.step).name
+        except marker.CheckpointError as error:
+            choice[0] = error
+    dist.broadcast_object_list(choice, src=0)
+    try:
+        if isinstance(choice[0], Exception):
+            raise choice[0]
+        load_weights(trainer, storage, choice[0])
+    except CheckpointError as error:
+        raise marker.NoneUsable(f"model.init_from={origin} is not usable: {error}") from error
 
 
 def choose(storage: Storage) -> marker.SavedCheckpoint | None:

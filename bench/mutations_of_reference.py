@@ -1,0 +1,99 @@
+"""Faults that an audit found by a trainer of its own: N1 to N9 of docs/decisions.md, but N7.
+
+N7, whose test compiles torchao's step, is put back by hand.
+"""
+
+from __future__ import annotations
+
+from mutated import Mutation
+
+NAMED = "tests/test_reference.py -k named"
+SEEN_BY_ONE = "objective, loss = self.loss(output.logits, None, labels)"
+PLAIN_ENTROPY = (
+    "objective = nn.functional.cross_entropy(output.logits.float().flatten(0, 1), "
+    'labels.flatten(), reduction="sum"); loss = objective.detach()'
+)
+
+REFERENCE = (
+    Mutation(
+        "n1-padding-is-a-document",
+        "rayapp/data/rows.py",
+        "if not ((segments == segments[:, :1]) | (segments == 0)).all():",
+        "if not (segments == segments[:, :1]).all():",
+        NAMED,
+    ),
+    Mutation(
+        "n2-own-logits-plain-loss", "rayapp/model/build.py", SEEN_BY_ONE, PLAIN_ENTROPY, NAMED
+    ),
+    Mutation(
+        "n3-adapters-as-they-compute",
+        "rayapp/model/lora.py",
+        "    reshard(model)\n    whole = ",
+        "    whole = ",
+        NAMED,
+    ),
+    Mutation(
+        "n4-the-whole-image-squeezed",
+        "rayapp/model/classifier.py",
+        '"image_processor_type": "CLIPImageProcessor",',
+        '"image_processor_type": "ConvNextImageProcessor",',
+        "tests/test_reference.py -k cropped",
+    ),
+    Mutation(
+        "n5-merged-into-the-rounded-base",
+        "rayapp/finetune/trainer.py",
+        "base = None if lora is None else exact_base(spec.config, parts, device)",
+        "base = None",
+        NAMED,
+    ),
+    Mutation(
+        "n6-muon-leaves-conv1d",
+        "rayapp/train/optimizer.py",
+        "if isinstance(module, (nn.Linear, Conv1D))",
+        "if isinstance(module, nn.Linear)",
+        NAMED,
+    ),
+    Mutation(
+        "n6-adapters-leave-conv1d",
+        "rayapp/model/lora.py",
+        "if isinstance(module, (nn.Linear, Conv1D))",
+        "if isinstance(module, nn.Linear)",
+        NAMED,
+    ),
+    Mutation(
+        "n8-windows-in-masks-alone",
+        "rayapp/model/attention.py",
+        "if not hands_on_windows(config):",
+        "if False:",
+        NAMED,
+    ),
+    Mutation(
+        "n9-counted-with-sdpa",
+        "rayapp/finetune/prepare.py",
+        'lm = model.build(shape, loss=model.no_loss, attention="eager")',
+        "lm = model.build(shape, loss=model.no_loss)",
+        NAMED,
+    ),
+    # ---- And of the page itself: what it must see
+    Mutation(
+        "dora-keeps-its-first-norms",
+        "rayapp/model/lora.py",
+        "return merged.mul_(gather(self.magnitude).view_as(norms) / norms)",
+        "return merged",
+        NAMED,
+    ),
+    Mutation(
+        "padding-has-experts",
+        "rayapp/data/rows.py",
+        "if present.any() and not present.all():",
+        "if False:",
+        NAMED,
+    ),
+    Mutation(
+        "router-loss-by-micro-batch",
+        "rayapp/model/build.py",
+        "balance = routed(output.router_logits, present) * (labels != -100).sum()",
+        "balance = routed(output.router_logits, present)",
+        NAMED,
+    ),
+)

@@ -1,0 +1,205 @@
+"""The tokens of a block as they are stored: sections of records, each with a checksum.
+
+    for section in read(file):
+        for record in section.records(): ...
+
+A section holds consecutive records of a block: their pieces and places, what they drew for the
+held-out split, and the tokens of those that are documents. What is made of tokens afterwards, rows
+and splits, is not in it. A section is a frame, whose header has the length and the xxh3 of the
+rest; that is compressed with Zstandard, to about 2 bytes a token. The last section is followed by
+END.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from xxhash import xxh3_64_intdigest
+
+from rayapp.data.packing import Document
+
+SECTION_TOKENS, SECTION_RECORDS = 2**20, 2**16  # a section ends after either
+NO_DOCUMENT = 2**32 - 1  # as the length of a record
+HEADER = struct.Struct("<4sIQ")  # MAGIC, bytes that follow, their xxh3
+MAGIC = b"rtk1"
+SIZE = struct.Struct("<I")
+END = HEADER.pack(MAGIC, 0, xxh3_64_intdigest(b""))  # after the last section
+
+CODEC = "zstd"
+WIDE = {  # types of a section's arrays
+    "pieces": np.uint32,
+    "places": np.int64,
+    "drawn": np.uint64,
+    "said": np.uint32,
+    "lengths": np.uint32,
+    "tokens": np.int32,
+    "num_bytes": np.uint16,
+}
+
+Array = np.ndarray[Any, Any]
+
+
+class DamagedTokens(ValueError):
+    """A section is cut off, or its bytes are not those that were written."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenisedRecord:
+    """A record of the user's: a document, perhaps with a note, or the reason why it is none."""
+
+    piece: int
+    """Number of its piece in the block."""
+    place: int
+    document: Document | None
+    problem: str | None
+    """Why the record is no document; or, beside a document, what is left out of it."""
+    drawn: int
+    """What its content drew in [0, 2^64); 0 if it is no document."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSection:
+    """Consecutive records of a block: r records, t tokens."""
+
+    pieces: Array
+    """uint32 [r]"""
+    places: Array
+    """int64 [r]"""
+    drawn: Array
+    """uint64 [r]"""
+    said: Array
+    """uint32 [r]: 0, or 1 + the number of a problem in `texts`"""
+    lengths: Array
+    """uint32 [r]: tokens, or NO_DOCUMENT"""
+    tokens: Array
+    """int32 [t]"""
+    loss: Array
+    """bool [t]"""
+    num_bytes: Array
+    """uint16 [t]"""
+    texts: tuple[str, ...]
+
+    def records(self) -> Iterator[TokenisedRecord]:
+        """Yield the records in order; their arrays are views."""
+        last = 0
+        columns = (self.pieces, self.places, self.drawn, self.said, self.lengths)
+        for piece, place, drawn, said, length in zip(*(c.tolist() for c in columns), strict=True):
+            document = None
+            if length != NO_DOCUMENT:
+                here = slice(last, last + length)
+                document = Document(self.tokens[here], self.loss[here], self.num_bytes[here])
+                last += length
+            problem = self.texts[said - 1] if said else None
+            yield TokenisedRecord(piece, place, document, problem, drawn)
+
+
+def sections(records: Iterable[TokenisedRecord]) -> Iterator[TokenSection]:
+    """Gather the records of a block into sections."""
+    held: list[TokenisedRecord] = []
+    size = 0
+    for record in records:
+        held.append(record)
+        size += len(record.document.tokens) if record.document else 0
+        if size >= SECTION_TOKENS or len(held) == SECTION_RECORDS:
+            yield _section(held)
+            held, size = [], 0
+    if held:
+        yield _section(held)
+
+
+def _section(records: list[TokenisedRecord]) -> TokenSection:
+    texts = {r.problem: None for r in records if r.problem is not None}
+    numbers = {text: number for number, text in enumerate(texts, 1)}
+    documents = [record.document for record in records if record.document is not None]
+    lengths = [NO_DOCUMENT if r.document is None else len(r.document.tokens) for r in records]
+    return TokenSection(
+        np.array([record.piece for record in records], np.uint32),
+        np.array([record.place for record in records], np.int64),
+        np.array([record.drawn for record in records], np.uint64),
+        np.array([numbers[r.problem] if r.problem else 0 for r in records], np.uint32),
+        np.array(lengths, np.uint32),
+        _joined([d.tokens for d in documents], np.int32),
+        _joined([d.loss for d in documents], np.bool_),
+        _joined([d.num_bytes for d in documents], np.uint16),
+        tuple(texts),
+    )
+
+
+def _joined(columns: list[Array], dtype: Any) -> Array:
+    """Lay arrays end to end; a single one, which may be large, is not copied."""
+    if len(columns) == 1 and columns[0].dtype == dtype:
+        return columns[0]
+    empty = np.empty(0, dtype)
+    return np.concatenate([empty, *columns], dtype=dtype, casting="unsafe")
+
+
+def encoded(section: TokenSection) -> list[Any]:
+    """Return a section as it is stored, in parts: each array in the narrowest type that holds it.
+
+    The parts are bytes or buffers.
+    """
+    base = int(section.places.min())
+    columns = {
+        "pieces": section.pieces,
+        "places": section.places - base,
+        "drawn": section.drawn,
+        "said": section.said,
+        "lengths": section.lengths,
+        "tokens": section.tokens,
+        "num_bytes": section.num_bytes,
+    }
+    types = {name: _narrow(column) for name, column in columns.items()}
+    sizes = [(name, types[name].str, len(column)) for name, column in columns.items()]
+    head = {"base": base, "texts": section.texts, "arrays": sizes}
+    text = json.dumps(head).encode()
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, CODEC) as packing:  # one array after the other
+        packing.write(SIZE.pack(len(text)) + text)
+        for name, column in columns.items():
+            packing.write(column.astype(types[name]).view(np.uint8))
+        packing.write(np.packbits(section.loss))
+    packed = out.getvalue()
+    return [HEADER.pack(MAGIC, packed.size, xxh3_64_intdigest(packed)), packed]
+
+
+def _narrow(column: Array) -> np.dtype[Any]:
+    """Return the narrowest little-endian type that holds unsigned numbers."""
+    return np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<")
+
+
+def read(file: BinaryIO) -> Iterator[TokenSection]:
+    """Yield the sections of a block's file.
+
+    Raises:
+        DamagedTokens: it is cut off, or has other bytes than were written.
+    """
+    while (header := file.read(HEADER.size)) != END:
+        if len(header) < HEADER.size:
+            raise DamagedTokens("is cut off")
+        magic, size, checksum = HEADER.unpack(header)
+        packed = file.read(size) if magic == MAGIC else b""
+        if not packed or xxh3_64_intdigest(packed) != checksum:
+            raise DamagedTokens("has other bytes than were written")
+        yield _decoded(pa.CompressedInputStream(pa.BufferReader(packed), CODEC))
+
+
+def _decoded(packed: Any) -> TokenSection:
+    (size,) = SIZE.unpack(packed.read(SIZE.size))
+    head = json.loads(packed.read(size))
+    arrays = {}
+    for name, dtype, length in head["arrays"]:
+        stored = packed.read(length * np.dtype(dtype).itemsize)
+        arrays[name] = np.frombuffer(stored, dtype).astype(WIDE[name])
+    count = len(arrays["tokens"])
+    loss = np.frombuffer(packed.read(), np.uint8)
+    return TokenSection(
+        loss=np.unpackbits(loss, count=count).view(np.bool_),
+        texts=tuple(head["texts"]),
+        **{**arrays, "places": arrays["places"] + head["base"]},
+    )

@@ -1,0 +1,82 @@
+"""Read the pieces of a block and tokenise their records, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from rayapp.data import sections, sources, tokens
+from rayapp.data.documents import Renderer, content_of
+from rayapp.data.recipe import RowRecipe
+from rayapp.data.sections import TokenisedRecord, TokenSection
+from rayapp.data.shapes import read_records
+
+BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
+
+Numbered = tuple[int, sources.Record]  # the number of a piece of the block, and a record of it
+
+
+def tokenised(
+    recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
+) -> Iterator[TokenSection]:
+    """Yield the sections of a block; memory: a section, and a batch of records.
+
+    Raises:
+        SourceError: a file is not of its format, so that the rest cannot be read.
+    """
+    yield from sections.sections(_records(recipe, source, pieces))
+
+
+def _records(
+    recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
+) -> Iterator[TokenisedRecord]:
+    how = (recipe.kind, recipe.template, recipe.reasoning, recipe.special_tokens)
+    renderer = _renderer(recipe.tokenizer_url, *how)
+    records = (
+        (number, record)
+        for number, piece in enumerate(pieces)
+        for record in read_records(source, piece, recipe.kind, recipe.columns)
+    )
+    for batch in _batches(records):
+        made = renderer.documents([r.value for _, r in batch if r.problem is None])
+        made.reverse()
+        batch.reverse()
+        while batch:  # a record, which may be large, is held no longer than it is needed
+            number, record = batch.pop()
+            document, problem = (None, record.problem) if record.problem else made.pop()
+            place, drawn = record.place, 0
+            if document is not None:
+                drawn = sources.drawn_of(content_of(record.value, recipe.kind))
+            del record
+            yield TokenisedRecord(number, place, document, problem, drawn)
+
+
+def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
+    """Yield batches of records to tokenise in one call, limited by number and characters."""
+    batch: list[Numbered] = []
+    held = 0
+    for number, record in records:
+        size = _size(record.value)
+        if batch and (len(batch) == BATCH_RECORDS or held + size > BATCH_SIZE):
+            yield batch
+            batch, held = [], 0
+        batch.append((number, record))
+        held += size
+    if batch:
+        del record
+        yield batch
+
+
+def _size(value: Any) -> int:
+    """Return the number of characters of all text in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 0
+
+
+@lru_cache(maxsize=2)
+def _renderer(tokenizer_url: str, *how: str) -> Renderer:
+    return Renderer(tokens.load_tokenizer(tokenizer_url), *how)

@@ -1,0 +1,53 @@
+"""Go on with a run that was made longer: the rows of the steps done stay what they were.
+
+stages = stages_of(run, prepared, rows_per_step)
+check_order(run, prepared, order)          # by the digests in metrics.jsonl
+"""
+
+from __future__ import annotations
+
+from rayapp.config import ConfigError
+from rayapp.data.prepared import Prepared
+from rayapp.data.rows import step_rows
+from rayapp.observe import metrics
+from rayapp.observe.run_folder import METRICS
+from rayapp.order import Cursor, Order, combine
+from rayapp.storage import Storage
+from rayapp.train.checkpoint.marker import latest
+
+
+def stages_of(run: Storage, prepared: Prepared, rows_per_step: int) -> tuple[tuple[int, int], ...]:
+    """Return where the run has ended before with a short last step, by its newest checkpoint."""
+    newest, _ = latest(run)
+    if newest is None:
+        return ()
+    stages = tuple((steps, rows) for steps, rows in newest.state.get("stages", ()))
+    cursor = Cursor.from_dict(newest.state["cursor"])
+    position = cursor.epoch * prepared.num_rows("train") + cursor.row
+    steps, rows = stages[-1] if stages else (0, 0)
+    if cursor.fingerprint != prepared.fingerprint:  # the ranks refuse it by name
+        return stages
+    short = position < rows + (newest.step - steps) * rows_per_step
+    return (*stages, (newest.step, position)) if short else stages
+
+
+def check_order(run: Storage, prepared: Prepared, order: Order) -> None:
+    """Compare the rows of the last step done with its digest in metrics.jsonl.
+
+    Raises:
+        ConfigError: that step would have had other rows.
+    """
+    line, (newest, _) = metrics.last(run), latest(run)
+    if line is None or newest is None or newest.step != line["step"]:
+        return
+    if Cursor.from_dict(newest.state["cursor"]).fingerprint != prepared.fingerprint:
+        return  # the ranks refuse it, and name what has changed
+    rows = step_rows(prepared.rows("train"), order, line["step"] - 1, 0, 1)
+    if combine([rows.digest()]) != line["batch_digest"]:
+        raise ConfigError(
+            [
+                f"{run.url}/{METRICS} is of other rows: step {line['step']} had the digest "
+                f"{line['batch_digest']} and would have {combine([rows.digest()])}. Set the data "
+                "back to what they were, or another run.name"
+            ]
+        )

@@ -1,0 +1,222 @@
+"""Resolve what a run starts from: an exported adapter, or a checkpoint of another run.
+
+config, problems = with_adapter(config, model.resolve(config.model.path))
+config, problems = with_origin(config, run, preset=False)
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rayapp import model
+from rayapp.config import Config, Lora, Origin, combined_problems
+from rayapp.model.adapter import Adapter
+from rayapp.model.source import TOKENIZER_FILE
+from rayapp.observe.run_folder import MODEL, PLAN
+from rayapp.observe.status import read_plan, read_sections
+from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.train.checkpoint.marker import CheckpointError, steps_done
+from rayapp.train.checkpoint.origin import find
+from rayapp.train.checkpoint.state import saved_shapes
+
+MAX_NAMED = 3
+
+
+def with_adapter(config: Config, source: model.ModelSource) -> tuple[Config, list[str]]:
+    """Return the config with the settings of the adapter that model.path names, and problems.
+
+    A config whose path is a whole model is returned as it is.
+    """
+    adapter = source.adapter
+    if adapter is None:
+        if config.model.adapter == "merge":
+            return config, [
+                f"model.adapter=merge is in conflict: model.path={config.model.path} is no "
+                "adapter. Leave it out"
+            ]
+        return config, []
+    if config.model.from_scratch:
+        return config, [
+            f"model.from_scratch=true is in conflict: model.path={config.model.path} is an adapter "
+            f"of {adapter.base}, which has weights. Set model.from_scratch=false"
+        ]
+    fields: dict[str, object] = {}
+    if config.model.adapter == "merge":
+        problem = _merge_problem(config.model.lora)
+        problems = [problem] if problem else []
+    else:
+        lora = config.model.lora or adapter.lora
+        problems = _changes(lora, adapter, source)
+        fields["lora"] = lora
+    problems += model.adapter_problems(adapter, source.config)
+    names = [entry.name for entry in adapter.folder.list()]
+    if config.model.tokenizer is None and not any(map(TOKENIZER_FILE.match, names)):
+        fields["tokenizer"] = adapter.base
+    section = config.model.model_copy(update=fields)
+    config = config.model_copy(update={"model": section})
+    return config, problems + combined_problems(config)
+
+
+def _merge_problem(lora: Lora | None) -> str | None:
+    """Return why new adapters cannot be trained on a merged adapter; None if they can."""
+    if lora is None:
+        return None
+    if lora.quantize != "none":
+        return (
+            f"model.lora.quantize={lora.quantize} is in conflict: model.adapter=merge changes the "
+            "weights that would be held in 4 bits. Set model.lora.quantize=none"
+        )
+    if not lora.merge:
+        return (
+            "model.lora.merge=false is in conflict: with model.adapter=merge no folder holds the "
+            "base of the new adapters. Set model.lora.merge=true"
+        )
+    return None
+
+
+def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[str]:
+    """Name the settings of model.lora that would make other adapters of those in the folder."""
+    every = set()
+    if not lora.targets:
+        shape = model.build(source.config, loss=model.no_loss, attention="eager")
+        every = set(model.linear_names(shape.hf))
+    own = adapter.lora
+    asked = {
+        "rank": (lora.rank, own.rank, own.rank == lora.rank),
+        "alpha": (lora.alpha, own.alpha, own.alpha == lora.alpha),
+        "targets": (
+            ",".join(lora.targets) or "all",
+            ",".join(own.targets),
+            set(own.targets) == (set(lora.targets) or every),
+        ),
+    }
+    return [
+        f"model.lora.{name}={mine} is in conflict: the adapter model.path={adapter.name} has "
+        f"{theirs}. Set model.lora.{name}={theirs}, leave model.lora out, or set "
+        "model.adapter=merge to train anew on the merged model"
+        for name, (mine, theirs, same) in asked.items()
+        if not same
+    ]
+
+
+def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, list[str]]:
+    """Return the config with the URL and step of the checkpoint in model.init_from, and problems.
+
+    The checkpoint is chosen once: a run that has begun keeps it. A preset, which has no tokenizer,
+    gets that of the other run.
+    """
+    origin = config.origin
+    if origin is None:
+        return config, []
+    own = (read_sections(run) or {}).get("model", {})
+    fields: dict[str, object] = {}
+    try:
+        begun = Origin.parse(own.get("init_from") or "")
+        chosen = _chosen(origin, config.run.storage, begun)
+        other = open_storage(chosen.run)
+        problems = [] if steps_done(run) else _differences(config, other, chosen)
+        if preset and config.model.tokenizer is None:
+            names = ("tokenizer", "overrides")
+            theirs = (
+                {name: own[name] for name in names} if chosen == begun else _made(config, other)
+            )
+            fields |= theirs
+    except (StorageError, CheckpointError, ValueError) as error:
+        return config, [f"model.init_from={origin} is not usable: {error}"]
+    if (config.model.tokenizer or "").startswith("bpe:"):
+        problems.append(
+            f"model.tokenizer={config.model.tokenizer} is in conflict: the weights of "
+            f"model.init_from={chosen} know the tokens of their own tokenizer. Leave it out"
+        )
+    fields["init_from"] = str(chosen)
+    section = config.model.model_copy(update=fields)
+    return config.model_copy(update={"model": section}), problems
+
+
+def _made(config: Config, run: Storage) -> dict[str, object]:
+    """Return the tokenizer of a run on a preset, and its size as that of the vocabulary."""
+    plan = read_plan(run)
+    if "vocabulary" not in plan:
+        raise ValueError(f"{run.url}/{PLAN} names no tokenizer. Set model.tokenizer to that run's")
+    overrides = {"vocab_size": plan["vocabulary"], **config.model.overrides}
+    return {"tokenizer": plan["tokenizer"], "overrides": overrides}
+
+
+def _chosen(origin: Origin, storage: str, begun: Origin) -> Origin:
+    """Return the URL of the named run, with the step of its checkpoint.
+
+    `begun` is what this run has started with, if it has begun.
+
+    Raises: CheckpointError, ValueError: there is no such run or checkpoint.
+    """
+    where = os.path.expanduser(origin.run)
+    if "/" not in where and not os.path.isdir(where):
+        where = f"{storage.rstrip('/')}/{where}"
+    other = open_storage(where)
+    if begun.run == other.url and origin.step in (None, begun.step):
+        return begun
+    if read_sections(other) is None:
+        raise ValueError(f"{other.url} holds no run. Give the folder of a run, or its name")
+    return Origin(other.url, find(other, origin.step).step)
+
+
+def _differences(config: Config, run: Storage, origin: Origin) -> list[str]:
+    """Name what makes the other run's weights those of another model, as the two configs say."""
+    sections = read_sections(run) or {}
+    theirs: dict[str, Any] = sections.get("model", {})
+    lora, other = config.model.lora, theirs.get("lora")
+    of = f"model.init_from={origin} is of another model"
+    if (lora is None) != (other is None):
+        trained = "all weights" if other is None else "adapters alone"
+        return [f"{of}: it trained {trained}. Set model.path={origin.run}/{MODEL} instead"]
+    if lora is None or other is None:
+        return []
+    # The frozen weights are in no checkpoint, so that they must come from the same place.
+    names = ("path", "adapter", "from_scratch", "overrides")
+    mine = {name: getattr(config.model, name) for name in names}
+    size = {"vocab_size": None}  # told by the tensors' shapes
+    mine["overrides"] = mine["overrides"] | size
+    other_overrides = {**theirs.get("overrides", {}), **size}
+    changed = [
+        name
+        for name in names
+        if name in theirs
+        and (other_overrides if name == "overrides" else theirs[name]) != mine[name]
+    ]
+    wrong = [f"Set model.{name}={theirs[name]}" for name in changed]
+    if other.get("alpha") != lora.alpha:
+        wrong.append(f"Set model.lora.alpha={other.get('alpha')}")
+    random = model.resolve(config.model.path).preset or config.model.from_scratch
+    seed = sections.get("run", {}).get("seed")
+    if random and seed != config.run.seed:
+        wrong.append(f"Set run.seed={seed}, with which its frozen weights were drawn")
+    return [f"{of}: it trained adapters on another base. {'; '.join(wrong)}"] if wrong else []
+
+
+def shape_problem(config: Config, run: Storage, shape: Any) -> str | None:
+    """Return why the checkpoint in model.init_from does not fill a model of this shape, or None."""
+    origin = config.origin
+    if origin is None or steps_done(run):
+        return None
+    storage = open_storage(origin.run)
+    saved = saved_shapes(storage, find(storage, origin.step).name)
+    lm = model.build(shape, loss=model.no_loss, attention="eager")
+    if config.model.lora is not None:
+        model.add_adapters(lm, config.model.lora)
+    wanted = {
+        f"model.{name}": tuple(p.shape) for name, p in lm.named_parameters() if p.requires_grad
+    }
+    wrong = [
+        f"{name.removeprefix('model.hf.')} is {list(saved.get(name) or ()) or 'absent'} there and "
+        f"{list(size)} here"
+        for name, size in sorted(wanted.items())
+        if saved.get(name) != size
+    ]
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+    return (
+        f"model.init_from={origin} is of another model: {'; '.join(wrong[:MAX_NAMED])}{more}. "
+        "Set the model.path, model.overrides, model.tokenizer and model.lora of that run"
+    )

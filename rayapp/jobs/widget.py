@@ -1,0 +1,98 @@
+"""The live view of a run with the buttons Stop, Resume, Logs and Report, by ipywidgets."""
+
+from __future__ import annotations
+
+import html
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rayapp.observe.run_folder import DONE, EXIT_CODES
+
+if TYPE_CHECKING:
+    from rayapp.jobs.handle import Job
+
+LOG_LINES = 60
+REPORT_HEIGHT = 720  # pixels
+
+
+class Widget:
+    """Buttons over the view; each works in a thread, with a handle of its own."""
+
+    def __init__(self, make_job: Callable[[], Job], watch: Callable[[Any], object]) -> None:
+        """`make_job` returns a new handle; `watch(view)` starts to draw into an HTML widget."""
+        import ipywidgets
+
+        self._make_job, self._watch = make_job, watch
+        self.view = ipywidgets.HTML()
+        self.below = ipywidgets.HTML()
+        self._shown = ""  # which button's text is below
+        self.buttons = {
+            name: ipywidgets.Button(description=name, tooltip=tooltip)
+            for name, tooltip in {
+                "Stop": "save a checkpoint and end the run; the same command resumes it",
+                "Resume": "submit the run again: it goes on from its newest checkpoint",
+                "Logs": "show or hide the end of the driver's output",
+                "Report": "show or hide the report of the run as it is",
+            }.items()
+        }
+        for name, act in {
+            "Stop": self._stop,
+            "Resume": self._resume,
+            "Logs": self._logs,
+            "Report": self._report,
+        }.items():
+            self.buttons[name].on_click(self._in_thread(name, act))
+        bar = ipywidgets.HBox(list(self.buttons.values()))
+        self.box = ipywidgets.VBox([bar, self.view, self.below])
+
+    def saw(self, status: str) -> None:
+        """Enable the buttons that make sense in this status."""
+        ended = status in EXIT_CODES
+        self.buttons["Stop"].disabled = ended
+        self.buttons["Resume"].disabled = not ended or status == DONE
+
+    def _in_thread(self, name: str, act: Callable[[Job], str]) -> Callable[[Any], None]:
+        def work() -> None:
+            try:
+                text = act(self._make_job())
+            except Exception as error:  # nothing can catch it outside this thread: show it
+                text = f"<p>{html.escape(str(error))}</p>"
+            self.below.value = text
+            self.buttons[name].disabled = False
+
+        def clicked(button: Any) -> None:
+            hides = self._shown == name and name in ("Logs", "Report")
+            self._shown = "" if hides else name
+            if hides:
+                self.below.value = ""
+                return
+            button.disabled = True
+            threading.Thread(target=work, name=f"button {name}", daemon=True).start()
+
+        return clicked
+
+    def _stop(self, job: Job) -> str:
+        job.stop(wait_s=0)
+        return "<p>it saves a checkpoint and ends</p>"
+
+    def _resume(self, job: Job) -> str:
+        said: list[str] = []
+        job.resume(say=said.append)
+        self._watch(self)
+        return f"<p>{html.escape(' '.join(said))}</p>"
+
+    def _logs(self, job: Job) -> str:
+        lines = job.logs().splitlines()[-LOG_LINES:]
+        text = html.escape("\n".join(lines))
+        return f"<pre style='max-height:360px;overflow:auto'>{text}</pre>"
+
+    def _report(self, job: Job) -> str:
+        from rayapp.report.folder import read
+        from rayapp.report.render import run_page
+
+        page = html.escape(run_page(read(job.run)).decode(), quote=True)
+        return (
+            f"<iframe sandbox='allow-scripts' srcdoc=\"{page}\" "
+            f"style='width:100%;height:{REPORT_HEIGHT}px;border:0'></iframe>"
+        )

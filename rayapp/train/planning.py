@@ -1,0 +1,38 @@
+"""Plan a run of any model: the planner's formulas, and for other families the model itself.
+
+    found = plan(rayapp.load("configs/llama3_8b_sft.yaml"))
+
+torch is imported only for a model that the planner has no formula for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayapp import planner
+from rayapp.config import Config, VisionConfig
+from rayapp.planner.measured import Adapters
+from rayapp.planner.shape import Shape
+
+
+def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
+    """Plan a run; `more` goes to `planner.plan`: region, usd_per_hour, steps, model.
+
+    Raises:
+        ConfigError: the config cannot be planned; with every problem.
+    """
+    if isinstance(config, Config):
+        more["read"] = read
+    return planner.plan(config, **more)
+
+
+def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Adapters | None) -> Shape:
+    """Return the shape of a model by running its blocks on shapes (see `train.reading.read`).
+
+    Raises:
+        UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
+    """
+    from rayapp.train import reading
+
+    return reading.read(config, seq_len=seq_len, fp32=fp32, lora=lora)

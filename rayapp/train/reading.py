@@ -1,0 +1,361 @@
+"""Read what the planner needs of a model that it has no formula for, by running it on shapes.
+
+    shape = read(config.to_dict(), seq_len=4096, fp32=False, lora=None)
+    shape.parameters, shape.measured.kept         # ask(config, read=read) asks for them itself
+
+transformers builds the whole model on the meta device, so that parameters are counted exactly. Of
+each distinct kind of block, the first runs a forward and a backward pass on fake tensors: nothing
+is allocated or computed. What autograd saves, what is alive at the peak, and the FLOPs of each
+operation are added up. Attention runs as on a GPU, without masks and score matrices, if the model
+lets rayapp choose the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoConfig, PretrainedConfig
+
+from rayapp import model
+from rayapp.model.attention import takes_any_kernel
+from rayapp.model.sharding import find_blocks
+from rayapp.planner.measured import Adapters, Measured
+from rayapp.planner.shape import Linear, Shape, UnknownShape
+from rayapp.train.on_shapes import ATTENDED, CPU, build_on_shapes
+from rayapp.train.operations import Operations
+
+LONGEST = 2048  # tokens of the longest row that is run; longer rows are extrapolated linearly
+
+
+def read(
+    config: Mapping[str, Any] | PretrainedConfig, *, seq_len: int, fp32: bool, lora: Adapters | None
+) -> Shape:
+    """Return the shape that a config.json describes (see `planner.measured.ReadModel`).
+
+    Raises:
+        UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
+    """
+    try:
+        if not isinstance(config, PretrainedConfig):
+            config = AutoConfig.for_model(**config)
+        lm = build_on_shapes(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnknownShape(f"transformers cannot build the model: {_first_line(error)}") from error
+    found = _structure(lm)
+    shape = _shape(lm, config, found)
+    if lora is not None:
+        model.add_adapters(lm, lora)
+    for parameter in lm.parameters():
+        parameter.data = parameter.data.to(torch.float32 if fp32 else torch.bfloat16)
+    try:
+        return _with_counts(shape, lm, found, seq_len, adapted=lora is not None)
+    except Exception as error:  # any failure of the model's code on fake tensors
+        raise UnknownShape(
+            f"{config.model_type} does not run on shapes alone: {type(error).__name__}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """What a model's modules say before adapters are added."""
+
+    blocks: list[nn.Module]
+    kinds: dict[int, int]
+    """For the first block of each kind, by its number, how many blocks are of that kind."""
+    kind_of: list[int]
+    """For each block, the number of the first of its kind."""
+    in_blocks: int
+    """Parameters of all blocks."""
+    linears: list[Linear]
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What the passes over a row count for each token of it."""
+
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    kept: float = 0.0
+    kept_selective: float = 0.0
+    kept_outside: float = 0.0
+    largest_kept: float = 0.0
+    in_flight: float = 0.0
+    largest_backward: float = 0.0
+    results: float = 0.0
+    kept_flops: float = 0.0
+    traffic: float = 0.0
+
+    def at(self, length: int, other: _Counted, other_length: int, wanted: int) -> _Counted:
+        """Return what a row of `wanted` tokens counts, on the line through two lengths."""
+        share = (wanted - length) / (other_length - length) if other_length != length else 1.0
+        values = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Counted(*(max(0.0, a + share * (b - a)) for a, b in values))
+
+
+@dataclass
+class _Block:
+    """What one block does with a row of one document."""
+
+    counted: Operations
+    kept: int
+    """Bytes that it keeps for its backward pass, its input included if autograd saves it."""
+    shared: dict[int, int]
+    """Bytes of what it keeps and other blocks may keep too, by storage."""
+    in_flight: int
+    attention: list[tuple[float, int | None]]
+
+
+def _structure(lm: model.LanguageModel) -> _Structure:
+    blocks = find_blocks(lm.hf)
+    first: dict[Any, int] = {}
+    kind_of = [first.setdefault(_signature(block), n) for n, block in enumerate(blocks)]
+    kinds = dict(Counter(kind_of))
+    adapted = set(model.linear_names(lm.hf))
+    linears = [
+        replace(each, module=each.module and each.name in adapted)
+        for n, count in kinds.items()
+        for each in _linears(blocks[n], count)
+    ]
+    inside = {id(p): p.numel() for block in blocks for p in block.parameters()}
+    return _Structure(blocks, kinds, kind_of, sum(inside.values()), linears)
+
+
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    """Return what tells kinds of blocks apart: classes, parameters and settings of all parts."""
+    parts = []
+    for name, module in block.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str)) and not key.endswith("idx")
+        }
+        shapes = [(key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)]
+        parts.append((name, type(module), tuple(sorted(settings.items())), tuple(shapes)))
+    return tuple(parts)
+
+
+def _linears(block: nn.Module, count: int) -> Iterator[Linear]:
+    """Yield a block's matrices; of experts that are one parameter, all are active."""
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            last, bias = name.rpartition(".")[2], module.bias is not None
+            yield Linear(last, module.in_features, module.out_features, bias, blocks=count)
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            *copies, rows, columns = (1, *parameter.shape) if parameter.ndim > 1 else (1, 1, 1)
+            if min(rows, columns) > 1:  # which of them are inputs makes no difference here
+                each = copies[-1]
+                yield Linear(key, columns, rows, False, each, each, module=False, blocks=count)
+
+
+@contextlib.contextmanager
+def _one_of_each_kind(
+    found: _Structure, outside: Callable[[bool], None]
+) -> Iterator[dict[int, tuple[Any, Any]]]:
+    """Inside the block, run the first block of each kind and record what it is called with.
+
+    The others return what the first of their kind has returned. `outside` is told when a block
+    begins (False) and ends (True); what follows the last block is not of interest.
+    """
+    calls: dict[int, tuple[Any, Any]] = {}
+    results: dict[int, Any] = {}
+
+    def run(number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = found.kind_of[number]
+        outside(False)
+        if kind not in results:
+            calls[kind], results[kind] = (args, kwargs), forward(*args, **kwargs)
+        outside(number < len(found.blocks) - 1)
+        return results[kind]
+
+    for number, block in enumerate(found.blocks):
+        block.forward = partial(run, number, block.forward)
+    try:
+        yield calls
+    finally:
+        for block in found.blocks:
+            del block.forward
+
+
+def _passes(
+    lm: model.LanguageModel, found: _Structure, length: int
+) -> tuple[_Counted, dict[int, _Block]]:
+    """Run a row of `length` tokens through the first block of each kind; count for all blocks."""
+    state = {"outside": True}
+    parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
+    shared: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if state["outside"] and storage._cdata not in parameters:
+            shared[storage._cdata] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(1, length, dtype=torch.long, device=CPU)
+    around = _one_of_each_kind(found, lambda outside: state.update(outside=outside))
+    with around as calls, saved_tensors_hooks(pack, lambda kept: kept):
+        output = lm.hf.base_model(input_ids=ids, use_cache=False)
+    hidden_size = lm.hf.config.get_text_config().hidden_size
+    blocks = {n: _block(found.blocks[n], hidden_size, *call) for n, call in calls.items()}
+    del output
+    for block in blocks.values():
+        shared |= {key: size for key, size in block.shared.items() if key not in parameters}
+    total = _total(blocks, found.kinds, length)
+    return replace(total, kept_outside=sum(shared.values()) / length), blocks
+
+
+def _total(blocks: Mapping[int, _Block], kinds: Mapping[int, int], length: int) -> _Counted:
+    """Add up the blocks, of each kind as many as there are."""
+
+    def total(count: Callable[[_Block], float]) -> float:
+        return sum(kinds[n] * count(block) for n, block in blocks.items()) / length
+
+    return _Counted(
+        flops=total(lambda block: block.counted.flops),
+        attention_flops=total(lambda block: block.counted.attention_flops),
+        kept=total(lambda block: block.kept),
+        kept_selective=total(lambda block: block.counted.kept_results + block.counted.given),
+        largest_kept=max(block.kept for block in blocks.values()) / length,
+        in_flight=max(block.in_flight for block in blocks.values()) / length,
+        largest_backward=max(b.kept + b.in_flight for b in blocks.values()) / length,
+        results=total(lambda block: block.counted.results),
+        kept_flops=total(lambda block: block.counted.kept_flops),
+        traffic=total(lambda block: block.counted.traffic),
+    )
+
+
+def _block(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> _Block:
+    """Run one block forward and backward, without the gradients of its weights."""
+    args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
+    hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    hidden.requires_grad_()
+    counted = Operations(hidden_size)
+    counted.hold([hidden])
+    counted.given = counted.alive
+    own: dict[int, int] = {}
+    shared: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        (own if counted.made_here(tensor) else shared)[storage._cdata] = storage.nbytes()
+        return tensor
+
+    ATTENDED.clear()
+    with counted:
+        with saved_tensors_hooks(pack, lambda kept: kept):
+            output = next(
+                leaf for leaf in tree_leaves(block(*args, **kwargs)) if isinstance(leaf, Tensor)
+            )
+        attention, kept = list(ATTENDED), sum(own.values())
+        counted.counts = False
+        gradient, into = torch.empty_like(output), get_gradient_edge(hidden)
+        result = get_gradient_edge(output)
+        del output, hidden, args, kwargs
+        counted.peak = counted.alive
+        torch.autograd.grad([result], [into], [gradient])
+    return _Block(counted, kept, shared, max(0, counted.peak - kept), attention)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _shape(lm: model.LanguageModel, config: PretrainedConfig, found: _Structure) -> Shape:
+    """Return the shape without what is counted by running the blocks."""
+    head = lm.hf.get_output_embeddings()
+    text = config.get_text_config()
+    vocabulary, hidden = head.weight.shape
+    tied = head.weight is lm.hf.get_input_embeddings().weight
+    outside = model.num_parameters(lm) - found.in_blocks
+    return Shape(
+        model_type=config.model_type,
+        hidden=hidden,
+        layers=len(found.blocks),
+        heads=text.num_attention_heads or 0,
+        kv_heads=0,
+        head_dim=0,
+        intermediate=0,
+        vocabulary=vocabulary,
+        tied=tied,
+        linears=tuple(found.linears),
+        gated=False,
+        fp32_norms=False,
+        rotary=0.0,
+        block_norm_parameters=0,
+        final_norm_parameters=outside - (1 if tied else 2) * vocabulary * hidden,
+    )
+
+
+def _with_counts(
+    shape: Shape, lm: model.LanguageModel, found: _Structure, seq_len: int, *, adapted: bool
+) -> Shape:
+    longest = min(seq_len, LONGEST)
+    shortest = max(1, longest // 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        lm.to_empty(device=CPU).train()
+        short, _ = _passes(lm, found, shortest)
+        long, blocks = _passes(lm, found, longest)
+    counted = short.at(shortest, long, longest, seq_len)
+    if takes_any_kernel(lm.hf.config):
+        flops, attention = counted.flops, _windows(blocks, found.kinds)
+    else:  # its own attention: what grows with the row is attention's
+        growth = (long.flops - short.flops) / max(1, longest - shortest)
+        flops = long.flops - growth * longest
+        attention = ((growth + long.attention_flops / longest, None),)
+    routed = max(block.counted.routed_rows for block in blocks.values()) // longest
+    measured = Measured(
+        parameters=found.in_blocks,
+        largest=max(model.num_parameters(block) for block in found.blocks),
+        flops=flops,
+        attention=attention,
+        kept=counted.kept,
+        kept_selective=counted.kept_selective,
+        kept_outside=counted.kept_outside,
+        largest_kept=counted.largest_kept,
+        in_flight=counted.in_flight,
+        largest_backward=counted.largest_backward,
+        results=counted.results,
+        selective_share=counted.kept_flops / counted.flops,
+        traffic=counted.traffic,
+        kernels=sum(found.kinds[n] * block.counted.kernels for n, block in blocks.items()),
+        adapted=adapted,
+        whole_logits=not lm.plain_head,
+    )
+    experts = [
+        replace(each, active=min(each.copies, max(1, routed))) if each.copies > 1 else each
+        for each in shape.linears
+    ]
+    copies = max(each.copies for each in experts)
+    return replace(
+        shape,
+        linears=tuple(experts),
+        measured=measured,
+        experts=copies,
+        active_experts=max(1, routed),
+    )
+
+
+def _windows(
+    blocks: Mapping[int, _Block], kinds: Mapping[int, int]
+) -> tuple[tuple[float, int | None], ...]:
+    """Add up attention's FLOPs for each attended token, by sliding window."""
+    found: dict[int | None, float] = {}
+    for number, block in blocks.items():
+        for flops, window in block.attention:
+            found[window] = found.get(window, 0.0) + kinds[number] * flops
+    return tuple((flops, window) for window, flops in found.items())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

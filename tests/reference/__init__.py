@@ -1,0 +1,1 @@
+"""A trainer of one page that shares no code with rayapp, and what compares the two."""

@@ -1,0 +1,163 @@
+"""Draw configs over every technique that leaves a run's numbers as they are, or changes them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from reference import made
+from reference.product import Legs, Run
+
+STEPS = 8
+BASE: dict[str, Any] = {
+    "data.seq_len": 64,
+    "data.eval_fraction": 0.1,
+    "train.tokens_per_step": 512,
+    "train.micro_batch": 2,
+    "train.precision": "fp32",
+    "train.max_steps": STEPS,
+    "train.lr": 1e-3,
+    "train.warmup_steps": 2,
+}
+CHOICES: dict[str, list[Any]] = {
+    "data.pack": [True, True, False],
+    "data.truncate": [False, False, True],
+    "train.schedule": ["cosine", "linear", "constant", "wsd"],
+    "train.decay": [0.2, 0.5],
+    "train.min_lr": [0.1, 0.0],
+    "train.warmup_steps": [0, 2],
+    "train.weight_decay": [0.1, 0.0, 1.0],
+    "train.betas": ["0.9,0.95", "0.8,0.999"],
+    "train.grad_clip": [1.0, 0.3, "none"],
+    "train.z_loss": [0.0, 0.0, 1e-3],
+    "train.label_smoothing": [0.0, 0.0, 0.1],
+    "train.router_loss": ["auto", 0, 0.2],
+    "train.loss_chunk": [4096, 7, 0],
+    "parallel.activation_checkpointing": ["none", "full", "selective"],
+    "parallel.activation_offload": [False, False, True],
+    "parallel.cpu_offload": [False, False, True],
+}
+ADAPTERS: dict[str, list[Any]] = {
+    "rank": [2, 8],
+    "alpha": [8, 16],
+    "merge": [False, True],
+    "dora": [False, True],
+    "rslora": [False, True],
+    "quantize": ["none", "none", "nf4"],
+}
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+DRAWN = (  # models by how often they are drawn
+    *("llama", "llama_tied", "mistral", "neox", "gpt2", "mixtral", "qwen3", "phi3"),
+    *("cohere", "granite", "gemma2", "smollm3", "llama", "mixtral", "gpt2"),
+)
+
+PACKED = (
+    "afmoe arcee aria_text axk1 axk2 beam bitnet codegen cohere2 cohere2_moe cwm "
+    "deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 "
+    "exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe glm_moe_dsa gpt_neo "
+    "gpt_bigcode gptj granite_swa granitemoe helium hunyuan_v1_dense hy_v3 internlm3 jais2 "
+    "jetmoe lfm2 minimax_m2 ministral modernbert-decoder nanochat olmo olmo2 olmoe "
+    "persimmon phi qwen3_moe seed_oss solar_open stablelm vaultgemma "
+)
+APART = (  # packed rows of these are refused: they carry a state, or build no mask
+    "bamba bloom biogpt falcon falcon_h1 falcon_mamba gpt_oss granitemoehybrid jamba lfm3 "
+    "mamba minimax mpt nemotron_h olmo_hybrid qwen3_5_text qwen3_next recurrent_gemma xglm "
+    "xlstm "
+)
+
+
+def families(root: Path, every: int = 1) -> list[Run]:
+    """Return a run of three steps of each family, or of one in so many."""
+    tokenizer, files = made.bpe(), made.make_data(root)
+    fields = BASE | {"train.max_steps": 3, "train.z_loss": 1e-3, "data.path": str(files["text"])}
+    runs = []
+    names = [(name, True) for name in PACKED.split()] + [(name, False) for name in APART.split()]
+    for family, packed in names[::every]:
+        path = str(made.make_model(family, root, tokenizer))
+        runs.append(Run(family, fields | {"model.path": path, "data.pack": packed}))
+    return runs
+
+
+def compiled(root: Path) -> Run:
+    """Return a run with compiled blocks on two workers."""
+    model, files = made.make_model("llama", root, made.bpe()), made.make_data(root)
+    fields = BASE | {"model.path": str(model), "data.path": str(files["text"])}
+    more = {"train.compile": True, "parallel.activation_checkpointing": "selective"}
+    return Run("compiled", fields | more, ((2, None),))
+
+
+def in_8_bits(root: Path) -> Run:
+    """Return a run of AdamW with moments in 8 bits."""
+    model, files = made.make_model("llama", root, made.bpe()), made.make_data(root)
+    fields = BASE | {"model.path": str(model), "data.path": str(files["text"])}
+    return Run("8-bit", fields | {"train.optimizer": "adamw8bit", "train.max_steps": 20})
+
+
+def named(root: Path) -> list[Run]:
+    """Return short runs of two workers, each of which shows a fault (docs/decisions.md)."""
+    tokenizer, files = made.bpe(), made.make_data(root)
+    short = BASE | {"train.max_steps": 3, "train.warmup_steps": 0, "data.path": str(files["text"])}
+
+    def run(name: str, model: str, **more: Any) -> Run:
+        path = str(made.make_model(model, root, tokenizer))
+        fields = {field.replace("__", "."): value for field, value in more.items()}
+        return Run(name, short | {"model.path": path} | fields, ((2, None),))
+
+    adapters = {"rank": 4, "alpha": 8}
+    return [
+        run("packed", "llama_tied", train__loss_chunk=7),
+        run("rows-apart", "nemotron", data__pack=False),
+        run("own-logits", "cohere", train__z_loss=1e-2, train__label_smoothing=0.1),
+        run("windows", "qwen2_moe"),
+        run("eager", "gemma2"),
+        run("padding", "mixtral", data__pack=False),
+        run("muon", "gpt2", train__optimizer="muon"),
+        run("dora", "gpt2", model__lora=adapters | {"dora": True, "merge": True}),
+        run("bf16", "llama", train__precision="bf16", model__lora=adapters),
+        run(
+            "bf16-merged", "llama", train__precision="bf16", model__lora=adapters | {"merge": True}
+        ),
+    ]
+
+
+def draw(count: int, root: Path) -> list[Run]:
+    """Return `count` runs, the same for the same count; their models and data are below `root`."""
+    generator, tokenizer, files = random.Random(29), made.bpe(), made.make_data(root)
+    return [_run(f"drawn-{n:02d}", generator, root, tokenizer, files) for n in range(count)]
+
+
+def _run(name: str, draw: random.Random, root: Path, tokenizer: Any, files: dict[str, Path]) -> Run:
+    model = draw.choice(DRAWN)
+    fields = BASE | {field: draw.choice(values) for field, values in CHOICES.items()}
+    fields["model.path"] = str(made.make_model(model, root, tokenizer))
+    kind = draw.choice(["text", "text", "prompt", "chat", "mixture"])
+    if kind == "mixture":
+        fields["data.mixture"] = {str(files["text"]): 2, str(files["prompt"]): 1}
+    else:
+        fields["data.path"] = str(files[kind])
+        if draw.random() < 0.2:
+            fields |= {"train.max_steps": "none", "train.epochs": 1, "data.truncate": True}
+            fields["train.tokens_per_step"] = 2048
+    legs = _legs(draw)
+    worlds = {world for world, _ in legs}
+    fields["parallel.strategy"] = strategy = draw.choice(STRATEGIES)
+    if strategy == "hybrid_shard":
+        fields["parallel.replicas"] = max(worlds) if len(worlds) == 1 else 1
+    if draw.random() < 0.35:
+        adapters = {field: draw.choice(values) for field, values in ADAPTERS.items()}
+        if model == "gpt2":  # its layers are not held in 4 bits
+            adapters["quantize"] = "none"
+        if worlds == {1}:  # one order of draws: a row a micro-batch, on one worker
+            adapters["dropout"] = 0.2
+            fields |= {"data.pack": False, "train.micro_batch": 1}
+        fields["model.lora"] = adapters
+    elif draw.random() < 0.3:
+        fields["train.optimizer"] = "muon"
+    return Run(name, fields, legs)
+
+
+def _legs(draw: random.Random) -> Legs:
+    """Return one leg, or two of which the second resumes the first's checkpoint."""
+    first, second = draw.choice((1, 2, 2, 3)), draw.choice((1, 2, 3))
+    return ((first, 3), (second, None)) if draw.random() < 0.3 else ((first, None),)

@@ -1,0 +1,250 @@
+"""Train a language model as its config says, by PyTorch, transformers and peft alone.
+
+    outcome = train(config, steps, num_steps, held_out)
+
+One document at a time, eager attention, all logits, fp32. AdamW, Muon, schedules, clipping and the
+experts' balance are written from their papers. `config` is a run's config.yaml. A step is a list of
+micro-batches, each a list of prepared rows: input_ids, labels, and segments that number the
+documents of a row (0: padding).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+Config = dict[str, Any]
+Rows = list[np.void]
+
+
+@dataclass
+class Outcome:
+    """What each step gave; the trained model, and each element's largest gradient."""
+
+    model: nn.Module
+    largest: dict[str, Tensor]
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    lr: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    router_loss: list[float | None] = field(default_factory=list)
+    eval_loss: float | None = None
+
+
+def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Rows) -> Outcome:
+    """Train on the given steps of a run of `num_steps`, then evaluate."""
+    torch.set_num_threads(1)
+    settings, model = config["train"], open_model(config).train()
+    weight, optimizer = router_weight(model, settings), Optimizer(model, settings)
+    largest = {name: optimizer.largest.get(id(p)) for name, p in model.named_parameters()}
+    outcome = Outcome(model, largest)
+    torch.manual_seed(config["run"]["seed"])  # for dropout
+    for step, micro_batches in enumerate(steps):
+        tokens, loss, balance = sum(map(bearing, micro_batches)), 0.0, 0.0
+        for rows in micro_batches:
+            objective, part, of_router = losses(model, rows, settings, weight)
+            (objective / tokens).backward()
+            loss, balance = loss + part, balance + of_router
+        outcome.tokens, outcome.loss = [*outcome.tokens, tokens], [*outcome.loss, loss / tokens]
+        outcome.router_loss.append(balance / tokens if weight else None)
+        outcome.grad_norm.append(clip(model, settings["grad_clip"]))
+        outcome.lr.append(rate(step, num_steps, settings))
+        optimizer.step(outcome.lr[-1])
+    if held_out:
+        with torch.no_grad():
+            found = [losses(model.eval(), [row], settings, 0.0)[1] for row in held_out]
+        outcome.eval_loss = sum(found) / bearing(held_out)
+    return outcome
+
+
+def open_model(config: Config) -> nn.Module:
+    """Load the model in fp32, with adapters if the config asks for them."""
+    path, lora, overrides = (config["model"][name] for name in ("path", "lora", "overrides"))
+    exact = {"dtype": torch.float32, "attn_implementation": "eager"}
+    hf = AutoModelForCausalLM.from_pretrained(path, **exact, **overrides)
+    return hf if lora is None else with_adapters(hf, lora, config["run"]["seed"])
+
+
+def with_adapters(hf: Any, lora: Config, seed: int) -> nn.Module:
+    """Let peft add adapters to the blocks' linear layers, and draw their first factors."""
+    head, kinds = hf.get_output_embeddings(), (nn.Linear, Conv1D)
+    found = {name: m for name, m in hf.named_modules() if isinstance(m, kinds) and m is not head}
+    layers = {name.rpartition(".")[2]: module for name, module in found.items()}
+    settings = LoraConfig(
+        r=lora["rank"],
+        lora_alpha=lora["alpha"],
+        lora_dropout=lora["dropout"],
+        target_modules=list(lora["targets"]) or list(layers),
+        use_dora=lora["dora"],
+        use_rslora=lora["rslora"],
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
+        task_type="CAUSAL_LM",
+    )
+    if lora["quantize"] == "nf4":
+        round_to_4_bits(hf)
+    model = get_peft_model(hf, settings)
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:  # as rayapp documents it: by (seed, name), within 1 / sqrt(in)
+            text = f"{seed}:{name.removeprefix('base_model.model.')}"
+            digest = hashlib.sha256(text.encode()).digest()
+            drawn = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            values = torch.zeros(parameter.shape).uniform_(-1, 1, generator=drawn)
+            parameter.data = values / math.sqrt(parameter.shape[1])
+    return model
+
+
+@torch.no_grad()
+def round_to_4_bits(hf: Any) -> None:
+    """Give the blocks' linear layers the values that bitsandbytes holds of them."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for module in hf.modules():
+        head = module is hf.get_output_embeddings()
+        if isinstance(module, nn.Linear) and not head and module.in_features % 64 == 0:
+            packed, state = quantize_4bit(module.weight, blocksize=64, quant_type="nf4")
+            module.weight.copy_(dequantize_4bit(packed, state))
+
+
+def losses(
+    model: nn.Module, rows: Rows, settings: Config, router_weight: float
+) -> tuple[Tensor, float, float]:
+    """Return the objective of a micro-batch, its cross-entropy, and the router's loss; all sums."""
+    objective, loss, routers = torch.zeros(()), 0.0, []
+    for ids, labels, present in sequences(rows):
+        valid = labels != -100
+        if not valid.any() and not router_weight:
+            continue
+        routed = {"output_router_logits": True} if router_weight else {}
+        output = model(input_ids=ids[None], use_cache=False, **routed)
+        if router_weight:
+            routers.append([torch.softmax(p.float()[present], -1) for p in output.router_logits])
+        logits = output.logits[0].float()[valid]
+        log_p = torch.log_softmax(logits, -1)
+        entropy = F.nll_loss(log_p, labels[valid], reduction="sum")
+        smooth, squared = settings["label_smoothing"], torch.logsumexp(logits, -1) ** 2
+        objective = objective + (1 - smooth) * entropy - smooth * log_p.mean(-1).sum()
+        objective = objective + settings["z_loss"] * squared.sum()
+        loss += float(entropy.detach())
+    if not router_weight:
+        return objective, loss, 0.0
+    balance = bearing(rows) * balance_of(routers, model.config.num_experts_per_tok)
+    return objective + router_weight * balance, loss, float(balance.detach())
+
+
+def bearing(rows: Rows) -> int:
+    return sum(int((row["labels"] != -100).sum()) for row in rows)
+
+
+def sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (ids, labels, whether it is no padding) of each document, or of each row of one."""
+    alone = all(row["segments"].max() <= 1 for row in rows)
+    for row in rows:
+        ids, labels = (torch.from_numpy(row[n].astype(np.int64)) for n in ("input_ids", "labels"))
+        cuts = [] if alone else np.flatnonzero(np.diff(row["segments"].astype(int))) + 1
+        for start, end in itertools.pairwise([0, *cuts, len(ids)]):
+            here = slice(start, end)
+            yield ids[here], labels[here], torch.from_numpy(row["segments"][here] > 0)
+
+
+def balance_of(routers: list[list[Tensor]], chosen: int) -> Tensor:
+    """Return Switch Transformer's balance (arXiv 2101.03961, eq. 4) over all layers' tokens.
+
+    `routers` holds the probabilities [tokens, experts] of each sequence and layer; the shares of
+    each of the chosen experts are added.
+    """
+    p = torch.cat([layer for layers in zip(*routers, strict=True) for layer in layers])
+    experts = p.shape[1]
+    shares = F.one_hot(p.topk(chosen, -1).indices, experts).float().mean(0).sum(0)
+    return experts * (shares * p.mean(0)).sum()
+
+
+def router_weight(model: nn.Module, settings: Config) -> float:
+    """Return the weight of the experts' balance in the objective."""
+    asked, own = settings["router_loss"], getattr(model.config, "router_aux_loss_coef", 0.0)
+    return own if asked == "auto" else (asked if own else 0.0)
+
+
+def rate(step: int, num_steps: int, settings: Config) -> float:
+    """Return the learning rate of a step, from 0."""
+    peak, floor, warm = settings["lr"], settings["min_lr"], settings["warmup_steps"]
+    if step < warm:
+        return peak * (step + 1) / warm
+    falls: dict[str, Callable[[float], float]] = {
+        "constant": lambda done: 1.0,
+        "cosine": lambda done: floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": lambda done: floor + (1 - floor) * (1 - done),
+    }
+    start, shape = warm, settings["schedule"]
+    if shape == "wsd":
+        start, shape = max(warm, num_steps - max(1, round(settings["decay"] * num_steps))), "linear"
+    return peak * falls[shape](max(0, step - start) / (num_steps - start))
+
+
+def clip(model: nn.Module, limit: float | None) -> float:
+    """Scale the gradient to a norm of at most `limit`; return the norm before."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+    if limit is not None and norm > limit:
+        torch._foreach_mul_(gradients, limit / norm)
+    return norm
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101), with Muon (arXiv 2502.16982) for hidden matrices if so asked."""
+
+    def __init__(self, model: Any, settings: Config) -> None:
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        hidden = {id(m.weight) for m in layers if m is not model.get_output_embeddings()} - tables
+        self.betas, self.steps, self.parameters = settings["betas"], 0, []
+        for p in model.parameters():
+            decay = settings["weight_decay"] if p.ndim > 1 and id(p) not in tables else 0.0
+            muon = settings["optimizer"] == "muon" and id(p) in hidden
+            if p.requires_grad:
+                moments = torch.zeros_like(p.data), torch.zeros_like(p.data)
+                self.parameters.append((p, decay, muon, moments))
+        self.largest = {id(p): torch.zeros_like(p.data) for p, *_ in self.parameters}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update all parameters that have a gradient, and clear it."""
+        self.steps += 1
+        for p, decay, muon, (first, second) in self.parameters:
+            gradient, p.grad = p.grad, None
+            if gradient is None:
+                continue
+            torch.maximum(self.largest[id(p)], gradient.abs(), out=self.largest[id(p)])
+            p.mul_(1 - lr * decay)
+            if muon:
+                first.lerp_(gradient, 0.05)
+                update = orthogonal(gradient.lerp(first, 0.95))
+                p.sub_(lr * 0.2 * math.sqrt(max(p.shape)) * update)
+                continue
+            b1, b2 = self.betas
+            first.mul_(b1).add_(gradient, alpha=1 - b1)
+            second.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+            root = (second / (1 - b2**self.steps)).sqrt() + 1e-8
+            p.sub_(lr / (1 - b1**self.steps) * first / root)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Bring the singular values near 1, by five quintic Newton-Schulz iterations in bf16."""
+    x = matrix.bfloat16()
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).float()

@@ -1,0 +1,67 @@
+"""Small corpora in many formats, and digests of the rows that are made of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayapp.storage import Storage
+
+TEXTS = [f"{n:03d} " + "abcdefghij\n"[: n % 11] * (n % 9) if n % 11 else "" for n in range(90)]
+
+
+def lines(values: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def write(folder: Path, name: str) -> str:
+    """Write the corpus of this name; return its data.path."""
+    texts: list[dict[str, object]] = [{"text": text, "id": n} for n, text in enumerate(TEXTS)]
+    folder.mkdir()
+    if name == "jsonl":  # three files, one record in ten unusable
+        for number in range(3):
+            some = [*texts[number * 30 : number * 30 + 30], {"words": "x"}, {"text": 7}, {}]
+            (folder / f"{number}.jsonl").write_text(lines(some) + "{\n")
+    elif name == "text":  # many small files
+        for number, text in enumerate(TEXTS):
+            (folder / f"{number:03d}.txt").write_text(text + "\nend\n")
+    elif name == "one":
+        (folder / "a.txt").write_text("".join(f"line {n} {text}\n" for n, text in enumerate(TEXTS)))
+    elif name == "gz":
+        for number in range(2):
+            data = lines(texts[number * 45 : number * 45 + 45]).encode()
+            (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(data, mtime=0))
+    elif name == "csv":
+        rows = "".join(f'"{text}",{n}\n' for n, text in enumerate(TEXTS))
+        (folder / "a.csv").write_text("text,id\n" + rows)
+    elif name == "parquet":
+        pq.write_table(pa.Table.from_pylist(texts), folder / "a.parquet", row_group_size=17)
+    elif name == "prompt":
+        some = [{"prompt": f"Q{n}?", "completion": text} for n, text in enumerate(TEXTS)]
+        (folder / "a.jsonl").write_text(lines(some))
+    elif name == "chat":
+        some = []
+        for n, text in enumerate(TEXTS):
+            turns = [{"role": "user", "content": f"Q{n}?"}, {"role": "assistant", "content": text}]
+            some.append({"messages": turns})
+        (folder / "a.jsonl").write_text(lines(some))
+    return str(folder)
+
+
+def rows_digest(storage: Storage, row_bytes: int) -> str:
+    """Digest the names and bytes of all shards, without checksums, and of the hashes beside."""
+    digest = blake2b(digest_size=8)
+    entries = {entry.name.replace(".rows", ".bin"): entry.name for entry in storage.list()}
+    for name in sorted(name for name in entries if name.endswith(".bin")):
+        data = storage.read(entries[name])
+        if entries[name] != name:
+            stored = np.frombuffer(data, np.uint8).reshape(-1, row_bytes + 8)
+            data = stored[:, :row_bytes].tobytes()
+        digest.update(name.encode() + data)
+    return digest.hexdigest()

@@ -1,0 +1,139 @@
+"""Layers that mix along the sequence without attention, document by document; attention's sinks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import ARCHITECTURES
+from test_model_documents import CPU, model_of
+
+from rayapp.model import (
+    LanguageModel,
+    build,
+    checkpoint_activations,
+    choose_attention,
+    keeps_documents_apart,
+    split_documents,
+)
+from rayapp.train.loss import chunked_cross_entropy
+
+BY_KIND = {each.kind: each for each in ARCHITECTURES}
+SPLIT = ["Qwen3Next", "Qwen3_5Text", "Lfm2", "GraniteMoeHybrid", "FalconH1", "Mamba2"]
+DOCUMENTS = [(0, 0, 40), (0, 40, 100), (1, 0, 100)]  # row, start, end
+
+
+def filled(kind: str, attention: str | None = None) -> LanguageModel:
+    """Build the small model of docs/models.md with random weights."""
+    config = BY_KIND[kind].config()
+    name = attention or choose_attention("auto", config, "cpu", torch.float32)
+    lm = build(config, loss=partial(chunked_cross_entropy, chunk=64), attention=name)
+    lm.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in lm.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for buffer in lm.buffers():
+        buffer.data.fill_(0.5)
+    return lm
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and labels of two rows with three documents."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, 512, (2, 100))
+    labels = ids.roll(-1, 1)
+    for row, _, end in DOCUMENTS:
+        labels[row, end - 1] = -100
+    return ids, labels
+
+
+def packed_loss(lm: LanguageModel) -> Any:
+    """Return the loss of the rows, packed."""
+    ids, labels = rows()
+    lengths = [torch.arange(end - start) for _, start, end in DOCUMENTS]
+    bounds = torch.tensor([0, 40, 100, 200], dtype=torch.int32)
+    return lm(ids, labels, torch.cat(lengths).reshape(2, 100), bounds, 100)[0]
+
+
+def loss_of_each(lm: LanguageModel) -> Any:
+    """Return the sum of the losses of the documents, each by itself."""
+    ids, labels = rows()
+    return sum(lm(ids[r : r + 1, a:b], labels[r : r + 1, a:b])[0] for r, a, b in DOCUMENTS)
+
+
+def gradients(lm: LanguageModel, loss: Any) -> dict[str, torch.Tensor]:
+    lm.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_packed_documents_give_the_loss_and_gradients_of_each_alone(kind: str) -> None:
+    lm = filled(kind).eval()
+    assert not keeps_documents_apart(lm, CPU)
+    with torch.no_grad():
+        packed, alone = packed_loss(lm), loss_of_each(lm)
+    assert abs(packed - alone) > 1e-6 * alone, "the documents see one another"
+    assert split_documents(lm) and keeps_documents_apart(lm, CPU)
+    with torch.no_grad():
+        packed, alone = packed_loss(lm), loss_of_each(lm)
+    assert abs(packed - alone) < 1e-6 * alone
+    together, each = gradients(lm, packed_loss(lm)), gradients(lm, loss_of_each(lm))
+    assert together.keys() == each.keys()
+    for name, gradient in each.items():
+        assert (together[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-5, name
+
+
+def test_recomputation_runs_document_by_document_too() -> None:
+    plain, saving = filled("Lfm2").train(), filled("Lfm2").train()
+    checkpoint_activations(saving, "full")
+    for lm in (plain, saving):
+        split_documents(lm)
+    expected, found = (gradients(lm, packed_loss(lm)) for lm in (plain, saving))
+    assert all(torch.allclose(found[name], expected[name]) for name in expected)
+
+
+def test_a_model_without_such_layers_is_not_split() -> None:
+    lm = model_of("Falcon", {})
+    assert not split_documents(lm) and not keeps_documents_apart(lm, CPU)
+
+
+def test_a_recurrent_model_needs_no_positions() -> None:
+    lm = model_of("Mamba", {})
+    assert not lm.takes_positions and not keeps_documents_apart(lm, CPU)
+    assert split_documents(lm) and keeps_documents_apart(lm, CPU)
+
+
+@pytest.mark.parametrize("window", [4, 64])
+def test_sinks_are_those_of_transformers(window: int) -> None:
+    """The kernel with sinks against transformers' eager attention, document by document."""
+    ours, theirs = (filled("GptOss", name) for name in ("varlen", "eager"))
+    for lm in (ours, theirs):
+        for module in lm.hf.modules():
+            if getattr(module, "sliding_window", None):
+                module.sliding_window = window
+        lm.hf.config.sliding_window = window
+    for name, parameter in ours.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    theirs.load_state_dict(ours.state_dict())
+    found, expected = packed_loss(ours.eval()), loss_of_each(theirs.eval())
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    gradient, reference = gradients(ours, found), gradients(theirs, expected)
+    assert any(name.endswith("sinks") for name in reference)
+    for name, wanted in reference.items():
+        assert (gradient[name] - wanted).norm() <= 1e-3 * wanted.norm() + 1e-5, name
+
+
+def test_sinks_take_their_share_with_dropout_too() -> None:
+    from rayapp.model.by_document import by_document, with_dropout
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(12, 2, 8) for _ in range(3))
+    sinks, bounds = torch.randn(2), torch.tensor([0, 5, 12], dtype=torch.int32)
+    for window in (-1, 2):
+        expected, _ = by_document(q, k, v, sinks, bounds, window, 0.3)
+        found = with_dropout(q, k, v, sinks, bounds, window, 0.3, 0.0)
+        assert torch.allclose(found, expected, atol=1e-6)
