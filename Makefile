@@ -132,7 +132,7 @@ up-eks: .venv/.ready
 	helm upgrade --install nvdp nvidia-device-plugin --repo https://nvidia.github.io/k8s-device-plugin \
 	  --version 0.17.0 --namespace kube-system -f cluster/helm/nvidia-device-plugin.yaml
 	helm upgrade --install efa aws-efa-k8s-device-plugin --repo https://aws.github.io/eks-charts \
-	  --version v0.5.8 --namespace kube-system -f cluster/helm/efa-device-plugin.yaml
+	  --version v0.5.30 --namespace kube-system -f cluster/helm/efa-device-plugin.yaml
 	kubectl apply -k build/kuberay/cluster
 
 down-ecs:

@@ -23,6 +23,7 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --efa=auto           true insists on Elastic Fabric Adapters, false leaves them out
   --launch=ec2         Fargate has no GPUs
   --components=LIST    KubeRay: autoscaling, kueue, lustre, spot, with commas; --lustre=JSON
+  --nodes=autoscaled   KubeRay: a cluster autoscaler of yours adds nodes; for autoscaling
   --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
   --retries=2          KubeRay: new clusters that a RayJob may start"""
 

@@ -40,6 +40,8 @@ DRAIN_S, GRACE_S = 100, 120
 JOB_STOP_S = 600
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
+SUBMITTER_CPUS, SUBMITTER_MIB = 1, 1024  # of the submitter's pod and the head's side-car
+QUEUE_LABEL = {"kueue.x-k8s.io/queue-name": "rayapp"}
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
 
 Values: TypeAlias = dict[str, Any]
@@ -213,8 +215,10 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
     chosen = [name for name in COMPONENTS if name in options.components]
     if options.market == "spot" and "spot" not in chosen:
         chosen.append("spot")
+    common = ["namespace", "access", "network", "disruption", "metrics"]
+    common += [name for name in ("kueue", "lustre") if name in chosen]
     if values["nodes"] > 1 and "autoscaling" not in chosen:  # fixed size: one node may drain
-        chosen.append("drain")
+        common.append("drain")
     if values["worker_gpus"]:
         chosen.append("gpu")
     if values["worker_efa"]:
@@ -229,16 +233,20 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
         f"--run.storage={storage}",
     ]
     values |= {
+        "common": json.dumps([f"{name}.yaml" for name in common]),
         "components": json.dumps([f"../components/{name}" for name in sorted(chosen)]),
+        "job_labels": json.dumps(QUEUE_LABEL if "kueue" in chosen else {}),
         "entrypoint": json.dumps(shlex.join(command)),
         "run_name": re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-")[:40],
         "retries": options.retries,
         "drain_min_nodes": values["nodes"] - 1,
-        "quota_cpus": workers.max_nodes * workers.worker.cpus + values["head_pod_cpus"] + 1,
-        "quota_memory_mib": workers.max_nodes * values["worker_memory_mib"]
-        + values["head_memory_mib"]
-        + 512,
+        "quota_cpus": workers.max_nodes * workers.worker.cpus,
+        "quota_memory_mib": workers.max_nodes * values["worker_memory_mib"],
         "quota_gpus": workers.max_nodes * values["worker_gpus"],
+        "quota_efa": workers.max_nodes * values["worker_efa"],
+        "quota_hugepages_mib": workers.max_nodes * (HUGEPAGES_POD_MIB if workers.worker.efa else 0),
+        "quota_system_cpus": values["head_pod_cpus"] + SUBMITTER_CPUS,
+        "quota_system_memory_mib": values["head_memory_mib"] + SUBMITTER_MIB,
     }
     if options.lustre is not None:
         lustre = json.loads(options.lustre)
@@ -247,10 +255,11 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
     wanted = [ROOT / "kuberay" / name for name in ("base", "cluster", "job")]
     wanted += [ROOT / "kuberay" / "components" / name for name in chosen]
     paths = [path for top in wanted for path in top.rglob("*.yaml")]
+    paths += [ROOT / "kuberay" / "common" / f"{name}.yaml" for name in (*common, "kustomization")]
     files = {str(path.relative_to(ROOT / "kuberay")): _fill(path, values) for path in sorted(paths)}
     for text in files.values():
         list(yaml.safe_load_all(text))  # raises if a filled-in value broke the YAML
-    files["cluster/run.yaml"] = config.to_yaml()
+    files["common/run.yaml"] = config.to_yaml()
     return files
 
 
@@ -259,11 +268,13 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
     worker = workers.worker
     group = {
         **_machine(worker, WORKER_DISK_GIB),
-        "nodes": 0 if "autoscaling" in options.components else workers.max_nodes,
+        "nodes": 0 if options.nodes == "autoscaled" else workers.max_nodes,
         "max_nodes": workers.max_nodes,
         "market": options.market,
         "reservation_id": options.reservation,
     }
+    if platform != "ecs":
+        group["autoscaled"] = options.nodes == "autoscaled"
     stack_only = {} if platform == "ecs" else {"api_cidrs": list(options.api_cidrs)}
     return {
         "name": options.name,
