@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from rayapp import hardware
-from rayapp.cluster import PLATFORMS, Options, image, render, write
+from rayapp.cluster import PLATFORMS, Options, image, paths_of_this_machine, render, write
 from rayapp.cluster.check import check_manifests, check_task_definition
 from rayapp.cluster.render import ROOT as TEMPLATES
 from rayapp.cluster.sizes import fleet, node
@@ -347,6 +347,23 @@ def test_the_device_plug_in_of_efa_is_that_of_its_chart() -> None:
     for path in (ROOT / "Makefile", TEMPLATES / "helm" / "efa-device-plugin.yaml"):
         (version,) = re.findall(r"--version v0\.5\.(\d+) --namespace kube-system", path.read_text())
         assert int(version) >= 30, path
+
+
+def test_a_job_whose_data_is_not_in_its_pods_is_told_of() -> None:
+    """It would fail on three clusters, one after another."""
+    file = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
+    (told,) = paths_of_this_machine(load(file))
+    assert told.startswith("data.path=c4/en is not in its pods") and "--data.path=s3://" in told
+    assert not paths_of_this_machine(load(file, {"data.path": "s3://bucket/data/c4"}))
+    assert not paths_of_this_machine(config_of("resnet50"))  # on Lustre
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(("asked", "minutes"), [("30", 30), ("none", 0)])
+def test_idle_workers_go_when_the_config_says(platform: str, asked: str, minutes: int) -> None:
+    config = load(None, {"cluster.instance": "g5.12xlarge", "cluster.idle_minutes": asked})
+    files = render(platform, config, Options(account=ACCOUNT))
+    assert json.loads(files["terraform.tfvars.json"])["idle_minutes"] == minutes
 
 
 def test_ranks_speak_over_the_tasks_own_interface() -> None:

@@ -33,7 +33,7 @@ def render(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv or not argv:
         print(RENDER)
         return Exit.DONE if argv else Exit.REFUSED
-    from rayapp.cluster import Options, cost, render, write
+    from rayapp.cluster import Options, cost, paths_of_this_machine, render, write
     from rayapp.config import arguments
 
     platform, names = argv[0], {field.name: field.default for field in fields(Options)}
@@ -52,6 +52,8 @@ def render(argv: list[str]) -> int:
     write(render(platform, config, options), Path(out))
     print(f"written to {out}")
     print(cost(platform, config, options))
+    for path in paths_of_this_machine(config) if platform == "kuberay" else []:
+        print(f"the folder job: {path}")
     return Exit.DONE
 
 

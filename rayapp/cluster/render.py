@@ -27,7 +27,7 @@ from rayapp.cluster.sizes import (
     node,
 )
 from rayapp.config import ConfigError, RunConfig
-from rayapp.config.text import shipped
+from rayapp.config.text import flatten, shipped
 from rayapp.hardware import UnknownInstance, instance
 from rayapp.planner.machines import named_instance
 
@@ -63,6 +63,7 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
     values = _values(platform, config, options, head, workers)
     files = _ecs(values) if platform == "ecs" else _kuberay(values, config, options, workers)
     variables = _terraform(platform, options, head, workers)
+    variables["idle_minutes"] = config.cluster.idle_minutes or 0
     files["terraform.tfvars.json"] = json.dumps(variables, indent=2) + "\n"
     return files
 
@@ -79,6 +80,18 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
         raise ConfigError(problems)
     head, workers = machines
     return cost_line(platform, workers, head.instance, options.region, options.market)
+
+
+def paths_of_this_machine(config: RunConfig) -> list[str]:
+    """Return a line for each path of the config that a pod does not have, unless it is a hub id."""
+    values = flatten(config.model_dump(mode="json"))
+    given = {field: values.get(field) for field in ("data.path", "data.eval_path")}
+    return [
+        f"{field}={path} is not in its pods, unless it is an id of the hub. Render it with "
+        f"--{field}=s3://BUCKET/data/..."
+        for field, path in given.items()
+        if isinstance(path, str) and not path.startswith(("s3://", "/lustre/", "stdlib"))
+    ]
 
 
 def write(files: dict[str, str], folder: Path) -> None:
