@@ -446,6 +446,12 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ({"cluster.instance": "g5.2xlarge"}, {"efa": "true"}, "no Elastic Fabric Adapter"),
         ({}, {"launch": "fargate"}, "Fargate has no GPUs, g5.12xlarge has 4"),
         ({"cluster.instance": "m6i.4xlarge"}, {"launch": "fargate"}, "no shared memory"),
+        (
+            {"cluster.instance": "p3.8xlarge"},
+            {},
+            "the image's PyTorch has no code for its GPU V100",
+        ),
+        ({"cluster.instance": "p3.8xlarge"}, {"tag": image.tag()}, "set --tag to it"),
         ({}, {"account": None}, "account=none is missing"),
         ({}, {"account": "12"}, "12 digits"),
         ({}, {"name": "Ray_App"}, "name=Ray_App is malformed"),

@@ -63,7 +63,7 @@ def tfvars(
 ) -> dict[str, Any]:
     described = load(str(ROOT / "configs" / file)) if file else config(instance_type)
     assert described.cluster.instance == instance_type
-    files = render(platform, described, Options(account=ACCOUNT, **options))
+    files = render(platform, described, Options(account=ACCOUNT, tag="0.1.0", **options))
     return json.loads(files["terraform.tfvars.json"])
 
 

@@ -28,7 +28,7 @@ from rayapp.cluster.sizes import (
 )
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.text import flatten, shipped
-from rayapp.hardware import UnknownInstance, instance
+from rayapp.hardware import Instance, UnknownInstance, instance
 from rayapp.planner.machines import named_instance
 
 ROOT = shipped("cluster")
@@ -40,6 +40,8 @@ DRAIN_S, GRACE_S = 100, 120
 JOB_STOP_S = 600
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
+# The least that PyTorch's wheels for CUDA 13 have code for.
+IMAGE_CAPABILITY = 7.5
 SUBMITTER_CPUS, SUBMITTER_MIB = 1, 1024  # of the submitter's pod and the head's side-car
 QUEUE_LABEL = {"kueue.x-k8s.io/queue-name": "rayapp"}
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
@@ -139,6 +141,7 @@ def _machines(
     for what, machine in ((worker_instance.name, worker_instance), (options.head, head)):
         if "x86_64" not in machine.architectures:
             problems.append(f"{what} is impossible: the image is for x86_64. Set another instance")
+    problems += _gpu_problems(worker_instance, options)
     efa = options.efa != "false"
     kube = platform == "kuberay"
     worker = node(
@@ -156,6 +159,17 @@ def _machines(
             )
     workers = fleet(config, worker, problems)
     return None if workers is None else (system, workers)
+
+
+def _gpu_problems(worker: Instance, options: Options) -> list[str]:
+    """Return why the image of these sources cannot use the instance's GPU."""
+    gpu, ours = worker.gpu, options.tag in (None, image.tag())
+    if gpu is None or not ours or float(gpu.compute_capability) >= IMAGE_CAPABILITY:
+        return []
+    return [
+        f"{worker.name} is impossible: the image's PyTorch has no code for its GPU {gpu.name}. "
+        "Build an image with PyTorch's wheels for CUDA 12 and set --tag to it"
+    ]
 
 
 def _values(
