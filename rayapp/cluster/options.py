@@ -87,6 +87,21 @@ def option_problems(platform: str, options: Options) -> list[str]:
         problems.append(
             "reservation=none is missing: a capacity block is used by its id. Set --reservation"
         )
+    problems += _component_problems(platform, options)
+    problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
+    if options.api_cidrs and platform == "ecs":
+        problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")
+    if "lustre" in options.components and options.lustre is None:
+        problems.append(
+            "lustre=none is missing: the volume is that of infra/eks. "
+            'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
+        )
+    return problems
+
+
+def _component_problems(platform: str, options: Options) -> list[str]:
+    """Return what is wrong with the components and who adds their nodes."""
+    problems = []
     for component in options.components:
         if component not in COMPONENTS:
             problems.append(f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}")
@@ -108,14 +123,6 @@ def option_problems(platform: str, options: Options) -> list[str]:
         problems.append(
             "nodes=autoscaled is impossible: workers of a fixed number keep their nodes. "
             "Set --components=autoscaling too"
-        )
-    problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
-    if options.api_cidrs and platform == "ecs":
-        problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")
-    if "lustre" in options.components and options.lustre is None:
-        problems.append(
-            "lustre=none is missing: the volume is that of infra/eks. "
-            'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
         )
     return problems
 
