@@ -6,8 +6,8 @@
 # make mutations  faults put into a copy of the code one at a time; a test must find each
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
 # make security   checkov and hadolint on infra/ and cluster/
-# make up-ecs CONFIG=run.yaml     base, image, ECS cluster;   make down-ecs    all but results and images
-# make up-eks CONFIG=run.yaml API_CIDRS=203.0.113.7/32   base, EKS cluster, image; your address;   make down-eks
+# make up-ecs CONFIG=run.yaml EMAIL=you@example.com   base, image, ECS cluster;   make down-ecs   all but results
+# make up-eks CONFIG=run.yaml EMAIL=you@example.com API_CIDRS=203.0.113.7/32   the same on EKS;   make down-eks
 # make down-base BUCKET=name      the results too
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,14 +15,20 @@ ARGS ?=
 CONFIG ?=
 RENDER ?=
 API_CIDRS ?=
+EMAIL ?=
 TAG ?= $(shell $(BIN)/python -m rayapp.cluster.image)
 NAME ?= rayapp
 REGION ?= us-west-2
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
-TF = terraform -chdir=infra
+# A cluster is known by its name and its region: each has its own state and rendered files.
+STATE = $(NAME)-$(REGION)
+OUT = build/$(STATE)
+TF = TF_WORKSPACE=$(STATE) terraform -chdir=infra
+ECS_VARS = -var-file=$(CURDIR)/$(OUT)/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/$(OUT)/ecs -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
+EKS_VARS = -var-file=$(CURDIR)/$(OUT)/kuberay/terraform.tfvars.json -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 
 .PHONY: setup finetune vision test test-full test-image check check-infra security bench drills mutations image
-.PHONY: up-base up-ecs up-eks down-base down-ecs down-eks
+.PHONY: bucket address up-base up-ecs up-eks down-base down-ecs down-eks
 
 setup: .venv/.dev
 
@@ -98,6 +104,13 @@ security: setup
 # A cluster in two commands: `make up-ecs CONFIG=run.yaml`, `python -m rayapp connect ecs`. RENDER passes on
 # options of `python -m rayapp render`, ARGS those of Terraform for the cluster's stack, BASE_ARGS for the base
 # stack's. Applying asks for a yes; the cost is printed before. TAG names the image, by default after its sources.
+address:
+	@test -n "$(EMAIL)" || { echo "EMAIL is missing: alarms of idle GPUs, of runs that hang and of the budget would" \
+	  "reach no one. Set EMAIL to your address, or EMAIL=nobody" >&2; exit 1; }
+
+bucket:
+	@$(TF)/base output -raw bucket
+
 up-base:
 	$(TF)/base init -input=false
 	$(TF)/base apply -var=name=$(NAME) -var=region=$(REGION) $(BASE_ARGS)
@@ -110,41 +123,47 @@ image:
 	aws ecr get-login-password --region $(REGION) | docker login --username AWS --password-stdin $${url%%/*} && \
 	docker push $$url:$$tag
 
-up-ecs: .venv/.ready
-	$(BIN)/python -m rayapp render ecs $(CONFIG) --name=$(NAME) --region=$(REGION) --tag=$(TAG) $(RENDER)
+up-ecs: address .venv/.ready
+	$(BIN)/python -m rayapp render ecs $(CONFIG) --name=$(NAME) --region=$(REGION) --tag=$(TAG) --out=$(OUT)/ecs $(RENDER)
 	$(MAKE) up-base image
 	$(TF)/ecs init -input=false
-	$(TF)/ecs apply -var-file=$(CURDIR)/build/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/build/ecs $(ARGS)
+	$(TF)/ecs apply $(ECS_VARS)
 
-# The cluster first, which costs little: nodes only where kubectl reaches it.
-up-eks: .venv/.ready
-	$(BIN)/python -m rayapp render kuberay $(CONFIG) --name=$(NAME) --region=$(REGION) --tag=$(TAG) --api_cidrs=$(API_CIDRS) $(RENDER)
+# In the order of what it costs: the cluster alone, then the system node and what runs on it. Nodes with GPUs come last,
+# when the image is there, the operator and the plug-ins are installed and the Ray head is ready.
+up-eks: address .venv/.ready
+	$(BIN)/python -m rayapp render kuberay $(CONFIG) --name=$(NAME) --region=$(REGION) --tag=$(TAG) --api_cidrs=$(API_CIDRS) --out=$(OUT)/kuberay $(RENDER)
 	$(MAKE) up-base
 	$(TF)/eks init -input=false
-	$(TF)/eks apply -target=aws_eks_cluster.this -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
+	$(TF)/eks apply -target=aws_eks_cluster.this $(EKS_VARS)
 	aws eks update-kubeconfig --region $(REGION) --name $(NAME)-eks
 	@kubectl --request-timeout=30s version >/dev/null || { echo "kubectl does not reach $(NAME)-eks: only its VPC and" \
 	  "API_CIDRS=$(or $(API_CIDRS),none) may. Set API_CIDRS to your address, e.g. 203.0.113.7/32; no node has been started" >&2; exit 1; }
 	$(MAKE) image
-	$(TF)/eks apply -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
+	$(TF)/eks apply -target=aws_eks_addon.system -target=aws_eks_pod_identity_association.run \
+	  -target=aws_eks_pod_identity_association.controller -target=aws_iam_role_policy.run -target=aws_iam_role_policy.node \
+	  -target=module.observability.aws_ssm_parameter.agent -target=module.observability.aws_cloudwatch_log_group.ray $(EKS_VARS)
 	helm upgrade --install kuberay-operator kuberay-operator --repo https://ray-project.github.io/kuberay-helm/ \
-	  --version 1.7.0 --namespace kuberay-operator --create-namespace -f cluster/helm/kuberay-operator.yaml
+	  --version 1.7.0 --namespace kuberay-operator --create-namespace --wait --timeout 10m -f cluster/helm/kuberay-operator.yaml
 	helm upgrade --install nvdp nvidia-device-plugin --repo https://nvidia.github.io/k8s-device-plugin \
 	  --version 0.17.0 --namespace kube-system -f cluster/helm/nvidia-device-plugin.yaml
 	helm upgrade --install efa aws-efa-k8s-device-plugin --repo https://aws.github.io/eks-charts \
-	  --version v0.5.8 --namespace kube-system -f cluster/helm/efa-device-plugin.yaml
-	kubectl apply -k build/kuberay/cluster
+	  --version v0.5.30 --namespace kube-system -f cluster/helm/efa-device-plugin.yaml
+	kubectl apply -k $(OUT)/kuberay/common
+	kubectl apply -k $(OUT)/kuberay/cluster
+	kubectl --namespace rayapp wait --timeout=20m --for=condition=HeadPodReady raycluster/rayapp
+	$(TF)/eks apply $(EKS_VARS)
 
 down-ecs:
-	$(TF)/ecs destroy -var-file=$(CURDIR)/build/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/build/ecs $(ARGS)
+	$(TF)/ecs destroy $(ECS_VARS)
 	@echo "results stay in $$($(TF)/base output -raw storage); make down-base BUCKET=... destroys them"
 
 # The workers first, while there is an operator to let them save; nodes end also where kubectl does not reach them.
 down-eks:
 	aws eks update-kubeconfig --region $(REGION) --name $(NAME)-eks && kubectl --request-timeout=30s version >/dev/null && \
-	kubectl delete --ignore-not-found -k build/kuberay/cluster || \
+	kubectl delete --ignore-not-found -k $(OUT)/kuberay/cluster || \
 	echo "kubectl does not reach $(NAME)-eks: its runs get no time to save" >&2
-	$(TF)/eks destroy -var-file=$(CURDIR)/build/kuberay/terraform.tfvars.json $(ARGS)
+	$(TF)/eks destroy $(EKS_VARS)
 	@echo "results stay in $$($(TF)/base output -raw storage); make down-base BUCKET=... destroys them"
 
 # Without the bucket's name it fails while there are results, images or not.

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from rayapp import hardware
-from rayapp.cluster import PLATFORMS, Options, image, render, write
+from rayapp.cluster import PLATFORMS, Options, image, paths_of_this_machine, render, write
 from rayapp.cluster.check import check_manifests, check_task_definition
 from rayapp.cluster.render import ROOT as TEMPLATES
 from rayapp.cluster.sizes import fleet, node
@@ -47,7 +47,15 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "p5": ({"cluster.instance": "p5.48xlarge", "cluster.workers": "16:64"}, {}),
     "spot": (
         {"cluster.instance": "g5.48xlarge", "cluster.workers": "8:32"},
-        {"market": "spot", "components": ("autoscaling", "kueue", "lustre"), "lustre": LUSTRE},
+        {"market": "spot", "components": ("kueue", "lustre"), "lustre": LUSTRE},
+    ),
+    "autoscaling": (
+        {"cluster.instance": "g5.12xlarge", "cluster.workers": "4:8"},
+        {"components": ("autoscaling",), "nodes": "autoscaled"},
+    ),
+    "queue": (
+        {"cluster.instance": "p5.48xlarge", "cluster.workers": "16"},
+        {"components": ("kueue",)},
     ),
 }
 # The seed's set-ups for images, as their configs have them.
@@ -114,11 +122,12 @@ def test_manifests(case: str, tmp_path: Path) -> None:
     files = rendered(case, "kuberay")
     write(files, tmp_path)
     same_as_golden(f"kuberay-{case}/terraform.tfvars.json", files["terraform.tfvars.json"])
-    for what in ("cluster", "job"):
+    common = list(yaml.safe_load_all(build(tmp_path / "common")))
+    for what in ("common", "cluster", "job"):
         text = build(tmp_path / what)
-        if what == "cluster" or case in ("p5", *FROM_FILE):
+        if what != "job" or case in ("p5", "queue", *FROM_FILE):
             same_as_golden(f"kuberay-{case}/{what}.yaml", text)
-        assert check_manifests(yaml.safe_load_all(text)) == []
+        assert check_manifests([*common, *yaml.safe_load_all(text)]) == []
 
 
 @needs_kubectl
@@ -211,7 +220,7 @@ def objects(case: str, **options: Any) -> list[dict[str, Any]]:
     return [
         document
         for name, text in files.items()
-        if name.endswith(".yaml") and name != "cluster/run.yaml"
+        if name.endswith(".yaml") and name != "common/run.yaml"
         for document in yaml.safe_load_all(text)
     ]
 
@@ -221,7 +230,7 @@ def objects(case: str, **options: Any) -> list[dict[str, Any]]:
     [
         ("p5", {}, {"rayapp-head": 1, "rayapp-workers": 7}),
         ("g5", {}, {"rayapp-head": 1, "rayapp-workers": 1}),
-        ("p5", {"components": ("autoscaling",)}, {"rayapp-head": 1}),
+        ("autoscaling", {}, {"rayapp-head": 1}),
         ("one node", {}, {"rayapp-head": 1}),
     ],
 )
@@ -239,6 +248,122 @@ def test_a_drain_can_evict_one_worker_at_a_time(
     for budget in broken:
         budget["spec"] = {"maxUnavailable": 1}
     assert len(check_manifests(broken)) == len(budgets)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("case", ["queue", "spot"])
+def test_a_queue_can_admit_the_cluster_and_the_job(case: str, tmp_path: Path) -> None:
+    """Every pod has a flavor with its nodes, every resource a quota, and the quota is enough."""
+    write(rendered(case, "kuberay"), tmp_path)
+    common = list(yaml.safe_load_all(build(tmp_path / "common")))
+    (queue,) = [each for each in common if each["kind"] == "ClusterQueue"]
+    assert {each["apiVersion"] for each in common if "kueue" in each["apiVersion"]} == {
+        "kueue.x-k8s.io/v1beta2"
+    }
+    for what, kind in (("cluster", "RayCluster"), ("job", "RayJob")):
+        documents = list(yaml.safe_load_all(build(tmp_path / what)))
+        (asking,) = [each for each in documents if each["kind"] == kind]
+        assert asking["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "rayapp"
+        assert check_manifests([*common, *documents]) == []
+    (cluster,) = yaml.safe_load_all(build(tmp_path / "cluster"))
+    asked = _container(cluster)["resources"]["requests"]
+    (group,) = queue["spec"]["resourceGroups"]
+    quotas = {
+        flavor["name"]: {one["name"]: one["nominalQuota"] for one in flavor["resources"]}
+        for flavor in group["flavors"]
+    }
+    for name, amount in asked.items():
+        quota = str(quotas["rayapp-workers"][name])
+        one = float(str(amount).removesuffix("Mi"))
+        assert float(quota.removesuffix("Mi")) == _worker(cluster)["replicas"] * one, name
+    without = copy.deepcopy(queue)
+    without["spec"]["resourceGroups"][0]["coveredResources"].remove("nvidia.com/gpu")
+    one_flavor = [each for each in common if each["metadata"]["name"] != "rayapp-system"]
+    assert check_manifests([without, *common[:-1], cluster]) != []
+    assert check_manifests([*one_flavor, cluster]) != []
+
+
+@needs_kubectl
+def test_a_job_takes_nothing_with_it_that_a_cluster_needs(tmp_path: Path) -> None:
+    """What `kubectl delete -k job` deletes; the namespace would take all else in it along."""
+    write(rendered("spot", "kuberay"), tmp_path)
+
+    def names(folder: str) -> set[tuple[str, str]]:
+        documents = yaml.safe_load_all(build(tmp_path / folder))
+        return {(each["kind"], each["metadata"]["name"]) for each in documents}
+
+    assert names("job") == {("RayJob", "demo")} and names("cluster") == {("RayCluster", "rayapp")}
+    assert ("Namespace", "rayapp") in names("common") and ("ConfigMap", "rayapp-run") in names(
+        "common"
+    )
+
+
+@needs_kubectl
+def test_a_job_can_be_applied_again_and_costs_nothing_after_its_end(tmp_path: Path) -> None:
+    write(rendered("p5", "kuberay"), tmp_path)
+    (job,) = yaml.safe_load_all(build(tmp_path / "job"))
+    assert job["spec"]["ttlSecondsAfterFinished"] <= 60
+    values = yaml.safe_load((TEMPLATES / "helm" / "kuberay-operator.yaml").read_text())
+    assert values["env"] == [{"name": "DELETE_RAYJOB_CR_AFTER_JOB_FINISHES", "value": "true"}]
+
+
+@needs_kubectl
+def test_every_pod_is_locked(tmp_path: Path) -> None:
+    """The submitter's and the autoscaler's too, which KubeRay makes without a security context."""
+    write(rendered("autoscaling", "kuberay"), tmp_path)
+    (job,) = yaml.safe_load_all(build(tmp_path / "job"))
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [cluster["headGroupSpec"]["template"]["spec"]]
+    pods += [_worker({"spec": cluster})["template"]["spec"]]
+    pods += [job["spec"]["submitterPodTemplate"]["spec"]]
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["seccompProfile"]
+    locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    containers = [container for pod in pods for container in pod["containers"]]
+    found = [container["securityContext"] for container in containers]
+    found.append(cluster["autoscalerOptions"]["securityContext"])
+    assert found == [locked] * len(found)
+
+
+@needs_kubectl
+def test_the_autoscaler_sees_the_heads_sessions_and_is_not_undone(tmp_path: Path) -> None:
+    """KubeRay gives its container the volume `ray-logs`; applying again would reset replicas."""
+    write(rendered("autoscaling", "kuberay"), tmp_path)
+    (cluster,) = yaml.safe_load_all(build(tmp_path / "cluster"))
+    head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    (mount,) = [one for one in head["volumeMounts"] if one["mountPath"] == "/tmp/ray"]
+    assert mount["name"] == "ray-logs"
+    assert "replicas" not in _worker(cluster) and _worker(cluster)["minReplicas"] == 0
+    variables = json.loads(rendered("autoscaling", "kuberay")["terraform.tfvars.json"])
+    group = variables["workers"]["workers"]
+    assert (group["autoscaled"], group["nodes"]) == (True, 0)
+
+
+def test_the_device_plug_in_of_efa_is_that_of_its_chart() -> None:
+    """An older one offers no EFA on p6 and p5.4xlarge, whose pods then wait for ever."""
+    assert "image" not in yaml.safe_load(
+        (TEMPLATES / "helm" / "efa-device-plugin.yaml").read_text()
+    )
+    for path in (ROOT / "Makefile", TEMPLATES / "helm" / "efa-device-plugin.yaml"):
+        (version,) = re.findall(r"--version v0\.5\.(\d+) --namespace kube-system", path.read_text())
+        assert int(version) >= 30, path
+
+
+def test_a_job_whose_data_is_not_in_its_pods_is_told_of() -> None:
+    """It would fail on three clusters, one after another."""
+    file = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
+    (told,) = paths_of_this_machine(load(file))
+    assert told.startswith("data.path=c4/en is not in its pods") and "--data.path=s3://" in told
+    assert not paths_of_this_machine(load(file, {"data.path": "s3://bucket/data/c4"}))
+    assert not paths_of_this_machine(config_of("resnet50"))  # on Lustre
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(("asked", "minutes"), [("30", 30), ("none", 0)])
+def test_idle_workers_go_when_the_config_says(platform: str, asked: str, minutes: int) -> None:
+    config = load(None, {"cluster.instance": "g5.12xlarge", "cluster.idle_minutes": asked})
+    files = render(platform, config, Options(account=ACCOUNT))
+    assert json.loads(files["terraform.tfvars.json"])["idle_minutes"] == minutes
 
 
 def test_ranks_speak_over_the_tasks_own_interface() -> None:
@@ -328,6 +453,13 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ({}, {"market": "capacity-block"}, "reservation=none is missing"),
         ({}, {"head": "g5"}, "head=g5 is unknown"),
         ({}, {"components": ("kueue",)}, "ECS has none"),
+        ({}, {"components": ("autoscaling",)}, "the stack has no cluster autoscaler"),
+        ({}, {"nodes": "autoscaled"}, "nodes=autoscaled is impossible"),
+        (
+            {},
+            {"components": ("autoscaling", "kueue"), "nodes": "autoscaled"},
+            "components autoscaling and kueue exclude each other",
+        ),
         ({}, {"api_cidrs": ("203.0.113.7/32",)}, "ECS has no API server"),
         ({}, {"api_cidrs": ("home",)}, "api_cidrs=home is malformed"),
         ({}, {"api_cidrs": ("0.0.0.0/0",)}, "api_cidrs=0.0.0.0/0 is too wide"),
@@ -385,7 +517,7 @@ def test_every_size_stands_in_hardware_alone(monkeypatch: pytest.MonkeyPatch) ->
             {"worker.json", "terraform.tfvars.json"},
             {
                 "base/raycluster.yaml",
-                "components/drain/budget.yaml",
+                "common/drain.yaml",
                 "components/gpu/kustomization.yaml",
                 "terraform.tfvars.json",
             },

@@ -19,6 +19,8 @@ TOOLS = ("terraform", "aws", "docker", "helm", "kubectl")
 STAND_IN = """#!{python}
 import json, os, sys
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+if words[0] == "terraform":
+    words.append("in " + os.environ.get("TF_WORKSPACE", "default"))
 with open({log!r}, "a") as log:
     log.write(json.dumps(words) + "\\n")
 said = " ".join(words)
@@ -46,7 +48,7 @@ class Tools:
         """Run make with this environment's Python."""
         path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
         given = [f"BIN={BIN}", f"CONFIG={CONFIG}", "-o", ".venv/.ready"]
-        given += ["RENDER=--account=123456789012"]
+        given += ["RENDER=--account=123456789012", "EMAIL=me@example.com"]
         return subprocess.run(
             ["make", *given, *arguments],
             cwd=self.folder,
@@ -62,7 +64,8 @@ class Tools:
 
     def rendered(self, path: str) -> dict[str, Any]:
         """Return a rendered JSON file."""
-        found: dict[str, Any] = json.loads((self.folder / "build" / path).read_text())
+        folder = self.folder / "build" / "rayapp-us-west-2"
+        found: dict[str, Any] = json.loads((folder / path).read_text())
         return found
 
     def place(self, part: str) -> int:
@@ -72,23 +75,67 @@ class Tools:
 
 
 def test_eks_comes_up_from_an_address(tmp_path: Path) -> None:
-    """As docs/eks.md writes it: the networks reach Terraform, and kubectl is asked before nodes."""
+    """As docs/eks.md writes it: the networks reach Terraform, and nodes with GPUs come last, after
+    all that can fail: the way in, the image, the operator, the plug-ins and the Ray head."""
     tools = Tools(tmp_path, NOT_PUSHED)
     done = tools.make("up-eks", "API_CIDRS=203.0.113.7/32,198.51.100.0/24")
     assert done.returncode == 0, done.stderr
     variables = tools.rendered("kuberay/terraform.tfvars.json")
     assert variables["api_cidrs"] == ["203.0.113.7/32", "198.51.100.0/24"]
     steps = ("base apply", "-target=aws_eks_cluster.this", "kubectl --request-timeout")
-    steps += ("docker push", "helm upgrade", "kubectl apply")
+    steps += ("docker push", "-target=aws_eks_addon.system", "kuberay-operator --repo", "nvdp")
+    steps += ("kuberay/common", "kubectl apply -k build/rayapp-us-west-2/kuberay/cluster")
+    steps += ("kubectl --namespace rayapp wait",)
     assert [tools.place(step) for step in steps] == sorted(tools.place(step) for step in steps)
     (whole,) = [
         number
         for number, call in enumerate(tools.calls())
         if "infra/eks apply" in call and "-target" not in call
     ]
-    assert tools.place("kubectl --request-timeout") < whole < tools.place("helm upgrade")
-    stack = (ROOT / "infra" / "eks" / "main.tf").read_text()
-    assert 'resource "aws_eks_cluster" "this"' in stack  # an unknown target is only warned of
+    assert whole == len(tools.calls()) - 1
+    waits = tools.calls()[tools.place("kubectl --namespace rayapp wait")]
+    assert "HeadPodReady raycluster/rayapp" in waits
+    assert "--wait" in tools.calls()[tools.place("kuberay-operator --repo")]
+
+
+@pytest.mark.parametrize(
+    "failing", ["kuberay-operator", "helm upgrade --install efa", "kubectl apply", "rayapp wait"]
+)
+def test_no_node_with_gpus_starts_before_what_can_fail(tmp_path: Path, failing: str) -> None:
+    tools = Tools(tmp_path, failing)
+    assert tools.make("up-eks").returncode != 0
+    applied = [call for call in tools.calls() if "infra/eks apply" in call]
+    assert applied and all("-target=" in call for call in applied)
+
+
+@pytest.mark.parametrize("target", ["up-ecs", "up-eks"])
+def test_alarms_need_an_address(tmp_path: Path, target: str) -> None:
+    tools = Tools(tmp_path, NOT_PUSHED)
+    refused = tools.make(target, "EMAIL=")
+    assert refused.returncode != 0 and not tools.calls()
+    assert "EMAIL is missing: " in refused.stderr and "EMAIL=nobody" in refused.stderr
+    assert tools.make(target, "EMAIL=me@example.com").returncode == 0
+    stack = f"infra/{target.removeprefix('up-')} apply"
+    for call in tools.calls():
+        assert stack not in call or "-var=alarm_email=me@example.com" in call
+
+
+def test_two_clusters_have_two_states_and_two_folders(tmp_path: Path) -> None:
+    """Else the second one's apply would replace the first's bucket, and forget a region's hosts."""
+    tools = Tools(tmp_path, NOT_PUSHED)
+    for more in ([], ["NAME=other"], ["REGION=eu-west-1"]):
+        assert tools.make("up-ecs", *more).returncode == 0
+        assert tools.make("down-ecs", *more).returncode == 0
+    calls = [call for call in tools.calls() if call.startswith("terraform")]
+    for name in ("rayapp-us-west-2", "other-us-west-2", "rayapp-eu-west-1"):
+        mine = [call for call in calls if call.endswith(f" in {name}")]
+        assert [call for call in mine if "base apply" in call]
+        used = [call for call in mine if "infra/ecs apply" in call or "infra/ecs destroy" in call]
+        assert len(used) == 2 and all(f"build/{name}/ecs/" in call for call in used)
+        rendered = tmp_path / "build" / name / "ecs" / "terraform.tfvars.json"
+        variables = json.loads(rendered.read_text())
+        assert f"{variables['name']}-{variables['region']}" == name
+    assert not [call for call in calls if call.endswith(" in default")]
 
 
 def test_no_node_starts_where_the_cluster_cannot_be_reached(tmp_path: Path) -> None:

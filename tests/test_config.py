@@ -29,7 +29,7 @@ FORM = re.compile(r"[^=]*=.* is [a-z ]+: .+(\. [A-Z].*|\?)", re.DOTALL)
 
 # The surface is closed: a field that comes or goes is a decision, and is made here too.
 SURFACE = {
-    "run": "name storage seed trackers hooks",
+    "run": "name storage seed trackers hooks max_usd max_hours",
     "model": "path adapter init_from from_scratch tokenizer attention lora overrides",
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
     " truncate eval_path eval_fraction bad_rows workers",
@@ -40,7 +40,7 @@ SURFACE = {
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps checkpoints prompts metrics",
     "cluster": "workers gpu instance usd_per_hour ignore_plan resources max_failures"
-    " failure_window_s max_preemptions mtbf_hours collective_timeout_s address",
+    " failure_window_s max_preemptions mtbf_hours idle_minutes collective_timeout_s address",
     "model.lora": "rank alpha rslora dora dropout targets quantize merge",
 }
 FIELDS = [f"{section}.{name}" for section, names in SURFACE.items() for name in names.split()]
@@ -428,7 +428,15 @@ def test_every_other_field_makes_a_difference() -> None:
             continue
         new = copy.deepcopy(old)
         vars(getattr(new, section))[name] = None if getattr(getattr(new, section), name) else 1
-        others = ("run.storage", "run.trackers", "run.hooks", "data.workers", "train.micro_batch")
+        others = (
+            "run.max_usd",
+            "run.max_hours",
+            "run.storage",
+            "run.trackers",
+            "run.hooks",
+            "data.workers",
+            "train.micro_batch",
+        )
         others += ("train.on_spike", "train.spike_sigmas")
         free = section in ("cluster", "checkpoint") or field in others
         assert bool(differences(old, new)) != free, field

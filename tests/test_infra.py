@@ -803,6 +803,24 @@ def test_tasks_run_as_rendered(cloud: Cloud) -> None:
             assert {key: one[key] for key in other} == other
 
 
+def test_what_comes_before_the_nodes_starts_none(cloud: Cloud) -> None:
+    """The targets of `make up-eks`, planned for an account without the stack."""
+    makefile = (ROOT / "Makefile").read_text()
+    phases = re.findall(r"infra/eks|/eks apply ((?:-target=\S+|\s|\\)+)", makefile)
+    targets = [phase.replace("\\", " ").split() for phase in phases if phase]
+    assert len(targets) == 2 and len(targets[1]) >= 6
+    for asked in targets:
+        done = cloud.plan("eks", f"-state={cloud.folder}/none.tfstate", *asked)
+        assert done.returncode == 2, done.stderr
+        created = re.findall(r"# (\S+) will be created", done.stdout)
+        assert "aws_eks_cluster.this" in created
+        assert not [name for name in created if name.startswith("module.nodes")]
+        for target in asked:  # an unknown one is only warned of
+            name = target.removeprefix("-target=")
+            assert [one for one in created if re.sub(r"\[.*", "", one) == name], name
+    assert "module.system.aws_eks_node_group.this[0]" in created
+
+
 def test_the_cluster_is_not_billed_for_extended_support(cloud: Cloud) -> None:
     cluster = cloud.client("eks").describe_cluster(name="rayapp-eks")["cluster"]
     assert cluster["upgradePolicy"] == {"supportType": "STANDARD"}

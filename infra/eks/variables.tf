@@ -32,7 +32,7 @@ variable "nat" {
 }
 
 variable "idle_minutes" {
-  description = "Minutes without GPU use before the idle alarm; 0 for no such alarm."
+  description = "Minutes without GPU use before the idle alarm, which sets the workers to none; 0 for no such alarm. Rendered."
   type        = number
   default     = 60
 }

@@ -23,6 +23,7 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --efa=auto           true insists on Elastic Fabric Adapters, false leaves them out
   --launch=ec2         Fargate has no GPUs
   --components=LIST    KubeRay: autoscaling, kueue, lustre, spot, with commas; --lustre=JSON
+  --nodes=autoscaled   KubeRay: a cluster autoscaler of yours adds nodes; for autoscaling
   --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
   --retries=2          KubeRay: new clusters that a RayJob may start"""
 
@@ -32,7 +33,7 @@ def render(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv or not argv:
         print(RENDER)
         return Exit.DONE if argv else Exit.REFUSED
-    from rayapp.cluster import Options, cost, render, write
+    from rayapp.cluster import Options, cost, paths_of_this_machine, render, write
     from rayapp.config import arguments
 
     platform, names = argv[0], {field.name: field.default for field in fields(Options)}
@@ -51,6 +52,8 @@ def render(argv: list[str]) -> int:
     write(render(platform, config, options), Path(out))
     print(f"written to {out}")
     print(cost(platform, config, options))
+    for path in paths_of_this_machine(config) if platform == "kuberay" else []:
+        print(f"the folder job: {path}")
     return Exit.DONE
 
 

@@ -8,6 +8,6 @@ Machine sizes come from `rayapp.hardware` alone. The files in cluster/ are decla
 """
 
 from rayapp.cluster.options import PLATFORMS, Options
-from rayapp.cluster.render import cost, render, write
+from rayapp.cluster.render import cost, paths_of_this_machine, render, write
 
-__all__ = ["PLATFORMS", "Options", "cost", "render", "write"]
+__all__ = ["PLATFORMS", "Options", "cost", "paths_of_this_machine", "render", "write"]

@@ -82,9 +82,30 @@ def check_manifests(documents: Iterable[Mapping[str, Any]], crds: Path | None = 
             spec = spec.get("rayClusterSpec", {})
         if kind == "PodDisruptionBudget" and not isinstance(spec.get("minAvailable"), int):
             problems.append(f"{where}: KubeRay's pods have no scale: only minAvailable=N works")
+        if kind == "ClusterQueue":
+            problems += [f"{where}: {problem}" for problem in _queue_rules(spec, documents)]
         if kind in ("RayCluster", "RayJob"):
             problems += [f"{where}: {problem}" for problem in _cluster_rules(spec)]
     return problems
+
+
+def _queue_rules(spec: Mapping[str, Any], documents: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield why Kueue would never admit a pod: no flavor for its nodes, or a resource that the
+    queue does not cover."""
+    flavors = [document for document in documents if document.get("kind") == "ResourceFlavor"]
+    groups = {flavor["spec"].get("nodeLabels", {}).get("rayapp/group") for flavor in flavors}
+    covered = {name for group in spec["resourceGroups"] for name in group["coveredResources"]}
+    for document in documents:
+        cluster = document.get("spec", {})
+        for part in [cluster.get("headGroupSpec"), *cluster.get("workerGroupSpecs", [])]:
+            pod = part["template"]["spec"] if part else {}
+            selected = pod.get("nodeSelector", {}).get("rayapp/group")
+            if part and selected not in groups:
+                yield f"no flavor has the nodes of the group {selected}"
+            for container in pod.get("containers", []):
+                asked = set(container.get("resources", {}).get("requests", {}))
+                for name in sorted(asked - covered):
+                    yield f"{container.get('name')}: the queue does not cover {name}"
 
 
 def _cluster_rules(spec: Mapping[str, Any]) -> Iterator[str]:

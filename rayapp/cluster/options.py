@@ -32,6 +32,8 @@ class Options:
     components: tuple[str, ...] = ()
     api_cidrs: tuple[str, ...] = ()
     """EKS: networks that may reach the API server over the internet; empty: the VPC alone."""
+    nodes: str = "fixed"
+    """EKS: fixed, or autoscaled by a cluster autoscaler that is not part of the stack."""
     lustre: str | None = None
     """Terraform's output `lustre` as JSON, for the component lustre."""
     retries: int = 2
@@ -76,6 +78,7 @@ def option_problems(platform: str, options: Options) -> list[str]:
         "market": ("on-demand", "spot", "capacity-block"),
         "efa": ("auto", "true", "false"),
         "launch": ("ec2", "fargate"),
+        "nodes": ("fixed", "autoscaled"),
     }
     for field, allowed in choices.items():
         if (value := getattr(options, field)) not in allowed:
@@ -89,6 +92,23 @@ def option_problems(platform: str, options: Options) -> list[str]:
             problems.append(f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}")
         elif platform == "ecs":
             problems.append(f"component {component} is impossible: ECS has none. Leave it out")
+    if "autoscaling" in options.components:
+        if options.nodes != "autoscaled":
+            problems.append(
+                "component autoscaling is impossible: the stack has no cluster autoscaler, so the "
+                "workers would wait for nodes for ever. Install one and set --nodes=autoscaled, or "
+                "leave the component out"
+            )
+        if "kueue" in options.components:
+            problems.append(
+                "components autoscaling and kueue exclude each other: Kueue admits no cluster that "
+                "Ray's autoscaler scales. Leave one out"
+            )
+    elif options.nodes == "autoscaled":
+        problems.append(
+            "nodes=autoscaled is impossible: workers of a fixed number keep their nodes. "
+            "Set --components=autoscaling too"
+        )
     problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
     if options.api_cidrs and platform == "ecs":
         problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")

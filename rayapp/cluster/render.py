@@ -27,7 +27,7 @@ from rayapp.cluster.sizes import (
     node,
 )
 from rayapp.config import ConfigError, RunConfig
-from rayapp.config.text import shipped
+from rayapp.config.text import flatten, shipped
 from rayapp.hardware import UnknownInstance, instance
 from rayapp.planner.machines import named_instance
 
@@ -40,6 +40,8 @@ DRAIN_S, GRACE_S = 100, 120
 JOB_STOP_S = 600
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
+SUBMITTER_CPUS, SUBMITTER_MIB = 1, 1024  # of the submitter's pod and the head's side-car
+QUEUE_LABEL = {"kueue.x-k8s.io/queue-name": "rayapp"}
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
 
 Values: TypeAlias = dict[str, Any]
@@ -61,6 +63,7 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
     values = _values(platform, config, options, head, workers)
     files = _ecs(values) if platform == "ecs" else _kuberay(values, config, options, workers)
     variables = _terraform(platform, options, head, workers)
+    variables["idle_minutes"] = config.cluster.idle_minutes or 0
     files["terraform.tfvars.json"] = json.dumps(variables, indent=2) + "\n"
     return files
 
@@ -77,6 +80,18 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
         raise ConfigError(problems)
     head, workers = machines
     return cost_line(platform, workers, head.instance, options.region, options.market)
+
+
+def paths_of_this_machine(config: RunConfig) -> list[str]:
+    """Return a line for each path of the config that a pod does not have, unless it is a hub id."""
+    values = flatten(config.model_dump(mode="json"))
+    given = {field: values.get(field) for field in ("data.path", "data.eval_path")}
+    return [
+        f"{field}={path} is not in its pods, unless it is an id of the hub. Render it with "
+        f"--{field}=s3://BUCKET/data/..."
+        for field, path in given.items()
+        if isinstance(path, str) and not path.startswith(("s3://", "/lustre/", "stdlib"))
+    ]
 
 
 def write(files: dict[str, str], folder: Path) -> None:
@@ -213,8 +228,10 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
     chosen = [name for name in COMPONENTS if name in options.components]
     if options.market == "spot" and "spot" not in chosen:
         chosen.append("spot")
+    common = ["namespace", "access", "network", "disruption", "metrics"]
+    common += [name for name in ("kueue", "lustre") if name in chosen]
     if values["nodes"] > 1 and "autoscaling" not in chosen:  # fixed size: one node may drain
-        chosen.append("drain")
+        common.append("drain")
     if values["worker_gpus"]:
         chosen.append("gpu")
     if values["worker_efa"]:
@@ -229,16 +246,20 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
         f"--run.storage={storage}",
     ]
     values |= {
+        "common": json.dumps([f"{name}.yaml" for name in common]),
         "components": json.dumps([f"../components/{name}" for name in sorted(chosen)]),
+        "job_labels": json.dumps(QUEUE_LABEL if "kueue" in chosen else {}),
         "entrypoint": json.dumps(shlex.join(command)),
         "run_name": re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-")[:40],
         "retries": options.retries,
         "drain_min_nodes": values["nodes"] - 1,
-        "quota_cpus": workers.max_nodes * workers.worker.cpus + values["head_pod_cpus"] + 1,
-        "quota_memory_mib": workers.max_nodes * values["worker_memory_mib"]
-        + values["head_memory_mib"]
-        + 512,
+        "quota_cpus": workers.max_nodes * workers.worker.cpus,
+        "quota_memory_mib": workers.max_nodes * values["worker_memory_mib"],
         "quota_gpus": workers.max_nodes * values["worker_gpus"],
+        "quota_efa": workers.max_nodes * values["worker_efa"],
+        "quota_hugepages_mib": workers.max_nodes * (HUGEPAGES_POD_MIB if workers.worker.efa else 0),
+        "quota_system_cpus": values["head_pod_cpus"] + SUBMITTER_CPUS,
+        "quota_system_memory_mib": values["head_memory_mib"] + SUBMITTER_MIB,
     }
     if options.lustre is not None:
         lustre = json.loads(options.lustre)
@@ -247,10 +268,11 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
     wanted = [ROOT / "kuberay" / name for name in ("base", "cluster", "job")]
     wanted += [ROOT / "kuberay" / "components" / name for name in chosen]
     paths = [path for top in wanted for path in top.rglob("*.yaml")]
+    paths += [ROOT / "kuberay" / "common" / f"{name}.yaml" for name in (*common, "kustomization")]
     files = {str(path.relative_to(ROOT / "kuberay")): _fill(path, values) for path in sorted(paths)}
     for text in files.values():
         list(yaml.safe_load_all(text))  # raises if a filled-in value broke the YAML
-    files["cluster/run.yaml"] = config.to_yaml()
+    files["common/run.yaml"] = config.to_yaml()
     return files
 
 
@@ -259,11 +281,13 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
     worker = workers.worker
     group = {
         **_machine(worker, WORKER_DISK_GIB),
-        "nodes": 0 if "autoscaling" in options.components else workers.max_nodes,
+        "nodes": 0 if options.nodes == "autoscaled" else workers.max_nodes,
         "max_nodes": workers.max_nodes,
         "market": options.market,
         "reservation_id": options.reservation,
     }
+    if platform != "ecs":
+        group["autoscaled"] = options.nodes == "autoscaled"
     stack_only = {} if platform == "ecs" else {"api_cidrs": list(options.api_cidrs)}
     return {
         "name": options.name,

@@ -40,6 +40,10 @@ class Run(Section):
     hooks: Codes = ()
     """`mypackage.module:name` of your code that the driver tells of steps, checkpoints and the end
     (docs/own_code.md)."""
+    max_usd: OptionalFloat = Field(default=None, gt=0)
+    """Dollars that all commands of the run may cost; then it saves and stops."""
+    max_hours: OptionalFloat = Field(default=None, gt=0)
+    """Hours that all commands of the run may take, waiting included; then it saves and stops."""
 
 
 class Checkpoint(Section):
@@ -85,6 +89,8 @@ class Cluster(Section):
     mtbf_hours: float = Field(default=50_000.0, gt=0)
     """Hours between failures of one worker, assumed when the best checkpoint interval is computed.
     The default is what Llama 3's pre-training saw per GPU; spot instances have far less."""
+    idle_minutes: OptionalInt = Field(default=60, ge=5)
+    """Minutes without GPU use after which a rendered cluster lets its workers go; none: never."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that ranks wait for one another before the workers are started again."""
     address: OptionalStr = None

@@ -8,6 +8,7 @@ from typing import Any
 from rayapp import config as configs
 from rayapp.config import ConfigError, Run, RunConfig
 from rayapp.config.code import CodeError, digest_of, load_code
+from rayapp.driver.budget import budget_problems
 from rayapp.observe import trackers
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import INTERRUPTED, PREPARED, RAY
@@ -40,7 +41,7 @@ def shared_problems(config: RunConfig, local_cores: int | None, local_gpus: int)
 
     `local_cores` is None where the workers run on a running cluster: its size is not checked here.
     """
-    problems = trackers.problems(config)
+    problems = [*trackers.problems(config), *budget_problems(config)]
     try:
         for folder in _written(config):
             folder.check_writable()

@@ -21,6 +21,7 @@ from rayapp import report
 from rayapp.config import ConfigError, RunConfig
 from rayapp.driver import display
 from rayapp.driver.activity import Heartbeat
+from rayapp.driver.budget import Budget
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
@@ -33,12 +34,11 @@ from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
-from rayapp.observe.clock import CLOCK
 from rayapp.observe.events import Journal, submission_id
 from rayapp.observe.hooks import Hooks
 from rayapp.observe.records import MetricsLine, RunResult, Summary
 from rayapp.observe.result import RunFailed, result_of
-from rayapp.observe.run_folder import DONE, FAILED, RESULT
+from rayapp.observe.run_folder import DONE, FAILED, RESULT, STOPPED
 from rayapp.observe.status import read_result
 from rayapp.storage import Storage, StorageError
 from rayapp.train.spec import AnySpec
@@ -140,7 +140,14 @@ def _run(
             journal = Journal(run)
             journal.passed = heartbeat.passed
             command = Command(
-                run, lease, stop, journal, CLOCK, heartbeat.tail, phases, heartbeat.shown_by
+                run,
+                lease,
+                stop,
+                journal,
+                tail=heartbeat.tail,
+                budget=Budget(ready.config.run, journal, stop),
+                phases=phases,
+                shown_by=heartbeat.shown_by,
             )
             more = [SimpleNamespace(on_step=on_step)] if on_step is not None else []
             hooks = Hooks([*hooks_module.opened(ready.config, run.url), *more])
@@ -185,7 +192,9 @@ def _to_the_end(
     with journal.command(ready.config, phases.started):
         with command.reserve:
             summary = _train(kind, ready, command, gpus, console, phases, hooks)
-        journal.ended(summary["status"], summary["seconds"])
+        if summary["status"] == STOPPED and command.budget and command.budget.reason:
+            summary["reason"] = command.budget.reason
+        journal.ended(summary["status"], summary["seconds"], summary.get("reason"))
     phases.seconds["workers"] = summary.pop("group_s")  # of the last group
     phases.begin("writing the report")
     result = result_of(ready.config, run, summary, phases.seconds, journal.events)

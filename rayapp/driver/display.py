@@ -142,6 +142,8 @@ def result(console: Console, result: RunResult) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if result.get("reason"):
+        console.print(result["reason"], highlight=False, markup=False, soft_wrap=True)
     checkpoint = result.get("checkpoint")
     stall_s = checkpoint["stall_s"] if checkpoint else None
     best_s = checkpoint["best_every_s"] if checkpoint else None

@@ -77,6 +77,12 @@ class Stop:
             logger.warning("cannot look for %s: %s", run_folder.STOP, error)
             return False
 
+    def ask(self) -> None:
+        """Ask the run to stop, as a signal does."""
+        self._signalled.set()
+        # In a thread: the caller may be in the middle of a request to the same storage.
+        threading.Thread(target=self._tell_workers, name="stop", daemon=True).start()
+
     def check(self) -> None:
         """Raise StopAsked if a stop was requested."""
         if self.asked():
@@ -101,9 +107,7 @@ class Stop:
         def stop(number: int, frame: Any) -> None:
             restore()
             console.print("stopping after this step (once more to end at once)", highlight=False)
-            self._signalled.set()
-            # In a thread: the main thread may be in the middle of a request to the same storage.
-            threading.Thread(target=self._tell_workers, name="stop", daemon=True).start()
+            self.ask()
 
         for number in SIGNALS:
             signal.signal(number, stop)

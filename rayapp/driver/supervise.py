@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from rayapp.driver import display
+from rayapp.driver.budget import Budget
 from rayapp.driver.lease import Lease
 from rayapp.driver.output import AttemptLogs, Tail
 from rayapp.driver.ray_workers import Attempt, Workers
@@ -60,6 +61,7 @@ class Command:
     clock: Clock = CLOCK
     tail: Tail = field(default_factory=Tail)
     """The end of what this command has printed."""
+    budget: Budget | None = None
     phases: Phases = field(default_factory=Phases)
     shown_by: Callable[[Callable[[str], None]], AbstractContextManager[None]] = lambda show: (
         nullcontext()
@@ -79,7 +81,13 @@ class Command:
     def check(self) -> None:
         """Raise RunFailed if the lease is lost, StopAsked if a stop was requested."""
         self.lease.check()
+        self.check_budget()
         self.stop.check()
+
+    def check_budget(self) -> None:
+        """Ask the run to stop if it has spent its budget."""
+        if self.budget is not None:
+            self.budget.check()
 
 
 def fit(
@@ -311,6 +319,7 @@ class _Look:
         self._before = _last_line(self._command.run)
 
     def _read(self) -> None:
+        self._command.check_budget()
         line = _last_line(self._command.run)
         if line is not None and line != self._before:
             self._before = self._new = line

@@ -26,6 +26,7 @@ from rayapp.observe.goodput import (
     STARTED,
     WORKERS,
     read_events,
+    spent,
 )
 from rayapp.observe.origin import origin
 from rayapp.observe.records import Event, EventFields, MetricsLine
@@ -88,6 +89,11 @@ class Journal:
             reason = str(error) or type(error).__name__
             self.add(ENDED, {"status": FAILED, "reason": reason, "seconds": {}})
             raise
+
+    def spent(self, now: float) -> tuple[float, float | None]:
+        """Return the seconds and USD of all commands up to `now`; USD is None if a price is not
+        known."""
+        return spent(list(self.events), self._lines.steps["time"], now)
 
     def waiting(self) -> None:
         """Record that the command waits for room."""

@@ -139,27 +139,45 @@ def account(events: Sequence[Event], steps: Columns, now: float | None = None) -
 
     `now` (Unix seconds) is given if the last command still runs. `steps` are the kept ones.
     """
-    times = steps["time"]
     seconds = dict.fromkeys((*IDLE, "evaluation", "export"), 0.0)
-    wall_s, cost_usd = 0.0, 0.0
-    every = commands(events)
-    for index, command in enumerate(every):
-        follows = every[index + 1][0] if index + 1 < len(every) else None
-        until = _end_of(command, follows, times, now)
-        wall_s += until - command[0]["time"]
+    for command, until in _with_ends(events, steps["time"], now):
         for cause, value in _idle_s(command, until).items():
             seconds[cause] += value
-        price = _cost_usd(command, until)
-        cost_usd = math.nan if price is None else cost_usd + price
+    wall_s, cost_usd = spent(events, steps["time"], now)
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
     return Account(
         wall_s,
         goodput(steps, wall_s, seconds),
-        None if math.isnan(cost_usd) or not every else cost_usd,
+        cost_usd if events else None,
         rates[-1] if rates else None,
         sum(event["lost_steps"] for event in events if event["event"] == RESUMED),
         interruptions(events),
     )
+
+
+def spent(events: Sequence[Event], times: Array, now: float | None) -> tuple[float, float | None]:
+    """Return the seconds and USD of all commands; USD is None if a price is not known.
+
+    `times` are the Unix seconds of the kept steps.
+    """
+    wall_s, cost_usd = 0.0, 0.0
+    for command, until in _with_ends(events, times, now):
+        wall_s += until - command[0]["time"]
+        price = _cost_usd(command, until)
+        cost_usd = math.nan if price is None else cost_usd + price
+    return wall_s, None if math.isnan(cost_usd) else cost_usd
+
+
+def _with_ends(
+    events: Sequence[Event], times: Array, now: float | None
+) -> list[tuple[list[Event], float]]:
+    """Return each command's events and the Unix time at which it ended."""
+    every = commands(events)
+    following = [*(command[0] for command in every[1:]), None][: len(every)]
+    return [
+        (command, _end_of(command, follows, times, now))
+        for command, follows in zip(every, following, strict=True)
+    ]
 
 
 def commands(events: Sequence[Event]) -> list[list[Event]]:

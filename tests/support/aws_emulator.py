@@ -24,6 +24,7 @@ os.environ.setdefault("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 import moto.eks.urls as eks_urls
 from moto.applicationautoscaling.responses import ApplicationAutoScalingResponse
+from moto.autoscaling.models import FakeScalingPolicy
 from moto.budgets.responses import BudgetsResponse
 from moto.core.responses import ActionResult, EmptyResult
 from moto.core.utils import utcnow
@@ -127,6 +128,13 @@ def _template_without_its_own_tags(original: Any, self: Any, data: Any, descript
 SecurityGroupRule.description = property(
     lambda self: self.ip_range.get("Description") or self.source_group.get("Description")
 )
+
+
+@fill(FakeScalingPolicy, "__init__")
+def _whole_policy(original: Any, self: Any, *args: Any, **kw: Any) -> None:
+    original(self, *args, **kw)
+    self.enabled = True
+    self.predictive_scaling_configuration = self.predictive_scaling_configuration or None
 
 
 # --- Application Auto Scaling: tags -----------------------------------------------------------

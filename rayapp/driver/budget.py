@@ -1,0 +1,60 @@
+"""Stop a run when it has spent what `run.max_usd` and `run.max_hours` allow.
+
+budget = Budget(config.run, journal, stop)
+budget.check()                           # asks the run to stop once a budget is reached
+"""
+
+from __future__ import annotations
+
+from rayapp.config import ConfigError, Run, RunConfig
+from rayapp.driver.stop import Stop
+from rayapp.observe.clock import CLOCK, Clock
+from rayapp.observe.events import Journal, machines
+
+
+def budget_problems(config: RunConfig) -> list[str]:
+    """Return why the cost of a run with `run.max_usd` would not be known."""
+    if config.run.max_usd is None or machines(config, 1)["usd_per_hour"] is not None:
+        return []
+    return [
+        f"run.max_usd={config.run.max_usd:g} is impossible: the price of the machines is not "
+        "known. Set cluster.instance, and cluster.usd_per_hour for one without a list price"
+    ]
+
+
+class Budget:
+    """What all commands of a run may spend together."""
+
+    def __init__(self, run: Run, journal: Journal, stop: Stop, clock: Clock = CLOCK) -> None:
+        """Raise ConfigError if an earlier command of the run has an unknown cost."""
+        self._run, self._journal, self._stop, self._clock = run, journal, stop, clock
+        self.reason: str | None = None
+        """Why the run was asked to stop; None while every budget lasts."""
+        if run.max_usd is not None and journal.spent(clock.time())[1] is None:
+            raise ConfigError(
+                [
+                    f"run.max_usd={run.max_usd:g} is impossible: an earlier command of this run "
+                    "had no price. Set run.max_hours, or another run.name"
+                ]
+            )
+
+    def check(self) -> None:
+        """Ask the run to stop if a budget is reached."""
+        if self.reason is None and (reason := self._reached()):
+            self.reason = reason
+            self._stop.ask()
+
+    def _reached(self) -> str | None:
+        if self._run.max_usd is None and self._run.max_hours is None:
+            return None
+        wall_s, usd = self._journal.spent(self._clock.time())
+        for name, limit, spent, unit in (
+            ("max_usd", self._run.max_usd, usd, "USD"),
+            ("max_hours", self._run.max_hours, wall_s / 3600.0, "hours"),
+        ):
+            if limit is not None and spent is not None and spent >= limit:
+                return (
+                    f"run.{name}={limit:g} is reached: the run has taken {spent:.2f} {unit}. "
+                    f"The same command with a larger run.{name} goes on"
+                )
+        return None
