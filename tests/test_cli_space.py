@@ -7,6 +7,8 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_data_prepare import here, recipe, tokenizer_url  # noqa: F401  fixtures
@@ -18,6 +20,7 @@ from rayapp.data.prepared import Prepared, load, mixed
 from rayapp.data.recipe import RowRecipe
 from rayapp.driver.lease import held
 from rayapp.finetune.prepare import plan_of
+from rayapp.model import resolve
 from rayapp.observe.run_folder import CONFIG, EVENTS, PLAN, Exit
 from rayapp.order import Order
 from rayapp.storage import open_storage
@@ -115,7 +118,9 @@ def test_a_mixture_needs_the_rows_of_each_source(storage: tuple[Path, list[Prepa
     parts = {"a": made[0], "b": made[3]}
     both = mixed(open_storage(str(root / ".prepared")), parts, {"a": 1.0, "b": 1.0})
     order = Order.for_mixture(both.sizes, both.weights, 4, 1, 0, 2)
-    plan = plan_of(load_config(None, {}), both, order, 1)
+    config = load_config(None, {})
+    ready: Any = SimpleNamespace(config=config, model=resolve(config.model.path))
+    plan = plan_of(ready, both, order, 1, "tokenizer", 8)
     write_run(root, "stopped", "stopped", dict(plan))
     assert prune(root) == Exit.DONE
     found = {p.name for p in (root / ".prepared").iterdir()} - {"tokens", "tokenizer-bpe"}

@@ -84,10 +84,10 @@ def test_samples_are_spread_over_the_corpus_and_read_little_of_it(
     (tmp_path / f"a.{suffix}").write_text("\n".join(lines))
     source = sources.find(str(tmp_path))
     read: list[int] = []
-    line_bytes = reading._line_bytes
+    line_bytes = reading.line_bytes
     monkeypatch.setattr(
         reading,
-        "_line_bytes",
+        "line_bytes",
         lambda *a: (found := line_bytes(*a), read.append(len(found[1])))[0],
     )
     sample = list(heads.sample_texts(source, "text", 4000))

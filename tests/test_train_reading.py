@@ -141,7 +141,7 @@ def test_the_planner_alone_says_that_it_knows_no_formula() -> None:
         ask(moe_config(), model=values)
 
 
-@pytest.mark.full
+@pytest.mark.drill
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("kind", BY_KIND)
 def test_the_plan_is_what_the_real_step_takes(kind: str, checkpointing: str) -> None:

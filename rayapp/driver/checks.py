@@ -109,6 +109,8 @@ def code_digests(
     except CodeError as error:
         problems.append(str(error))
         return found
+    if not found or problems:  # the storage may be one of them
+        return found
     before = read_plan(run).get("code", {})
     problems += [
         f"{field}={loss} has changed: its package is not the one with which {run.url} began. "

@@ -16,7 +16,7 @@ from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.storage import StorageError
 
 # transformers imports torchao where it is installed, and torchao warns of kernels that need a GPU.
-NOISY = ("torchao", "torch.utils._pytree")
+NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 
 def main(

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
+from rayapp.driver.main import quieten
 from rayapp.model import Unavailable, WrongExport
 from rayapp.observe.activity import Phases, Reporter
 from rayapp.observe.gauges import Steps
@@ -38,6 +39,7 @@ def work(spec: AnySpec) -> Summary:
     Errors that all ranks raise together become a summary: `moved` if another attempt can go on,
     `failed` if it would meet the same error again. Other errors are raised.
     """
+    quieten()
     shard = ray.train.get_dataset_shard("train")
     rows = spec.steps(shard, dist.get_world_size())
     # Ray Data takes seconds to deliver its first block; meanwhile this thread builds the model.

@@ -27,7 +27,7 @@ from rayapp.data import prepare as preparation
 from rayapp.data.rows import TokenRows, local_steps
 from rayapp.finetune.check import check, settle
 from rayapp.finetune.prepare import prepare
-from rayapp.observe.result import Phases
+from rayapp.observe.activity import Phases
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
 
@@ -110,7 +110,7 @@ def _in_this_process(
 ) -> Iterator[int]:
     for index in missing:
         origin, unit = jobs[index]
-        preparation.prepare_unit(recipe, url, origin, index, unit)
+        preparation.prepare_unit(recipe, url, recipe.fingerprint, origin, index, unit)
         yield index
 
 
