@@ -30,14 +30,14 @@ TRAINING = (
     ),
     Mutation(
         "clip-by-own-norm",
-        LOOP,
+        OPTIMIZER,
         "norm = nn.utils.get_total_norm(each.grad for each in",
         'norm = nn.utils.get_total_norm(getattr(each.grad, "_local_tensor", each.grad) for each in',
         WHOLE_RUN,
     ),
     Mutation(
         "clip-by-value",
-        LOOP,
+        OPTIMIZER,
         "nn.utils.clip_grads_with_norm_(parameters, limit, norm)",
         "nn.utils.clip_grad_value_(parameters, limit)",
         ONE_STEP,

@@ -36,7 +36,7 @@ from rayapp.finetune.trainer import mfu_of
 from rayapp.observe import metrics
 from rayapp.order import Order
 from rayapp.storage import open_storage
-from rayapp.train import loop, schedule
+from rayapp.train import loop, optimizer, schedule
 from rayapp.train import rank as rank_module
 from rayapp.train.checkpoint import state
 from rayapp.train.checkpoint.marker import NoneUsable, latest
@@ -770,7 +770,7 @@ def test_a_gradient_is_clipped_as_pytorch_does(limit: float | None) -> None:
     ours, theirs = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     for each in (ours, theirs):
         each.weight.grad, each.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
-    assert loop.clip(ours, limit) == 5.0
+    assert optimizer.clip(ours, limit) == 5.0
     torch.nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if limit is None else limit)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None and other.grad is not None

@@ -15,9 +15,10 @@ from rayapp.jobs import JobError
 from rayapp.jobs.find import local_storage
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import runs_of
+from rayapp.observe.figures import figures
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES, Exit
-from rayapp.observe.status import NoRun, Progress, figures, summary
+from rayapp.observe.status import NoRun, Progress, summary
 from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import Storage, StorageError, open_storage
 

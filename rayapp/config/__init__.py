@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 from rayapp.config import reading
-from rayapp.config.language import Config, Data, LanguageEval, Lora, Model, Parallel, Train
+from rayapp.config.language import Config, Data, LanguageEval, Model, Parallel, Train
+from rayapp.config.lora import Lora
 from rayapp.config.reading import ConfigError, Described, combined_problems, differences
 from rayapp.config.sections import Checkpoint, Cluster, Origin, Run, RunConfig
 from rayapp.config.text import parse_yaml, read_yaml, shown

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
@@ -17,57 +17,16 @@ from rayapp.config.fields import (
     OptionalInt,
     OptionalStr,
     Section,
-    Strings,
     Text,
     Texts,
     Weight,
     comma_list,
     mapping,
 )
+from rayapp.config.lora import Lora
 from rayapp.config.sections import Eval as SharedEval
 from rayapp.config.sections import RunConfig
 from rayapp.config.text import shown
-
-
-class Lora(Section):
-    rank: int = Field(default=16, ge=1)
-    """Rank of the two low-rank factors."""
-    alpha: float = Field(default=32.0, gt=0)
-    """Scale; the update is multiplied by alpha / rank."""
-    rslora: bool = False
-    """Multiply the update by alpha / sqrt(rank) instead, so that a larger rank may learn faster."""
-    dora: bool = False
-    """Train the norm of each output's weights apart from their direction (DoRA)."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the first factor, 0-1."""
-    targets: Strings = ()
-    """Names of linear layers that get adapters; empty means all linear layers of the blocks."""
-    quantize: Literal["none", "nf4"] = "none"
-    """Hold the frozen base's linear layers in 4 bits (QLoRA); needs bitsandbytes."""
-    merge: bool = False
-    """Add the adapters to the base in model/, and write them alone to adapter/; false: model/ holds
-    the adapters, as peft writes them."""
-
-    @property
-    def name(self) -> str:
-        """What the method is called."""
-        return f"{'rs' if self.rslora else ''}{'DoRA' if self.dora else 'LoRA'}"
-
-    @classmethod
-    def of_peft(cls, values: Mapping[str, Any]) -> Lora:
-        """Return the settings in an adapter_config.json.
-
-        Raises: KeyError, TypeError or ValueError if they are not those of a LoRA.
-        """
-        targets = values["target_modules"]
-        if isinstance(targets, str):
-            raise ValueError(f"target_modules={targets} is a pattern, not a list of names")
-        return cls(
-            rank=values["r"],
-            alpha=values["lora_alpha"],
-            dropout=values.get("lora_dropout", 0.0),
-            targets=tuple(sorted(targets)),
-        )
 
 
 class Model(Section):

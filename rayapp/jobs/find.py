@@ -9,8 +9,9 @@ from rayapp.config import ConfigError, Run
 from rayapp.jobs.client import VARIABLES, JobsClient
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import find_named, runs_of
+from rayapp.observe.figures import figures
 from rayapp.observe.run_folder import CONFIG
-from rayapp.observe.status import NoRun, figures
+from rayapp.observe.status import NoRun
 from rayapp.storage import open_storage
 
 

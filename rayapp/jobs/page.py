@@ -13,8 +13,9 @@ import numpy as np
 
 from rayapp.config.fields import unit_of
 from rayapp.observe.columns import Array, Columns
+from rayapp.observe.figures import figures, share_of_waiting
 from rayapp.observe.run_folder import EXIT_CODES
-from rayapp.observe.status import Progress, figures, share_of_waiting
+from rayapp.observe.status import Progress
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from rayapp.jobs.page import points
 from rayapp.observe.columns import Columns
+from rayapp.observe.figures import figures, share_of_waiting
 from rayapp.observe.run_folder import EXIT_CODES
-from rayapp.observe.status import Progress, figures, share_of_waiting
+from rayapp.observe.status import Progress
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job

@@ -191,25 +191,38 @@ def varlen_attention(
     scale = size**-0.5 if scaling is None else scaling
     if dropout:
         packed = with_dropout(q, k, v, s_aux, cu_seq_lens_q, window, scale, dropout)
-    elif query.device.type == "cuda" and s_aux is not None:
-        packed = flash_with_sinks(q, k, v, s_aux, cu_seq_lens_q, max_length_q, window, scale)
     elif query.device.type == "cuda":
-        from torch.nn.attention.varlen import varlen_attn
-
-        bounds, longest = cu_seq_lens_q, max_length_q
-        result = varlen_attn(
-            *(q, k, v, bounds, bounds, longest, longest),
-            scale=scale,
-            window_size=(window, 0),
-            enable_gqa=True,
-        )
-        assert isinstance(result, Tensor)
-        packed = result
+        packed = _flash(q, k, v, s_aux, cu_seq_lens_q, max_length_q, window, scale)
     else:
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         packed, _ = by_document(q, k, v, s_aux, cu_seq_lens_q, window, scale)
     packed = packed.view(rows, length, heads, size)
     return packed if value_size == size else packed[..., :value_size], None
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    bounds: Tensor,
+    longest: int,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Attend on a GPU, causally within each document: [T, heads, D] -> [T, heads, D]."""
+    if sinks is not None:
+        return flash_with_sinks(query, key, value, sinks, bounds, longest, window, scale)
+    from torch.nn.attention.varlen import varlen_attn
+
+    result = varlen_attn(
+        *(query, key, value, bounds, bounds, longest, longest),
+        scale=scale,
+        window_size=(window, 0),
+        enable_gqa=True,
+    )
+    assert isinstance(result, Tensor)
+    return result
 
 
 def _slow_in_half(query: Tensor, key: Tensor, dropout: float) -> bool:

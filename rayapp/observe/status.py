@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -35,7 +34,6 @@ from rayapp.observe.records import (
     RunResult,
     Sections,
     Validation,
-    figure,
 )
 from rayapp.observe.run_folder import (
     CONFIG,
@@ -55,7 +53,6 @@ from rayapp.observe.run_folder import (
     VALIDATIONS,
     WAITING,
 )
-from rayapp.observe.words import UNKNOWN, clock, formed
 from rayapp.storage import Storage
 
 LIVE_S = LEASE_TAKEN_S + 10.0  # a lease that is older has no driver; clocks may differ by 10 s
@@ -323,38 +320,3 @@ def left_s(steps: Columns, num_steps: int | None) -> float | None:
     if num_steps is None or steps.last is None:
         return None
     return (num_steps - steps.last["step"]) * statistics.fmean(recent)
-
-
-RECENT = 50  # steps that `share_of_waiting` covers
-
-
-def figures(now: Progress) -> dict[str, str]:
-    """Return {label: text} of a run's progress; `n/a` for what is not known."""
-    line: Mapping[str, object] = now.line or {}
-    account, at_end_usd, unit = now.account, now.cost_at_end_usd, unit_of(line)
-    return {
-        "step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else ""),
-        "loss": formed(figure(line, "loss"), ".4f"),
-        f"{unit.many}/s": formed(figure(line, unit.per_s), ",.0f"),
-        "MFU": formed(figure(line, "mfu"), ".1%"),
-        "memory": formed(figure(line, "peak_gib"), ".2f", " GiB"),
-        "workers": formed(figure(line, "workers"), "d"),
-        "goodput": formed(account.goodput.get("step") if account.wall_s else None, ".0%"),
-        "time left": UNKNOWN if now.left_s is None else clock(now.left_s),
-        "time": clock(account.wall_s),
-        "cost": formed(account.cost_usd, ",.2f", " USD")
-        + ("" if at_end_usd is None else f" of {at_end_usd:,.2f}"),
-    }
-
-
-def share_of_waiting(steps: Columns) -> str:
-    """Say how long the last steps took, and the shares of data waits and checkpoint stalls."""
-    recent = steps["step_s"][-RECENT:].tolist()
-    step_s = sum(recent) or 1.0
-    shares = {
-        "waiting for data": steps["data_wait_s"][-RECENT:].sum() / step_s,
-        "stalled by checkpoints": steps["checkpoint_stall_s"][-RECENT:].sum() / step_s,
-    }
-    words = ", ".join(f"{share:.2%} {what}" for what, share in shares.items())
-    median_s = statistics.median(recent)
-    return f"last {len(recent)} steps: {median_s:.3g} s each, {words}"

@@ -297,18 +297,15 @@ def _moments(layout: Layout) -> list[Peak]:
         "gathers": gathers,
     }
 
-    # The root's backward: its gathered parameters are freed; their gradients and the fp32 copy for
-    # the reduction exist.
-    root_end = {
-        "gradients": max(accumulated, of_blocks),
-        "activations": tokens * e * hidden * 1.0,
-        "gathers": (e + FP32) * shape.root_parameters if trains_all else 0.0,
-    }
     moments = {
         "loss": loss,
         "backward": backward,
         "end of backward": backward_end,
-        "root": root_end,
+        "root": {  # its gathered parameters are freed; gradients and their fp32 copy exist
+            "gradients": max(accumulated, of_blocks),
+            "activations": tokens * e * hidden * 1.0,
+            "gathers": (e + FP32) * shape.root_parameters if trains_all else 0.0,
+        },
         "optimizer": {"gradients": gradients},
     }
     none = dict.fromkeys(("gradients", "activations", "logits", "gathers"), 0.0)

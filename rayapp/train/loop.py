@@ -20,22 +20,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rayapp.observe.activity import TRAINING
 from rayapp.observe.metrics import StepRecord
 from rayapp.observe.records import HeldOut
 from rayapp.train.engine import Batch, Engine, inputs
 from rayapp.train.loss_spikes import LEVEL
-from rayapp.train.optimizer import set_lr
+from rayapp.train.optimizer import clip, set_lr
 from rayapp.train.step_sync import STAY, Agreement, Totals
 
 logger = logging.getLogger("rayapp.train.loop")
 
 MAX_SKIPS = 16  # bad steps in a row before the run ends
 NEW_LEVEL = "step %d: its loss and those of the %d steps before lie near %.3f, a new level"
-CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
 
 
 class BadLoss(RuntimeError):
@@ -244,19 +241,6 @@ def is_bad(engine: Engine, loss: float, grad_norm: float) -> bool:
     if engine.spikes is None:
         return not finite
     return engine.spikes.is_spike(loss if finite else math.nan)
-
-
-def clip(model: nn.Module, limit: float | None) -> float:
-    """Clip the gradient to a global norm over all shards; return the norm before clipping.
-
-    Like nn.utils.clip_grad_norm_, but gradients within the limit are not rescaled by 1.
-    """
-    parameters = list(model.parameters())
-    norm = nn.utils.get_total_norm(each.grad for each in parameters if each.grad is not None)
-    length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if limit is not None and length > limit - CLIP_EPS:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return length
 
 
 def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) -> None:

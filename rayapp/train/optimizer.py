@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
+
 
 def lr_at(
     step: int,
@@ -215,3 +217,16 @@ def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+
+
+def clip(model: nn.Module, limit: float | None) -> float:
+    """Clip the gradient to a global norm over all shards; return the norm before clipping.
+
+    Like nn.utils.clip_grad_norm_, but gradients within the limit are not rescaled by 1.
+    """
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm(each.grad for each in parameters if each.grad is not None)
+    length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if limit is not None and length > limit - CLIP_EPS:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return length

@@ -99,18 +99,13 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
             leaving.close()
     steps = last.step if last else first_step
     status = status_of(engine, steps >= spec.order.num_steps)
-    values = {
-        **warmed_up,
-        "entered": phases.started,
-        "status": status,
-        "steps": steps,
-        "first_step": first_step,
-        "attempt": engine.attempt,
+    summary = cast(Summary, {**warmed_up, "entered": phases.started, "status": status})
+    summary |= {"steps": steps, "first_step": first_step, "attempt": engine.attempt}
+    summary |= {
         "stall_s": statistics.median(engine.stalls) if engine.stalls else None,
         "commit_s": saver.commit_s,
         "parameters": trainer.num_parameters(),
     }
-    summary = cast(Summary, values)
     if status == MOVED:
         reason = notices[0] if notices else leaving.reason if leaving else ""
         summary |= {"notice": bool(notices), "reason": reason}

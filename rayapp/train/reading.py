@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, PretrainedConfig
 
 from rayapp import model
@@ -31,8 +30,8 @@ from rayapp.model.attention import takes_any_kernel
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.measured import Adapters, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
-from rayapp.train.on_shapes import ATTENDED, CPU, build_on_shapes
-from rayapp.train.operations import Operations
+from rayapp.train.block_passes import BlockPass, Counted, block_pass, total_of
+from rayapp.train.on_shapes import CPU, build_on_shapes
 
 LONGEST = 2048  # tokens of the longest row that is run; longer rows are extrapolated linearly
 
@@ -78,42 +77,6 @@ class _Structure:
     in_blocks: int
     """Parameters of all blocks."""
     linears: list[Linear]
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """What the passes over a row count for each token of it."""
-
-    flops: float = 0.0
-    attention_flops: float = 0.0
-    kept: float = 0.0
-    kept_selective: float = 0.0
-    kept_outside: float = 0.0
-    largest_kept: float = 0.0
-    in_flight: float = 0.0
-    largest_backward: float = 0.0
-    results: float = 0.0
-    kept_flops: float = 0.0
-    traffic: float = 0.0
-
-    def at(self, length: int, other: _Counted, other_length: int, wanted: int) -> _Counted:
-        """Return what a row of `wanted` tokens counts, on the line through two lengths."""
-        share = (wanted - length) / (other_length - length) if other_length != length else 1.0
-        values = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Counted(*(max(0.0, a + share * (b - a)) for a, b in values))
-
-
-@dataclass
-class _Block:
-    """What one block does with a row of one document."""
-
-    counted: Operations
-    kept: int
-    """Bytes that it keeps for its backward pass, its input included if autograd saves it."""
-    shared: dict[int, int]
-    """Bytes of what it keeps and other blocks may keep too, by storage."""
-    in_flight: int
-    attention: list[tuple[float, int | None]]
 
 
 def _structure(lm: model.LanguageModel) -> _Structure:
@@ -190,7 +153,7 @@ def _one_of_each_kind(
 
 def _passes(
     lm: model.LanguageModel, found: _Structure, length: int
-) -> tuple[_Counted, dict[int, _Block]]:
+) -> tuple[Counted, dict[int, BlockPass]]:
     """Run a row of `length` tokens through the first block of each kind; count for all blocks."""
     state = {"outside": True}
     parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
@@ -207,68 +170,12 @@ def _passes(
     with around as calls, saved_tensors_hooks(pack, lambda kept: kept):
         output = lm.hf.base_model(input_ids=ids, use_cache=False)
     hidden_size = lm.hf.config.get_text_config().hidden_size
-    blocks = {n: _block(found.blocks[n], hidden_size, *call) for n, call in calls.items()}
+    blocks = {n: block_pass(found.blocks[n], hidden_size, *call) for n, call in calls.items()}
     del output
     for block in blocks.values():
         shared |= {key: size for key, size in block.shared.items() if key not in parameters}
-    total = _total(blocks, found.kinds, length)
+    total = total_of(blocks, found.kinds, length)
     return replace(total, kept_outside=sum(shared.values()) / length), blocks
-
-
-def _total(blocks: Mapping[int, _Block], kinds: Mapping[int, int], length: int) -> _Counted:
-    """Add up the blocks, of each kind as many as there are."""
-
-    def total(count: Callable[[_Block], float]) -> float:
-        return sum(kinds[n] * count(block) for n, block in blocks.items()) / length
-
-    return _Counted(
-        flops=total(lambda block: block.counted.flops),
-        attention_flops=total(lambda block: block.counted.attention_flops),
-        kept=total(lambda block: block.kept),
-        kept_selective=total(lambda block: block.counted.kept_results + block.counted.given),
-        largest_kept=max(block.kept for block in blocks.values()) / length,
-        in_flight=max(block.in_flight for block in blocks.values()) / length,
-        largest_backward=max(b.kept + b.in_flight for b in blocks.values()) / length,
-        results=total(lambda block: block.counted.results),
-        kept_flops=total(lambda block: block.counted.kept_flops),
-        traffic=total(lambda block: block.counted.traffic),
-    )
-
-
-def _block(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> _Block:
-    """Run one block forward and backward, without the gradients of its weights."""
-    args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
-    hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    hidden.requires_grad_()
-    counted = Operations(hidden_size)
-    counted.hold([hidden])
-    counted.given = counted.alive
-    own: dict[int, int] = {}
-    shared: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        (own if counted.made_here(tensor) else shared)[storage._cdata] = storage.nbytes()
-        return tensor
-
-    ATTENDED.clear()
-    with counted:
-        with saved_tensors_hooks(pack, lambda kept: kept):
-            output = next(
-                leaf for leaf in tree_leaves(block(*args, **kwargs)) if isinstance(leaf, Tensor)
-            )
-        attention, kept = list(ATTENDED), sum(own.values())
-        counted.counts = False
-        gradient, into = torch.empty_like(output), get_gradient_edge(hidden)
-        result = get_gradient_edge(output)
-        del output, hidden, args, kwargs
-        counted.peak = counted.alive
-        torch.autograd.grad([result], [into], [gradient])
-    return _Block(counted, kept, shared, max(0, counted.peak - kept), attention)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _shape(lm: model.LanguageModel, config: PretrainedConfig, found: _Structure) -> Shape:
@@ -347,7 +254,7 @@ def _with_counts(
 
 
 def _windows(
-    blocks: Mapping[int, _Block], kinds: Mapping[int, int]
+    blocks: Mapping[int, BlockPass], kinds: Mapping[int, int]
 ) -> tuple[tuple[float, int | None], ...]:
     """Add up attention's FLOPs for each attended token, by sliding window."""
     found: dict[int | None, float] = {}

@@ -19,8 +19,7 @@ from rayapp.storage.base import READ_BLOCK, Reader
 
 MARKER = "COMMITTED"
 REFUSED = "REFUSED"  # replaces the marker of a damaged checkpoint, and holds the reason
-STATE = "state.json"
-METADATA = ".metadata"
+STATE, METADATA = "state.json", ".metadata"
 BLOCK_BYTES = 8 * 2**20  # each block of a file has its own checksum
 KEPT_BLOCKS = 2  # in memory, of a file that is read
 
@@ -347,6 +346,5 @@ def order_of(name: str) -> tuple[int, int] | None:
 
 def newest_first(folder: Storage) -> list[str]:
     """Return the names of a run's checkpoint folders, committed or not, newest first."""
-    orders = {name: order_of(name) for name in folder.dirs()}
-    ours = {name: order for name, order in orders.items() if order is not None}
+    ours = {name: order for name in folder.dirs() if (order := order_of(name)) is not None}
     return sorted(ours, key=ours.__getitem__, reverse=True)
