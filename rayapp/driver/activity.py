@@ -82,14 +82,14 @@ class Heartbeat:
 
         The connected Ray exports it.
         """
-        self._gauge = PhaseGauge(name)
-        self._run = run
+        gauge = PhaseGauge(name)
+        self._gauge, self._run = gauge, run
         try:
             with Reporter(run, ACTIVITY, self.phases):
                 yield
         finally:
-            self._run = None
-            self._gauge.close()
+            self._gauge = self._run = None
+            gauge.close()
 
     @contextmanager
     def shown_by(self, show: Callable[[str], None]) -> Iterator[None]:
@@ -129,8 +129,8 @@ class Heartbeat:
     def _follow(self) -> None:
         while not self._closed.wait(POLL_S):
             activity, now = self._activity(), time.time()
-            if self._gauge is not None:
-                self._gauge.set(activity.phase, now - activity.began)
+            if (gauge := self._gauge) is not None:
+                gauge.set(activity.phase, now - activity.began)
             self._beat(activity, now)
 
     def _beat(self, activity: Activity, now: float) -> None:
