@@ -151,12 +151,13 @@ def test_the_account_adds_up(drawn: tuple[list[int], int], best_fit: bool, trunc
     packed = pack(docs, seq_len, pad_id=PAD, best_fit=best_fit, truncate=truncate)
     long = sum(n - 1 > seq_len for n in lengths)
     cut = sum(max(n - 1 - seq_len, 0) for n in lengths)
-    assert packed.num_documents == len(lengths)
-    assert packed.num_empty == sum(n < 2 for n in lengths)
-    assert (packed.num_split, packed.num_truncated) == ((0, long) if truncate else (long, 0))
-    assert packed.cut_tokens == (cut if truncate else 0)
-    assert packed.num_tokens == sum(max(n - 1, 0) for n in lengths) - packed.cut_tokens
-    assert packed.num_tokens == np.count_nonzero(packed.rows["segments"])
+    counts = packed.layout
+    assert counts.num_documents == len(lengths)
+    assert counts.num_empty == sum(n < 2 for n in lengths)
+    assert (counts.num_split, counts.num_truncated) == ((0, long) if truncate else (long, 0))
+    assert counts.cut_tokens == (cut if truncate else 0)
+    assert counts.num_tokens == sum(max(n - 1, 0) for n in lengths) - counts.cut_tokens
+    assert counts.num_tokens == np.count_nonzero(packed.rows["segments"])
     kept = [doc.loss[1 : seq_len + 1 if truncate else None] for doc in docs]
     assert packed.num_target_tokens == sum(int(loss.sum()) for loss in kept)
     num_bytes = [doc.num_bytes[1 : seq_len + 1 if truncate else None] for doc in docs]
@@ -164,7 +165,7 @@ def test_the_account_adds_up(drawn: tuple[list[int], int], best_fit: bool, trunc
         int(b[loss].sum()) for b, loss in zip(num_bytes, kept, strict=True)
     )
     size = len(packed.rows) * seq_len
-    assert packed.fill == (packed.num_tokens / size if size else 0.0)
+    assert packed.fill == (counts.num_tokens / size if size else 0.0)
 
 
 def test_target_bytes_belong_to_the_row() -> None:
@@ -214,7 +215,7 @@ def test_nothing_in_nothing_out() -> None:
     for docs in ([], corpus([0, 1, 1])):
         packed = pack(docs, 4)
         assert packed.rows.shape == (0,) and packed.rows.dtype == row_dtype(4)
-        assert packed.num_empty == packed.num_documents == len(docs)
+        assert packed.layout.num_empty == packed.layout.num_documents == len(docs)
         assert packed.fill == 0.0
 
 

@@ -71,34 +71,6 @@ class Document:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """Packed rows, and counts of what went into them."""
-
-    rows: npt.NDArray[np.void]
-    """Structured array [N] of `row_dtype(seq_len)`."""
-    num_documents: int
-    """Input documents, empty ones included."""
-    num_empty: int
-    """Documents of fewer than 2 tokens, which have no target and add nothing to rows."""
-    num_split: int
-    """Documents that were cut into several pieces."""
-    num_truncated: int
-    """Documents that `truncate` shortened."""
-    cut_tokens: int
-    """Tokens that `truncate` dropped."""
-    num_tokens: int
-    """Used positions, i.e. input tokens."""
-    num_target_tokens: int
-    """Positions that bear loss."""
-
-    @property
-    def fill(self) -> float:
-        """Return the fraction of positions used, 0-1; 0 if there is no row."""
-        size = self.rows["input_ids"].size
-        return self.num_tokens / size if size else 0.0
-
-
 def row_dtype(seq_len: int) -> np.dtype[np.void]:
     """Return the layout of a row: packed, little-endian, 10 * seq_len + 4 bytes.
 
@@ -134,11 +106,37 @@ class RowLayout:
     """Row of each piece, ascending, [P]; the pieces of a row ascend too."""
     num_rows: int
     num_documents: int
+    """Input documents, empty ones included."""
     num_empty: int
+    """Documents of fewer than 2 tokens, which have no target and add nothing to rows."""
     num_split: int
+    """Documents that were cut into several pieces."""
     num_truncated: int
+    """Documents that `truncate` shortened."""
     cut_tokens: int
+    """Tokens that `truncate` dropped."""
     num_tokens: int
+    """Used positions, i.e. input tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Packed rows, and what they were laid out from."""
+
+    rows: npt.NDArray[np.void]
+    """Structured array [N] of `row_dtype(seq_len)`."""
+    layout: RowLayout
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Return the number of positions that bear loss."""
+        return int(np.count_nonzero(self.rows["labels"] != IGNORE))
+
+    @property
+    def fill(self) -> float:
+        """Return the fraction of positions used, 0-1; 0 if there is no row."""
+        size = self.rows["input_ids"].size
+        return self.layout.num_tokens / size if size else 0.0
 
 
 def pack(
@@ -163,16 +161,7 @@ def pack(
     no_bytes = np.empty(0, np.uint8)
     num_bytes = np.concatenate([no_bytes, *(doc.num_bytes for doc in docs)])  # [T]
     rows = filled(layout, 0, layout.num_rows, tokens, bears_loss, num_bytes, pad_id)
-    return Packed(
-        rows=rows,
-        num_documents=layout.num_documents,
-        num_empty=layout.num_empty,
-        num_split=layout.num_split,
-        num_truncated=layout.num_truncated,
-        cut_tokens=layout.cut_tokens,
-        num_tokens=layout.num_tokens,
-        num_target_tokens=int(np.count_nonzero(rows["labels"] != IGNORE)),
-    )
+    return Packed(rows, layout)
 
 
 def lay_out(
