@@ -184,3 +184,20 @@ def test_qwen3_30b_a3b_has_its_published_numbers() -> None:
     shape = read(values, seq_len=4096, fp32=False, lora=None)
     assert shape.parameters / 1e9 == pytest.approx(30.5, abs=0.05)
     assert shape.active_parameters / 1e9 == pytest.approx(3.3, abs=0.06)
+
+
+def test_a_model_is_read_once_for_the_questions_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayapp.train import planning, reading
+
+    values = BY_KIND["Qwen3_5MoeText"].config().to_dict()
+    asked = {"seq_len": 16, "fp32": False, "lora": None}
+    before = reading.read(values, **asked)
+    calls: list[str] = []
+    monkeypatch.setattr(
+        reading, "read", lambda config, **more: calls.append(config["model_type"]) or before
+    )
+    planning._read.cache_clear()
+    assert planning.read(values, **asked) == planning.read(values, **asked) == before
+    planning.read(values, **{**asked, "seq_len": 32})
+    assert calls == ["qwen3_5_moe_text"] * 2
+    planning._read.cache_clear()

@@ -7,7 +7,9 @@ torch is imported only for a model that the planner has no formula for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from rayapp import planner
@@ -30,9 +32,16 @@ def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
 def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Adapters | None) -> Shape:
     """Return the shape of a model by running its blocks on shapes (see `train.reading.read`).
 
+    It takes seconds, so the last ones are kept: a run asks several times before it starts.
+
     Raises:
         UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
     """
+    return _read(json.dumps(dict(config), sort_keys=True), seq_len, fp32, lora)
+
+
+@lru_cache(maxsize=8)
+def _read(config: str, seq_len: int, fp32: bool, lora: Adapters | None) -> Shape:
     from rayapp.train import reading
 
-    return reading.read(config, seq_len=seq_len, fp32=fp32, lora=lora)
+    return reading.read(json.loads(config), seq_len=seq_len, fp32=fp32, lora=lora)

@@ -13,6 +13,7 @@ lets rayapp choose the kernel.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,9 @@ from rayapp.planner.measured import Adapters, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
 from rayapp.train.block_passes import BlockPass, Counted, block_pass, total_of
 from rayapp.train.on_shapes import CPU, build_on_shapes
+
+# It prints a traceback of what `read` reports in a line.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 LONGEST = 2048  # tokens of the longest row that is run; longer rows are extrapolated linearly
 
