@@ -56,7 +56,9 @@ class Measured:
 
 
 class Adapters(Protocol):
-    """The adapters' settings in the config."""
+    """The adapters' settings in the config; they do not change."""
+
+    def __hash__(self) -> int: ...
 
     rank: int
     alpha: float
