@@ -26,6 +26,7 @@ from rayapp.finetune import check
 from rayapp.jobs import results
 from rayapp.jobs.client import VARIABLES
 from rayapp.observe import status
+from rayapp.observe.figures import figures
 from rayapp.observe.goodput import read_events
 from rayapp.observe.result import result_of
 from rayapp.observe.run_folder import METRICS, RESULT, Exit
@@ -231,7 +232,7 @@ def test_what_list_shows_of_an_ended_run_is_what_its_steps_say(tmp_path: Path) -
     eventful(open_storage(str(tmp_path)))
     long = status.read(run)
     assert short.status == long.status and short.step == long.step
-    assert status.figures(short)["loss"] == status.figures(long)["loss"]
+    assert figures(short)["loss"] == figures(long)["loss"]
     assert short.account.wall_s == pytest.approx(long.account.wall_s)
 
 
