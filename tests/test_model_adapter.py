@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from rayapp.config import Lora
 from rayapp.model import (
@@ -19,6 +19,9 @@ from rayapp.model import (
     build,
     export_adapters,
     init_adapters,
+    load_adapters,
+    load_weights,
+    merge_adapters,
     no_loss,
     resolve,
 )
@@ -114,3 +117,47 @@ def test_tensors_that_do_not_fit_are_named(adapter: Path) -> None:
 def test_a_base_of_another_family_is_named(adapter: Path) -> None:
     change_settings(adapter, target_modules=["query_key_value"])
     assert "whose blocks have no linear layer query_key_value" in problem_of(adapter)
+
+
+FAMILIES: dict[str, Any] = {
+    "llama": SHAPE,
+    "gpt2": GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}], ids=str)
+def test_an_adapter_of_peft_is_loaded_and_merged(
+    family: str, options: dict[str, bool], tmp_path: Path
+) -> None:
+    import peft
+
+    torch.manual_seed(3)
+    base = AutoModelForCausalLM.from_config(FAMILIES[family])
+    base.save_pretrained(tmp_path / "base")
+    targets = ["c_attn", "c_proj"] if family == "gpt2" else ["q_proj", "down_proj"]
+    settings = peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=targets, fan_in_fan_out=family == "gpt2", **options
+    )
+    adapted = peft.get_peft_model(base, settings)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = adapted.eval()(input_ids=ids).logits
+        with adapted.disable_adapter():
+            assert (adapted(input_ids=ids).logits - expected).abs().max() > 0.01
+    source = resolve(str(tmp_path / "adapter"))
+    assert source.adapter is not None and adapter_problems(source.adapter, source.config) == []
+    for merged in (False, True):
+        model = build(source.config, loss=no_loss, attention="eager")
+        if not merged:
+            add_adapters(model, source.adapter.lora)
+        load_weights(model, source, "cpu")
+        (merge_adapters if merged else load_adapters)(model, source.adapter)
+        with torch.no_grad():
+            logits = model.eval().hf(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)

@@ -48,4 +48,6 @@ class Lora(Section):
             alpha=values["lora_alpha"],
             dropout=values.get("lora_dropout", 0.0),
             targets=tuple(sorted(targets)),
+            dora=bool(values.get("use_dora")),
+            rslora=bool(values.get("use_rslora")),
         )

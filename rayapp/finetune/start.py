@@ -85,6 +85,8 @@ def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[st
     asked = {
         "rank": (lora.rank, own.rank, own.rank == lora.rank),
         "alpha": (lora.alpha, own.alpha, own.alpha == lora.alpha),
+        "dora": (_word(lora.dora), _word(own.dora), own.dora == lora.dora),
+        "rslora": (_word(lora.rslora), _word(own.rslora), own.rslora == lora.rslora),
         "targets": (
             ",".join(lora.targets) or "all",
             ",".join(own.targets),
@@ -98,6 +100,10 @@ def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[st
         for name, (mine, theirs, same) in asked.items()
         if not same
     ]
+
+
+def _word(truth: bool) -> str:
+    return str(truth).lower()
 
 
 def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, list[str]]:

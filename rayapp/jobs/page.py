@@ -19,6 +19,7 @@ from rayapp.observe.status import Progress
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job
+    from rayapp.jobs.widget import Widget
 
 POINTS = 240  # drawn of a curve at most; see `thin`
 WIDTH, HEIGHT = 420, 140
@@ -84,24 +85,28 @@ def show_on(make_job: Callable[[], Job], every_s: float) -> threading.Thread:
     """
     from IPython.display import HTML, display
 
-    try:
-        import ipywidgets  # noqa: F401
-    except ImportError:
-        handle = display(HTML(LOOKING), display_id=True)
-        return _drawing(make_job(), every_s, lambda status, text: handle.update(HTML(text)))
-    from rayapp.jobs.widget import Widget
+    widget = _buttons(make_job, lambda: watch())
+    if widget is not None:
+        display(widget.box)
+    handle = display(HTML(LOOKING), display_id=True)
 
-    def watch(widget: Widget) -> threading.Thread:
-        def show(status: str, text: str) -> None:
-            widget.view.value = text
+    def show(status: str, text: str) -> None:
+        handle.update(HTML(text))
+        if widget is not None:
             widget.saw(status)
 
+    def watch() -> threading.Thread:
         return _drawing(make_job(), every_s, show)
 
-    widget = Widget(make_job, watch)
-    widget.view.value = LOOKING
-    display(widget.box)
-    return watch(widget)
+    return watch()
+
+
+def _buttons(make_job: Callable[[], Job], watch: Callable[[], object]) -> Widget | None:
+    try:
+        from rayapp.jobs.widget import Widget
+    except ImportError:
+        return None
+    return Widget(make_job, watch)
 
 
 def _drawing(job: Job, every_s: float, show: Callable[[str, str], None]) -> threading.Thread:

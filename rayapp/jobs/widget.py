@@ -1,4 +1,7 @@
-"""The live view of a run with the buttons Stop, Resume, Logs and Report, by ipywidgets."""
+"""The buttons of the live view, by ipywidgets: Stop, Resume, Logs and Report.
+
+The view itself is plain HTML beside them, which a saved notebook keeps.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import html
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import ipywidgets
 
 from rayapp.observe.run_folder import DONE, EXIT_CODES
 
@@ -17,14 +22,11 @@ REPORT_HEIGHT = 720  # pixels
 
 
 class Widget:
-    """Buttons over the view; each works in a thread, with a handle of its own."""
+    """A row of buttons, and room for what they show; each works in a thread of its own."""
 
-    def __init__(self, make_job: Callable[[], Job], watch: Callable[[Any], object]) -> None:
-        """`make_job` returns a new handle; `watch(view)` starts to draw into an HTML widget."""
-        import ipywidgets
-
+    def __init__(self, make_job: Callable[[], Job], watch: Callable[[], object]) -> None:
+        """`make_job` returns a new handle; `watch()` starts to draw the view again."""
         self._make_job, self._watch = make_job, watch
-        self.view = ipywidgets.HTML()
         self.below = ipywidgets.HTML()
         self._shown = ""  # which button's text is below
         self.buttons = {
@@ -44,7 +46,7 @@ class Widget:
         }.items():
             self.buttons[name].on_click(self._in_thread(name, act))
         bar = ipywidgets.HBox(list(self.buttons.values()))
-        self.box = ipywidgets.VBox([bar, self.view, self.below])
+        self.box = ipywidgets.VBox([bar, self.below])
 
     def saw(self, status: str) -> None:
         """Enable the buttons that make sense in this status."""
@@ -79,7 +81,7 @@ class Widget:
     def _resume(self, job: Job) -> str:
         said: list[str] = []
         job.resume(say=said.append)
-        self._watch(self)
+        self._watch()
         return f"<p>{html.escape(' '.join(said))}</p>"
 
     def _logs(self, job: Job) -> str:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,23 @@ from transformers import PretrainedConfig
 from rayapp.config import Lora
 from rayapp.model.build import LanguageModel, base_state, build, no_loss
 from rayapp.model.files import ShardReader, Stored, read_header
-from rayapp.model.init import fill, local_part, local_slice
-from rayapp.model.lora import ADAPTER, add_adapters, linear_names, trained
+from rayapp.model.init import fill
+from rayapp.model.lora import (
+    ADAPTER,
+    MAGNITUDE,
+    add_adapters,
+    linear_names,
+    peft_name,
+    trained,
+    updates,
+    whole_of,
+)
 from rayapp.storage import Readable
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # peft's, of every tensor's name
 MAX_NAMED = 3
 # What peft can do and rayapp cannot; each is off in an adapter that has none of it.
 UNSUPPORTED = (
-    "use_dora",
-    "use_rslora",
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
@@ -39,7 +45,6 @@ UNSUPPORTED = (
     "target_parameters",
     "trainable_token_indices",
     "lora_bias",
-    "fan_in_fan_out",
 )
 
 
@@ -77,7 +82,8 @@ def read_adapter(name: str, folder: Readable) -> Adapter | None:
     if found:
         raise ValueError(
             f"model.path={name} is an adapter of another kind: it has {', '.join(found)}, and "
-            "plain LoRA alone is trained here. Merge it into its base with peft, and give that"
+            "LoRA, DoRA and rsLoRA alone are trained here. Merge it into its base with peft, and "
+            "give that"
         )
     if not base or not _lasts(base):
         raise ValueError(
@@ -116,7 +122,7 @@ def adapter_problems(adapter: Adapter, config: PretrainedConfig) -> list[str]:
 
 def _misfits(adapter: Adapter, model: LanguageModel, stored: Mapping[str, Stored]) -> list[str]:
     """Name the tensors that are missing, of another shape, or of no layer of the model."""
-    wanted = {_name_on_disk(name): tuple(p.shape) for name, p in trained(model.hf).items()}
+    wanted = {peft_name(name): tuple(p.shape) for name, p in trained(model.hf).items()}
     shapes = {name: where.shape for name, where in stored.items()}
     wrong = {
         "lacks": sorted(wanted.keys() - shapes.keys()),
@@ -134,10 +140,6 @@ def _misfits(adapter: Adapter, model: LanguageModel, stored: Mapping[str, Stored
     ]
 
 
-def _name_on_disk(name: str) -> str:
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
-
-
 @torch.no_grad()
 def load_adapters(model: LanguageModel, adapter: Adapter) -> None:
     """Fill the model's adapters with the stored ones.
@@ -146,30 +148,32 @@ def load_adapters(model: LanguageModel, adapter: Adapter) -> None:
     """
     reader = _reader(adapter, model)
     for name, parameter in trained(model.hf).items():
-        fill(parameter, reader.rows(_name_on_disk(name)).to(parameter.dtype))
+        fill(parameter, reader.rows(peft_name(name)).to(parameter.dtype))
 
 
 @torch.no_grad()
 def merge_adapters(model: LanguageModel, adapter: Adapter) -> None:
-    """Add the adapter's update to the weights of the base: each rank to its own part, in fp32.
+    """Add the adapter's update to the weights of the base, in fp32; all ranks call it.
 
     Raises: ValueError if a tensor is missing or has another shape.
     """
     probe = build(model.hf.config, loss=no_loss, attention="eager")
     add_adapters(probe, adapter.lora)
     reader = _reader(adapter, probe)
-    scale = adapter.lora.alpha / adapter.lora.rank
     weights = base_state(model.hf, keep_vars=True)
-    for name in trained(probe.hf):
-        layer, factor, _ = name.partition(".lora_A.")
-        if not factor:
-            continue
-        weight: Any = weights[f"{layer}.weight"]
-        (row, column), (rows, columns) = local_slice(weight)
-        left = reader.rows(f"{PREFIX}{layer}.lora_A.weight").float()[:, column : column + columns]
-        right = reader.rows(f"{PREFIX}{layer}.lora_B.weight", row if rows else 0, rows).float()
-        part = local_part(weight)
-        part.copy_(part.float() + scale * (right @ left).to(part.device))
+    for name, update in updates(probe.hf).items():
+        layer = name.removesuffix(".weight")
+        left, right = (
+            reader.rows(peft_name(f"{layer}.{factor}.{ADAPTER}.weight")).float()
+            for factor in ("lora_A", "lora_B")
+        )
+        magnitude = update.magnitude
+        if magnitude is not None:
+            magnitude = reader.rows(peft_name(f"{layer}.{MAGNITUDE}.{ADAPTER}.weight")).float()
+        weight: Any = weights[name]
+        stored = replace(update, left=left, right=right, magnitude=magnitude)
+        merged = stored.merged(whole_of(weight).float(), lambda factor: factor)
+        fill(weight, merged.to(weight.dtype))
 
 
 def _reader(adapter: Adapter, model: LanguageModel) -> ShardReader:

@@ -184,7 +184,7 @@ def init_adapters(model: LanguageModel, seed: int) -> None:
         if f".{MAGNITUDE}." in name:
             layer: Any = model.hf.get_submodule(name.partition(f".{MAGNITUDE}.")[0])
             base = layer.base_layer
-            whole = base.whole() if isinstance(base, Linear4bit) else _whole(base.weight).float()
+            whole = base.whole() if isinstance(base, Linear4bit) else whole_of(base.weight).float()
             values = _row_norms(whole.cpu(), isinstance(base, Conv1D)).flatten()
         if ".lora_A." in name:
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -214,7 +214,7 @@ def export_adapters(
 ) -> list[str]:
     """Write the adapters in peft's format; all ranks call it. Return the names, [] off rank 0."""
     reshard(model)
-    whole = {_peft_name(name): _whole(parameter) for name, parameter in trained(model.hf).items()}
+    whole = {peft_name(name): whole_of(parameter) for name, parameter in trained(model.hf).items()}
     if dist.is_initialized() and dist.get_rank() != 0:
         return []
     from safetensors.torch import save
@@ -232,7 +232,7 @@ def export_adapters(
     return ["adapter_model.safetensors", *names]
 
 
-def _peft_name(name: str) -> str:
+def peft_name(name: str) -> str:
     """Return a parameter's name in peft's files."""
     name = name.replace(f"{MAGNITUDE}.{ADAPTER}.weight", MAGNITUDE).replace(f".{ADAPTER}.", ".")
     return f"base_model.model.{name}"
@@ -243,7 +243,8 @@ def _row_norms(weight: Tensor, transposed: bool) -> Tensor:
     return torch.linalg.vector_norm(weight, dim=0 if transposed else 1, keepdim=True)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor on the CPU; all ranks call it."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()

@@ -193,7 +193,7 @@ def _shape(lm: model.LanguageModel, config: PretrainedConfig, found: _Structure)
         model_type=config.model_type,
         hidden=hidden,
         layers=len(found.blocks),
-        heads=text.num_attention_heads or 0,
+        heads=getattr(text, "num_attention_heads", None) or 0,
         kv_heads=0,
         head_dim=0,
         intermediate=0,

@@ -130,6 +130,7 @@ def general(key: str, run: str) -> str:
     key = re.sub(rf"(?<=/){re.escape(run)}(?=/|$)", "<run>", key)
     key = re.sub(r"step-\d{8}(\.\d+)?(?=/|$)", "<step>", key)
     key = re.sub(r"[0-9a-f]{16,}", "<hex>", key)
+    key = re.sub(r"(?<=/tokens/<hex>/)[0-9a-f]{2}(?=/)", "<hex>", key)
     return re.sub(r"[^/]+$", "<file>", key)
 
 
