@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_data_prepare import VALUES, make, write_jsonl
+from test_data_prepare import VALUES, write_jsonl
 
 from rayapp.config import from_dict
 from rayapp.data import prepare as rows
@@ -44,20 +44,26 @@ def test_a_run_that_began_with_rows_of_an_earlier_version_goes_on_with_them(
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
     before = replace(recipe, special_tokens="control")
-    earlier = replace(before, version=prepare.FIRST_VERSION)
+    earlier = [replace(before, version=version) for version in (1, 2)]
     root = open_storage(str(tmp_path)) / ".prepared"
-    for each in (recipe, before, earlier):
-        make(each, root)
+    recipes = (recipe, before, *earlier)
+    for each in recipes:
         rows.prepare(each, root)
-    assert len({each.fingerprint for each in (recipe, before, earlier)}) == 3
+    assert len({each.fingerprint for each in recipes}) == len(recipes)
 
     def given() -> str:
         return prepare.prepare_rows(ready, ready.config, url, tokenizer, Phases()).fingerprint
 
     assert given() == recipe.fingerprint, "a new run"
-    for begun, expected in ((earlier, earlier), (before, before), (recipe, recipe)):
+    for begun in recipes:
         ready.run.write("plan.json", json.dumps({"fingerprint": begun.fingerprint}).encode())
-        assert given() == expected.fingerprint
+        assert given() == begun.fingerprint
+    # A command that was refused has written a plan of its own: the newest checkpoint decides.
+    ready.run.write("plan.json", json.dumps({"fingerprint": recipe.fingerprint}).encode())
+    for begun in recipes:
+        newest = SimpleNamespace(state={"cursor": {"fingerprint": begun.fingerprint}})
+        monkeypatch.setattr(prepare, "latest", lambda _, newest=newest: (newest, []))
+        assert given() == begun.fingerprint
 
 
 def test_a_template_of_the_users_is_saved_with_the_tokenizer_and_a_training_one_is_not(

@@ -16,7 +16,7 @@ from rayapp.data import heads, tokens
 from rayapp.data import prepare as rows
 from rayapp.data.control import CONTROL
 from rayapp.data.prepared import Prepared, load, mixed, reasons
-from rayapp.data.recipe import RowRecipe
+from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
 from rayapp.finetune import growth, micro_batch, show
@@ -29,10 +29,10 @@ from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
+from rayapp.train.checkpoint.marker import latest
 from rayapp.train.spec import LanguageSpec, RunSpec
 
 KIND = "rayapp.finetune"
-FIRST_VERSION = 2  # of rows: a run that began with them goes on with them, and with CONTROL
 TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 
@@ -186,12 +186,17 @@ def _begun(
     ready: CheckedLanguageRun, config: Config, recipes: dict[str, RowRecipe], root: Storage
 ) -> Prepared | None:
     """Return the rows of an earlier version with which this run has begun, if it has; else None."""
-    if not ready.run.exists(PLAN):
+    newest, _ = latest(ready.run)
+    if newest is not None:
+        began = newest.state["cursor"]["fingerprint"]
+    elif ready.run.exists(PLAN):
+        began = json.loads(ready.run.read(PLAN)).get("fingerprint")
+    else:
         return None
-    began = json.loads(ready.run.read(PLAN)).get("fingerprint")
-    for version in (FIRST_VERSION, None):
+    versions = (*range(1, max(VERSIONS.values())), None)
+    for version, special in itertools.product(versions, {CONTROL, config.data.special_tokens}):
         made = {
-            path: load(root / replace(recipe, version=version, special_tokens=CONTROL).fingerprint)
+            path: load(root / replace(recipe, version=version, special_tokens=special).fingerprint)
             for path, recipe in recipes.items()
         }
         whole = {path: prepared for path, prepared in made.items() if prepared is not None}
