@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import html.parser
 import itertools
@@ -10,6 +11,7 @@ import json
 import logging
 import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ import pytest
 from browser import Browser, Page, needs_chromium
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from run_folders import HOSTILE, RunFolder, eventful
 
 from rayapp import report
@@ -33,16 +36,17 @@ from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import account, read_events
 from rayapp.observe.metrics import ImageRecord, MetricsLog
 from rayapp.observe.run_folder import METRICS, REPORT
-from rayapp.report import charts, comparison, curves, folder, render, tables, timeline
+from rayapp.report import charts, comparison, curves, folder, provenance, render, tables, timeline
 from rayapp.report.curves import BUCKETS, smooth, thin
 from rayapp.storage import Storage, StorageError, open_storage
 
 TINY = str(Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml")
+SCRIPTS = 5  # the data, BokehJS and three own ones
 VOID = {"meta", "link", "img", "input", "br", "wbr"}
 
 
 class Reader(html.parser.HTMLParser):
-    """A page's elements: their texts by name, and every attribute."""
+    """A page's elements: their texts by name, without scripts in that of others; attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -65,7 +69,7 @@ class Reader(html.parser.HTMLParser):
         assert self._open.pop() == tag, f"{tag} ends what it has not begun"
 
     def handle_data(self, data: str) -> None:
-        for tag in self._open:
+        for tag in self._open if self._open[-1:] != ["script"] else ["script"]:
             self.texts[tag][-1] += data
 
 
@@ -104,13 +108,21 @@ def test_the_page_holds_what_the_run_recorded(
         "loss": ["loss", "loss_per_byte"],
         "throughput": ["tokens_per_s"],
         "memory": ["peak_forward_gib", "peak_backward_gib", "peak_optimizer_gib"],
-        "step-time": ["step_s", "data_wait_s", "checkpoint_stall_s", "eval_s"],
         "gradient": ["grad_norm"],
         "rate": ["lr"],
     }.items():
         for name in names:
             wanted = [line[name] for line in lines]
             assert shown[chart]["points"]["0"][name] == pytest.approx(wanted, rel=1e-5), name
+    parts = shown["step-time"]["points"]["0"]
+    names = {"data wait": "data_wait_s", "checkpoint stall": "checkpoint_stall_s"}
+    names |= {"evaluation": "eval_s"}
+    for label, name in names.items():
+        assert parts[label] == pytest.approx([line[name] for line in lines], rel=1e-5), label
+    summed = [
+        sum(values) for values in zip(*(parts[n] for n in ["computing", *names]), strict=True)
+    ]
+    assert summed == pytest.approx([line["step_s"] for line in lines], rel=1e-4)
     held = shown["loss"]["points"]["0-held"]
     found = {line["step"]: line["eval_loss"] for line in lines if line["eval_loss"] is not None}
     found[200] = json.loads(run.read("result.json"))["eval_loss"]
@@ -127,7 +139,8 @@ def test_headline_and_goodput_are_those_of_the_account(storage: Storage) -> None
     shown = {each.label: each.value for each in tables.headline(folder.read(run))}
     assert shown["Steps"] == "200", shown
     bars = tables.goodput(folder.read(run))
-    assert {bar.key: bar.share for bar in bars} == pytest.approx(sums.goodput)
+    spent = {cause: share for cause, share in sums.goodput.items() if share}
+    assert {bar.key: bar.share for bar in bars} == pytest.approx(spent)
     assert math.fsum(bar.share for bar in bars) == pytest.approx(1.0)
     for one in sums.interruptions:
         assert one["reason"] in text
@@ -186,11 +199,96 @@ def test_a_comparison_says_what_differs_and_what_came_out(storage: Storage) -> N
     assert [(row.label, row.cells) for row in rows] == [("train.lr", ["0.0001", "0.0003"])]
     steps = [len(points["step"]) for points in data_of(shown)["rate"]["points"].values()]
     assert steps == [80, 50]
-    losses = [metrics.read(run)[-1]["loss"] for run in runs]
+    # A run of 80 or 50 steps tells its loss by the mean of the last 10.
+    losses = [np.mean([line["loss"] for line in metrics.read(run)[-10:]]) for run in runs]
     results = {row.label: row for row in comparison.results([folder.read(run) for run in runs])}
     assert results["training loss"].cells == [f"{loss:.4f}" for loss in losses]
     assert results["training loss"].best == {losses.index(min(losses))}
     assert results["held-out loss"].best == frozenset()  # both are the same
+
+
+def planned_run(storage: Storage, name: str, seed: int, **parts: Any) -> Storage:
+    """Leave a done run whose plan has these parts of a fingerprint."""
+    run = RunFolder(storage, name, 40, seed=seed)
+    run.plan()
+    plan = json.loads(run.run.read("plan.json"))
+    plan |= {"fingerprint": f"{hash(tuple(parts.items())):016x}", "parts": parts}
+    run.run.write("plan.json", json.dumps(plan).encode())
+    run.train(40)
+    run.end(eval_loss=2.0 + seed / 10, eval_loss_per_byte=0.5 + seed / 10)
+    return run.run
+
+
+def test_only_what_is_comparable_is_compared(storage: Storage) -> None:
+    """Losses of other data or another tokenizer are neither in one chart nor called better."""
+    runs = [
+        planned_run(storage, "short", 2, files="aa", tokenizer="11", seq_len=256),
+        planned_run(storage, "long", 3, files="aa", tokenizer="11", seq_len=512),
+        planned_run(storage, "other-data", 1, files="bb", tokenizer="11", seq_len=256),
+        planned_run(storage, "other-tokenizer", 0, files="aa", tokenizer="22", seq_len=256),
+    ]
+    read = [folder.read(run) for run in runs]
+    assert [group.places for group in comparison.groups(read)] == [[0, 1], [2], [3]]
+    results = {row.label: row for row in comparison.results(read)}
+    assert results["held-out loss"].best == {0}
+    assert results["group"].cells == ["A", "A", "B", "C"]
+    page = Reader(Path(report.compare(runs, f"{storage.url}/c.html")).read_text("utf-8"))
+    shown = data_of(page)
+    drawn = {name: {line["run"] for line in shown[name]["lines"]} for name in shown}
+    assert drawn["loss-A"] == {0, 1} and drawn["loss-B"] == {2} and drawn["loss-C"] == {3}
+    assert drawn["throughput"] == {0, 1, 2, 3} and "loss" not in drawn
+    text = " ".join(page.texts["section"][0].split())
+    assert "not comparable" in text and "Group A: short, long (data" in text
+    alike = Reader(Path(report.compare(runs[:2], f"{storage.url}/d.html")).read_text("utf-8"))
+    assert "loss" in data_of(alike) and "not comparable" not in alike.texts["body"][0]
+
+
+def test_a_run_says_how_to_repeat_it(storage: Storage) -> None:
+    run = RunFolder(storage)
+    run.train(3)
+    assert provenance.repeat(folder.read(run.run)) == [
+        f"python -m rayapp.finetune {run.run.url}/config.yaml --run.name=demo-again"
+    ]
+    run.pause(10.0)
+    command = "-m rayapp.finetune my.yaml --train.lr=1e-3"
+    run.events[-1] |= {"commit": "0123456789ab+", "command": command, "user": "ada"}
+    run.interrupt()
+    page = page_of(run.run)
+    assert page.texts["pre"][0].splitlines()[0] == "git checkout 0123456789ab"
+    assert "Files of the checkout had been changed" in page.texts["body"][0]
+    rows = dict(provenance.environment(folder.read(run.run)))
+    assert rows["git commit"] == "0123456789ab+" and rows["started by"] == "ada"
+    assert rows["command"] == f"python {command}"
+    far = replace(folder.read(run.run), url="s3://bucket/runs/demo")
+    assert provenance.repeat(far)[1:] == [
+        "aws s3 cp s3://bucket/runs/demo/config.yaml config.yaml",
+        "python -m rayapp.finetune config.yaml --run.name=demo-again",
+    ]
+
+
+def test_the_users_own_metrics_have_charts(storage: Storage) -> None:
+    run = RunFolder(storage, eval__metrics="[my:sharpness, my:calibration]")
+    for step in range(1, 7):
+        own = {"sharpness": 0.1 * step, "calibration": None}
+        held = {"eval_loss": 2.0, "eval_metrics": own} if step % 2 == 0 else {}
+        run.train(1, **held)
+    shown = data_of(page_of(run.run))
+    points = shown["metric-0"]["points"]["0"]
+    assert shown["metric-0"]["title"] == "sharpness" and points["step"] == [2, 4, 6]
+    assert points["value"] == pytest.approx([0.2, 0.4, 0.6])
+    assert "metric-1" not in shown  # it is not finite at any step
+
+
+def test_the_first_run_has_a_held_out_curve() -> None:
+    config = load(TINY)
+    assert config.train.max_steps // config.eval.every_steps >= 4
+
+
+def test_what_is_not_known_has_no_place(storage: Storage) -> None:
+    for run in (real_run(storage), classifier_run(storage)):
+        page = page_of(run)
+        assert "n/a" not in page.texts["body"][0], run.url
+        assert "Cost" not in page.texts["dt"]
 
 
 def test_runs_of_one_name_are_told_apart(storage: Storage) -> None:
@@ -205,8 +303,8 @@ def test_runs_of_one_name_are_told_apart(storage: Storage) -> None:
 def test_a_run_that_has_not_begun(storage: Storage) -> None:
     page = page_of(RunFolder(storage).run)
     text = page.texts["body"][0]
-    assert data_of(page) == {} and text.count("n/a") > 10
-    assert "n/a: loss is not recorded for any step yet" in text
+    assert data_of(page) == {} and "n/a" not in text
+    assert "no step is recorded yet" in text and "dl" not in page.texts
 
 
 def test_one_step(storage: Storage) -> None:
@@ -216,7 +314,7 @@ def test_one_step(storage: Storage) -> None:
     page = page_of(run.run)
     assert data_of(page)["loss"]["points"]["0"]["step"] == [1]
     assert page.texts["h1"][0].split() == ["demo", "lost"]
-    assert "n/a: they are written at the end" in page.texts["p"]
+    assert "they are written at the end" in page.texts["p"]
 
 
 def test_losses_that_are_not_finite(storage: Storage) -> None:
@@ -262,11 +360,11 @@ def test_what_a_run_has_written_stays_text(storage: Storage) -> None:
     run = hostile(storage)
     page = page_of(run)
     scripts = page.texts["script"]
-    assert len(scripts) == 3 and "broken out" not in "".join(scripts[1:])
+    assert len(scripts) == SCRIPTS and "broken out" not in "".join(scripts[1:])
     assert "img" not in page.texts and not [a for a in page.attributes if a[1].startswith("on")]
     assert page.texts["body"][0].count("broken out") >= 5
     both = Reader(Path(report.compare([run, run], f"{storage.url}/c.html")).read_text("utf-8"))
-    assert len(both.texts["script"]) == 3 and "img" not in both.texts
+    assert len(both.texts["script"]) == SCRIPTS and "img" not in both.texts
 
 
 def hostile(storage: Storage) -> Storage:
@@ -289,7 +387,7 @@ def test_nothing_is_loaded_from_anywhere(storage: Storage) -> None:
     run = eventful(storage, steps=60).run
     page = page_of(run)
     places = {a[2] for a in page.attributes if a[1] in ("src", "href", "action", "srcset")}
-    assert places == {"data:,", "#main", "https://github.com/leeoniya/uPlot"}  # the last is a link
+    assert places == {"data:,", "#main", "https://bokeh.org"}  # the last is a link
     assert not [a for a in page.attributes if a[1] == "style"]
     (policy,) = (a[2] for a in page.attributes if a[2] and a[2].startswith("default-src"))
     assert policy.startswith("default-src 'none'; ") and "connect-src" not in policy
@@ -298,7 +396,8 @@ def test_nothing_is_loaded_from_anywhere(storage: Storage) -> None:
         return {base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in texts}
 
     allowed = set(re.findall(r"'sha256-([^']+)'", policy))
-    assert allowed == digests(page.texts["script"][1:]) | digests(page.texts["style"])
+    assert allowed == digests(page.texts["script"][1:])
+    assert "unsafe-eval" not in policy and "'unsafe-inline'" not in policy.split("style-src")[0]
 
 
 def test_a_real_run(storage: Storage) -> None:
@@ -469,12 +568,14 @@ def test_a_million_steps_are_small_fast_and_lose_no_spike(storage: Storage) -> N
     columns["data_wait_s"][123_456] = 55.0
     began = time.process_time()
     page = render.run_page(replace(run, columns=columns)).decode()
-    assert time.process_time() - began < 10.0 and len(page) < 2_000_000
+    assert (
+        time.process_time() - began < 10.0 and len(page) < 2_000_000
+    )  # of which 1.27 MB are BokehJS
     shown = data_of(Reader(page))
     points = shown["loss"]["points"]["0"]
     assert points["loss"][points["step"].index(777_778)] == 99.0
     waits = shown["step-time"]["points"]["0"]
-    assert waits["data_wait_s"][waits["step"].index(123_457)] == 55.0
+    assert waits["data wait"][waits["step"].index(123_457)] == 55.0
     assert "Of 1,000,000 steps the curves show the lowest and the highest of every 1,667" in page
 
 
@@ -528,6 +629,13 @@ def test_a_run_does_not_end_by_its_report(
     with caplog.at_level(logging.WARNING):
         report.write_for(run.run)
     assert "the disk is full" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "bokeh", None)  # as in an image that was built before
+    monkeypatch.delitem(sys.modules, "rayapp.report.figures", raising=False)
+    monkeypatch.delattr(report, "figures", raising=False)
+    with caplog.at_level(logging.WARNING):
+        report.write_for(run.run)
+    assert "the report is not written: import of bokeh" in caplog.text
     monkeypatch.setattr(report, "read", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # what is wrong with the code is not hidden
         report.write_for(run.run)
@@ -603,10 +711,9 @@ def test_four_runs_can_be_told_apart_by_anyone(theme: str) -> None:
 
 # Pixels of a line's own colour inside the plot, for each line that is not faint.
 INK = """[...document.querySelectorAll('.plot')].map(holder => {
-  const u = holder.uplot, spec = JSON.parse(document.getElementById('data').textContent)
-    .charts.find(one => one.id === holder.dataset.chart);
-  const { left, top, width, height } = u.bbox;
-  const pixels = u.ctx.getImageData(left, top, width, height).data;
+  const { spec, view } = holder.curve, canvas = view.export('png', true).canvas;
+  const { left, top, width, height } = view.frame.bbox.scale(devicePixelRatio);
+  const pixels = canvas.getContext('2d').getImageData(left, top, width, height).data;
   return [holder.dataset.chart, spec.lines.filter(line => line.role !== 'faint').map(line => {
     const hex = getComputedStyle(document.documentElement).getPropertyValue(`--c${line.color % 6}`);
     const rgb = [1, 3, 5].map(at => parseInt(hex.trim().slice(at, at + 2), 16));
@@ -615,6 +722,17 @@ INK = """[...document.querySelectorAll('.plot')].map(holder => {
       if (rgb.every((value, channel) => Math.abs(value - pixels[at + channel]) < 12)) count++;
     return count;
   })];
+})"""
+# Whether the page has drawn its charts.
+READY = """new Promise(done => { const look = () => document.documentElement.dataset.ready == null
+  || window.Bokeh && Bokeh.documents.some(one => !one.is_idle)
+  ? setTimeout(look, 20) : done(true); look(); })"""
+# The widths that the last row of cards or tiles leaves free, for each grid.
+FREE = """[...document.querySelectorAll('.grid, .figures')].map(grid => {
+  const { right } = grid.getBoundingClientRect();
+  const cells = [...grid.children].map(one => one.getBoundingClientRect());
+  const rows = Map.groupBy(cells, one => Math.round(one.top));
+  return Math.max(...[...rows.values()].map(row => right - Math.max(...row.map(one => one.right))));
 })"""
 ACROSS = "document.documentElement.scrollWidth"
 # The widths of a table of several runs, of its first column, and of what is seen of it at once.
@@ -657,7 +775,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def fine(page: Page, url: str, width: int = 1280) -> None:
     assert page.problems == []
-    assert page.requests == [url]
+    # BokehJS has its cursors and icons in itself.
+    assert [one for one in page.requests if not one.startswith("data:")] == [url]
     assert page.evaluate(ACROSS) == width, "it is wider than the screen"
 
 
@@ -670,15 +789,18 @@ def fine(page: Page, url: str, width: int = 1280) -> None:
 def test_a_browser_shows_it(
     name: str, width: int, dark: bool, pages: dict[str, str], browser: Browser
 ) -> None:
-    page = browser.open(pages[name], width=width, dark=dark)
+    page = opened(browser, pages[name], width=width, dark=dark)
     fine(page, pages[name], width)
     for table, first, seen in page.evaluate(TABLES):
         assert table <= seen if width > 1000 else first <= 0.5 * seen
+    assert max(page.evaluate(FREE), default=0) < 4, "a row is not filled"
     ink = dict(page.evaluate(INK))
     assert bool(ink) == (name != "fresh/report")
     for chart, counts in ink.items():
         if name in ("one/report", "short"):  # points of one step may lie on each other
             assert max(counts) > 0, chart
+        elif chart == "step-time":  # most stalls are less than a pixel
+            assert counts[0] > 1000
         else:
             assert min(counts) >= 10, (chart, counts)
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -686,42 +808,171 @@ def test_a_browser_shows_it(
     page.close()
 
 
+def opened(browser: Browser, url: str, **how: Any) -> Page:
+    """Open a page and wait until its charts are drawn."""
+    page = browser.open(url, **how)
+    page.evaluate(READY)
+    page.settle()
+    return page
+
+
+def chart(page: Page, name: str, expression: str) -> Any:
+    """Return the value of an expression about a chart of the page."""
+    find = f"document.querySelector('.plot[data-chart={name}]').curve"
+    return page.evaluate(f"(curve => {expression})({find})")
+
+
+def legend(page: Page, name: str) -> dict[str, tuple[str, str]]:
+    """Return what a chart's legend says: value and step by the line's name."""
+    items = chart(
+        page,
+        name,
+        """[...curve.legend.children].map(item =>
+        ['.name', 'b', '.at'].map(part => item.querySelector(part).textContent))""",
+    )
+    return {label: (value, at) for label, value, at in items}
+
+
+def click(page: Page, query: str) -> None:
+    page.evaluate(f"document.querySelector({json.dumps(query)}).click()")
+    page.settle()
+
+
 @needs_chromium
 def test_it_can_be_worked_by_mouse_and_keyboard(pages: dict[str, str], browser: Browser) -> None:
-    page = browser.open(pages["eventful/report"])
-    last = "document.querySelector('[data-chart=loss]').uplot.scales.x.max"
-    assert page.evaluate(last) == 600
-    page.evaluate("document.querySelector('[value=tokens]').click()")
-    page.settle()
-    assert page.evaluate(last) > 1e8
-    page.evaluate("document.querySelector('[value=seconds]').click()")
-    page.settle()
-    assert 600 < page.evaluate(last) < 3600  # the pause of 11 hours is left out
-    highest = "document.querySelector('[data-chart=loss]').uplot.data[1][0]"
-    per_token = page.evaluate(highest)
-    page.evaluate("document.querySelector('[value=byte]').click()")
-    page.settle()
-    assert page.evaluate(highest) == pytest.approx(per_token / 4.31, rel=1e-4)
-    page.evaluate("document.querySelector('[data-log=loss]').click()")
-    page.settle()
-    assert page.evaluate("document.querySelector('[data-chart=loss]').uplot.scales.y.distr") == 3
-    page.evaluate("document.querySelector('[value=step]').click()")
+    page = opened(browser, pages["eventful/report"])
+    last = "curve.plot.x_range.end"
+    assert 600 < chart(page, "loss", last) < 620
+    click(page, "[value=tokens]")
+    assert chart(page, "loss", last) > 1e8
+    click(page, "[value=seconds]")
+    assert 10 < chart(page, "loss", last) < 60  # minutes: the pause of 11 hours is left out
+    assert chart(page, "loss", "curve.model('x').axis_label") == "time, min"
+    highest = "curve.lines[1].y[0]"
+    per_token = chart(page, "loss", highest)
+    click(page, "[value=byte]")
+    assert chart(page, "loss", highest) == pytest.approx(per_token / 4.31, rel=1e-4)
+    assert chart(page, "loss", "curve.model('y').axis_label") == "loss, nats per byte"
+    top = chart(page, "loss", "curve.plot.y_range.end")
+    click(page, "[data-act=log][data-of=loss]")
+    assert chart(page, "loss", "curve.plot.y_range.end") < math.log10(top) + 0.2
+    click(page, "[value=step]")
     page.evaluate("document.querySelector('[data-chart=loss]').focus()")
     page.press("End")
     said = "document.querySelector('[data-said=loss]').textContent"
-    assert page.evaluate(said).startswith("step 600, ")
+    assert "train" in page.evaluate(said) and "at step 600" in page.evaluate(said)
     page.press("ArrowLeft")
-    assert page.evaluate(said).startswith("step 599, ")
-    page.evaluate("document.querySelector('[data-chart=loss] .u-series:nth-child(2) th').focus()")
+    assert "at step 599" in page.evaluate(said)
+    page.evaluate("document.querySelector('[data-legend=loss] .key').focus()")
     page.press("Enter")
-    assert (
-        page.evaluate("document.querySelector('[data-chart=loss]').uplot.series[1].show") is False
-    )
-    page.evaluate("document.getElementById('theme').click()")
-    page.settle()
+    assert chart(page, "loss", "curve.renderers(0).some(one => one.visible)") is False
+    click(page, "#theme")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    assert all(min(counts) > 0 for _, counts in page.evaluate(INK))  # drawn again in its colours
+    page.evaluate(READY)
+    assert all(max(counts) > 0 for _, counts in page.evaluate(INK))  # drawn again in its colours
     fine(page, pages["eventful/report"])
+    page.close()
+
+
+@needs_chromium
+def test_hover_and_zoom_are_of_all_charts(pages: dict[str, str], browser: Browser) -> None:
+    page = opened(browser, pages["eventful/report"])
+    at_rest = legend(page, "loss")
+    assert at_rest["train"][1] == at_rest["held out"][1] == "step 600"
+    place = """(curve => { const { left, width, top } = curve.view.frame.bbox;
+      const box = curve.holder.getBoundingClientRect();
+      return [box.left + left + width / 2, box.top + top + 20]; })"""
+    x, y = page.evaluate(f"{place}(document.querySelector('[data-chart=loss]').curve)")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    page.settle()
+    hovered = {name: legend(page, name) for name in ("loss", "step-time", "gradient")}
+    lines = {"loss": "train", "step-time": "computing", "gradient": "each step"}
+    steps = {hovered[name][line][1] for name, line in lines.items()}
+    assert len(steps) == 1 and 290 <= int(steps.pop().removeprefix("step ")) <= 310
+    assert hovered["loss"]["held out"][1] in ("step 250", "step 300")  # its own, before the cursor
+    for kind, to in (("mousePressed", x), ("mouseMoved", x + 60), ("mouseMoved", x + 120),
+                     ("mouseReleased", x + 120)):  # fmt: skip
+        page.call("Input.dispatchMouseEvent", type=kind, x=to, y=y, button="left", clickCount=1)
+        page.settle()
+    ranges = [chart(page, name, "[curve.plot.x_range.start, curve.plot.x_range.end]")
+              for name in ("loss", "gradient")]  # fmt: skip
+    assert ranges[0] == ranges[1] and 250 < ranges[0][0] < ranges[0][1] < 450
+    page.evaluate(
+        "document.querySelector('[data-chart=loss]').dispatchEvent(new Event('dblclick'))"
+    )
+    assert chart(page, "loss", "curve.plot.x_range.end") > 600
+    page.close()
+
+
+@needs_chromium
+def test_smoothing_is_chosen(pages: dict[str, str], browser: Browser) -> None:
+    page = opened(browser, pages["eventful/report"])
+    losses = np.array(chart(page, "loss", "curve.lines[0].y"), np.float64)
+    for place, share in ((0, 0.0), (3, 0.02), (7, 0.2)):
+        page.evaluate(f"""(slider => {{ slider.value = {place};
+            slider.dispatchEvent(new Event('input')); }})(document.getElementById('smoothing'))""")
+        window = 2 * round(share * len(losses) / 2) + 1
+        drawn = chart(
+            page, "loss", "Array.from(curve.model(1).data.get?.('y') ?? curve.model(1).data.y)"
+        )
+        assert drawn == pytest.approx(smooth(losses, window).tolist(), rel=1e-6), share
+    raw = chart(page, "loss", "Array.from(curve.model(0).data.get?.('y') ?? curve.model(0).data.y)")
+    assert raw == pytest.approx(losses.tolist())  # the points under it stay
+    assert page.evaluate("document.querySelector('output').textContent") == "121 steps"
+    page.close()
+
+
+@needs_chromium
+def test_stalls_are_stacked(pages: dict[str, str], browser: Browser, storage: Storage) -> None:
+    page = opened(browser, pages["eventful/report"])
+    tops = chart(page, "step-time", "curve.lines.at(-1).to")
+    seconds = [line["step_s"] for line in metrics.read(eventful(storage).run)]
+    assert tops == pytest.approx(seconds, rel=1e-4)
+    assert chart(page, "step-time", "curve.plot.y_range.end") < 5.0 < max(seconds)
+    page.close()
+
+
+@needs_chromium
+def test_a_chart_is_saved(pages: dict[str, str], browser: Browser, tmp_path: Path) -> None:
+    page = opened(browser, pages["eventful/report"])
+    browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    for name, kind in (("loss", "csv"), ("memory", "png")):
+        click(page, f"[data-act={kind}][data-of={name}]")
+    found = [tmp_path / "eventful-loss.csv", tmp_path / "eventful-memory.png"]
+    until = time.monotonic() + 30.0
+    while not all(file.exists() for file in found) and time.monotonic() < until:
+        page.settle()
+    with found[0].open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    losses = chart(page, "loss", "curve.lines[0].y")
+    raw = [float(row["loss, nats per token"]) for row in rows if row["line"] == "each step"]
+    assert raw == losses and {row["line"] for row in rows} == {"each step", "train", "held out"}
+    with Image.open(found[1]) as image:
+        assert image.width > 400 and len(set(image.convert("RGB").get_flattened_data())) > 20
+    page.close()
+
+
+@needs_chromium
+def test_runs_are_found_and_sorted(pages: dict[str, str], browser: Browser) -> None:
+    page = opened(browser, pages["comparison"])
+    names = "[...document.querySelectorAll('tr[data-run]')].filter(one => !one.hidden)"
+    names += ".map(one => one.cells[0].textContent)"
+    given = page.evaluate(names)
+    click(page, "th[data-column='0'] button")
+    assert page.evaluate(names) == sorted(given) != given
+    head = "[...document.querySelectorAll('th[data-column]')].find(one => "
+    page.evaluate(f"{head} one.textContent === 'steps').querySelector('button').click()")
+    assert page.evaluate(names)[0] == "lr-4e-4"  # of 420 steps, the others have 600
+    page.evaluate("""(field => { field.value = '2E-4';
+        field.dispatchEvent(new Event('input')); })(document.getElementById('search'))""")
+    page.settle()
+    assert page.evaluate(names) == ["lr-2e-4"]
+    assert page.evaluate("document.getElementById('found').textContent") == "1 of 4 runs"
+    seen = chart(
+        page, "gradient", "curve.spec.lines.map((line, at) => [line.run, curve.shown(at)])"
+    )
+    hidden = page.evaluate("""document.querySelectorAll('.legend .key:not([hidden])').length""")
+    assert {run for run, shown in seen if shown} == {given.index("lr-2e-4")} and hidden > 0
     page.close()
 
 
@@ -729,7 +980,7 @@ def test_it_can_be_worked_by_mouse_and_keyboard(pages: dict[str, str], browser: 
 def test_what_a_run_has_written_does_not_run(storage: Storage, browser: Browser) -> None:
     run = hostile(storage)
     url = f"file://{report.write(run)}"
-    page = browser.open(url)
+    page = opened(browser, url)
     fine(page, url)
     assert page.evaluate("document.title") == HOSTILE
     assert page.evaluate("document.images.length") == 0

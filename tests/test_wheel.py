@@ -129,7 +129,7 @@ def test_a_run_is_described_from_elsewhere(installed: Path, tmp_path: Path) -> N
     assert "train.tokens_per_step" in told
     shutil.copytree(ROOT / "tests" / "golden" / "run", tmp_path / "demo")
     run([str(installed / "bin" / "rayapp"), "report", "demo"], tmp_path, installed)
-    assert "uPlot" in (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
+    assert "Bokeh" in (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("platform", ["ecs", "kuberay"])

@@ -4,7 +4,7 @@
     compare([one, another], "comparison.html")
 
 The report reads nothing but the run's folder, and can be written at any time: while the run trains,
-or after it has ended, stopped or failed. What is not known is "n/a".
+or after it has ended, stopped or failed. What is not known is left out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_for(run: Storage) -> None:
     """Write the report of a run that has just ended; log a warning if that fails."""
     try:
         logger.info("report in %s", write(run))
-    except (DamagedEvents, StorageError) as error:
+    except (DamagedEvents, ImportError, StorageError) as error:  # an older image may lack bokeh
         logger.warning("the report is not written: %s", error)
 
 

@@ -8,25 +8,74 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rayapp.config import KINDS, Config
 from rayapp.config.fields import IMAGES
 from rayapp.config.text import flatten
 from rayapp.observe import words
+from rayapp.observe.goodput import STARTED
+from rayapp.observe.records import EventFields
 from rayapp.observe.words import UNKNOWN
+from rayapp.order import fingerprint
 from rayapp.report.folder import ReportedRun
 
+# The parts of a fingerprint (rayapp.data.recipe) that decide which texts or images are held out.
+OF_DATA = (
+    *("files", "eval_files", "eval_fraction", "format", "kind", "columns", "version", "weights"),
+    *("chat_template", "special_tokens", "reasoning"),
+)
+TOKENIZER = "tokenizer"
 OWN = ("run.name", "run.storage")  # not compared: they differ between any two runs
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """A row of the comparison, one cell per run; `best` are the indices of the best values."""
+    """A figure of each run: one cell per run; `best` are the indices of the best values."""
 
     label: str
     cells: list[str]
     best: frozenset[int] = frozenset()
+    values: Sequence[float | str | None] = ()
+    """What the cells are sorted by."""
+
+
+@dataclass(frozen=True)
+class ComparableRuns:
+    """Runs whose losses are comparable: same data, same tokenizer."""
+
+    name: str
+    places: list[int]
+    """Indices of its runs."""
+    data: str
+    tokenizer: str
+    """Digests; empty if a plan has none."""
+
+
+def groups(runs: Sequence[ReportedRun]) -> list[ComparableRuns]:
+    """Return the groups of comparable runs, named A, B and so on, in the order of the runs.
+
+    A run without a plan is in a group of its own.
+    """
+    places: dict[tuple[str, ...], list[int]] = {}
+    for place, run in enumerate(runs):
+        key = digests(run) if run.plan.get("fingerprint") else ("", "", str(place))
+        places.setdefault(key, []).append(place)
+    return [
+        ComparableRuns(f"{number + 1}" if number > 25 else chr(ord("A") + number), own, *key[:2])
+        for number, (key, own) in enumerate(places.items())
+    ]
+
+
+def digests(run: ReportedRun) -> tuple[str, str]:
+    """Return digests of a run's data and of its tokenizer; an older plan has one for both."""
+    plan = run.plan
+    parts = plan.get("parts") or {}
+    if not parts:
+        return plan.get("fingerprint", ""), plan.get("fingerprint", "")
+    data = {name: value for name, value in parts.items() if name.split()[-1] in OF_DATA}
+    tokenizers = {str(value) for name, value in parts.items() if name.split()[-1] == TOKENIZER}
+    return fingerprint(data), " ".join(sorted(tokenizers))
 
 
 def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
@@ -71,38 +120,60 @@ def _shown(value: Any) -> str:
 
 
 def results(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
-    """Return the results of several runs, one row per figure."""
-    unit = runs[0].unit
+    """Return the results of several runs, one row per figure that is known of one of them."""
+    every = groups(runs)
+    rows = [
+        ComparisonRow(label, [write(value) for value in values], _best(values, prefer, of), values)
+        for label, values, write, prefer, of in _figures(runs, every)
+        if any(value is not None for value in values)
+    ]
+    if len(every) > 1:
+        named = {place: group.name for group in every for place in group.places}
+        names = [named[place] for place in range(len(runs))]
+        rows.insert(0, ComparisonRow("group", names, values=names))
+    return rows
+
+
+def _figures(
+    runs: Sequence[ReportedRun], every: Sequence[ComparableRuns]
+) -> list[tuple[str, list[Any], Any, Any, Sequence[ComparableRuns]]]:
+    """Return label, values, their format, which is better, and the groups to be compared within."""
+    unit, whole = runs[0].unit, [ComparableRuns("", list(range(len(runs))), "", "")]
     counted = [float(run.counted[-1]) if run.num_lines else None for run in runs]
+    many = f"loss-bearing {unit.many}" if unit is not IMAGES else unit.many
     per_byte = ("held-out loss per byte", [_held(run, "per_byte") for run in runs], _loss, min)
     top1 = ("top-1", [_held(run, "top1") for run in runs], words.share, max)
-    columns: list[tuple[str, list[Any], Any, Any]] = [
-        ("status", [run.status for run in runs], str, None),
-        ("parameters", [run.plan.get("parameters") for run in runs], words.amount, None),
-        ("steps", [run.step for run in runs], lambda value: words.number(value, 12), None),
-        (unit.many, counted, words.amount, None),
-        ("held-out loss", [_held(run, "loss") for run in runs], _loss, min),
-        top1 if unit is IMAGES else per_byte,
-        ("training loss", [run.last("loss") for run in runs], _loss, min),
-        (f"{unit.many}/s", [run.rate(unit.per_s) for run in runs], words.amount, max),
-        (
-            f"{unit.many}/s per worker",
-            [run.rate(unit.per_s_per_gpu) for run in runs],
-            words.amount,
-            max,
-        ),
-        ("MFU", [run.rate("mfu") for run in runs], words.share, max),
-        ("peak memory, GiB", [run.highest("peak_gib") for run in runs], words.number, min),
-        ("goodput", [(run.goodput or {}).get("step") for run in runs], words.share, max),
-        ("wall time", [run.wall_s for run in runs], words.duration, None),
-        ("cost", [run.cost_usd for run in runs], words.dollars, None),
-        ("interruptions", [len(run.interruptions) for run in runs], str, None),
-        ("steps done in vain", [run.lost_steps for run in runs], words.number, None),
-    ]
+    per_gpu = [run.rate(unit.per_s_per_gpu) for run in runs]
+    commits = [started(run).get("commit") for run in runs]
     return [
-        ComparisonRow(label, [write(value) for value in values], _best(values, prefer))
-        for label, values, write, prefer in columns
+        ("status", [run.status for run in runs], str, None, whole),
+        ("held-out loss", [_held(run, "loss") for run in runs], _loss, min, every),
+        (*(top1 if unit is IMAGES else per_byte), every),
+        ("training loss", [run.recent("loss") for run in runs], _loss, min, every),
+        ("steps", [run.step for run in runs], _whole, None, whole),
+        (many, counted, words.amount, None, whole),
+        (f"{unit.many}/s", [run.rate(unit.per_s) for run in runs], words.amount, max, whole),
+        (f"{unit.many}/s per worker", per_gpu, words.amount, max, whole),
+        ("MFU", [run.rate("mfu") for run in runs], words.share, max, whole),
+        ("memory, GiB", [run.highest("peak_gib") for run in runs], words.number, min, whole),
+        ("goodput", [(run.goodput or {}).get("step") for run in runs], words.share, max, whole),
+        ("time", [run.wall_s for run in runs], words.duration, None, whole),
+        ("cost", [run.cost_usd for run in runs], words.dollars, None, whole),
+        ("parameters", [run.plan.get("parameters") for run in runs], words.amount, None, whole),
+        ("interruptions", [len(run.interruptions) for run in runs], str, None, whole),
+        ("lost steps", [run.lost_steps for run in runs], _whole, None, whole),
+        ("git commit", commits, lambda value: value or UNKNOWN, None, whole),
     ]
+
+
+def started(run: ReportedRun) -> EventFields:
+    """Return the fields of the newest command that has told of itself; empty if none has."""
+    told = [event for event in run.events if event["event"] == STARTED and event.get("command")]
+    return told[-1] if told else cast(EventFields, {})
+
+
+def _whole(value: float | None) -> str:
+    return words.number(value, 12)
 
 
 def _held(run: ReportedRun, name: str) -> float | None:
@@ -113,9 +184,17 @@ def _loss(value: float | None) -> str:
     return words.fixed(value, 4)
 
 
-def _best(values: Sequence[float | None], prefer: Any) -> frozenset[int]:
-    """Return the indices of the best value; none if all are equal or no value counts as better."""
-    known = [value for value in values if value is not None]
-    if prefer is None or len(known) < 2 or len(set(known)) == 1:
-        return frozenset()
-    return frozenset(place for place, value in enumerate(values) if value == prefer(known))
+def _best(
+    values: Sequence[float | None], prefer: Any, every: Sequence[ComparableRuns]
+) -> frozenset[int]:
+    """Return the indices of the best value of each group.
+
+    A group has none if all are equal, or no value counts as better.
+    """
+    best = set()
+    for group in every:
+        known = {place: value for place in group.places if (value := values[place]) is not None}
+        if prefer is not None and len(set(known.values())) > 1:
+            first = prefer(known.values())
+            best |= {place for place, value in known.items() if value == first}
+    return frozenset(best)

@@ -2,9 +2,10 @@
 
     columns = Columns.read(run, NAMES).columns()
     kept = thin([columns["loss"]], buckets=600)
-    smooth(columns["loss"])[kept]
+    means([columns["loss"]], [columns["step"]], buckets=600)
 
-A long run is drawn as the lowest and the highest point of each bucket of steps, which keeps spikes.
+A long run is drawn as the lowest and the highest point of each bucket of steps, which keeps spikes,
+with the means of the buckets, which the page smooths.
 """
 
 from __future__ import annotations
@@ -49,6 +50,32 @@ def thin(columns: Sequence[Array], buckets: int = BUCKETS) -> np.ndarray[Any, np
             if not np.isnan(part).all():
                 kept |= {int(start + np.nanargmin(part)), int(start + np.nanargmax(part))}
     return np.array(sorted(kept), np.intp)
+
+
+def means(
+    averaged: Sequence[Array], placed: Sequence[Array], buckets: int = BUCKETS
+) -> tuple[list[Array], list[Array]]:
+    """Return the mean of each bucket of the columns `averaged`, and of `placed` the middle value.
+
+    At up to 2 x `buckets` values each is a bucket. A bucket without a known value is NaN.
+
+    >>> values = np.array([1.0, np.nan, 3.0, 4.0, 6.0, np.nan])
+    >>> [each.tolist() for each, in means([values], [np.arange(6.0)], buckets=2)]
+    [[2.0, 5.0], [1.0, 4.0]]
+    """
+    count = len(placed[0])
+    if count <= 2 * buckets:
+        return list(averaged), list(placed)
+    edges = np.linspace(0, count, buckets + 1).astype(int)
+    found = []
+    for column in averaged:
+        known = ~np.isnan(column)
+        sums = np.add.reduceat(np.where(known, column, 0.0), edges[:-1])
+        counts = np.add.reduceat(known.astype(np.float64), edges[:-1])
+        with np.errstate(invalid="ignore"):
+            found.append(sums / counts)
+    middles = (edges[:-1] + edges[1:] - 1) // 2
+    return found, [column[middles] for column in placed]
 
 
 def window_of(count: int) -> int:

@@ -7,7 +7,7 @@ run.status, run.columns["loss"], run.account
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
@@ -17,7 +17,7 @@ import yaml
 
 from rayapp.config import parse_yaml
 from rayapp.config.fields import IMAGES, TOKENS, Unit
-from rayapp.observe import attempt_logs
+from rayapp.observe import attempt_logs, metrics, segments
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.goodput import Account, commands, read_events
@@ -31,9 +31,10 @@ from rayapp.observe.records import (
     Validation,
 )
 from rayapp.observe.run_folder import CONFIG
-from rayapp.report.curves import NAMES
+from rayapp.report.curves import NAMES, window_of
 from rayapp.storage import Storage
 
+OWN_METRICS = b'"eval_metrics": {'
 WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
 
 
@@ -55,6 +56,8 @@ class Held:
     """Nats per UTF-8 byte, of a language model."""
     top1: float | None = None
     top5: float | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """The user's own (eval.metrics), by name."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,16 @@ class ReportedRun:
         column = self.columns[name]
         return None if not len(column) or np.isnan(column[-1]) else float(column[-1])
 
+    @property
+    def num_recent(self) -> int:
+        """Number of steps that are recent: 2 % of the run, but 10 at least."""
+        return min(self.num_lines, max(10, window_of(self.num_lines)))
+
+    def recent(self, name: str) -> float | None:
+        """Return the mean of a field over the last steps; None if none of them has it."""
+        column = self.columns[name][-self.num_recent :] if self.num_lines else np.array([])
+        return None if not len(column) or np.isnan(column).all() else float(np.nanmean(column))
+
     def highest(self, name: str) -> float | None:
         """Return a field's highest value; None if no step has it."""
         column = self.columns[name]
@@ -237,7 +250,11 @@ def read(storage: Storage) -> ReportedRun:
         events=events,
         account=now.account if events and now.account.wall_s > 0 else None,
         columns=columns,
-        held=held_out(_evaluated(columns), statuses.read_validations(storage), current),
+        held=held_out(
+            _evaluated(columns, _own_metrics(storage) if _has_own_metrics(config) else {}),
+            statuses.read_validations(storage),
+            current,
+        ),
     )
 
 
@@ -255,12 +272,30 @@ def held_out(
         loss = line.get("eval_loss")
         if step is not None and loss is not None:
             shares = line.get("eval_top1"), line.get("eval_top5")
-            by_step[step] = Held(step, loss, line.get("eval_loss_per_byte"), *shares)
+            own = line.get("eval_metrics") or {}
+            by_step[step] = Held(step, loss, line.get("eval_loss_per_byte"), *shares, own)
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _evaluated(columns: dict[str, Array]) -> list[Evaluated]:
-    """Return the evaluations that training has written to metrics.jsonl."""
+def _has_own_metrics(config: Sections) -> bool:
+    return bool(config.get("eval", {}).get("metrics"))
+
+
+def _own_metrics(storage: Storage) -> dict[int, dict[str, float | None]]:
+    """Return the figures of eval.metrics in metrics.jsonl by step; other lines are not parsed."""
+    found = {}
+    for _, data in segments.blocks(storage):
+        for text in data.splitlines():
+            line = metrics.parsed(text) if OWN_METRICS in text else None
+            if line is not None:
+                found[line["step"]] = line.get("eval_metrics") or {}
+    return found
+
+
+def _evaluated(
+    columns: dict[str, Array], own: dict[int, dict[str, float | None]]
+) -> list[Evaluated]:
+    """Return the evaluations that training has written to metrics.jsonl; `own` of eval.metrics."""
     known = ~np.isnan(columns["eval_loss"])
     names = ("step", "eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
     rows = zip(*(columns[name][known].tolist() for name in names), strict=True)
@@ -271,6 +306,7 @@ def _evaluated(columns: dict[str, Array]) -> list[Evaluated]:
             eval_loss_per_byte=_known(per_byte),
             eval_top1=_known(top1),
             eval_top5=_known(top5),
+            eval_metrics=own.get(int(step)),
         )
         for step, loss, per_byte, top1, top5 in rows
     ]

@@ -1,8 +1,8 @@
 """Render the report: one HTML file that loads nothing else.
 
 Text that a run has written is escaped everywhere (Jinja2's autoescape, and JSON without `<`). In
-addition, the page's Content-Security-Policy allows only the page's own scripts and styles, by their
-SHA-256 digests, and no connections.
+addition, the page's Content-Security-Policy allows only the page's own scripts, by their SHA-256
+digests, and no connections. Styles are not named by digest: BokehJS makes some as it draws.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from markupsafe import Markup
 
 from rayapp.observe import words
 from rayapp.observe.run_folder import METRICS
-from rayapp.report import charts, comparison, tables, timeline
+from rayapp.report import charts, comparison, provenance, tables, timeline
+from rayapp.report.chart import Chart
 from rayapp.report.curves import BUCKETS
 from rayapp.report.folder import ReportedRun
 
-HERE = Path(__file__).parent
-STYLES = ("vendor/uPlot.min.css", "page/page.css")
-SCRIPTS = ("vendor/uPlot.iife.min.js", "page/page.js")
+PAGE = Path(__file__).parent / "page"
+STYLES = ("page.css",)
+SCRIPTS = ("text.js", "curve.js", "page.js")
 
 
 def run_page(run: ReportedRun) -> bytes:
@@ -49,7 +50,8 @@ def run_page(run: ReportedRun) -> bytes:
             for stretch in stretches
         ],
         goodput=tables.goodput(run),
-        planned=tables.planned(run),
+        planned=(planned := tables.planned(run)),
+        measured=[[label, value] for label, _, value, *_ in planned if value],
         interruptions=tables.interruptions(run),
         data_facts=tables.data_facts(run),
         lengths=tables.lengths(data["train"]["lengths"]) if "train" in data else [],
@@ -61,7 +63,9 @@ def run_page(run: ReportedRun) -> bytes:
         sources=tables.sources(run),
         samples=run.result.get("samples") or [],
         settings=comparison.settings(run),
-        environment=tables.environment(run),
+        environment=provenance.environment(run),
+        repeat=provenance.repeat(run),
+        commit=comparison.started(run).get("commit") or "",
     )
 
 
@@ -75,14 +79,17 @@ def comparison_page(runs: Sequence[ReportedRun]) -> bytes:
         results=comparison.results(runs),
         differing=comparison.differing(runs),
         goodput=[(run, tables.goodput(run)) for run in runs],
-        folders=[[run.name, run.url] for run in runs],
+        groups=comparison.groups(runs),
+        repeats=[(run, provenance.repeat(run)) for run in runs],
     )
 
 
-def _page(
-    name: str, of: Sequence[ReportedRun], drawn: Sequence[charts.Chart], **values: Any
-) -> bytes:
-    styles, scripts = _texts(STYLES), _texts(SCRIPTS)
+def _page(name: str, of: Sequence[ReportedRun], drawn: Sequence[Chart], **values: Any) -> bytes:
+    from rayapp.report import figures  # bokeh takes a second to import
+
+    styles = [_text(PAGE / each, "</style") for each in STYLES]
+    sources = [figures.SCRIPT] if drawn else []
+    scripts = [_text(each, "</script") for each in [*sources, *(PAGE / own for own in SCRIPTS)]]
     text = (
         _environment()
         .get_template(name)
@@ -90,14 +97,18 @@ def _page(
             charts=drawn,
             unit=of[0].unit,
             data={
-                "charts": [chart.spec() for chart in drawn if not chart.empty],
+                "charts": [chart.spec() for chart in drawn],
                 "unit": of[0].unit.many,
+                "steps": max((run.num_lines for run in of), default=0),
+                "name": "comparison" if len(of) > 1 else of[0].name,
+                **figures.document(drawn),
             },
             styles=styles,
             scripts=scripts,
-            policy=_policy(styles, scripts),
+            policy=_policy(scripts),
             thinned=_thinned(of),
             version=version("rayapp"),
+            bokeh=figures.VERSION,
             written=words.moment(time.time()),
             **values,
         )
@@ -116,31 +127,28 @@ def _thinned(runs: Sequence[ReportedRun]) -> str:
     )
 
 
-def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Return a Content-Security-Policy that allows these styles and scripts, and data: images."""
-
-    def sources(texts: Sequence[str]) -> str:
-        digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-
+def _policy(scripts: Sequence[str]) -> str:
+    """Return a Content-Security-Policy that allows these scripts, own styles, and data: images."""
+    digests = (hashlib.sha256(text.encode()).digest() for text in scripts)
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
-        f"default-src 'none'; script-src {sources(scripts)}; style-src {sources(styles)}; "
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
 @cache
-def _texts(names: Sequence[str]) -> tuple[Markup, ...]:
-    """Return files of the package to embed in <style> and <script>; none may hold a closing tag."""
-    texts = tuple(Markup((HERE / name).read_text(encoding="utf-8").strip()) for name in names)
-    assert not any("</s" in text.lower() for text in texts), "a part would end its own element"
-    return texts
+def _text(path: Path, end: str) -> Markup:
+    """Return a file to embed in an element, which must not hold the element's closing tag."""
+    text = path.read_text(encoding="utf-8").strip()
+    assert end not in text.lower() and "<!--" not in text, f"{path} would end its own element"
+    return Markup(text)
 
 
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(HERE / "page"),
+        loader=FileSystemLoader(PAGE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

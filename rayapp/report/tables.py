@@ -1,4 +1,4 @@
-"""The figures and tables of a report, as text; what is not known is "n/a".
+"""The figures and tables of a report, as text; figures and rows that are not known are left out.
 
 headline(run)[0]                # Figure("held-out loss", "3.2014", "nats per token")
 """
@@ -6,13 +6,11 @@ headline(run)[0]                # Figure("held-out loss", "3.2014", "nats per to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from rayapp.config.fields import IMAGES
 from rayapp.data.report import DataReport
 from rayapp.observe import words
-from rayapp.observe.goodput import ENDED, WORKERS
-from rayapp.observe.records import EventFields, band_of
+from rayapp.observe.records import band_of
 from rayapp.observe.run_folder import DONE
 from rayapp.observe.words import UNKNOWN
 from rayapp.report.folder import ReportedRun
@@ -52,17 +50,22 @@ class TableBar:
 
 
 def headline(run: ReportedRun) -> list[Figure]:
-    """Return the figures at the top of a run's page."""
+    """Return the figures at the top of a run's page that are known."""
+    return [figure for figure in _headline(run) if figure.value != UNKNOWN]
+
+
+def _headline(run: ReportedRun) -> list[Figure]:
     rate = None if run.account is None else run.account.usd_per_hour
     price = f"{words.dollars(rate)} per hour" if rate else "no price is known"
     total = run.plan.get("steps")
-    per_byte, per_worker = run.last("loss_per_byte"), run.rate(run.unit.per_s_per_gpu)
+    per_byte, per_worker = run.recent("loss_per_byte"), run.rate(run.unit.per_s_per_gpu)
+    recent = f"mean of the last {run.num_recent:,} steps"
     return [
         *_held_figures(run),
         Figure(
             "Training loss",
-            words.fixed(run.last("loss"), 4),
-            "" if per_byte is None else f"{words.fixed(per_byte, 4)} nats per byte",
+            words.fixed(run.recent("loss"), 4),
+            recent if per_byte is None else f"{words.fixed(per_byte, 4)} per byte; {recent}",
         ),
         Figure(
             f"{run.unit.many.capitalize()}/s",
@@ -74,8 +77,13 @@ def headline(run: ReportedRun) -> list[Figure]:
         Figure("Cost", words.dollars(run.cost_usd), _usd_per_1m(run) or price),
         Figure(
             "Steps",
-            words.number(run.step, 12),
-            (f"of {total:,}; " if total else "") + words.duration(run.wall_s),
+            words.number(run.step or None, 12),
+            "; ".join(
+                [
+                    *([f"of {total:,}"] if total else []),
+                    *([words.duration(run.wall_s)] if run.wall_s is not None else []),
+                ]
+            ),
         ),
     ]
 
@@ -87,7 +95,7 @@ def _held_figures(run: ReportedRun) -> list[Figure]:
     if run.unit is IMAGES:
         top1 = words.share(held.top1 if held else None)
         detail = f"top-5 {words.share(held.top5)}, step {held.step:,}" if held else ""
-        return [Figure("Top-1", top1, detail), Figure("Held-out loss", loss)]
+        return [Figure("Top-1", top1, detail), Figure("Held-out loss", loss, "nats per image")]
     detail = f"{words.fixed(held.per_byte, 4)} per byte, step {held.step:,}" if held else ""
     return [Figure("Held-out loss", loss, detail)]
 
@@ -121,7 +129,10 @@ def subtitle(run: ReportedRun) -> str:
 
 
 def planned(run: ReportedRun) -> list[list[str]]:
-    """Return planned against measured figures: name, plan, measured, ratio, verdict, band."""
+    """Return planned against measured figures: name, plan, measured, ratio, verdict, band.
+
+    What was neither planned nor measured is left out.
+    """
     measured = {
         "peak_gib": run.highest("peak_gib"),
         "step_s": _typical_step_s(run),
@@ -137,34 +148,37 @@ def planned(run: ReportedRun) -> list[list[str]]:
         run.unit.per_s: f"{run.unit.many}/s",
         run.unit.per_s_per_gpu: f"{run.unit.many}/s per worker",
         "mfu": "MFU, 0-1",
-        "hours": "hours, all told",
+        "hours": "hours of the whole run",
         "cost_usd": "cost, USD",
     }
     rows = []
     for name, label in names.items():
         band, value = band_of(run.plan, name), measured[name]
         if band is None:
-            rows.append([label, UNKNOWN, words.number(value), "", "", ""])
+            if value is not None:
+                rows.append([label, "", words.number(value), "", "", ""])
             continue
         ratio = "" if value is None or not band["value"] else f"{value / band['value']:.2f}"
         verdict = ""
         if value is not None:
             inside = band["low"] <= value <= band["high"]
             verdict = "within" if inside else ("below" if value < band["low"] else "above")
-        both = [words.number(band["value"]), words.number(value)]
+        both = [words.number(band["value"]), "" if value is None else words.number(value)]
         width = f"{words.number(band['low'])} to {words.number(band['high'])}"
         rows.append([label, *both, ratio, verdict, width])
-    return [*rows, _calibrated(run)]
+    return [*rows, *_calibrated(run)]
 
 
-def _calibrated(run: ReportedRun) -> list[str]:
+def _calibrated(run: ReportedRun) -> list[list[str]]:
     """Return the row of the step time: predicted from the first ten steps, and measured after."""
     seconds = run.result.get("step_s")
     foretold_s = seconds["calibrated"] if seconds else None
     rest_s = seconds["measured"] if seconds else None
-    ratio = f"{rest_s / foretold_s:.2f}" if foretold_s and rest_s else ""
+    if foretold_s is None or rest_s is None:
+        return []
+    ratio = f"{rest_s / foretold_s:.2f}" if foretold_s else ""
     label = "step, s, predicted by its first ten"
-    return [label, words.number(foretold_s), words.number(rest_s), ratio, "", ""]
+    return [[label, words.number(foretold_s), words.number(rest_s), ratio, "", ""]]
 
 
 def _typical_step_s(run: ReportedRun) -> float | None:
@@ -174,16 +188,17 @@ def _typical_step_s(run: ReportedRun) -> float | None:
 
 
 def goodput(run: ReportedRun) -> list[TableBar]:
-    """Return each cause's share of the wall time, with its duration and cost."""
+    """Return the share of each cause that took time, with its duration and cost."""
     shares = run.goodput or {}
     bars = []
     for cause, label in {**CAUSES, **{name: name for name in shares if name not in CAUSES}}.items():
-        if cause not in shares:
+        value = shares.get(cause, 0.0)
+        if not value:
             continue
-        value = shares[cause]
         time = None if run.wall_s is None else value * run.wall_s
         cost = None if run.cost_usd is None else value * run.cost_usd
-        cells = [words.share(value), words.duration(time), words.dollars(cost)]
+        cells = [words.share(value), words.duration(time)]
+        cells += [] if cost is None else [words.dollars(cost)]
         bars.append(TableBar(label, value, value / max(shares.values()), cells, cause))
     return bars
 
@@ -304,30 +319,3 @@ def sources(run: ReportedRun) -> list[list[str]]:
         ]
         for path, part in parts.items()
     ]
-
-
-def environment(run: ReportedRun) -> list[tuple[str, str]]:
-    """Return the run's folder, versions, machines, price and times, by label."""
-    first = cast(EventFields, run.events[0] if run.events else {})
-    began = run.events[0]["time"] if run.events else None
-    last: EventFields = next(
-        (e for e in reversed(run.events) if e["event"] == WORKERS), cast(EventFields, {})
-    )
-    machines = run.config.get("cluster", {}).get("instance") or last.get("instance")
-    attempts = int(run.last("attempt") or 0)
-    rate = run.account.usd_per_hour if run.account else None
-    ended = [event["time"] for event in run.events if event["event"] == ENDED]
-    rows = [
-        ("folder", run.url),
-        *((name, text) for name, text in run.versions.items()),
-        ("instance", str(machines) if machines else UNKNOWN),
-        ("nodes", words.number(last.get("nodes"), 12)),
-        ("workers", words.number(run.last("workers"), 12)),
-        ("attempts", words.number(attempts or None, 12)),
-        ("price", UNKNOWN if rate is None else f"{words.dollars(rate)} per hour"),
-        ("first command on", str(first.get("host") or UNKNOWN)),
-        ("first command at", words.moment(began)),
-        ("ended at", words.moment(ended[-1] if ended and run.result else None)),
-        ("data fingerprint", str(run.plan.get("fingerprint", UNKNOWN))),
-    ]
-    return rows
