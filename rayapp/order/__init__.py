@@ -22,7 +22,7 @@ from rayapp.order.bijection import permutation
 from rayapp.order.digest import combine, differences, fingerprint, row_digest
 from rayapp.order.sequence import EMPTY, Cursor, Order
 from rayapp.order.shares import mixture
-from rayapp.order.windows import visits, window_of
+from rayapp.order.windows import shuffled, visits, window_of
 
 __all__ = [
     "EMPTY",
@@ -34,6 +34,7 @@ __all__ = [
     "mixture",
     "permutation",
     "row_digest",
+    "shuffled",
     "visits",
     "window_of",
 ]

@@ -41,6 +41,11 @@ def window_of(sizes: Sequence[int], window_size: int) -> Ints:
     return chosen
 
 
+def shuffled(size: int, window: int) -> Ints:
+    """Return the documents of a window in the order in which they are packed: [size]."""
+    return permute(np.arange(size), size, round_keys("documents", 0, window))
+
+
 def visits(num_windows: int, seed: int) -> list[int]:
     """Return the windows in the order in which the first epoch visits them.
 
