@@ -36,9 +36,23 @@ ROWS = (
     Mutation(
         "epochs-of-a-mixture-alike",
         SEQUENCE,
-        "ids[slots] = first + permutation(places, size, self.seed, epoch)",
-        "ids[slots] = first + permutation(places, size, self.seed, 0)",
+        "ids[slots] = first + self._epoch_rows(source, places, size, epoch)",
+        "ids[slots] = first + self._epoch_rows(source, places, size, 1)",
         OF_ORDER,
+    ),
+    Mutation(
+        "rows-of-a-window-that-is-not-known",
+        SEQUENCE,
+        "if self.more and len(positions) and positions[-1] >= self.num_rows:",
+        "if False:",
+        "tests/test_order_windows.py",
+    ),
+    Mutation(
+        "windows-of-neighbours",
+        "rayapp/order/windows.py",
+        "count = max(1, min(len(sizes), -(-sum(sizes) // window_size)))",
+        "count = 1",
+        "tests/test_order_windows.py",
     ),
     Mutation(
         "last-step-is-filled-up",

@@ -165,13 +165,22 @@ def pack(
 
 
 def lay_out(
-    num_tokens: Ints, seq_len: int, *, best_fit: bool = True, truncate: bool = False
+    num_tokens: Ints,
+    seq_len: int,
+    *,
+    best_fit: bool = True,
+    truncate: bool = False,
+    firsts: Ints | None = None,
 ) -> RowLayout:
-    """Choose the rows of documents of these lengths, [D]; see `pack`."""
+    """Choose the rows of documents of these lengths, [D]; see `pack`.
+
+    `firsts` are the first tokens of the documents, by default those of documents end to end.
+    """
     row_dtype(seq_len)  # refuses a length that no row can have
     num_positions = np.maximum(num_tokens - 1, 0)  # [D]
     kept = np.minimum(num_positions, seq_len) if truncate else num_positions  # [D]
-    starts, lengths = _cut(np.cumsum(num_tokens) - num_tokens, kept, seq_len)  # [P], [P]
+    firsts = np.cumsum(num_tokens) - num_tokens if firsts is None else firsts  # [D]
+    starts, lengths = _cut(firsts, kept, seq_len)  # [P], [P]
     row_of = _best_fit(lengths, seq_len) if best_fit else np.arange(len(lengths))  # [P]
     by_row = np.argsort(row_of, kind="stable")  # [P], ascending pieces within a row
     return RowLayout(

@@ -9,6 +9,9 @@ one shard per split, then a small JSON summary, which marks the unit as done. Al
 and their content depends on the recipe only: the next run completes an interrupted preparation, and
 two runs that prepare at once write the same bytes. The manifest, which names every shard, is
 written last.
+
+In a recipe with window_bytes a unit is a window (rayapp.data.windows): its tokens are made by tasks
+of their own, which all come before the one that packs it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +33,7 @@ from rayapp.data import sources
 from rayapp.data.prepared import (
     BLOCKS,
     MAX_EXAMPLES,
-    OF_MIXTURES,
+    NOT_STORED,
     SPLITS,
     USED,
     Prepared,
@@ -64,30 +67,90 @@ def prepare(
     Raises:
         SourceError: the data cannot be read, or a part of them ends every process that reads it.
     """
+    assert recipe.window_bytes is None, "rayapp.data.windows prepares windows"
     storage = root / recipe.fingerprint
     storage.write(USED, b"")
     found = load(storage)
     if found is not None:
         return found
-    jobs = [("train", unit) for unit in sources.units(recipe.source, _fraction(recipe))]
-    if recipe.eval_source is not None:
-        jobs += [("eval", unit) for unit in sources.units(recipe.eval_source, 1.0)]
+    jobs = jobs_of(recipe)
     total = sum(unit.num_bytes for _, unit in jobs)
-    whole = _whole_units(storage, len(jobs), recipe.seq_len)
+    whole = whole_units(storage, len(jobs), recipe.seq_len)
     missing = [index for index in range(len(jobs)) if index not in whole]
     finished = total - sum(jobs[i][1].num_bytes for i in missing)
-    for index in _run_units(recipe, root.url, jobs, missing, concurrency):
-        finished += jobs[index][1].num_bytes
+    if missing:  # two runs at once begin at other units
+        first = int.from_bytes(os.urandom(4)) % len(missing)
+        missing = missing[first:] + missing[:first]
+    tasks = [UnitTask(index, *jobs[index]) for index in missing]
+    for task in run_tasks(recipe, root.url, tasks, concurrency):
+        finished += task.unit.num_bytes
         if progress:
             progress(finished, total)
-    whole = _whole_units(storage, len(jobs), recipe.seq_len)
+    whole = whole_units(storage, len(jobs), recipe.seq_len)
     assert len(whole) == len(jobs), f"shards in {storage.url} changed while they were being made"
-    merged = _merge(recipe, storage, [whole[index] for index in range(len(jobs))])
-    manifest = {name: value for name, value in vars(merged).items() if name not in OF_MIXTURES}
+    merged = merge(recipe, storage, dict(sorted(whole.items())))
+    manifest = {name: value for name, value in vars(merged).items() if name not in NOT_STORED}
     storage.write("manifest.json", json.dumps(manifest, indent=1).encode())
     loaded = load(storage)
     assert loaded is not None, f"{storage.url}/manifest.json does not match the shards just written"
     return loaded
+
+
+Job = tuple[str, sources.ReadUnit]  # `train` or `eval`, and a unit of that source
+
+
+@dataclass(frozen=True)
+class UnitTask:
+    """What a Ray task does."""
+
+    index: int
+    """Of the unit."""
+    origin: str
+    """`train` or `eval`."""
+    unit: sources.ReadUnit
+    """The unit, or a part of its blocks."""
+    packs: bool = True
+    """It writes the rows of a unit; else it makes tokens alone."""
+
+    def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
+        """Do it; rows go to `folder` of the URL."""
+        if self.packs:
+            prepare_unit(recipe, url, folder, self.origin, self.index, self.unit)
+        else:
+            tokenise_unit(recipe, url, self.origin, self.unit)
+
+
+def jobs_of(recipe: RowRecipe) -> list[Job]:
+    """Return the units of a recipe in the order of their numbers."""
+    fraction = _fraction(recipe)
+    if recipe.window_bytes is None:
+        units = sources.units(recipe.source, fraction)
+    else:
+        units = sources.windows(recipe.source, fraction, recipe.window_bytes)
+    jobs = [("train", unit) for unit in units]
+    if recipe.eval_source is not None:
+        jobs += [("eval", unit) for unit in sources.units(recipe.eval_source, 1.0)]
+    return jobs
+
+
+def tokenise_unit(recipe: RowRecipe, root: str, origin: str, unit: sources.ReadUnit) -> None:
+    """Make the blocks of tokens of a unit that are missing, in the URL `root`.
+
+    Raises:
+        SourceError: a file is not of its format, so that the rest cannot be read.
+    """
+    source, store = _source_and_store(recipe, root, origin)
+    for block in unit.blocks:
+        key, pieces = sources.content_key(source, block.pieces)
+        store.make(key, partial(tokenised, recipe, source, pieces))
+
+
+def _source_and_store(
+    recipe: RowRecipe, root: str, origin: str
+) -> tuple[sources.DataSource, TokenStore]:
+    source = recipe.source if origin == "train" else recipe.eval_source
+    assert source is not None
+    return source, TokenStore(open_storage(root) / FOLDER / recipe.tokens_key(source))
 
 
 def prepare_unit(
@@ -103,10 +166,9 @@ def prepare_unit(
         SourceError: a file is not of its format, so that the rest cannot be read.
     """
     storage = open_storage(root) / folder
-    source = recipe.source if origin == "train" else recipe.eval_source
-    assert source is not None
-    store = TokenStore(open_storage(root) / FOLDER / recipe.tokens_key(source))
+    source, store = _source_and_store(recipe, root, origin)
     fraction = _fraction(recipe) if origin == "train" else 1.0
+    evaluated = origin == "eval" or recipe.window_bytes is None or index == 0
     account = UnitAccount(source)
     with ExitStack() as stack:
         rows = UnitRows(recipe, storage, index, stack)
@@ -118,12 +180,14 @@ def prepare_unit(
                 account.add(piece, record)
                 if record.document is not None:
                     held_out = sources.is_eval(piece, record.drawn, fraction)
-                    rows.add("eval" if held_out else "train", record.document, piece.is_stream)
+                    if evaluated or not held_out:
+                        split = "eval" if held_out else "train"
+                        rows.add(split, record.document, piece.is_stream)
         rows.flush()
     storage.write(_hashes_name(index), bytes(rows.hashes))
     counts = {split: summed(counts) for split, counts in rows.counts.items()}
     summary = account.summary(counts, rows.shards)
-    storage.write(_unit_name(index), json.dumps(summary).encode())
+    storage.write(unit_name(index), json.dumps(summary).encode())
 
 
 def _taken(
@@ -144,7 +208,7 @@ def _fraction(recipe: RowRecipe) -> float:
     return 0.0 if recipe.eval_source is not None else recipe.eval_fraction
 
 
-def _unit_name(index: int) -> str:
+def unit_name(index: int) -> str:
     return f"unit-{index:05d}.json"
 
 
@@ -152,15 +216,11 @@ def _hashes_name(index: int) -> str:
     return f"hashes-{index:05d}.bin"
 
 
-def _run_units(
-    recipe: RowRecipe,
-    url: str,
-    jobs: list[tuple[str, sources.ReadUnit]],
-    missing: list[int],
-    concurrency: int | None,
-) -> Iterator[int]:
-    """Run the missing units as Ray Data tasks and yield their numbers as they end."""
-    if not missing:
+def run_tasks(
+    recipe: RowRecipe, url: str, tasks: list[UnitTask], concurrency: int | None
+) -> Iterator[UnitTask]:
+    """Run tasks by Ray Data, which begins them in their order, and yield them as they end."""
+    if not tasks:
         return
     import ray.data
 
@@ -173,23 +233,22 @@ def _run_units(
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         if _attempts() >= MAX_ATTEMPTS:  # Ray itself retries without limit
-            return {"index": row["index"], "problem": LOST}
-        origin, unit = pickle.loads(row["job"])
+            return {"number": row["number"], "problem": LOST}
+        task: UnitTask = pickle.loads(row["task"])
         try:
-            prepare_unit(light, url, recipe.fingerprint, origin, row["index"], unit)
+            task.run(light, url, recipe.fingerprint)
         except sources.SourceError as error:  # Ray Data would wrap it
-            return {"index": row["index"], "problem": str(error)}
-        return {"index": row["index"], "problem": ""}
+            return {"number": row["number"], "problem": str(error)}
+        return {"number": row["number"], "problem": ""}
 
-    first = int.from_bytes(os.urandom(4)) % len(missing)  # two runs at once begin at other units
-    order = missing[first:] + missing[:first]
-    items = [{"index": index, "job": pickle.dumps(jobs[index])} for index in order]
+    items = [{"number": n, "task": pickle.dumps(task)} for n, task in enumerate(tasks)]
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
     for row in dataset.map(work, concurrency=concurrency).iter_rows():
+        task = tasks[row["number"]]
         if row["problem"]:
-            lost = _lost(recipe, *jobs[row["index"]])
+            lost = _lost(recipe, task.origin, task.unit)
             raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
-        yield int(row["index"])
+        yield task
 
 
 def _attempts() -> int:
@@ -220,12 +279,16 @@ def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
     )
 
 
-def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Prepared:
+def merge(recipe: RowRecipe, storage: Storage, units: dict[int, UnitSummary]) -> Prepared:
+    """Return the data set of units by their numbers, whose rows follow one another in this order.
+
+    Write which blocks of tokens they came from.
+    """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for unit in units:
+    for unit in units.values():
         for split in SPLITS:
             if split in unit["shards"]:
                 shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
@@ -233,9 +296,9 @@ def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Pre
         notes.update(unit.get("notes", {}))
         for place, why in unit["examples"]:
             examples.setdefault(why, place)
-    blocks = {name for unit in units for name in unit.get("blocks", [])}
+    blocks = {name for unit in units.values() for name in unit.get("blocks", [])}
     storage.write(BLOCKS, "".join(f"{name}\n" for name in sorted(blocks)).encode())
-    hashes = (storage.read(_hashes_name(index)) for index in range(len(units)))
+    hashes = (storage.read(_hashes_name(index)) for index in units)
     duplicates = duplicate_share(np.frombuffer(data, np.uint64) for data in hashes)
     return Prepared(
         url=storage.url,
@@ -243,21 +306,21 @@ def _merge(recipe: RowRecipe, storage: Storage, units: list[UnitSummary]) -> Pre
         parts=recipe.parts(),
         seq_len=recipe.seq_len,
         shards=shards,
-        counts={s: summed(unit["counts"][s] for unit in units) for s in SPLITS},
+        counts={s: summed(unit["counts"][s] for unit in units.values()) for s in SPLITS},
         bad=dict(bad),
         examples=[(place, why) for why, place in examples.items()][:MAX_EXAMPLES],
-        records=sum(unit["records"] for unit in units),
+        records=sum(unit["records"] for unit in units.values()),
         duplicates=duplicates,
         notes=dict(notes),
     )
 
 
-def _whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSummary]:
+def whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSummary]:
     """Return, by unit, the summaries of units that are done, with shards of the right size."""
     sizes = {entry.name: entry.size for entry in storage.list()}
-    present = [index for index in range(count) if _unit_name(index) in sizes]
+    present = [index for index in range(count) if unit_name(index) in sizes]
     with ThreadPoolExecutor(READERS) as pool:
-        texts = pool.map(lambda index: storage.read(_unit_name(index)), present)
+        texts = pool.map(lambda index: storage.read(unit_name(index)), present)
         summaries = dict(zip(present, map(json.loads, texts), strict=True))
     return {
         index: summary

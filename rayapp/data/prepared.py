@@ -22,7 +22,7 @@ from rayapp.storage import Storage, open_storage
 SPLITS = ("train", "eval")
 USED = "USED"  # written anew whenever a run takes the rows; its time is that of the last use
 BLOCKS = "blocks.txt"  # the blocks of tokens that the rows were made of, below the token folder
-OF_MIXTURES = ("sizes", "weights", "sources")  # fields that no manifest has
+NOT_STORED = ("sizes", "weights", "sources", "windows", "known")  # fields that no manifest has
 MAX_EXAMPLES = 16  # reasons whose first record is named
 MAX_REASONS = 5  # reasons in one line
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
@@ -52,6 +52,32 @@ class Prepared:
     """The report of each source of a mixture, by its path."""
     notes: dict[str, int] = field(default_factory=dict)
     """Records that are used, but of which something is left out, by what it is."""
+    windows: int = 0
+    """Windows of the training rows, in the order of whose visits the shards are; 0: no windows."""
+    known: int = 0
+    """Windows that are prepared; the others follow."""
+
+    @property
+    def windows_rows(self) -> tuple[tuple[int, ...], ...]:
+        """Rows of each window that has some, of each source: `Order.windows`."""
+        if not self.windows:
+            return ()
+        found, sizes = [], iter([count for _, count in self.shards["train"]])
+        for size in self.sizes or (self.num_rows("train"),):
+            mine: list[int] = []
+            while sum(mine) < size:
+                mine.append(next(sizes))
+            found.append(tuple(mine))
+        return tuple(found)
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of an epoch; an estimate while there are windows that are not prepared."""
+        return (
+            round(self.num_rows("train") * self.windows / self.known)
+            if self.known
+            else (self.num_rows("train"))
+        )
 
     def rows(self, split: str) -> TokenRows:
         """Open the rows of `train` or `eval`."""
@@ -165,6 +191,8 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         weights=tuple(weights[path] for path in parts),
         sources={path: part.report() for path, part in parts.items()},
         notes=dict(notes),
+        windows=sum(part.windows for part in parts.values()),
+        known=sum(part.known for part in parts.values()),
     )
 
 

@@ -35,24 +35,31 @@ class RowRecipe:
     """data.reasoning."""
     special_tokens: str = "control"
     """data.special_tokens."""
+    window_bytes: int | None = None
+    """data.window_bytes."""
     version: int | None = None
     """Of the rows, where not that of this rayapp."""
 
     def parts(self) -> dict[str, object]:
         """Return the named parts of the fingerprint: if any changes, the data set is another."""
-        return self._rendering() | {
-            "files": self.source.digest(),
-            "eval_files": self.eval_source.digest() if self.eval_source else None,
-            "format": self.source.format,
-            "kind": self.kind,
-            "tokenizer": self.tokenizer_digest,
-            "pad_id": self.pad_id,
-            "seq_len": self.seq_len,
-            "pack": self.pack,
-            "truncate": self.truncate,
-            "eval_fraction": self.eval_fraction,
-            "version": self.version or VERSIONS[self.kind],
-        }
+        windows = {} if self.window_bytes is None else {"window_bytes": self.window_bytes}
+        return (
+            self._rendering()
+            | windows
+            | {
+                "files": self.source.digest(),
+                "eval_files": self.eval_source.digest() if self.eval_source else None,
+                "format": self.source.format,
+                "kind": self.kind,
+                "tokenizer": self.tokenizer_digest,
+                "pad_id": self.pad_id,
+                "seq_len": self.seq_len,
+                "pack": self.pack,
+                "truncate": self.truncate,
+                "eval_fraction": self.eval_fraction,
+                "version": self.version or VERSIONS[self.kind],
+            }
+        )
 
     def _rendering(self) -> dict[str, object]:
         template = hashlib.blake2b(self.template.encode(), digest_size=8).hexdigest()

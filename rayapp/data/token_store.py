@@ -72,6 +72,12 @@ class TokenStore:
                     out.write(sections.END)
                 return
 
+    def make(self, key: str, make: Callable[[], Iterator[TokenSection]]) -> None:
+        """Make and store a block that is missing."""
+        if not self.storage.exists(name_of(key)):
+            for _ in self.sections(key, make):
+                pass
+
     @contextmanager
     def _claimed(self, name: str) -> Iterator[bool]:
         """Claim a block; False if another has made it, or has let go of it, meanwhile."""

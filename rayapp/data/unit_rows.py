@@ -17,6 +17,7 @@ from rayapp.data.report import Counts, UnitSummary
 from rayapp.data.rows import CHECKED, with_checksums
 from rayapp.data.sections import TokenisedRecord
 from rayapp.data.spool import Spool
+from rayapp.order import shuffled
 from rayapp.storage import Storage
 
 WINDOW_TOKENS = 2**20  # of a stream that are packed at once
@@ -35,12 +36,15 @@ class UnitRows:
         self.hashes = bytearray()
         """A 64-bit hash of each training document's tokens."""
 
-    def add(self, split: str, document: Document, in_windows: bool) -> None:
-        """Add a document; a unit of any size, a stream, is packed in windows."""
+    def add(self, split: str, document: Document, is_stream: bool) -> None:
+        """Add a document; what may be of any size, a stream or a window, is packed in parts."""
         if split == "train":
             self.hashes += hashlib.blake2b(document.tokens.tobytes(), digest_size=8).digest()
         self.held[split].add(document)
-        if in_windows and sum(spool.size for spool in self.held.values()) >= WINDOW_TOKENS:
+        window_bytes = self.recipe.window_bytes
+        most = 2 * window_bytes if window_bytes else WINDOW_TOKENS
+        in_parts = is_stream or window_bytes is not None
+        if in_parts and sum(spool.size for spool in self.held.values()) >= most:
             self.flush()
 
     def flush(self) -> None:
@@ -53,7 +57,17 @@ class UnitRows:
     def _write(self, split: str, spool: Spool) -> Counts:
         """Pack a spool's documents, and write the rows in windows."""
         recipe, lengths = self.recipe, np.array(spool.lengths, np.int64)
-        layout = lay_out(lengths, recipe.seq_len, best_fit=recipe.pack, truncate=recipe.truncate)
+        firsts = np.cumsum(lengths) - lengths
+        if recipe.window_bytes is not None:
+            order = shuffled(len(lengths), self.index)
+            lengths, firsts = lengths[order], firsts[order]
+        layout = lay_out(
+            lengths,
+            recipe.seq_len,
+            best_fit=recipe.pack,
+            truncate=recipe.truncate,
+            firsts=firsts,
+        )
         if layout.num_rows and split not in self.shards:
             self.shards[split] = name = f"{split}-{self.index:05d}{CHECKED}"
             self.files[split] = self.stack.enter_context(self.storage.open_write(name))

@@ -19,6 +19,7 @@ from rayapp.data.prepared import Prepared, load, mixed, reasons
 from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
+from rayapp.data.windows import Windows
 from rayapp.finetune import growth, micro_batch, show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
@@ -142,7 +143,7 @@ def prepare_rows(
     for path, recipe in recipes.items():
         phases.begin(f"tokenising {path}", number_of_bytes(recipe.source.num_bytes))
         try:
-            made[path] = prepared = rows.prepare(recipe, root, data.workers, phases.bytes_done)
+            made[path] = prepared = _prepared(config, recipe, root, phases)
         except SourceError as error:
             problems.append(str(error))
             continue
@@ -151,6 +152,21 @@ def prepare_rows(
     if problems:
         raise ConfigError(problems)
     return _joined(config, root, made)
+
+
+def _prepared(config: Config, recipe: RowRecipe, root: Storage, phases: Phases) -> Prepared:
+    """Prepare the rows of a source; of windows, those that the run needs.
+
+    Raises:
+        SourceError: the data cannot be read.
+    """
+    workers = config.data.workers
+    if recipe.window_bytes is None:
+        return rows.prepare(recipe, root, workers, phases.bytes_done)
+    steps = None if config.data.mixture else config.train.max_steps
+    needed = None if steps is None else steps * config.rows_per_step
+    windows = Windows(recipe, root, config.run.seed, workers, phases.bytes_done)
+    return windows.prepare(needed)
 
 
 def _recipe(
@@ -174,6 +190,7 @@ def _recipe(
         template=ready.template if training else "",
         reasoning=data.reasoning if entry.kind == "chat" else "train",
         special_tokens=data.special_tokens,
+        window_bytes=data.window_bytes,
     )
 
 
@@ -226,10 +243,13 @@ def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], 
     sizes = (config.rows_per_step, config.micro_batch, seed)
     if prepared.weights:
         assert train.max_steps is not None, "the config refuses a mixture without max_steps"
-        return Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
-    if train.max_steps is None:
-        return Order.for_epochs(rows, *sizes, train.epochs or 1, stages)
-    return replace(Order.for_steps(rows, *sizes, train.max_steps), stages=stages)
+        order = Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
+    elif train.max_steps is None:
+        order = Order.for_epochs(rows, *sizes, train.epochs or 1, stages)
+    else:
+        order = replace(Order.for_steps(rows, *sizes, train.max_steps), stages=stages)
+    more = prepared.known < prepared.windows
+    return replace(order, windows=prepared.windows_rows, more=more)
 
 
 def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:
@@ -275,6 +295,6 @@ def plan_of(
         "rows_per_step": order.rows_per_step,
         "micro_batches_per_step": config.micro_batches_per_step,
         "tokens": order.num_steps * config.train.tokens_per_step,
-        "epochs": order.num_steps * order.rows_per_step / order.num_rows,
+        "epochs": order.num_steps * order.rows_per_step / prepared.epoch_rows,
         "data": prepared.report(),
     }

@@ -30,7 +30,7 @@ def plan(
     micro_batches = rows // config.micro_batch
     per_worker = order.num_micro_batches(workers)
     tokens = order.num_steps * train.tokens_per_step
-    epochs = order.num_steps * rows / order.num_rows
+    epochs = order.num_steps * rows / prepared.epoch_rows
     lora = config.model.lora
     trained = "all trained" if lora is None else f"{trainable:,} trained, {lora.name}"
     lines = {

@@ -106,7 +106,7 @@ class LanguageTrainer(Trainer):
             device=self.device,
             grad_clip=config.train.grad_clip,
             control=control,
-            rows_per_epoch=spec.order.num_rows,
+            rows_per_epoch=spec.data.epoch_rows,
             rows_per_step=spec.order.rows_per_step,
             take_sums=self.parts.lm.take_sums,
             spikes=Spikes(config.train.spike_sigmas) if watched else None,

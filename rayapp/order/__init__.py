@@ -12,7 +12,8 @@ Each (seed, epoch) has a keyed bijection of [0, num_rows), which can be evaluate
 without computing the others. Epochs follow one another in one endless sequence, steps cut it into
 equal parts, micro-batches cut a step, and ranks take micro-batches in turn. Nothing else determines
 where a row goes. So the batch of a step is the same for any number of workers and after any resume,
-and a resume costs the same at any position.
+and a resume costs the same at any position. A data set of windows has a first epoch that needs one
+window after another (rayapp.order.windows).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rayapp.order.bijection import permutation
 from rayapp.order.digest import combine, differences, fingerprint, row_digest
 from rayapp.order.sequence import EMPTY, Cursor, Order
 from rayapp.order.shares import mixture
+from rayapp.order.windows import shuffled, visits, window_of
 
 __all__ = [
     "EMPTY",
@@ -32,4 +34,7 @@ __all__ = [
     "mixture",
     "permutation",
     "row_digest",
+    "shuffled",
+    "visits",
+    "window_of",
 ]

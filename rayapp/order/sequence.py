@@ -11,6 +11,7 @@ import numpy as np
 
 from rayapp.order.bijection import MAX_ROWS, Ints, outside, permutation
 from rayapp.order.shares import mixture, shares_and_block
+from rayapp.order.windows import windowed
 
 EMPTY = -1  # the row id of a position that holds no row
 MAX_STEPS = 2**31  # also of rows per step, so that every position fits an int64
@@ -31,9 +32,9 @@ class Cursor:
     """The position of a run in its data: everything that is needed to resume there."""
 
     epoch: int
-    """Epochs completed."""
+    """Epochs completed; 0 in an order of windows, which may not know how long an epoch is."""
     row: int
-    """Rows of this epoch already consumed, in [0, num_rows)."""
+    """Rows of this epoch already consumed, in [0, num_rows); of all epochs in one of windows."""
     seed: int
     """Seed of the order."""
     fingerprint: str
@@ -75,6 +76,11 @@ class Order:
     stages: tuple[tuple[int, int], ...] = ()
     """(steps, rows) at which the run ended before it grew, where its last step was short: the rows
     after it begin a new step, so that none is lost or repeated."""
+    windows: tuple[tuple[int, ...], ...] = ()
+    """Rows of each window of each source, in the order of the visits (see rayapp.order.windows);
+    empty: the rows of a source are shuffled at once."""
+    more: bool = False
+    """Whether windows follow whose rows are not known: those that are known make `num_rows`."""
 
     def __post_init__(self) -> None:
         for name, high in {
@@ -90,6 +96,7 @@ class Order:
             raise ValueError(_not_a_divisor(self.micro_batch, self.rows_per_step))
         if self.weights:
             self._check_mixture()
+        self._check_windows()
         if self.total_rows is not None:
             if self.total_rows < 1:
                 raise ValueError(
@@ -122,6 +129,20 @@ class Order:
             raise ValueError(
                 f"total_rows={self.total_rows} is not for a mixture, whose sources end at "
                 "different times. Set total_rows=None"
+            )
+
+    def _check_windows(self) -> None:
+        sizes = self.sizes or (self.num_rows,)
+        if self.windows and tuple(map(sum, self.windows)) != sizes:
+            raise ValueError(
+                f"windows={self.windows} are not those of {sizes} rows: each source has windows of "
+                "all its rows. Set windows that sum to them"
+            )
+        if self.more and (len(self.windows) != 1 or self.total_rows is not None):
+            raise ValueError(
+                f"more={self.more} is in conflict with windows={self.windows}, "
+                f"total_rows={self.total_rows}: only the windows of one source may follow later. "
+                "Set more=False"
             )
 
     @classmethod
@@ -207,7 +228,8 @@ class Order:
         """Return the position before `step`; num_steps gives the position after the run."""
         if not 0 <= step <= self.num_steps:
             raise ValueError(outside("step", step, 0, self.num_steps))
-        epoch, row = divmod(self._position_before(step), self.num_rows)
+        position = self._position_before(step)
+        epoch, row = (0, position) if self.windows else divmod(position, self.num_rows)
         return Cursor(epoch=epoch, row=row, seed=self.seed, fingerprint=fingerprint)
 
     def step_of(self, cursor: Cursor) -> int:
@@ -221,7 +243,7 @@ class Order:
                 f"seed={cursor.seed}, and another order would repeat some and lose others. "
                 f"Set seed={cursor.seed}, or start a new run"
             )
-        if cursor.epoch < 0 or not 0 <= cursor.row < self.num_rows:
+        if cursor.epoch < 0 or not 0 <= cursor.row < (MAX_ROWS if self.windows else self.num_rows):
             raise ValueError(
                 f"cursor epoch={cursor.epoch} row={cursor.row} is out of range: an epoch has "
                 f"num_rows={self.num_rows}. Set the data back to what it was, or start a new run"
@@ -272,12 +294,23 @@ class Order:
         ids = np.full(len(positions), EMPTY, dtype=np.int64)
         if limit is not None:
             positions = positions[: np.searchsorted(positions, limit)]
+        if self.more and len(positions) and positions[-1] >= self.num_rows:
+            raise ValueError(
+                f"position {positions[-1]} has no row yet: the windows that are known have "
+                f"num_rows={self.num_rows}. Wait for the next one"
+            )
         epochs, places = np.divmod(positions, self.num_rows)
         present, starts = np.unique(epochs, return_index=True)
         bounds = [*starts.tolist(), len(positions)]
         for epoch, low, high in zip(present.tolist(), bounds, bounds[1:], strict=False):
-            ids[low:high] = permutation(places[low:high], self.num_rows, self.seed, epoch)
+            ids[low:high] = self._epoch_rows(0, places[low:high], self.num_rows, epoch)
         return ids
+
+    def _epoch_rows(self, source: int, places: Ints, size: int, epoch: int) -> Ints:
+        """Return the rows of a source at places of one of its epochs: [n] -> [n]."""
+        if self.windows and epoch == 0:
+            return windowed(places, self.windows[source], self.seed)
+        return permutation(places, size, self.seed, epoch)
 
     def _mixed_row_ids(self, positions: Ints) -> Ints:
         """Return the rows at global positions of a mixture: [n] -> [n]."""
@@ -290,7 +323,7 @@ class Order:
             for epoch in np.unique(epochs).tolist():
                 slots = here[epochs == epoch]
                 places = items[slots] - epoch * size
-                ids[slots] = first + permutation(places, size, self.seed, epoch)
+                ids[slots] = first + self._epoch_rows(source, places, size, epoch)
             first += size
         return ids
 

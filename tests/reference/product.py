@@ -95,7 +95,7 @@ def prepared(run: Run, root: Path) -> LanguageSpec:
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in {**fields, **run.overrides}.items()
     }
-    with mock.patch.object(preparation, "_run_units", _in_this_process):
+    with mock.patch.object(preparation, "run_tasks", _in_this_process):
         ready = settle(check(load(None, texts, Config), os.cpu_count(), 0), gpus=False)
         return prepare(ready, False, Console(quiet=True), Phases())
 
@@ -105,13 +105,10 @@ def iterations_in_fp32() -> Any:
     return mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor)
 
 
-def _in_this_process(
-    recipe: Any, url: str, jobs: Any, missing: list[int], concurrency: Any
-) -> Iterator[int]:
-    for index in missing:
-        origin, unit = jobs[index]
-        preparation.prepare_unit(recipe, url, recipe.fingerprint, origin, index, unit)
-        yield index
+def _in_this_process(recipe: Any, url: str, tasks: Any, concurrency: Any) -> Iterator[Any]:
+    for task in tasks:
+        task.run(recipe, url, recipe.fingerprint)
+        yield task
 
 
 def _train(rank: int, world: int, runs: list[tuple[LanguageSpec, int | None]]) -> None:

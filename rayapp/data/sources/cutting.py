@@ -8,10 +8,21 @@ from itertools import pairwise
 from rayapp.data.sources import hub
 from rayapp.data.sources.blocks import with_blocks
 from rayapp.data.sources.formats import is_stream
-from rayapp.data.sources.records import DataFile, DataSource, Piece, ReadUnit, SourceError, opened
+from rayapp.data.sources.records import (
+    Block,
+    DataFile,
+    DataSource,
+    Piece,
+    ReadUnit,
+    SourceError,
+    opened,
+)
+from rayapp.order import window_of
 
 UNIT_BYTES = 4 * 2**20
 MAX_UNITS = 4096
+PART_BYTES = 2**20  # of a window; a power of two
+MAX_PARTS = 2**17
 READERS = 16  # Parquet footers read at once
 
 
@@ -25,26 +36,62 @@ def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
         SourceError: a Parquet file is broken, or the hub has no such dataset.
     """
     unit_bytes = max(UNIT_BYTES, -(-source.num_bytes // MAX_UNITS))
-    pieces: list[tuple[Piece, int]] = []
+    pieces = _all_pieces(source, eval_fraction, unit_bytes)
+    return with_blocks(source, _grouped(pieces, unit_bytes), UNIT_BYTES)
+
+
+def windows(source: DataSource, eval_fraction: float, window_bytes: int) -> list[ReadUnit]:
+    """Cut a source into windows: units whose blocks lie in distant places (rayapp.order.windows).
+
+    Of a single plain text file, `eval` gets the last bytes that are the fraction of one window;
+    window 0 has them.
+
+    Raises:
+        SourceError: a Parquet file is broken, or the hub has no such dataset.
+    """
+    part_bytes = PART_BYTES
+    while part_bytes * MAX_PARTS < source.num_bytes:
+        part_bytes *= 2  # so that blocks change only where a source has grown to twice that
+    share = min(1.0, window_bytes / max(source.num_bytes, 1))
+    pieces = _all_pieces(source, eval_fraction, part_bytes, share)
+    sizes = dict(pieces)
+    everything = ReadUnit(0, tuple(sizes), source.num_bytes)
+    (unit,) = with_blocks(source, [everything], part_bytes)
+    found: dict[int, list[Block]] = {}
+    trained = [b for b in unit.blocks if all(p.split != "eval" for _, p in b.taken)]
+    chosen = window_of([sum(sizes[p] for _, p in b.taken) for b in trained], window_bytes)
+    of_block = dict(zip(trained, chosen.tolist(), strict=True))
+    for block in unit.blocks:
+        found.setdefault(of_block.get(block, 0), []).append(block)
+    return [_window(index, found[index], sizes) for index in sorted(found)]
+
+
+def _window(index: int, blocks: list[Block], sizes: dict[Piece, int]) -> ReadUnit:
+    pieces = tuple(dict.fromkeys(piece for block in blocks for _, piece in block.taken))
+    return ReadUnit(index, pieces, sum(sizes[piece] for piece in pieces), tuple(blocks))
+
+
+def _all_pieces(
+    source: DataSource, eval_fraction: float, unit_bytes: int, share: float = 1.0
+) -> list[tuple[Piece, int]]:
+    """Return all pieces, each with its bytes; `share` is that of a window in the source."""
     split = "hash" if 0 < eval_fraction < 1 else ("eval" if eval_fraction >= 1 else "train")
     if source.format == "hub":
         shards = range(hub.num_shards(source.root, source.version))
-        pieces = [(Piece(source.root, i, i + 1, split), unit_bytes) for i in shards]
-    elif (
+        return [(Piece(source.root, i, i + 1, split), unit_bytes) for i in shards]
+    if (
         source.format == "text"
         and split == "hash"
         and len(source.files) == 1
         and not is_stream(source.files[0].name, "text")
     ):
         (file,) = source.files
-        boundary = int(file.size * (1 - eval_fraction))
+        boundary = int(file.size * (1 - eval_fraction * share))
         pieces = _ranges(source, file, 0, boundary, unit_bytes, "train")
-        pieces += _ranges(source, file, boundary, file.size, unit_bytes, "eval")
-    else:
-        with ThreadPoolExecutor(READERS) as pool:
-            found = pool.map(lambda file: _pieces(source, file, split, unit_bytes), source.files)
-            pieces = [piece for each in found for piece in each]
-    return with_blocks(source, _grouped(pieces, unit_bytes), UNIT_BYTES)
+        return pieces + _ranges(source, file, boundary, file.size, unit_bytes, "eval")
+    with ThreadPoolExecutor(READERS) as pool:
+        found = pool.map(lambda file: _pieces(source, file, split, unit_bytes), source.files)
+        return [piece for each in found for piece in each]
 
 
 def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]:

@@ -1,0 +1,82 @@
+"""Windows: parts of a data set that are drawn from distant places, and are shuffled together.
+
+>>> window_of([4, 4, 4, 4, 4, 4], window_size=8).tolist()     # three windows of two parts each
+[1, 2, 0, 2, 1, 0]
+>>> visits(5, seed=1)                                         # window 0 comes first in every run
+[0, 2, 1, 3, 4]
+>>> windowed([0, 1, 2, 3, 4], windows=[3, 2], seed=1).tolist()
+[2, 0, 1, 4, 3]
+
+A data set of n windows is cut into runs of n consecutive parts. Each window takes one part of each
+run, by a keyed permutation, so that its parts lie in all places of the data set. The parts of a
+window do not depend on the seed of a run, so that its rows are made once for all runs. The seed
+decides in which order the windows are visited, and the order of rows within each.
+
+The first epoch visits the windows in turn: where a row of a window comes depends on the sizes of
+this window and of those before it, and on nothing else. Later epochs shuffle all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rayapp.order.bijection import Ints, outside, permute, round_keys
+
+
+def window_of(sizes: Sequence[int], window_size: int) -> Ints:
+    """Return the window of each part: [p] -> [p]. Windows have about `window_size` each.
+
+    `sizes` are those of the parts, in any unit, in the order of their places.
+    """
+    if window_size < 1:
+        raise ValueError(outside("window_size", window_size, 1, None))
+    count = max(1, min(len(sizes), -(-sum(sizes) // window_size)))
+    chosen = np.empty(len(sizes), np.int64)
+    for first in range(0, len(sizes), count):
+        places = np.arange(min(count, len(sizes) - first))
+        chosen[first : first + count] = permute(places, count, round_keys("parts", 0, first))
+    return chosen
+
+
+def shuffled(size: int, window: int) -> Ints:
+    """Return the documents of a window in the order in which they are packed: [size]."""
+    return permute(np.arange(size), size, round_keys("documents", 0, window))
+
+
+def visits(num_windows: int, seed: int) -> list[int]:
+    """Return the windows in the order in which the first epoch visits them.
+
+    The first is window 0, which has the held-out rows.
+    """
+    if num_windows < 1:
+        raise ValueError(outside("num_windows", num_windows, 1, None))
+    others = num_windows - 1
+    if not others:
+        return [0]
+    drawn = permute(np.arange(others), others, round_keys("visits", seed, 0))
+    return [0, *(drawn + 1).tolist()]
+
+
+def windowed(places: npt.ArrayLike, windows: Sequence[int], seed: int) -> Ints:
+    """Return the row at each place of the first epoch: [n] -> [n].
+
+    `windows` are the rows of each window in the order of the visits; rows are numbered in that
+    order too. Windows that come after the last of the places may be left out.
+    """
+    asked = np.asarray(places, np.int64)
+    ends = np.cumsum(np.asarray(windows, np.int64))
+    known = int(ends[-1]) if len(ends) else 0
+    if asked.size and not 0 <= asked.min() <= asked.max() < known:
+        raise ValueError(outside("places", int(asked.max()), 0, known - 1))
+    rows = np.empty_like(asked)
+    window = np.searchsorted(ends, asked, side="right")
+    for number in np.unique(window).tolist():
+        here = window == number
+        size = windows[number]
+        first = int(ends[number]) - size
+        keys = round_keys("windows", seed, first)
+        rows[here] = first + permute(asked[here] - first, size, keys)
+    return rows
