@@ -13,6 +13,7 @@ The names are resolved when they are asked for, so that `import rayapp` costs no
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayapp.cluster.preflight.job import preflight
     from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, load
     from rayapp.generation import generate
     from rayapp.jobs import JobError
@@ -40,6 +41,7 @@ _HOMES = {
     "job": "rayapp.jobs.find",
     "load": "rayapp.config",
     "plan": "rayapp.train.planning",
+    "preflight": "rayapp.cluster.preflight.job",
     "runs": "rayapp.jobs.find",
     "submit": "rayapp.jobs.handle",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "job",
     "load",
     "plan",
+    "preflight",
     "runs",
     "submit",
 ]

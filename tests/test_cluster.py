@@ -366,6 +366,30 @@ def test_idle_workers_go_when_the_config_says(platform: str, asked: str, minutes
     assert json.loads(files["terraform.tfvars.json"])["idle_minutes"] == minutes
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_rays_dashboard_knows_servers_of_ones_own(platform: str) -> None:
+    servers = {"prometheus": "http://prometheus.monitoring:9090", "grafana": "https://g.example"}
+    options = Options(account=ACCOUNT, **servers)
+    files = render(platform, config_of("cpu"), options)
+    if platform == "ecs":
+        heads = [_ray(json.loads(files["head.json"]))]
+        assert not check_task_definition(json.loads(files["head.json"]))
+    else:
+        base = yaml.safe_load(files["base/raycluster.yaml"])
+        pod = base["spec"]["headGroupSpec"]["template"]["spec"]
+        heads = [one for one in pod["containers"] if one["name"] == "ray-head"]
+    (variables,) = (
+        {
+            one["name"]: one["value"]
+            for one in head["env" if platform == "kuberay" else "environment"]
+        }
+        for head in heads
+    )
+    assert variables["RAY_PROMETHEUS_HOST"] == servers["prometheus"]
+    assert variables["RAY_GRAFANA_HOST"] == servers["grafana"]
+    assert not any("RAY_GRAFANA_HOST" in text for text in rendered("cpu", platform).values())
+
+
 def test_ranks_speak_over_the_tasks_own_interface() -> None:
     """The first one of a task in awsvpc mode is the agent's, with one address in every task."""
     container = _ray(json.loads(rendered("p4d", "ecs")["worker.json"]))
@@ -469,6 +493,8 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ({}, {"api_cidrs": ("203.0.113.7/32",)}, "ECS has no API server"),
         ({}, {"api_cidrs": ("home",)}, "api_cidrs=home is malformed"),
         ({}, {"api_cidrs": ("0.0.0.0/0",)}, "api_cidrs=0.0.0.0/0 is too wide"),
+        ({}, {"prometheus": "prometheus:9090"}, "prometheus=prometheus:9090 is malformed"),
+        ({}, {"grafana": 'http://g"x'}, "Set --grafana to e.g. http"),
         ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs. Set"),
     ],
 )

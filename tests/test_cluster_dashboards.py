@@ -339,7 +339,11 @@ def test_rays_train_api_knows_the_run(live: Live) -> None:
     with urllib.request.urlopen(request, timeout=30) as answer:
         (found,) = json.load(answer)["train_runs"]
     assert (found["name"], found["status"]) == ("watched", "RUNNING")
-    assert [each["status"] for each in found["attempts"][0]["workers"]] == ["ALIVE", "ALIVE"]
+    workers = found["attempts"][0]["workers"]
+    assert [each["status"] for each in workers] == ["ALIVE", "ALIVE"]
+    for each in workers:  # Ray puts this name before the lines of the process
+        log = Path(each["log_file_path"]).read_text()
+        assert f":actor_name:watched/rank-{each['world_rank']}\n" in log
     assert found["run_settings"]["train_loop_config"] is None  # it would show to everyone
 
 
@@ -360,6 +364,9 @@ def test_rays_dashboard_shows_the_run(live: Live, tmp_path: Path) -> None:
         assert "\twatched\t" in text, "the name that was given to the job"
         assert "--run.name=watched" in text and "RUNNING" in text
         assert live.token not in text
+        page.call("Page.navigate", url="about:blank")
+        page.call("Page.navigate", url=f"{live.dashboard}/#/jobs")
+        assert "of 100000 steps, loss " in wait_for_text(page, "training: ")
         page.screenshot(tmp_path / "jobs.png")
         page.call("Page.navigate", url=f"{live.dashboard}/#/actors")
         text = wait_for_text(page, "RayTrainWorker")

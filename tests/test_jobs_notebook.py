@@ -34,6 +34,7 @@ from rich.console import Console
 from run_folders import RunFolder
 from stub_dashboard import Dashboard, dashboard
 
+import rayapp as rayapp_module
 from rayapp.__main__ import main
 from rayapp.config import ConfigError
 from rayapp.jobs import JobError, page, terminal
@@ -189,6 +190,7 @@ def test_submit_watch_stop_resume_finish(
     code = "import json; from rayapp.jobs import JobsClient\n"
     code += "print(json.dumps(JobsClient.at().info('demo').status))"
     assert kernel(cluster, code) == "STOPPED", "a stop that was asked for is no failure"
+    done = code.replace("'demo'", "'demo-2'")
     logs = rayapp(cluster, "logs", "demo").stdout
     assert (tmp_path / "followed.txt").read_text() == logs
     assert "model" in logs and "rows per step" in logs, "a job's log begins with its plan"
@@ -197,6 +199,7 @@ def test_submit_watch_stop_resume_finish(
 
     resumed = rayapp(cluster, "resume", "demo", "--wait")
     assert resumed.stdout == f"job demo-2 at {address}: results in {storage}/demo\n"
+    assert kernel(cluster, done) == "SUCCEEDED"
     lines = [json.loads(line) for line in run.read("metrics.jsonl").splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["attempt"] for line in lines].index(2) == at_stop["steps"]
@@ -373,6 +376,40 @@ def test_a_folder_sends_nothing_anywhere(
     assert sent["runtime_env"]["env_vars"]["A"] == "010"
     assert not {"working_dir", "pip"} & set(sent["runtime_env"])
     assert sent["metadata"]["rayapp.tag.t"] == "u"
+
+
+def test_an_upload_says_how_many_bytes(served: Dashboard, tmp_path: Path) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "noise.bin").write_bytes(os.urandom(1_200_000))
+    said = list[str]()
+    where = {"name": "demo", "storage": str(tmp_path / "runs")}
+    submit({"run": where}, working_dir=str(folder), say=said.append)
+    (size,) = served.uploaded
+    assert 1_200_000 < size < 1_210_000
+    assert said == [
+        f"uploading {folder} to {served.address}: 1.20 MB packed",
+        f"job demo at {served.address}: results in {tmp_path}/runs/demo",
+    ]
+
+
+def test_preflight_gives_python_what_the_command_prints(
+    served: Dashboard, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"passed": False, "findings": [{"node": "a"}], "not_judged": [], "facts": {}}
+    served.logs["preflight"] = f"a line of Ray's\n{json.dumps(facts, indent=1)}\n"
+    served.late["preflight"] = {"status": "FAILED", "driver_exit_code": 1}
+    config = {"run": {"storage": str(tmp_path)}}
+    assert rayapp_module.preflight(config, timeout_s=60, train={"lr": 0.5}) == facts
+    (sent,) = served.sent
+    assert sent["entrypoint"].endswith("--train.lr=0.5 --json=true --timeout_s=60")
+    served.jobs.clear()
+    served.logs["preflight"] = "cluster.address=x is not reachable\n"
+    served.late["preflight"] = {"status": "FAILED", "driver_exit_code": 2}
+    with pytest.raises(JobError, match="preflight FAILED: cluster.address=x is not reachable"):
+        rayapp_module.preflight(config)
+    with pytest.raises(ConfigError, match="min_gbit_per_s=-1 is not valid"):
+        rayapp_module.preflight(config, min_gbit_per_s=-1)
 
 
 def test_logs_outlive_the_cluster(

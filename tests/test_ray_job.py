@@ -93,6 +93,9 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
     kept = rayapp("logs", f"{storage}/job", "--attempt=1")
     assert "step 6/6" in kept and f"model in {storage}/job/model\n" in kept
     assert "is done: there is nothing to resume" in rayapp("resume", "job", expect=2)
+    # In Ray's own list it has a name and a folder, which its command line did not set.
+    job_list = subprocess.run([RAY, "job", "list"], env=cluster, capture_output=True, text=True)
+    assert "'job_name': 'job'" in job_list.stdout and f"'{storage}/job'" in job_list.stdout
     # Without the token, nothing.
     stranger = {**cluster, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     refused = subprocess.run(

@@ -25,6 +25,8 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --components=LIST    KubeRay: autoscaling, kueue, lustre, spot, with commas; --lustre=JSON
   --nodes=autoscaled   KubeRay: a cluster autoscaler of yours adds nodes; for autoscaling
   --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
+  --prometheus=URL     of yours, as the head reaches it, and
+  --grafana=URL        of yours: Ray's dashboard then shows their charts
   --retries=2          KubeRay: new clusters that a RayJob may start"""
 
 

@@ -90,15 +90,12 @@ def submit(argv: list[str]) -> int:
 @command(PREFLIGHT)
 def preflight(argv: list[str]) -> int:
     """Check a cluster, in a job of its own; return what it finds: 0 nothing, 1 something."""
-    from rayapp.cluster.preflight.__main__ import MODULE, OPTIONS, read_options
-    from rayapp.jobs import JobsClient, prepare
+    from rayapp.cluster.preflight.__main__ import OPTIONS
+    from rayapp.cluster.preflight.job import send
 
     config, asked = arguments.read(arguments.flags(argv, {"json"}), {**SHIPPED, **OPTIONS})
-    read_options(asked)
-    options = [f"--{name}={asked[name]}" for name in OPTIONS if asked[name] != OPTIONS[name]]
-    order = prepare(config, _shipment(asked), MODULE, options)
-    cluster = JobsClient.at(or_none(asked["address"]))
-    submission_id = cluster.submit(order)
+    own = {name: asked[name] for name in OPTIONS}
+    cluster, submission_id = send(config, _shipment(asked), or_none(asked["address"]), own)
     for text in cluster.follow(submission_id):
         print(text, end="", flush=True)
     info = cluster.wait(submission_id)

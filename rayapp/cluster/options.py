@@ -36,6 +36,10 @@ class Options:
     """EKS: fixed, or autoscaled by a cluster autoscaler that is not part of the stack."""
     lustre: str | None = None
     """Terraform's output `lustre` as JSON, for the component lustre."""
+    prometheus: str | None = None
+    """URL at which the head reaches a Prometheus of yours; Ray's dashboard then shows charts."""
+    grafana: str | None = None
+    """URL of a Grafana of yours, for the head and for browsers."""
     retries: int = 2
     """How many new clusters a RayJob may start after failures."""
 
@@ -83,6 +87,13 @@ def option_problems(platform: str, options: Options) -> list[str]:
     for field, allowed in choices.items():
         if (value := getattr(options, field)) not in allowed:
             problems.append(f"{field}={value} is unknown. Set one of {', '.join(allowed)}")
+    for field in ("prometheus", "grafana"):
+        url = getattr(options, field)
+        if url is not None and not re.fullmatch(r"https?://[^\s\"'\\${}]+", url):
+            problems.append(
+                f"{field}={url} is malformed: the URL of a server is expected. Set --{field} to "
+                "e.g. http://prometheus.monitoring:9090"
+            )
     if options.market == "capacity-block" and options.reservation is None:
         problems.append(
             "reservation=none is missing: a capacity block is used by its id. Set --reservation"

@@ -201,6 +201,8 @@ def _values(
         "head_pod_cpus": head.cpus,
         "head_cpu_units": head.cpus * 1024,
     }
+    servers = {"RAY_PROMETHEUS_HOST": options.prometheus, "RAY_GRAFANA_HOST": options.grafana}
+    values["servers"] = {name: url for name, url in servers.items() if url is not None}
     for role, machine in (("head", head), ("worker", worker)):
         values[f"{role}_memory_mib"] = machine.memory_mib
         values[f"{role}_object_store_bytes"] = machine.object_store_bytes
@@ -231,6 +233,11 @@ def _ecs(values: Values) -> dict[str, str]:
     files = {}
     for role in ("head", "worker"):
         definition = json.loads(_fill(ROOT / "ecs" / f"{role}.json", values))
+        if role == "head":
+            container = definition["containerDefinitions"][0]
+            container["environment"] += [
+                {"name": name, "value": url} for name, url in values["servers"].items()
+            ]
         problems = check_task_definition(definition)
         assert not problems, problems
         files[f"{role}.json"] = json.dumps(definition, indent=2) + "\n"
@@ -260,6 +267,10 @@ def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet
         f"--run.storage={storage}",
     ]
     values |= {
+        "server_variables": "".join(
+            f'\n              - {{name: {name}, value: "{url}"}}'
+            for name, url in values["servers"].items()
+        ),
         "common": json.dumps([f"{name}.yaml" for name in common]),
         "components": json.dumps([f"../components/{name}" for name in sorted(chosen)]),
         "job_labels": json.dumps(QUEUE_LABEL if "kueue" in chosen else {}),

@@ -1,4 +1,4 @@
-"""Show what a command does, so that no wait is silent, and tell the run's folder and Prometheus.
+"""Show what a command does, so that no wait is silent; tell the run's folder, Prometheus and Ray.
 
     with Heartbeat(phases, console, tail) as heartbeat:
         phases.begin("starting Ray")             # one line, if it takes a second
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from rayapp.driver.job_page import JobPage
 from rayapp.driver.output import Tail
 from rayapp.observe.activity import (
     AT_WORK,
@@ -34,6 +35,7 @@ from rayapp.observe.activity import (
     Reporter,
     of_workers,
 )
+from rayapp.observe.events import submission_id
 from rayapp.observe.gauges import PhaseGauge
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import ACTIVITY, RANK_ACTIVITY
@@ -60,6 +62,7 @@ class Heartbeat:
         self._of_workers: Activity | None = None
         self._read_at = 0.0
         self._gauge: PhaseGauge | None = None
+        self._page: JobPage | None = None
         self._status: Status | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="heartbeat", daemon=True)
@@ -80,15 +83,16 @@ class Heartbeat:
     def stored(self, run: Storage, name: str) -> Iterator[None]:
         """Inside the block, store the activity in the run's folder and export it to Prometheus.
 
-        The connected Ray exports it.
+        The connected Ray exports it, and shows it on its Jobs page if this is a job.
         """
-        gauge = PhaseGauge(name)
+        gauge, job = PhaseGauge(name), submission_id()
+        self._page = None if job is None else JobPage(job, name, run.url)
         self._gauge, self._run = gauge, run
         try:
             with Reporter(run, ACTIVITY, self.phases):
                 yield
         finally:
-            self._gauge = self._run = None
+            self._gauge = self._run = self._page = None
             gauge.close()
 
     @contextmanager
@@ -131,6 +135,8 @@ class Heartbeat:
             activity, now = self._activity(), time.time()
             if (gauge := self._gauge) is not None:
                 gauge.set(activity.phase, now - activity.began)
+            if (page := self._page) is not None and activity.phase:
+                page.tell(activity.text(now))
             self._beat(activity, now)
 
     def _beat(self, activity: Activity, now: float) -> None:

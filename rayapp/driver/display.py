@@ -58,11 +58,24 @@ class ProgressBar:
         now = time.monotonic()
         if now - self._last_line_s >= LINE_EVERY_S or step == self.num_steps:
             self._last_line_s = now
-            elapsed, done = line["time"] - self._started[0], step - self._started[1]
-            left = "" if not done else f"  {clock((self.num_steps - step) * elapsed / done)} left"
             self.console.print(
-                f"step {step}/{self.num_steps}  {figures}{left}", highlight=False, soft_wrap=True
+                f"step {step}/{self.num_steps}  {figures}{self._left('  ', line)}",
+                highlight=False,
+                soft_wrap=True,
             )
+
+    def summary(self, line: MetricsLine) -> str:
+        """Return how far the run is: its steps, loss and time left, without a line's details."""
+        loss = formed(line["loss"], ".4f")
+        return f"{line['step']} of {self.num_steps} steps, loss {loss}{self._left(', ', line)}"
+
+    def _left(self, before: str, line: MetricsLine) -> str:
+        """Return the time left, after `before`; nothing before the second step of this command."""
+        at, first = self._started or (line["time"], line["step"])
+        done = line["step"] - first
+        if not done:
+            return ""
+        return f"{before}{clock((self.num_steps - line['step']) * (line['time'] - at) / done)} left"
 
     def note(self, text: str) -> None:
         """Show what the run is doing while it takes no steps."""

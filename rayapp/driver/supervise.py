@@ -270,7 +270,7 @@ class _Supervisor:
             look.again()
             if line := look.take():
                 self.bar.update(line)
-                self.phases.begin(TRAINING, f"{line['step']} of {self.spec.order.num_steps} steps")
+                self.phases.begin(TRAINING, self.bar.summary(line))
             now = clock.monotonic()
             if not look.stepped and look.asked_at is not None and now - look.asked_at >= ANSWER_S:
                 attempt.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 import torch.distributed as dist
+from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 from ray.exceptions import RayError
 
 from rayapp.config import RunConfig
@@ -40,6 +42,7 @@ def work(spec: AnySpec) -> Summary:
     `failed` if it would meet the same error again. Other errors are raised.
     """
     quieten()
+    _name_in_logs(f"{spec.config.run.name}/rank-{dist.get_rank()}")
     shard = ray.train.get_dataset_shard("train")
     rows = spec.steps(shard, dist.get_world_size())
     # Ray Data takes seconds to deliver its first block; meanwhile this thread builds the model.
@@ -78,6 +81,16 @@ def work(spec: AnySpec) -> Summary:
             if isinstance(error, BadLoss) and not error.finite:
                 gauges.bad_step()
             return {"status": FAILED, "reason": str(error)}
+
+
+def _name_in_logs(name: str) -> None:
+    """Have Ray put `(name pid=...)` before this process's lines, in place of the actor's class.
+
+    Ray Train creates the actors without names and gives ranks only afterwards; Ray's log monitor
+    takes the name from such a line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        print(f"{LOG_PREFIX_ACTOR_NAME}{name}", file=stream, flush=True)
 
 
 def _first(rows: Future[Any], timeout_s: float) -> Any:

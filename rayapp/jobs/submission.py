@@ -23,6 +23,7 @@ from rayapp.jobs.package import as_dict
 from rayapp.observe.goodput import DamagedEvents
 from rayapp.observe.run_folder import EVENTS, SUBMISSION
 from rayapp.observe.status import NoRun, read
+from rayapp.observe.words import number_of_bytes
 from rayapp.storage import Storage, StorageError, open_storage
 
 ID = re.compile(r"\w[\w.:@+=~-]*")  # a submission id; it becomes part of a URL
@@ -57,7 +58,8 @@ def send(
 ) -> tuple[str, str]:
     """Submit a run as a Ray job and write its note; return the URLs of its folder and the cluster.
 
-    `say` is called with a line that names the job. `check_live` refuses a run with a live driver.
+    `say` is called with a line that names the job, and before it, if a folder is uploaded, with one
+    that says how many bytes. `check_live` refuses a run with a live driver.
 
     Raises:
         ConfigError: it cannot run there as described, or is running already.
@@ -73,6 +75,9 @@ def send(
             ]
         )
     cluster = JobsClient.at(address)
+    if order.package is not None:
+        size = number_of_bytes(len(order.package))
+        say(f"uploading {shipment.working_dir} to {cluster.address}: {size} packed")
     submission_id = cluster.submit(order)
     note = {"address": cluster.address, "submission_id": submission_id, "time": time.time()}
     note["shipment"] = as_dict(shipment)

@@ -15,7 +15,9 @@ import ray
 class Dashboard:
     """Answers for `jobs`, by submission id.
 
-    `asked` are all requests, `sent` the jobs that were submitted, `stopped` the ids stopped.
+    `asked` are all requests, `sent` the jobs that were submitted, `uploaded` the sizes of packages
+    in bytes, `stopped` the ids stopped, `logs` what the jobs printed,
+    `late` how a job is once it was submitted.
     """
 
     def __init__(self, address: str) -> None:
@@ -24,6 +26,9 @@ class Dashboard:
         self.asked: list[str] = []
         self.sent: list[dict[str, Any]] = []
         self.stopped: list[str] = []
+        self.uploaded: list[int] = []
+        self.logs: dict[str, str] = {}
+        self.late: dict[str, dict[str, Any]] = {}
 
     def add(self, submission_id: str, status: str, **facts: Any) -> None:
         known: dict[str, Any] = {"type": "SUBMISSION", "submission_id": submission_id}
@@ -37,14 +42,21 @@ class Dashboard:
             return 200, {"version": "4", "ray_version": ray.__version__, "ray_commit": "x"}
         if (method, path) == ("POST", "/api/jobs/"):
             self.sent.append(json.loads(body))
-            return 200, {"job_id": None, "submission_id": self.sent[-1]["submission_id"]}
+            submission_id = self.sent[-1]["submission_id"]
+            if submission_id in self.late:
+                self.add(submission_id, **self.late[submission_id])
+            return 200, {"job_id": None, "submission_id": submission_id}
         if path == "/api/jobs/":
             return 200, list(self.jobs.values())
+        if path.startswith("/api/packages/"):
+            if method == "PUT":
+                self.uploaded.append(len(body))
+            return (200, {}) if method == "PUT" else (404, "not there")
         submission_id, _, what = path.removeprefix("/api/jobs/").partition("/")
         if submission_id not in self.jobs:
             return 404, f"Job {submission_id} does not exist"
         if what == "logs":
-            return 200, {"logs": f"logs of {submission_id}\n"}
+            return 200, {"logs": self.logs.get(submission_id, f"logs of {submission_id}\n")}
         if what == "stop":
             self.stopped.append(submission_id)
             self.jobs[submission_id]["status"] = "STOPPED"

@@ -12,5 +12,6 @@ facts.py        what the survey found, as plain values: ClusterFacts
 findings.py     Requirements of a cluster, and Finding, something that fails them
 assessment.py   `assess`: findings from facts and requirements, a pure function
 network.py      its part about EFA, collectives and links
+job.py          sends all of it to a cluster as a job, for the command and for Python
 page.py         prints facts and findings, or gives them as plain values
 """

@@ -1,0 +1,70 @@
+"""Check a cluster in a Ray job of its own: for `rayapp preflight` and for `rayapp.preflight`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayapp.cluster.preflight.__main__ import MODULE, OPTIONS, read_options
+from rayapp.config import RunConfig
+from rayapp.jobs import JobError, JobsClient, SubmitOptions, prepare
+from rayapp.jobs.submission import changed
+
+
+def send(
+    config: RunConfig, shipment: SubmitOptions, address: str | None, asked: Mapping[str, str]
+) -> tuple[JobsClient, str]:
+    """Start the job; return the cluster and the job's submission id.
+
+    `asked` holds the check's options as text.
+
+    Raises:
+        ConfigError: an option is not valid, or the config cannot run there.
+        JobError: the cluster cannot or will not.
+    """
+    read_options({**OPTIONS, **asked})
+    options = [f"--{name}={asked[name]}" for name in asked if asked[name] != OPTIONS[name]]
+    order = prepare(config, shipment, MODULE, options)
+    cluster = JobsClient.at(address)
+    return cluster, cluster.submit(order)
+
+
+def preflight(
+    config: RunConfig | str | Path | Mapping[str, Any],
+    *,
+    address: str | None = None,
+    min_gbit_per_s: float | None = None,
+    timeout_s: float = 180.0,
+    working_dir: str | None = None,
+    pip: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    driver_cpus: float = 0.0,
+    tags: Mapping[str, str] | None = None,
+    **sections: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Check a cluster before a run is started on it, and return what `--json` prints.
+
+    The keys are `passed`, `findings`, `not_judged` and `facts`. `config` and `sections` are as
+    `rayapp.submit` takes them.
+
+    Raises:
+        ConfigError: an option is not valid, or the config cannot run there.
+        JobError: the cluster cannot, will not, or ends the job before its end.
+    """
+    shipment = SubmitOptions(
+        working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, tags=tags or {}
+    )
+    asked = {"json": "true", "timeout_s": f"{timeout_s:g}"}
+    if min_gbit_per_s is not None:
+        asked["min_gbit_per_s"] = f"{min_gbit_per_s:g}"
+    cluster, submission_id = send(changed(config, sections), shipment, address, asked)
+    info = cluster.wait(submission_id)
+    text = cluster.logs(submission_id)
+    _, brace, rest = f"\n{text}".partition("\n{")  # Ray may print lines before it
+    if info.exit_code not in (0, 1) or not brace:
+        raise JobError(f"preflight {submission_id} {info.status}: {text.strip()[-2000:]}")
+    value: dict[str, Any] = json.JSONDecoder().raw_decode(f"{{{rest}")[0]
+    return value

@@ -1,0 +1,55 @@
+"""Show a run on the Jobs page of Ray's dashboard: its name, its folder, and how far it is.
+
+Ray has no public call that changes a job while it runs, so its record in Ray's key-value store is
+changed here. Ray writes the record itself only before this process starts and after it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+from rayapp.jobs.package import NAME_KEY, RUN_KEY
+
+TELL_S = 10.0  # between two changes of the record
+
+logger = logging.getLogger("rayapp.driver")
+
+
+class JobPage:
+    """The record of this driver's job, however the job was sent."""
+
+    def __init__(self, submission_id: str, name: str, run_url: str) -> None:
+        from ray.dashboard.modules.job.common import JobInfoStorageClient
+
+        self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission_id).encode()
+        self._ours = {NAME_KEY: name, RUN_KEY: run_url}
+        self._told, self._told_at = "", 0.0
+        self._failed = False
+
+    def tell(self, text: str) -> None:
+        """Make a text the job's status message, at most every TELL_S seconds."""
+        now = time.monotonic()
+        if self._failed or text == self._told or (self._told and now - self._told_at < TELL_S):
+            return
+        self._told, self._told_at = text, now
+        try:
+            self._change(text)
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
+            self._failed = True
+            logger.warning("Ray's Jobs page does not show how far the run is: %s", error)
+
+    def _change(self, text: str) -> None:
+        from ray._private.ray_constants import KV_NAMESPACE_JOB
+        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+        stored = _internal_kv_get(self._key, namespace=KV_NAMESPACE_JOB)
+        record: dict[str, Any] = json.loads(stored or b"{}")
+        if record.get("status") != "RUNNING":
+            return
+        record["message"] = text
+        record["metadata"] = {**self._ours, **(record.get("metadata") or {})}
+        value = json.dumps(record).encode()
+        _internal_kv_put(self._key, value, overwrite=True, namespace=KV_NAMESPACE_JOB)
