@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from support.architectures import ARCHITECTURES, COMMON, Architecture
 
@@ -150,17 +151,29 @@ def test_the_plan_is_what_the_real_step_takes(kind: str, checkpointing: str) -> 
     assert missed == 0
 
 
-def memory(architecture: Architecture, checkpointing: str) -> tuple[float, float, int]:
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+def test_experts_are_planned_in_fp32_too(kind: str) -> None:
+    planned, traced, missed = memory(BY_KIND[kind], "none", "fp32")
+    assert planned == pytest.approx(traced, rel=0.10)
+    assert missed == 0
+
+
+def memory(
+    architecture: Architecture, checkpointing: str, precision: str = "bf16"
+) -> tuple[float, float, int]:
     """Return the peak bytes planned and of the real step, and the difference of parameters."""
     config, rows, length = architecture.config(), 32, 512
-    shape = read(config, seq_len=length, fp32=False, lora=None)
-    layout = Layout(shape, 8, rows, length, checkpointing=checkpointing, on_cpu=True)
+    fp32 = precision == "fp32"
+    shape = read(config, seq_len=length, fp32=fp32, lora=None)
+    kept: dict[str, Any] = {"checkpointing": checkpointing, "precision": precision}
+    layout = Layout(shape, 8, rows, length, on_cpu=True, **kept)
     found = trace(
         config,
         world=8,
         micro_batch=rows,
         seq_len=length,
         activation_checkpointing=checkpointing,
+        param_dtype=None if fp32 else torch.bfloat16,
     )
     built = model.num_parameters(model.build(config, loss=model.no_loss, attention="eager"))
     return peak_memory(layout).total, found.peak_bytes, shape.parameters - built

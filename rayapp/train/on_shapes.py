@@ -2,6 +2,7 @@
 
     lm = build_on_shapes(config)                  # on the meta device
     ATTENDED                                      # what its attention was asked for
+    with FakeTensorMode(), GroupedOnShapes(): ... # experts in any dtype
 
 The kernels that train on GPUs take no mask and keep no scores; those of CPUs take a mask for a
 sliding window. A model whose attention is its own keeps that.
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rayapp import model
@@ -68,6 +70,19 @@ def attention_on_shapes(
         value = pad(value, (0, size - value_size))
     out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)[..., :value_size], None
+
+
+class GroupedOnShapes(TorchDispatchMode):
+    """Let grouped products take every dtype, as they do on tensors with values.
+
+    Those of PyTorch 2.13 on tensors without values take bfloat16 alone.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        factors = (factor.to(torch.bfloat16) for factor in args[:2])
+        return func(*factors, *args[2:], **(kwargs or {})).to(args[0].dtype)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

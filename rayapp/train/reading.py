@@ -32,7 +32,7 @@ from rayapp.model.sharding import find_blocks
 from rayapp.planner.measured import Adapters, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
 from rayapp.train.block_passes import BlockPass, Counted, block_pass, total_of
-from rayapp.train.on_shapes import CPU, build_on_shapes
+from rayapp.train.on_shapes import CPU, GroupedOnShapes, build_on_shapes
 
 # It prints a traceback of what `read` reports in a line.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -213,7 +213,7 @@ def _with_counts(
 ) -> Shape:
     longest = min(seq_len, LONGEST)
     shortest = max(1, longest // 2)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), GroupedOnShapes():
         lm.to_empty(device=CPU).train()
         short, _ = _passes(lm, found, shortest)
         long, blocks = _passes(lm, found, longest)

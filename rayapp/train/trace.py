@@ -31,7 +31,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError, Lora
 from rayapp.planner.memory import Layout
 from rayapp.train.loss import chunked_cross_entropy
-from rayapp.train.on_shapes import build_on_shapes
+from rayapp.train.on_shapes import GroupedOnShapes, build_on_shapes
 from rayapp.train.optimizer import make_optimizers
 
 DEVICE = torch.device("cpu")  # fake tensors of a GPU need a build of PyTorch with CUDA
@@ -81,7 +81,7 @@ def trace(
         # Where a model's attention is its own, transformers looks for packed documents in the
         # positions, which have no values here.
         whole = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
-        with whole, FakeTensorMode(allow_non_fake_inputs=True):
+        with whole, FakeTensorMode(allow_non_fake_inputs=True), GroupedOnShapes():
             return _run(lm.to_empty(device=DEVICE).train(), micro_batch, seq_len, accumulation)
     finally:
         dist.destroy_process_group()
