@@ -60,7 +60,7 @@ osd max object name len = 460
 osd max object namespace len = 64
 [client.rgw]
 rgw data = {folder}/rgw
-rgw frontends = beast endpoint=127.0.0.1:{port}
+rgw frontends = beast endpoint={host}:{port}
 rgw thread pool size = 32
 """
 
@@ -73,14 +73,17 @@ def missing() -> list[str]:
 class Ceph:
     """A gateway that runs until `end`, or until the process that started it ends."""
 
-    def __init__(self) -> None:
-        """Start it; a start whose store stays down, as about one in seven does, is made anew."""
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """Start it; a start whose store stays down, as about one in seven does, is made anew.
+
+        `host` is this machine's address at which its clients find it.
+        """
         self.port, self._running = free_port(), list[subprocess.Popen[bytes]]()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self._folder = Path(tempfile.mkdtemp(prefix="ceph-"))
         try:
             starts = range(1, STARTS + 1)
-            if not any(self._store_comes_up(10.0 * number) for number in starts):
+            if not any(self._store_comes_up(host, 10.0 * number) for number in starts):
                 why = self._tail("ceph-mon") + self._tail("ceph-osd")
                 raise RuntimeError(f"Ceph's store did not come up in {STARTS} starts: {why}")
             self._admin(
@@ -120,12 +123,19 @@ class Ceph:
             "AWS_SECRET_ACCESS_KEY": key["secret_key"],
         }
 
+    def pause(self) -> None:
+        """Let requests hang until `resume`; connections are accepted."""
+        self._running[-1].send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._running[-1].send_signal(signal.SIGCONT)
+
     def end(self) -> None:
         """Stop all of it and delete its folder."""
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _store_comes_up(self, seconds: float) -> bool:
+    def _store_comes_up(self, host: str, seconds: float) -> bool:
         """Start a new monitor and a new store; say whether the store is up in time."""
         self._kill()
         for path in self._folder.iterdir():
@@ -133,7 +143,9 @@ class Ceph:
         for name in ("mon", "osd", "rgw"):
             (self._folder / name).mkdir()
         cluster, store, monitor = str(uuid.uuid4()), str(uuid.uuid4()), free_port()
-        text = CONFIG.format(fsid=cluster, monitor=monitor, port=self.port, folder=self._folder)
+        text = CONFIG.format(
+            fsid=cluster, monitor=monitor, port=self.port, host=host, folder=self._folder
+        )
         (self._folder / "ceph.conf").write_text(text)
         monitors = str(self._folder / "monmap")
         where = ("--addv", "a", f"[v1:127.0.0.1:{monitor}]")
@@ -194,7 +206,7 @@ class Ceph:
                     [command, "-c", str(self._folder / "ceph.conf"), "-f", *arguments],
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    preexec_fn=_end_with_parent,
+                    preexec_fn=end_with_parent,
                 )
             )
 
@@ -210,5 +222,6 @@ class Ceph:
             process.wait()
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let a child process get a signal when this one ends."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG

@@ -10,6 +10,8 @@ and the files and indexes that they name.
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("buildah", "mmdebstrap")
+# What decides which packages are in the image. A job brings the sources of rayapp with it.
+PACKAGES = ("cluster/Dockerfile", "constraints.txt", "pyproject.toml", "setup.py")
 # The official image has its own Python in /usr/local, with C headers and without those of libc: the
 # package of Python's headers would bring these, and is unpacked instead.
 PYTHON = """chroot "$1" sh -ec '
@@ -77,6 +81,25 @@ def make_base(path: Path) -> None:
     partial.rename(path)
 
 
+def unpacked(folder: Path) -> Path:
+    """Return a folder with `files` and `config.json` of the image; build it where it is not there.
+
+    Another Dockerfile, or other packages, make another one, and the old one is deleted.
+    """
+    key = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in PACKAGES)).hexdigest()[:12]
+    place, partial = folder / f"unpacked-{key}", folder / "partial"
+    if place.is_dir():
+        return place
+    for old in [partial, *folder.glob("unpacked-*")]:
+        shutil.rmtree(old, ignore_errors=True)
+    with Image(folder) as image:
+        partial.mkdir()
+        checked(["cp", "-a", image.buildah("mount", image.container), str(partial / "files")])
+        (partial / "config.json").write_text(json.dumps(image.config()))
+    partial.rename(place)
+    return place
+
+
 class Image:
     """The image in a storage of its own, which ends with it, and one container of it."""
 
@@ -108,6 +131,11 @@ class Image:
 
     def __exit__(self, *_: object) -> None:
         self._remove()
+
+    def config(self) -> dict[str, Any]:
+        """Return what the image says of user, environment and folder."""
+        found: dict[str, Any] = json.loads(self.buildah("inspect", self.container))
+        return dict(found["OCIv1"]["config"])
 
     def size(self) -> float:
         """Return the GB of its files."""
