@@ -406,7 +406,7 @@ def test_preflight_gives_python_what_the_command_prints(
     served.jobs.clear()
     served.logs["preflight"] = "cluster.address=x is not reachable\n"
     served.late["preflight"] = {"status": "FAILED", "driver_exit_code": 2}
-    with pytest.raises(JobError, match="preflight FAILED: cluster.address=x is not reachable"):
+    with pytest.raises(JobError, match=r"preflight FAILED: cluster\.address=x is not reachable"):
         rayapp_module.preflight(config)
     with pytest.raises(ConfigError, match="min_gbit_per_s=-1 is not valid"):
         rayapp_module.preflight(config, min_gbit_per_s=-1)

@@ -13,7 +13,7 @@ import numpy as np
 from rayapp.data.packing import Document, Slices
 
 SPOOL_TOKENS = 4 * 2**20  # most that are held in memory, at 7 bytes each
-TYPES = (np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.uint16))  # as of a Document
+TYPES: list[np.dtype[Any]] = [np.dtype(t) for t in (np.int32, np.bool_, np.uint16)]  # a Document's
 
 
 class Spool:
