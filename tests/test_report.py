@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Browser, Page, needs_chromium
+from browser import READY, Browser, Page, needs_chromium, open_report
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -723,10 +723,6 @@ INK = """[...document.querySelectorAll('.plot')].map(holder => {
     return count;
   })];
 })"""
-# Whether the page has drawn its charts.
-READY = """new Promise(done => { const look = () => document.documentElement.dataset.ready == null
-  || window.Bokeh && Bokeh.documents.some(one => !one.is_idle)
-  ? setTimeout(look, 20) : done(true); look(); })"""
 # The widths that the last row of cards or tiles leaves free, for each grid.
 FREE = """[...document.querySelectorAll('.grid, .figures')].map(grid => {
   const { right } = grid.getBoundingClientRect();
@@ -789,7 +785,7 @@ def fine(page: Page, url: str, width: int = 1280) -> None:
 def test_a_browser_shows_it(
     name: str, width: int, dark: bool, pages: dict[str, str], browser: Browser
 ) -> None:
-    page = opened(browser, pages[name], width=width, dark=dark)
+    page = open_report(browser, pages[name], width=width, dark=dark)
     fine(page, pages[name], width)
     for table, first, seen in page.evaluate(TABLES):
         assert table <= seen if width > 1000 else first <= 0.5 * seen
@@ -806,14 +802,6 @@ def test_a_browser_shows_it(
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground))) < 384) == dark
     page.close()
-
-
-def opened(browser: Browser, url: str, **how: Any) -> Page:
-    """Open a page and wait until its charts are drawn."""
-    page = browser.open(url, **how)
-    page.evaluate(READY)
-    page.settle()
-    return page
 
 
 def chart(page: Page, name: str, expression: str) -> Any:
@@ -840,7 +828,7 @@ def click(page: Page, query: str) -> None:
 
 @needs_chromium
 def test_it_can_be_worked_by_mouse_and_keyboard(pages: dict[str, str], browser: Browser) -> None:
-    page = opened(browser, pages["eventful/report"])
+    page = open_report(browser, pages["eventful/report"])
     last = "curve.plot.x_range.end"
     assert 600 < chart(page, "loss", last) < 620
     click(page, "[value=tokens]")
@@ -876,7 +864,7 @@ def test_it_can_be_worked_by_mouse_and_keyboard(pages: dict[str, str], browser: 
 
 @needs_chromium
 def test_hover_and_zoom_are_of_all_charts(pages: dict[str, str], browser: Browser) -> None:
-    page = opened(browser, pages["eventful/report"])
+    page = open_report(browser, pages["eventful/report"])
     at_rest = legend(page, "loss")
     assert at_rest["train"][1] == at_rest["held out"][1] == "step 600"
     place = """(curve => { const { left, width, top } = curve.view.frame.bbox;
@@ -906,7 +894,7 @@ def test_hover_and_zoom_are_of_all_charts(pages: dict[str, str], browser: Browse
 
 @needs_chromium
 def test_smoothing_is_chosen(pages: dict[str, str], browser: Browser) -> None:
-    page = opened(browser, pages["eventful/report"])
+    page = open_report(browser, pages["eventful/report"])
     losses = np.array(chart(page, "loss", "curve.lines[0].y"), np.float64)
     for place, share in ((0, 0.0), (3, 0.02), (7, 0.2)):
         page.evaluate(f"""(slider => {{ slider.value = {place};
@@ -924,7 +912,7 @@ def test_smoothing_is_chosen(pages: dict[str, str], browser: Browser) -> None:
 
 @needs_chromium
 def test_stalls_are_stacked(pages: dict[str, str], browser: Browser, storage: Storage) -> None:
-    page = opened(browser, pages["eventful/report"])
+    page = open_report(browser, pages["eventful/report"])
     tops = chart(page, "step-time", "curve.lines.at(-1).to")
     seconds = [line["step_s"] for line in metrics.read(eventful(storage).run)]
     assert tops == pytest.approx(seconds, rel=1e-4)
@@ -934,7 +922,7 @@ def test_stalls_are_stacked(pages: dict[str, str], browser: Browser, storage: St
 
 @needs_chromium
 def test_a_chart_is_saved(pages: dict[str, str], browser: Browser, tmp_path: Path) -> None:
-    page = opened(browser, pages["eventful/report"])
+    page = open_report(browser, pages["eventful/report"])
     browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     for name, kind in (("loss", "csv"), ("memory", "png")):
         click(page, f"[data-act={kind}][data-of={name}]")
@@ -954,7 +942,7 @@ def test_a_chart_is_saved(pages: dict[str, str], browser: Browser, tmp_path: Pat
 
 @needs_chromium
 def test_runs_are_found_and_sorted(pages: dict[str, str], browser: Browser) -> None:
-    page = opened(browser, pages["comparison"])
+    page = open_report(browser, pages["comparison"])
     names = "[...document.querySelectorAll('tr[data-run]')].filter(one => !one.hidden)"
     names += ".map(one => one.cells[0].textContent)"
     given = page.evaluate(names)
@@ -980,7 +968,7 @@ def test_runs_are_found_and_sorted(pages: dict[str, str], browser: Browser) -> N
 def test_what_a_run_has_written_does_not_run(storage: Storage, browser: Browser) -> None:
     run = hostile(storage)
     url = f"file://{report.write(run)}"
-    page = opened(browser, url)
+    page = open_report(browser, url)
     fine(page, url)
     assert page.evaluate("document.title") == HOSTILE
     assert page.evaluate("document.images.length") == 0

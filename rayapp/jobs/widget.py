@@ -95,6 +95,6 @@ class Widget:
 
         page = html.escape(run_page(read(job.run)).decode(), quote=True)
         return (
-            f"<iframe sandbox='allow-scripts' srcdoc=\"{page}\" "
+            f"<iframe sandbox='allow-scripts allow-downloads' srcdoc=\"{page}\" "
             f"style='width:100%;height:{REPORT_HEIGHT}px;border:0'></iframe>"
         )

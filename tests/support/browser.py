@@ -35,6 +35,11 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 
+# Whether a report has drawn its charts.
+READY = """new Promise(done => { const look = () => document.documentElement.dataset.ready == null
+  || window.Bokeh && Bokeh.documents.some(one => !one.is_idle)
+  ? setTimeout(look, 20) : done(true); look(); })"""
+
 needs_chromium = pytest.mark.skipif(
     not os.access(CHROMIUM, os.X_OK), reason="Debian's chromium is not installed"
 )
@@ -195,3 +200,11 @@ class Page:
 
     def close(self) -> None:
         self._browser.call("Target.closeTarget", targetId=self._target)
+
+
+def open_report(browser: Browser, url: str, **how: Any) -> Page:
+    """Open a report and wait until its charts are drawn."""
+    page = browser.open(url, **how)
+    page.evaluate(READY)
+    page.settle()
+    return page

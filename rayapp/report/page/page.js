@@ -170,6 +170,9 @@
       return !wanted.every((word) => text.includes(word));
     }).map((row) => Number(row.dataset.run)));
     for (const element of all("[data-run]")) element.hidden = state.hidden.has(Number(element.dataset.run));
+    for (const { holder, spec } of curves) {
+      holder.closest("figure").hidden = spec.lines.every((line) => state.hidden.has(line.run));
+    }
     document.getElementById("found").textContent = `${rows.length - state.hidden.size} of ${rows.length} runs`;
     loadAll();
   });
