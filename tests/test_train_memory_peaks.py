@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 
 import torch
@@ -49,3 +50,22 @@ def test_each_phase_has_its_own_peak() -> None:
     assert abs(second["forward"] - base - 50 / 1024) < SLACK_GIB  # of several passes the highest
     assert second["backward"] == 0.0
     assert highest[1] == max(highest[0], *first.values()) == first["backward"] == highest[2]
+
+
+def measured_beside_shared_memory() -> tuple[float, float]:
+    """Return the peaks in GiB of a phase without and of one with 100 MiB more of shared pages."""
+    peaks = Peaks(torch.device("cpu"))
+    with peaks.phase("forward"):
+        pass
+    with mmap.mmap(-1, 100 * 2**20) as shared, peaks.phase("backward"):
+        for _ in range(100):
+            shared.write(bytes(2**20))
+    taken = peaks.take()
+    return taken["forward"], taken["backward"]
+
+
+def test_shared_memory_is_no_memory_of_the_process() -> None:
+    """Ray's object store is mapped page by page, so that memory would seem to grow for ever."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        without, beside = pool.apply(measured_beside_shared_memory)
+    assert abs(beside - without) < SLACK_GIB

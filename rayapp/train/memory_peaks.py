@@ -5,7 +5,7 @@
     peaks.take()                     # {"forward": 1.3, "backward": 2.1, "optimizer": 1.9} GiB
 
 On a GPU this is the memory of tensors, without the allocator's cache; elsewhere it is the resident
-memory of the process.
+memory of the process, without what it shares with others (Ray's object store).
 """
 
 from __future__ import annotations
@@ -69,8 +69,15 @@ class _Resident:
         os.close(self._clear)
 
     def peak_gib(self) -> float:
-        """Return the peak since the last call, in GiB."""
+        """Return the peak since the last call, in GiB, without what is shared at its end.
+
+        Ray's object store is shared: its pages become resident as they are read, all run long.
+        """
         text = os.pread(self._status, STATUS_BYTES, 0)
-        kib = int(text[text.index(b"VmHWM:") + 6 :].split(None, 1)[0])
+        highest, shared = (
+            int(text[text.index(name) + len(name) :].split(None, 1)[0])
+            for name in (b"VmHWM:", b"RssShmem:")
+        )
+        kib = highest - shared
         os.pwrite(self._clear, b"5", 0)  # the peak becomes what is resident now: proc(5)
         return kib * 1024 / GIB
