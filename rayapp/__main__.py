@@ -3,6 +3,7 @@
 Train
   init       write a config and a small data file to begin with
   data       how records become documents, and which tokens bear loss
+  prepare    tokenise and pack a run's data beforehand, on CPUs alone
   plan       will it fit, how long will it take, what will it cost
   finetune   fine-tune a language model, here or on a running Ray cluster
   vision     train an image classifier

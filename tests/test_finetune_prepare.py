@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 from test_data_prepare import VALUES, write_jsonl
+from test_data_windows import in_this_process
 
 from rayapp.config import from_dict
 from rayapp.data import prepare as rows
-from rayapp.data import tokens
+from rayapp.data import tokens, windows
+from rayapp.data.prepared import Prepared
+from rayapp.data.sources import cutting
 from rayapp.finetune import prepare
 from rayapp.finetune.check import Input
 from rayapp.observe.activity import Phases
+from rayapp.order import Order
 from rayapp.storage import open_storage
 
 
@@ -84,3 +88,33 @@ def test_a_template_of_the_users_is_saved_with_the_tokenizer_and_a_training_one_
     recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
     assert recipe.template == template and recipe.parts()["reasoning"] == "mask"
     assert recipe.parts()["chat_template"]
+
+
+def test_a_run_of_windows_prepares_those_that_its_steps_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With epochs it prepares all; the steps are the same."""
+    monkeypatch.setattr(windows, "run_tasks", in_this_process)
+    monkeypatch.setattr(cutting, "PART_BYTES", 128)
+    ready = ready_run(tmp_path, "a.jsonl")
+    data = ready.config.data.model_copy(update={"window_bytes": 1000})
+    config = ready.config.model_copy(update={"data": data})
+    url, tokenizer = prepare.shared_tokenizer(ready, Phases())
+
+    def order_and_rows(**fields: int) -> tuple[Order, Prepared]:
+        update = {"max_steps": None, "tokens_per_step": 64, "micro_batch": 2, **fields}
+        asked = config.model_copy(update={"train": config.train.model_copy(update=update)})
+        prepared = prepare.prepare_rows(ready, asked, url, tokenizer, Phases())
+        return prepare.order_of(asked, prepared), prepared
+
+    few, of_few = order_and_rows(max_steps=5)
+    assert 0 < of_few.known < of_few.windows and few.more
+    whole, of_whole = order_and_rows(epochs=1)
+    assert of_whole.known == of_whole.windows > 3 and not whole.more
+    assert of_whole.epoch_rows == whole.num_rows == len(of_whole.rows("train"))
+    assert of_few.epoch_rows == pytest.approx(whole.num_rows, rel=0.5)
+    for step in range(5):
+        taken = few.rows(step)
+        assert taken.tolist() == whole.rows(step).tolist()
+        ours, theirs = of_few.rows("train").read(taken), of_whole.rows("train").read(taken)
+        assert (ours["input_ids"] == theirs["input_ids"]).all()

@@ -1,7 +1,7 @@
 """What `rayapp COMMAND` does, a function each: argv in, exit code out.
 
 first.py     init, completion
-data.py      data
+data.py      data, prepare
 planning.py  plan
 staging.py   stage
 clusters.py  render, connect
@@ -17,6 +17,7 @@ COMMANDS = {  # name: module and function
     "finetune": "finetune.__main__.main",
     "vision": "vision.__main__.main",
     "data": "cli.data.data",
+    "prepare": "cli.data.prepare",
     "plan": "cli.planning.plan",
     "stage": "cli.staging.stage",
     "preflight": "cli.jobs.preflight",

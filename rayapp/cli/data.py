@@ -1,4 +1,4 @@
-"""rayapp data: how records become documents, and which of their tokens bear loss."""
+"""rayapp data and prepare: what records become, and the rows of a run made before it starts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from rayapp.data.packing import Document
+    from rayapp.data.prepared import Prepared
     from rayapp.finetune.preview import Preview
 
 DATA = """rayapp data [CONFIG.yaml] [--section.field=value ...]
@@ -23,6 +24,12 @@ what is left out and why, lengths, and how rows are filled. Nothing is trained.
   --show=2     documents that are printed of each source
   --chars=2000 characters that are printed of a document
   --json       print everything as JSON"""
+
+PREPARE = """rayapp prepare [CONFIG.yaml] [--section.field=value ...]
+
+Tokenises and packs the data of a run beforehand, on CPUs alone: here, or on the Ray cluster that
+cluster.address names. `rayapp finetune` with the same config then starts with these rows. Killed
+and given again, it goes on where it was."""
 
 MARKS = "⟦", "⟧"  # around text that bears loss, where there are no colours
 
@@ -50,6 +57,55 @@ def data(argv: list[str]) -> int:
     for each in found:
         show(Console(), each, shown, chars)
     return Exit.DONE
+
+
+def prepare(argv: list[str]) -> int:
+    """Prepare the rows of a run; see PREPARE."""
+    if "--help" in argv or "-h" in argv:
+        print(PREPARE)
+        return Exit.DONE
+    config, _ = arguments.read(argv, {}, Config)
+    from rich.console import Console
+
+    from rayapp.driver.activity import Heartbeat
+    from rayapp.driver.main import quieten
+    from rayapp.driver.output import captured
+    from rayapp.driver.ray_session import connected, tell_ray
+    from rayapp.jobs import secrets
+    from rayapp.jobs.ray_address import address_of
+    from rayapp.observe.activity import Phases
+
+    tell_ray()
+    quieten()
+    from rayapp.finetune.check import check
+    from rayapp.finetune.prepare import prepare_data
+
+    phases = Phases()
+    with captured() as tail:
+        secrets.load()
+        with Heartbeat(phases, Console(force_jupyter=False), tail):
+            phases.begin("checking config, model and data")
+            ready = check(config, None, 0)
+            address = address_of(config)
+            phases.begin(f"starting Ray ({address})")
+            # Of the cluster only CPUs are asked for: those of the tasks.
+            fields = {"workers": "1", "gpu": "false", "resources": {}}
+            tasks = {"cluster": ready.config.cluster.model_copy(update=fields)}
+            with connected(ready.config.model_copy(update=tasks), address):
+                prepared, _, _ = prepare_data(ready, phases)
+                phases.begin("")
+    print(summary(prepared))
+    return Exit.DONE
+
+
+def summary(prepared: Prepared) -> str:
+    """Return a line about rows that are prepared."""
+    counts = prepared.counts["train"]
+    windows = f", {prepared.known} of {prepared.windows} windows" if prepared.windows else ""
+    return (
+        f"prepared: {counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
+        f"{counts['rows']:,} rows{windows}, {prepared.held_out:,} held out, in {prepared.url}"
+    )
 
 
 def show(console: Console, found: Preview, shown: int, chars: int) -> None:

@@ -91,7 +91,7 @@ class Data(Section):
     """Share held out, 0-1: the last bytes of a single text file, otherwise documents by hash."""
     bad_rows: float = Field(default=0.01, ge=0, le=1)
     """Share of rows, 0-1, that may be unusable; more stops the run, fewer are counted and named."""
-    window_bytes: OptionalInt = Field(default=None, ge=65_536)
+    window_bytes: OptionalInt = Field(default=None, ge=1_048_576)
     """Bytes of data, from distant places, that are shuffled and packed together (2**28 is 256 parts
     of 1 MiB); with train.max_steps training starts at the first. none: all rows at once."""
     workers: OptionalInt = Field(default=None, ge=1)

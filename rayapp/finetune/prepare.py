@@ -42,9 +42,7 @@ def prepare(
 ) -> LanguageSpec:
     """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec."""
     config = ready.config
-    phases.begin("preparing the tokenizer")
-    tokenizer_url, tokenizer = shared_tokenizer(ready, phases)
-    prepared = prepare_rows(ready, config, tokenizer_url, tokenizer, phases)
+    prepared, tokenizer_url, tokenizer = prepare_data(ready, phases)
     phases.end("data")
     phases.begin("planning")
     shape = model_shape(ready.model, config, len(tokenizer))
@@ -67,6 +65,17 @@ def prepare(
     show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
     phases.end("plan")
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
+
+
+def prepare_data(ready: CheckedLanguageRun, phases: Phases) -> tuple[Prepared, str, Any]:
+    """Prepare all that is made of the data: return the rows, the tokenizer's URL, the tokenizer.
+
+    Raises:
+        ConfigError: as `prepare_rows`.
+    """
+    phases.begin("preparing the tokenizer")
+    url, tokenizer = shared_tokenizer(ready, phases)
+    return prepare_rows(ready, ready.config, url, tokenizer, phases), url, tokenizer
 
 
 def shared_tokenizer(ready: CheckedLanguageRun, phases: Phases) -> tuple[str, Any]:
