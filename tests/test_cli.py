@@ -136,7 +136,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([name, "--help"]) == Exit.DONE
         usage, *lines = capsys.readouterr().out.splitlines()
         assert usage.startswith(f"rayapp {name}"), name
-        for option in re.findall(r"--\w+(?![\w.])", usage):
+        for option in re.findall(r"--(?!option)\w+(?![\w.])", usage):
             assert any(option in line for line in lines), f"{name} {option} is not explained"
     assert main([]) == Exit.REFUSED
 

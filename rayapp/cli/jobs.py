@@ -55,7 +55,7 @@ and --address, --working_dir, --pip, --env, --secrets, --driver_cpus, --tags as 
 
 EXPLAINED = {  # what many commands take
     "--storage": "--storage=URL  the folder or s3:// prefix of runs; by default `runs`, if there",
-    "--address": "--address=URL  of a dashboard; RAY_API_SERVER_ADDRESS, or port 8265 here, by default",
+    "--address": "--address=URL  of a dashboard; by default RAY_API_SERVER_ADDRESS, or port 8265",
     "--json": "--json         print everything as JSON",
     "--follow": "--follow       print what it prints, and return what it returns",
     "--wait": "--wait         wait for its end, and return what it returns",
