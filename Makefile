@@ -5,6 +5,7 @@
 # make test-image cluster/Dockerfile built by buildah on a Debian made here, and tried (root, buildah, mmdebstrap)
 # make mutations  faults put into a copy of the code one at a time; a test must find each
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
+# make docs       the documentation as a site, in build/site
 # make security   checkov and hadolint on infra/ and cluster/
 # make up-ecs CONFIG=run.yaml EMAIL=you@example.com   base, image, ECS cluster;   make down-ecs   all but results
 # make up-eks CONFIG=run.yaml EMAIL=you@example.com API_CIDRS=203.0.113.7/32   the same on EKS;   make down-eks
@@ -27,7 +28,7 @@ TF = TF_WORKSPACE=$(STATE) terraform -chdir=infra
 ECS_VARS = -var-file=$(CURDIR)/$(OUT)/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/$(OUT)/ecs -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 EKS_VARS = -var-file=$(CURDIR)/$(OUT)/kuberay/terraform.tfvars.json -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 
-.PHONY: setup finetune vision test test-full test-image check check-infra security bench drills mutations image
+.PHONY: setup finetune vision test test-full test-image check check-infra security bench drills mutations image docs
 .PHONY: bucket address up-base up-ecs up-eks down-base down-ecs down-eks
 
 setup: .venv/.dev
@@ -94,6 +95,11 @@ check-infra:
 	@command -v terraform >/dev/null || { echo "skipped: terraform is not installed"; exit 0; }; \
 	terraform fmt -check -recursive infra && for stack in base ecs eks; do \
 	$(TF)/$$stack init -backend=false -input=false $(TF_INIT) >/dev/null && $(TF)/$$stack validate || exit 1; done
+
+docs: .venv/.ready
+	@$(INSTALL) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "built: open build/site/index.html"
 
 # In an environment of their own: checkov pins what rayapp does not.
 security: setup

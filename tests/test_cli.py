@@ -134,7 +134,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         assert re.search(rf"(^| ){name} ", told, re.MULTILINE), name
         assert main([name, "--help"]) == Exit.DONE
-        assert capsys.readouterr().out.startswith(f"rayapp {name}"), name
+        usage, *lines = capsys.readouterr().out.splitlines()
+        assert usage.startswith(f"rayapp {name}"), name
+        for option in re.findall(r"--(?!option)\w+(?![\w.])", usage):
+            assert any(option in line for line in lines), f"{name} {option} is not explained"
     assert main([]) == Exit.REFUSED
 
 

@@ -342,8 +342,9 @@ def test_rays_train_api_knows_the_run(live: Live) -> None:
     workers = found["attempts"][0]["workers"]
     assert [each["status"] for each in workers] == ["ALIVE", "ALIVE"]
     for each in workers:  # Ray puts this name before the lines of the process
-        log = Path(each["log_file_path"]).read_text()
-        assert f":actor_name:watched/rank-{each['world_rank']}\n" in log
+        logs = Path(each["log_file_path"]).parent.parent
+        (log,) = logs.glob(f"worker-*-{each['pid']}.out")
+        assert f":actor_name:watched/rank-{each['world_rank']}\n" in log.read_text()
     assert found["run_settings"]["train_loop_config"] is None  # it would show to everyone
 
 

@@ -41,7 +41,9 @@ def read_layers(text: str) -> dict[str, int]:
 
     A module is as it is listed: `name.py`, or `name/` for a package.
     """
-    blocks = [block for block in text.split("```")[1::2] if block.startswith("\n1 ")]
+    blocks = [
+        block for block in text.split("```")[1::2] if block.partition("\n")[2].startswith("1 ")
+    ]
     assert len(blocks) == 1, f"{len(blocks)} code blocks list the modules by layer"
     layers: dict[str, int] = {}
     layer = 0

@@ -73,6 +73,9 @@ def _account(region: str) -> str | None:
 
 CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=8265]
 
+  --name=NAME      that of infra/base, as `make up-*` takes it; --region=NAME
+  --port=PORT      of this machine
+
 Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps its
 token in ~/.rayapp. What it prints first is for the shell in which you submit."""
 

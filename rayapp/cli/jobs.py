@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -52,18 +53,39 @@ PREFLIGHT = """rayapp preflight [CONFIG.yaml] [--section.field=value ...]
 
 and --address, --working_dir, --pip, --env, --secrets, --driver_cpus, --tags as submit takes them"""
 
+EXPLAINED = {  # what many commands take
+    "--storage": "--storage=URL  the folder or s3:// prefix of runs; by default `runs`, if there",
+    "--address": "--address=URL  of a dashboard; by default RAY_API_SERVER_ADDRESS, or port 8265",
+    "--json": "--json         print everything as JSON",
+    "--follow": "--follow       print what it prints, and return what it returns",
+    "--wait": "--wait         wait for its end, and return what it returns",
+    "--wait_s": "--wait_s=600   seconds in which it may save; 0 asks and does not wait",
+    "--hard": "--hard=true    have Ray end a job that has not ended by then; false does not",
+}
+
 SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
 SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
 
 
 def command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
-    """Print the text if help is asked for, and say in one line what a cluster or storage says."""
+    """Print the text if help is asked for, and say in one line what a cluster or storage says.
+
+    An option of the text's first line that no other line explains is explained as in EXPLAINED.
+    """
+    usage, _, rest = text.partition("\n")
+    options = [
+        option for option in re.findall(r"--\w+(?![\w.])", usage) if f"  {option}" not in rest
+    ]
+    lines = [f"  {EXPLAINED[option]}" for option in options]
+    if " RUN" in usage:
+        lines.insert(0, f"  RUN            {RUN.partition(' ')[2].strip('()')}")
+    whole = "\n\n".join(filter(None, [usage, "\n".join(lines), rest.strip("\n")]))
 
     def decorate(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         @wraps(function)
         def run(argv: list[str]) -> int:
             if "--help" in argv or "-h" in argv:
-                print(text)
+                print(whole)
                 return Exit.DONE
             try:
                 return function(argv)

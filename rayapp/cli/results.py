@@ -17,8 +17,10 @@ GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
 
 REPORT = """rayapp report RUN [RUN ...] [--out=FILE]
 
-RUN is a run's folder or s3:// URL. One run: report.html in its folder, or FILE. Several: one page
-that compares them, comparison.html or FILE."""
+RUN is a run's folder or s3:// URL. One run: report.html in its folder. Several: one page that
+compares them, comparison.html.
+
+  --out=FILE   where to instead"""
 
 
 def report(argv: list[str]) -> int:
@@ -63,7 +65,9 @@ def generate(argv: list[str]) -> int:
         print(GENERATE)
         return Exit.DONE if argv else Exit.REFUSED
     from rayapp import generation
+    from rayapp.driver.main import quieten
 
+    quieten()
     known = {"prompt": "", "max_tokens": "256", "temperature": "0.7", "chat": "none"}
     run, asked = arguments.read_plain(arguments.flags(argv, ["chat"]), "RUN", known)
     settings = _settings(**asked)

@@ -122,7 +122,8 @@ def rm(argv: list[str]) -> int:
 Removes rows that no unfinished run needs, and tokens that no other rows were made of, if they were
 not used for that long. Rows are made again from tokens, tokens from the data.
 
-  --dry_run   only say what would be removed""")
+  --unused_days=30   for how many days they were not used
+  --dry_run          only say what would be removed""")
 def prune(argv: list[str]) -> int:
     """Remove rows and tokens that nobody needs."""
     known = {"storage": "none", "unused_days": "30", "dry_run": "false"}

@@ -1,4 +1,4 @@
-"""Hold README's table of what happens when something dies to the tests that it names."""
+"""Hold the table of docs/faults.md, what happens when something dies, to the tests it names."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def missing(text: str) -> list[str]:
 
 
 def test_every_promise_names_its_drills_and_they_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     assert len(rows(text)) >= 10
     assert missing(text) == []
 
 
 def test_a_promise_without_a_drill_is_found() -> None:
     head = f"# A\n{HEADING}\n| what | then | drills |\n|---|---|---|\n"
-    here = "`test_readme.py::test_a_promise_without_a_drill_is_found`"
+    here = "`test_docs_faults.py::test_a_promise_without_a_drill_is_found`"
     assert missing(f"{head}| a | b | {here} |\n\n| not | of | it |\n## B\n") == []
-    for wrong in (here.replace("found", "lost"), here.replace("readme", "nothing"), "none", ""):
+    for wrong in (here.replace("found", "lost"), here.replace("faults", "nothing"), "none", ""):
         assert len(missing(f"{head}| a | b | {here} |\n| c | d | {wrong} |\n\n")) == 1, wrong
