@@ -83,6 +83,13 @@ REFERENCE = (
         NAMED,
     ),
     Mutation(
+        "experts-adapters-unscaled",
+        "rayapp/model/experts.py",
+        "return found.add(update, alpha=wrapper.scaling[adapter])",
+        "return found.add(update)",
+        NAMED,
+    ),
+    Mutation(
         "padding-has-experts",
         "rayapp/data/rows.py",
         "if present.any() and not present.all():",
@@ -92,8 +99,8 @@ REFERENCE = (
     Mutation(
         "router-loss-by-micro-batch",
         "rayapp/model/build.py",
-        "balance = routed(output.router_logits, present) * (labels != -100).sum()",
-        "balance = routed(output.router_logits, present)",
+        "balance = routed(router_logits, present) * (labels != -100).sum()",
+        "balance = routed(router_logits, present)",
         NAMED,
     ),
 )

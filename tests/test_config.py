@@ -41,7 +41,7 @@ SURFACE = {
     "eval": "every_steps checkpoints prompts metrics",
     "cluster": "workers gpu instance usd_per_hour ignore_plan resources max_failures"
     " failure_window_s max_preemptions mtbf_hours idle_minutes collective_timeout_s address",
-    "model.lora": "rank alpha rslora dora dropout targets quantize merge",
+    "model.lora": "rank alpha rslora dora dropout targets target_parameters quantize merge",
 }
 FIELDS = [f"{section}.{name}" for section, names in SURFACE.items() for name in names.split()]
 

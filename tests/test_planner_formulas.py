@@ -88,6 +88,19 @@ def test_lora_counts_two_factors_for_each_linear_module(name: str, targets: tupl
     assert lora_parameters(shape, 8, targets, dora=True) == trained
 
 
+def test_adapters_of_experts_are_counted_for_each_expert() -> None:
+    built, _ = meta_model("mixtral-8x7b", 8)
+    shape = shape_of({**config_of("mixtral-8x7b"), **SMALL})
+    experts = ("down_proj", "gate_up_proj")
+    add_adapters(built, Lora(rank=8, target_parameters=experts))
+    trained = sum(p.numel() for p in built.parameters() if p.requires_grad)
+    assert lora_parameters(shape, 8, experts=experts) == trained
+    both = lora_parameters(shape, 8), lora_parameters(shape, 8, experts=experts, active=True)
+    assert 4 * (both[1] - both[0]) == trained - both[0]  # a token is given to 2 of 8
+    with pytest.raises(UnknownShape, match=r"target_parameters=q_proj is unknown"):
+        lora_parameters(shape, 8, experts=("q_proj",))
+
+
 def test_an_unknown_target_is_refused() -> None:
     shape = shape_of(config_of("tiny"))
     with pytest.raises(UnknownShape, match=r"targets=qkv is unknown.*q_proj, k_proj"):

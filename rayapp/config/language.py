@@ -306,20 +306,33 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"train.loss={train.loss} is in conflict: your function is the objective, so that "
             "train.z_loss, train.label_smoothing and train.loss_kernel have no effect. Remove them",
         )
-    lora = config.model.lora
-    if lora is not None and train.optimizer == "muon":
+    yield from _adapters(config)
+
+
+def _adapters(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    train, lora = config.train, config.model.lora
+    if lora is None:
+        return
+    if lora.target_parameters and (lora.dora or lora.dropout):
+        name = "dora" if lora.dora else "dropout"
+        yield (
+            ("model.lora.target_parameters", f"model.lora.{name}"),
+            f"model.lora.{name} is in conflict: peft has none for adapters of parameters, as "
+            "model.lora.target_parameters asks for. Leave one of them out",
+        )
+    if train.optimizer == "muon":
         yield (
             ("model.lora", "train.optimizer"),
             "train.optimizer=muon is in conflict: it orthogonalises the update of a whole matrix, "
             "and an adapter has two thin factors instead. Set train.optimizer=adamw",
         )
-    if lora is not None and lora.quantize != "none" and config.model.from_scratch:
+    if lora.quantize != "none" and config.model.from_scratch:
         yield (
             ("model.lora.quantize", "model.from_scratch"),
             f"model.lora.quantize={lora.quantize} is in conflict: model.from_scratch=true has no "
             "weights to hold in 4 bits. Set model.from_scratch=false",
         )
-    if lora is not None and lora.quantize != "none" and train.precision == "fp8":
+    if lora.quantize != "none" and train.precision == "fp8":
         yield (
             ("model.lora.quantize", "train.precision"),
             f"model.lora.quantize={lora.quantize} is in conflict: train.precision=fp8 also says "

@@ -23,6 +23,9 @@ class Lora(Section):
     """Dropout before the first factor, 0-1."""
     targets: Strings = ()
     """Names of linear layers that get adapters; empty means all linear layers of the blocks."""
+    target_parameters: Strings = ()
+    """Names of experts' parameters (gate_up_proj, down_proj) that get an adapter for each expert;
+    not with DoRA or dropout, which peft has for none of them."""
     quantize: Literal["none", "nf4"] = "none"
     """Hold the frozen base's linear layers in 4 bits (QLoRA); needs bitsandbytes."""
     merge: bool = False
@@ -48,6 +51,9 @@ class Lora(Section):
             alpha=values["lora_alpha"],
             dropout=values.get("lora_dropout", 0.0),
             targets=tuple(sorted(targets)),
+            target_parameters=tuple(
+                sorted({name.rpartition(".")[2] for name in values.get("target_parameters") or ()})
+            ),
             dora=bool(values.get("use_dora")),
             rslora=bool(values.get("use_rslora")),
         )

@@ -227,10 +227,9 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
                 f"{setting} is not available: the package {package} is not installed. "
                 f"Install rayapp[{extra}], or {package.replace('_', '-')}"
             )
-    if lora is not None and (lora.targets or in_4_bits):
+    if lora is not None and (lora.targets or lora.target_parameters or in_4_bits):
         lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
-        names = model.linear_names(lm.hf)
-        problem = model.unknown_targets(lora.targets, names)
+        problem = model.unknown_targets(lora, lm.hf)
         problems += [problem] if problem else []
         if in_4_bits and not model.takes_4_bits(lm.hf):
             problems.append(

@@ -92,6 +92,11 @@ def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[st
             ",".join(own.targets),
             set(own.targets) == (set(lora.targets) or every),
         ),
+        "target_parameters": (
+            ",".join(lora.target_parameters),
+            ",".join(own.target_parameters),
+            set(own.target_parameters) == set(lora.target_parameters),
+        ),
     }
     return [
         f"model.lora.{name}={mine} is in conflict: the adapter model.path={adapter.name} has "

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from rayapp import hardware, model
 from rayapp.config import Config
 from rayapp.data.rows import StepRows, sequential_batches
-from rayapp.finetune.build import Head, Parts, compile_gain, exact_base, make_parts
+from rayapp.finetune.build import (
+    Head,
+    Parts,
+    compile_gain,
+    compute_dtype,
+    exact_base,
+    make_parts,
+)
 from rayapp.finetune.exported import check_export
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
@@ -75,6 +82,10 @@ class LanguageTrainer(Trainer):
                 f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
                 "documents of a row see one another. Set data.pack=false"
             )
+        compute, compiled = compute_dtype(self.spec.config), self.spec.config.train.compile
+        slow = model.why_not_grouped(lm.hf, compute, self.device, compiled)
+        if slow and dist.get_rank() == 0:
+            print(f"experts: no grouped products, and so slower: {slow}", flush=True)
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
             return {"compile": None}
@@ -109,6 +120,7 @@ class LanguageTrainer(Trainer):
             rows_per_epoch=spec.data.epoch_rows,
             rows_per_step=spec.order.rows_per_step,
             take_sums=self.parts.lm.take_sums,
+            take_counts=self.parts.lm.routing.take,
             spikes=Spikes(config.train.spike_sigmas) if watched else None,
             record=partial(token_record, mfu_of(spec, self.parts, self.device)),
             skip_bad=config.train.on_spike == "skip",
@@ -126,6 +138,8 @@ class LanguageTrainer(Trainer):
         outcome: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
             outcome = {**outcome, **engine.evaluate()}
+        if engine.experts is not None:
+            outcome["experts"] = engine.experts.long().tolist()
         phases.end("evaluation")
         phases.begin("sampling")
         for prompt in config.eval.prompts if parts.lm.plain_head else ():
@@ -207,7 +221,7 @@ def mfu_of(
     gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
     peak = None if gpu is None else gpu.flops[spec.config.train.precision]
     lora = spec.config.model.lora
-    options = (None, ()) if lora is None else (lora.rank, lora.targets)
+    options = (None, (), ()) if lora is None else (lora.rank, lora.targets, lora.target_parameters)
     shape = None if peak is None else _shape(spec.config, parts.lm.hf.config)
     if peak is None or shape is None:
         return lambda tokens, pairs, seconds: None

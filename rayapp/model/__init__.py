@@ -22,6 +22,7 @@ from rayapp.model.adapter import Adapter, adapter_problems, load_adapters, merge
 from rayapp.model.attention import Unavailable, attention_problem, choose_attention
 from rayapp.model.build import LanguageModel, Loss, build, no_loss, num_parameters
 from rayapp.model.documents import keeps_documents_apart
+from rayapp.model.experts import why_not_grouped
 from rayapp.model.export import WrongExport, export
 from rayapp.model.init import init_weights
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
@@ -80,4 +81,5 @@ __all__ = [
     "takes_4_bits",
     "unknown_targets",
     "use_float8",
+    "why_not_grouped",
 ]

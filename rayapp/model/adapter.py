@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from rayapp.config import Lora
 from rayapp.model.build import LanguageModel, base_state, build, no_loss
+from rayapp.model.experts import parameter_names
 from rayapp.model.files import ShardReader, Stored, read_header
 from rayapp.model.init import fill
 from rayapp.model.lora import (
@@ -42,7 +43,6 @@ UNSUPPORTED = (
     "alpha_pattern",
     "layers_to_transform",
     "exclude_modules",
-    "target_parameters",
     "trainable_token_indices",
     "lora_bias",
 )
@@ -104,11 +104,14 @@ def adapter_problems(adapter: Adapter, config: PretrainedConfig) -> list[str]:
     """Return what prevents using an adapter on a base of this configuration; reads headers only."""
     model = build(config, loss=no_loss, attention="eager")
     names = linear_names(model.hf)
-    if unknown := sorted(set(adapter.lora.targets) - set(names)):
+    wrong = {
+        "linear layer": set(adapter.lora.targets) - set(names),
+        "parameter": set(adapter.lora.target_parameters) - set(parameter_names(model.hf)),
+    }
+    if missing := [f"{what} {', '.join(sorted(each))}" for what, each in wrong.items() if each]:
         return [
             f"model.path={adapter.name} is no adapter of its base {adapter.base}, whose blocks "
-            f"have no linear layer {', '.join(unknown)}. Correct base_model_name_or_path in "
-            f"{SETTINGS}"
+            f"have no {' and no '.join(missing)}. Correct base_model_name_or_path in {SETTINGS}"
         ]
     add_adapters(model, adapter.lora)
     if not adapter.folder.exists(WEIGHTS):
@@ -162,7 +165,7 @@ def merge_adapters(model: LanguageModel, adapter: Adapter) -> None:
     reader = _reader(adapter, probe)
     weights = base_state(model.hf, keep_vars=True)
     for name, update in updates(probe.hf).items():
-        layer = name.removesuffix(".weight")
+        layer = update.layer
         left, right = (
             reader.rows(peft_name(f"{layer}.{factor}.{ADAPTER}.weight")).float()
             for factor in ("lora_A", "lora_B")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rayapp.model.attention import BY_BOUNDARIES, IMPLEMENTATIONS
+from rayapp.model.experts import Routing
 from rayapp.model.quantize import Linear4bit
 
 log = logging.getLogger("rayapp.model")
@@ -79,6 +80,7 @@ class LanguageModel(Wrapper):
         self.router_loss, coefficient = _router_loss(hf)
         self.router_weight = coefficient if router_weight is None else router_weight
         self._router_sums: list[Tensor] = []
+        self.routing = Routing(hf)
         taker = hf.base_model if self.plain_head else hf
         self.takes_positions = "position_ids" in inspect.signature(taker.forward).parameters
         self.splits_documents = False
@@ -122,6 +124,19 @@ class LanguageModel(Wrapper):
         routed = self.router_loss if self.training and self.router_weight else None
         if routed:
             inputs["output_router_logits"] = True
+        if self.training and self.routing.experts and torch.is_grad_enabled():
+            self.routing.begin(present, input_ids.device)
+        objective, loss, router_logits = self._run(inputs, labels)
+        self.routing.counting = False  # recomputation in the backward pass does not count
+        if routed and router_logits:  # a mixture may have dense layers alone
+            balance = routed(router_logits, present) * (labels != -100).sum()
+            objective = objective + self.router_weight * balance
+            if torch.is_grad_enabled():
+                self._router_sums.append(balance.detach())
+        return objective, loss
+
+    def _run(self, inputs: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return objective, cross-entropy and router logits."""
         if self.plain_head:
             output = self.hf.base_model(**inputs, use_cache=False)
             head = cast(nn.Linear, self.hf.get_output_embeddings())
@@ -131,12 +146,7 @@ class LanguageModel(Wrapper):
         else:
             output = self.hf(**inputs, use_cache=False)
             objective, loss = self.loss(output.logits, None, labels)
-        if routed and output.router_logits:  # a mixture may have dense layers alone
-            balance = routed(output.router_logits, present) * (labels != -100).sum()
-            objective = objective + self.router_weight * balance
-            if torch.is_grad_enabled():
-                self._router_sums.append(balance.detach())
-        return objective, loss
+        return objective, loss, getattr(output, "router_logits", None)
 
     def take_sums(self) -> dict[str, Tensor]:
         """Return the router loss of the micro-batches since the last call, without its weight.
@@ -183,7 +193,7 @@ State: TypeAlias = dict[str, Tensor | Linear4bit]
 def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> State:
     """Return the state dict of the base model, without adapters and under its original names.
 
-    peft moves an adapted layer into a child named base_layer; that part of the name is removed. A
+    peft moves an adapted layer into a child named base_layer; such parts of names are removed. A
     4-bit weight is represented by its layer, which has the weight's shape.
     """
     held = {name: m for name, m in hf.named_modules() if isinstance(m, Linear4bit)}
@@ -192,7 +202,16 @@ def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> State:
         owner, _, key = name.rpartition(".")
         if ".lora_" not in name and not (owner in held and key in ("packed", "scales")):
             state[name] = tensor
-    return {name.replace(".base_layer.", "."): value for name, value in state.items()}
+    return {without_wrappers(name): value for name, value in state.items()}
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name that a module or parameter has without peft's wrappers.
+
+    >>> without_wrappers("mlp.experts.base_layer.base_layer.down_proj")
+    'mlp.experts.down_proj'
+    """
+    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def _head_is_plain(hf: PreTrainedModel) -> bool:

@@ -6,9 +6,9 @@
     export_adapters(model, open_storage("s3://bucket/adapter"), base="meta-llama/Llama-3.1-8B")
 
 The forward runs peft's own layers, so an exported adapter gives the same result in peft, also as
-DoRA (Liu et al. 2024, arXiv 2402.09353) and rsLoRA (Kalajdzievski 2023, arXiv 2312.03732). Adapters
-are trained in fp32, whatever the dtype of the base. Base parameters keep their original names on
-disk: see `base_state`.
+DoRA (Liu et al. 2024, arXiv 2402.09353) and rsLoRA (Kalajdzievski 2023, arXiv 2312.03732); adapters
+of fused experts are computed by experts.py. Adapters are trained in fp32, whatever the dtype of the
+base. Base parameters keep their original names on disk: see `base_state`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rayapp.model.build import LanguageModel
+from rayapp.model.build import LanguageModel, without_wrappers
+from rayapp.model.experts import compute_adapted, expert_factors, parameter_names
 from rayapp.model.init import fill
 from rayapp.model.quantize import BLOCK, Linear4bit
 from rayapp.model.sharding import find_blocks, reshard
@@ -46,14 +47,20 @@ class LoraSettings(Protocol):
     alpha: float
     dropout: float
     targets: tuple[str, ...]
+    target_parameters: tuple[str, ...]
     dora: bool
     rslora: bool
 
 
 @dataclass(frozen=True)
 class LoraUpdate:
-    """The update of one weight [out, in]: plus scale * right @ left, then rows of DoRA's norms."""
+    """The update of one weight [out, in]: plus scale * right @ left, then rows of DoRA's norms.
 
+    A weight of experts is [experts, out, in], and so are its factors (see `expert_factors`).
+    """
+
+    layer: str
+    """The name of the adapted layer."""
     left: Tensor
     """[rank, in]"""
     right: Tensor
@@ -62,11 +69,17 @@ class LoraUpdate:
     magnitude: Tensor | None
     """DoRA's norms of the rows, [out]; None without DoRA."""
     transposed: bool
-    """The weight is stored as [in, out] (GPT-2's Conv1D)."""
+    """The weight is stored as [in, out] (GPT-2's Conv1D, GPT-OSS's experts)."""
+    experts: int = 1
+    """Experts that the weight is of."""
 
     def merged(self, weight: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the whole weight with its update; `gather` makes a factor whole, in fp32."""
         left, right = gather(self.left), gather(self.right)
+        if self.experts > 1:
+            left, right = expert_factors(left, right, self.experts)
+            first, second = (left.mT, right.mT) if self.transposed else (right, left)
+            return torch.baddbmm(weight, first, second, alpha=self.scale)
         first, second = (left.T, right.T) if self.transposed else (right, left)
         merged = torch.addmm(weight, first, second, alpha=self.scale)  # weight may be the shard
         if self.magnitude is None:
@@ -106,38 +119,53 @@ def _adaptable(hf: PreTrainedModel, names: set[str]) -> Iterator[str]:
         yield name
 
 
-def unknown_targets(targets: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return an error text for targets that name no linear layer of the blocks; None if all do."""
-    unknown = sorted(set(targets) - set(names))
-    if not unknown:
-        return None
-    return (
-        f"model.lora.targets={','.join(unknown)} is unknown: the model's blocks have no such "
-        f"linear layer. Set some of {', '.join(names)}"
-    )
+def unknown_targets(
+    lora: LoraSettings, hf: PreTrainedModel, names: Iterable[str] | None = None
+) -> str | None:
+    """Return an error text for targets that the blocks do not have; None if they have all.
+
+    `names` are those of the linear layers, if they are at hand.
+    """
+    names = linear_names(hf) if names is None else names
+    if unknown := sorted(set(lora.targets) - set(names)):
+        return (
+            f"model.lora.targets={','.join(unknown)} is unknown: the model's blocks have no such "
+            f"linear layer. Set some of {', '.join(names)}"
+        )
+    experts = parameter_names(hf)
+    if unknown := sorted(set(lora.target_parameters) - set(experts)):
+        has = f"Set some of {', '.join(experts)}" if experts else "Leave it out"
+        return (
+            f"model.lora.target_parameters={','.join(unknown)} is unknown: the model's blocks have "
+            f"no experts with such a parameter. {has}"
+        )
+    return None
 
 
 def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
     """Add adapters to the blocks' linear layers (or those in `targets`), and freeze all else.
 
-    Raises: ValueError if a target is no linear layer of the blocks.
+    Experts' parameters in `target_parameters` get an adapter for each expert.
+    Raises: ValueError if the blocks have no such target.
     """
     import peft
 
     names = linear_names(model.hf)
-    if problem := unknown_targets(lora.targets, names):
+    if problem := unknown_targets(lora, model.hf, names):
         raise ValueError(problem)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or names,
+        target_parameters=list(lora.target_parameters) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.hf.modules()),
         use_dora=lora.dora,
         use_rslora=lora.rslora,
         task_type="CAUSAL_LM",
     )
     peft.inject_adapter_in_model(config, model.hf, ADAPTER)
+    compute_adapted(model.hf, ADAPTER)
     for parameter in trained(model.hf).values():
         parameter.data = parameter.data.float()
 
@@ -196,12 +224,15 @@ def init_adapters(model: LanguageModel, seed: int) -> None:
 def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate]:
     """Return the adapters' weight updates by the original name of the weight."""
     return {
-        f"{name}.weight": LoraUpdate(
+        f"{without_wrappers(name)}.{getattr(module, 'parameter_name', 'weight')}": LoraUpdate(
+            layer=name,
             left=module.lora_A[ADAPTER].weight,
             right=module.lora_B[ADAPTER].weight,
             scale=module.scaling[ADAPTER],
             magnitude=next((layer.weight for layer in module.lora_magnitude_vector.values()), None),
-            transposed=isinstance(module.base_layer, Conv1D),
+            transposed=isinstance(module.base_layer, Conv1D)
+            or getattr(module.get_base_layer(), "is_transposed", False),
+            experts=getattr(module, "num_experts", 1),
         )
         for name, module in hf.named_modules()
         if ADAPTER in getattr(module, "lora_A", {})

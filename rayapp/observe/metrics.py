@@ -80,6 +80,9 @@ class TokenRecord(StepRecord):
     tokens_per_s_per_gpu: float
     router_loss: float | None = None
     """The experts' load-balancing loss, without its weight; None if it is not in the objective."""
+    expert_imbalance: float | None = None
+    """The busiest expert's tokens over the mean, in the layer where this is the most; None without
+    experts."""
     eval_loss_per_byte: float | None = None
     eval_metrics: dict[str, float | None] | None = None
     """Means over the held-out tokens of the functions in eval.metrics, by their names."""

@@ -102,6 +102,7 @@ class MetricsLine(HeldOut):
     # In runs that count tokens.
     loss_per_byte: NotRequired[float | None]
     router_loss: NotRequired[float | None]
+    expert_imbalance: NotRequired[float | None]
     tokens: NotRequired[int]
     tokens_per_s: NotRequired[float]
     tokens_per_s_per_gpu: NotRequired[float]
@@ -245,6 +246,8 @@ class Outcome(HeldOut, total=False):
     compile: Gain | None
     samples: list[Sample]
     classes: Classes
+    experts: list[list[int]]
+    """Tokens that each expert of each layer was given since the workers last started."""
     model_path: str | None
     export_check: ExportCheck
 

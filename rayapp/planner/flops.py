@@ -64,7 +64,11 @@ def context_within(context: float, window: int | None) -> float:
 
 
 def forward_flops(
-    shape: Shape, context: float, lora_rank: int | None = None, targets: Sequence[str] = ()
+    shape: Shape,
+    context: float,
+    lora_rank: int | None = None,
+    targets: Sequence[str] = (),
+    experts: Sequence[str] = (),
 ) -> Flops:
     """Return a token's forward FLOPs; `context` (C) is the mean number of tokens it attends to."""
     weights = shape.total(
@@ -77,7 +81,9 @@ def forward_flops(
         attention = sum(
             flops * context_within(context, window) for flops, window in shape.measured.attention
         )
-    adapters = 0 if lora_rank is None else lora_parameters(shape, lora_rank, targets)
+    adapters = 0
+    if lora_rank is not None:
+        adapters = lora_parameters(shape, lora_rank, targets, experts=experts, active=True)
     return Flops(linears, attention, 2.0 * shape.embedding_parameters, 2.0 * adapters)
 
 
@@ -111,7 +117,11 @@ def recomputed_flops(shape: Shape, forward: Flops, checkpointing: str, kept: flo
 
 
 def model_flops(
-    shape: Shape, context: float, lora_rank: int | None = None, targets: Sequence[str] = ()
+    shape: Shape,
+    context: float,
+    lora_rank: int | None = None,
+    targets: Sequence[str] = (),
+    experts: Sequence[str] = (),
 ) -> float:
     """Return the model FLOPs per training token, which MFU counts: no recomputation.
 
@@ -125,7 +135,7 @@ def model_flops(
     >>> round(model_flops(shape, mean_context([4096]), lora_rank=16) / 1e9, 2)
     33.49
     """
-    forward = forward_flops(shape, context, lora_rank, targets)
+    forward = forward_flops(shape, context, lora_rank, targets, experts)
     return (forward + backward_flops(forward, frozen=lora_rank is not None)).total
 
 

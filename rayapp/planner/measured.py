@@ -64,6 +64,7 @@ class Adapters(Protocol):
     alpha: float
     dropout: float
     targets: tuple[str, ...]
+    target_parameters: tuple[str, ...]
     dora: bool
     rslora: bool
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from rayapp.hardware import GIB
 from rayapp.planner.flops import model_flops
-from rayapp.planner.shape import Shape, lora_parameters, targeted
+from rayapp.planner.shape import Shape, kept_linears, lora_parameters, targeted
 
 FP32 = 4  # bytes of an fp32 number
 LOSS_WORDS = 16_384  # vocabulary rows of the head's gradient that one product computes
@@ -53,6 +53,8 @@ class Layout:
     loss_chunk: int = 4096
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    lora_experts: tuple[str, ...] = ()
+    """Parameters of experts that have adapters."""
     dora: bool = False
     quantize: str = "none"
     cpu_offload: bool = False
@@ -86,7 +88,9 @@ class Layout:
 
     def model_flops(self, context: float) -> float:
         """Return the model FLOPs per training token."""
-        return model_flops(self.shape, context, self.lora_rank, self.lora_targets)
+        return model_flops(
+            self.shape, context, self.lora_rank, self.lora_targets, self.lora_experts
+        )
 
     @property
     def element(self) -> int:
@@ -98,7 +102,9 @@ class Layout:
         """Number of parameters that have a gradient."""
         if self.lora_rank is None:
             return self.shape.parameters
-        return lora_parameters(self.shape, self.lora_rank, self.lora_targets, self.dora)
+        return lora_parameters(
+            self.shape, self.lora_rank, self.lora_targets, self.dora, self.lora_experts
+        )
 
 
 @dataclass(frozen=True)
@@ -112,21 +118,6 @@ class Peak:
     def total(self) -> float:
         """Sum of the terms in bytes."""
         return sum(self.terms.values())
-
-
-def kept_linears(shape: Shape) -> tuple[str, ...]:
-    """Return the linears whose results rayapp's selective checkpointing keeps.
-
-    Recomputing one value costs as many multiply-adds as its input is wide. Kept are projections
-    whose output is no wider than their input, and whose input is no wider than the model.
-    """
-    return tuple(
-        linear.name
-        for linear in shape.linears
-        if linear.copies == 1
-        and linear.outputs <= linear.inputs <= shape.hidden
-        and linear.name != "router"
-    )
 
 
 def block_bytes(layout: Layout) -> float:
@@ -248,7 +239,8 @@ def _adapter_bytes(layout: Layout) -> float:
     shape = layout.shape
     if layout.lora_rank is None or (shape.measured and shape.measured.adapted):
         return 0.0
-    count = shape.total(lambda linear: 1, targeted(shape, layout.lora_targets)) / shape.layers
+    adapted = targeted(shape, layout.lora_targets, layout.lora_experts)
+    count = shape.total(lambda linear: linear.active, adapted) / shape.layers
     return layout.element * layout.lora_rank * count
 
 

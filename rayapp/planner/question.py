@@ -218,6 +218,7 @@ def _layout(
         loss_chunk=train["loss_chunk"],
         lora_rank=None if lora is None else lora["rank"],
         lora_targets=() if lora is None else tuple(lora["targets"]),
+        lora_experts=() if lora is None else tuple(lora.get("target_parameters", ())),
         dora=lora is not None and lora.get("dora", False),
         quantize="none" if lora is None else lora.get("quantize", "none"),
         cpu_offload=parallel["cpu_offload"],

@@ -148,25 +148,38 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def lora_parameters(
-    shape: Shape, rank: int, targets: Sequence[str] = (), dora: bool = False
+    shape: Shape,
+    rank: int,
+    targets: Sequence[str] = (),
+    dora: bool = False,
+    experts: Sequence[str] = (),
+    *,
+    active: bool = False,
 ) -> int:
-    """Count the adapters' parameters: rank * (inputs + outputs) per adapted linear.
+    """Count the adapters' parameters: rank * (inputs + outputs) per adapted linear and expert.
 
-    DoRA has a norm of each output too.
+    DoRA has a norm of each output too. `active` counts those that one token uses.
 
     Raises:
-        UnknownShape: a target is no linear layer of the blocks.
+        UnknownShape: the blocks have no such target.
     """
-    adapted = targeted(shape, targets)
+    adapted = targeted(shape, targets, experts)
     norms = shape.total(lambda linear: linear.outputs, adapted) if dora else 0
-    return rank * shape.total(lambda linear: linear.inputs + linear.outputs, adapted) + norms
+    return norms + rank * shape.total(
+        lambda each: (each.active if active else each.copies) * (each.inputs + each.outputs),
+        adapted,
+    )
 
 
-def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
-    """Return the linear layers of a block that get adapters; no targets means all.
+def targeted(
+    shape: Shape, targets: Sequence[str] = (), experts: Sequence[str] = ()
+) -> tuple[Linear, ...]:
+    """Return the linear layers of a block that get adapters, and the experts' that are named.
+
+    No targets means all linear layers.
 
     Raises:
-        UnknownShape: a target is no linear layer of the blocks.
+        UnknownShape: the blocks have no such target.
     """
     can = [linear for linear in shape.linears if linear.module]
     names = dict.fromkeys(linear.name for linear in can)
@@ -176,7 +189,31 @@ def targeted(shape: Shape, targets: Sequence[str] = ()) -> tuple[Linear, ...]:
             f"model.lora.targets={','.join(wrong)} is unknown: a block of {shape.model_type} has "
             f"the linear layers {', '.join(names)}. Set some of these, or none for all"
         )
-    return tuple(linear for linear in can if not targets or linear.name in targets)
+    of_experts = [linear for linear in shape.linears if linear.copies > 1]
+    if wrong := sorted(set(experts) - {linear.name for linear in of_experts}):
+        raise UnknownShape(
+            f"model.lora.target_parameters={','.join(wrong)} is unknown: a block of "
+            f"{shape.model_type} has no such experts. Leave it out"
+        )
+    return (
+        *(linear for linear in can if not targets or linear.name in targets),
+        *(linear for linear in of_experts if linear.name in experts),
+    )
+
+
+def kept_linears(shape: Shape) -> tuple[str, ...]:
+    """Return the linears whose results rayapp's selective checkpointing keeps.
+
+    Recomputing one value costs as many multiply-adds as its input is wide. Kept are projections
+    whose output is no wider than their input, and whose input is no wider than the model.
+    """
+    return tuple(
+        linear.name
+        for linear in shape.linears
+        if linear.copies == 1
+        and linear.outputs <= linear.inputs <= shape.hidden
+        and linear.name != "router"
+    )
 
 
 def _attention(config: Mapping[str, Any], bias: bool, out_bias: bool) -> tuple[Linear, ...]:

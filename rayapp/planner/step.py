@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from rayapp.hardware import Gpu
 from rayapp.planner.flops import Flops, backward_flops, forward_flops, recomputed_flops
-from rayapp.planner.memory import FP32, Layout, kept_bytes, kept_linears
+from rayapp.planner.memory import FP32, Layout, kept_bytes
+from rayapp.planner.shape import kept_linears
 from rayapp.planner.times import (
     CONTENTION,
     LAUNCH_S,
@@ -111,7 +112,9 @@ class _Compute:
 def _compute(job: Workload[Layout]) -> _Compute:
     layout, shape, gpu = job.layout, job.layout.shape, job.machine.gpu
     tokens = layout.tokens
-    forward = forward_flops(shape, job.context, layout.lora_rank, layout.lora_targets)
+    forward = forward_flops(
+        shape, job.context, layout.lora_rank, layout.lora_targets, layout.lora_experts
+    )
     backward = backward_flops(forward, frozen=layout.lora_rank is not None)
     recomputed = recomputed_flops(shape, forward, layout.checkpointing, _kept_share(layout))
     rate = matmul_rate(gpu, layout.precision)

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from rayapp.observe import words
 from rayapp.observe.run_folder import METRICS
-from rayapp.report import charts, comparison, provenance, tables, timeline
+from rayapp.report import charts, comparison, experts, provenance, tables, timeline
 from rayapp.report.chart import Chart
 from rayapp.report.curves import BUCKETS
 from rayapp.report.folder import ReportedRun
@@ -62,6 +62,8 @@ def run_page(run: ReportedRun) -> bytes:
         records=f"{data.get('records', 0):,}",
         sources=tables.sources(run),
         samples=run.result.get("samples") or [],
+        experts=experts.balance(run),
+        experts_head=experts.HEAD,
         settings=comparison.settings(run),
         environment=provenance.environment(run),
         repeat=provenance.repeat(run),

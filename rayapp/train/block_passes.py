@@ -7,7 +7,7 @@ counted = total_of({0: found}, {0: 32}, length)       # of 32 such blocks, for e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ class Counted:
         values = zip(vars(self).values(), vars(other).values(), strict=True)
         return Counted(*(max(0.0, a + share * (b - a)) for a, b in values))
 
+    def plus(self, fixed: float, largest: float) -> Counted:
+        """Return it with more bytes that all blocks keep, and the largest one."""
+        return replace(
+            self,
+            kept=self.kept + fixed,
+            largest_kept=self.largest_kept + largest,
+            largest_backward=self.largest_backward + largest,
+        )
+
 
 @dataclass
 class BlockPass:
@@ -53,6 +62,16 @@ class BlockPass:
     """Bytes of what it keeps and other blocks may keep too, by storage."""
     in_flight: int
     attention: list[tuple[float, int | None]]
+    sizes: tuple[int, ...]
+    """Bytes of each tensor that it keeps for its backward pass, in the order of use."""
+
+
+def fixed_bytes(short: BlockPass, long: BlockPass) -> int:
+    """Return the bytes that a block keeps of rows of any length: what is made of weights alone."""
+    if len(short.sizes) != len(long.sizes):  # it runs piece by piece
+        return 0
+    pairs = zip(short.sizes, long.sizes, strict=True)
+    return sum(size for size, other in pairs if size == other)
 
 
 def total_of(blocks: Mapping[int, BlockPass], kinds: Mapping[int, int], length: int) -> Counted:
@@ -104,7 +123,8 @@ def block_pass(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> Bl
         del output, hidden, args, kwargs
         counted.peak = counted.alive
         torch.autograd.grad([result], [into], [gradient])
-    return BlockPass(counted, kept, shared, max(0, counted.peak - kept), attention)
+    in_flight = max(0, counted.peak - kept)
+    return BlockPass(counted, kept, shared, in_flight, attention, tuple(own.values()))
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -78,6 +78,11 @@ class Engine:
     take_sums: Callable[[], dict[str, torch.Tensor]] = field(default=dict)
     """Return this rank's further sums of the step's micro-batches, by name; the same names on all
     ranks. A record has them summed over ranks and divided by the weight of the batch."""
+    take_counts: Callable[[], torch.Tensor | None] = field(default=lambda: None)
+    """Return the tokens that each expert was given in the step's micro-batches on this rank,
+    [layers, experts]; None without experts."""
+    experts: torch.Tensor | None = None
+    """The sum of these counts over ranks and the steps of this attempt."""
     spikes: Spikes | None = None
     """What tells a spike; None: a step is bad only if its loss or gradient norm is not finite."""
     skip_bad: bool = False
@@ -107,6 +112,11 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.peaks = Peaks(self.device)
+
+    def count(self, counts: torch.Tensor | None) -> None:
+        """Add a step's counts of tokens by expert."""
+        if counts is not None:
+            self.experts = counts if self.experts is None else self.experts + counts
 
     def state(self) -> LoopState:
         """Return what a checkpoint holds of the loop."""

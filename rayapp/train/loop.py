@@ -27,6 +27,7 @@ from rayapp.observe.records import HeldOut
 from rayapp.train.engine import Batch, Engine, inputs
 from rayapp.train.loss_spikes import LEVEL
 from rayapp.train.optimizer import clip, set_lr
+from rayapp.train.step_sums import StepSums, Sums
 from rayapp.train.step_sync import STAY, Agreement, Totals
 
 logger = logging.getLogger("rayapp.train.loop")
@@ -53,10 +54,8 @@ class Interrupted(Exception):
 class Update(NamedTuple):
     """The result of a step; the same on all ranks except for `waited_s`."""
 
-    loss_sum: float
-    """Nats, summed over all ranks."""
-    sums: dict[str, float]
-    """`Engine.take_sums` of all ranks."""
+    sums: Sums
+    """Of the losses in nats and of `Engine.take_sums` and `take_counts`, over all ranks."""
     grad_norm: float
     """Global norm before clipping."""
     skipped: bool
@@ -110,7 +109,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         }
         assert engine.record is not None, "this engine was made for single steps"
         busy_s = max(step_s - stall_s - eval_s, 1e-9)
-        yield engine.record(facts, totals.sums, update.loss_sum, busy_s)
+        yield engine.record(facts, totals.sums, update.sums.loss, busy_s)
         if leave:
             engine.left = leave
             return
@@ -141,12 +140,13 @@ def evaluate_or_leave(
 
 def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> dict[str, Any]:
     """Return the fields of a step's record that are known before evaluation and checkpoint."""
-    done, peaks = batch.step + 1, engine.peaks.take()
+    done, peaks, imbalance = batch.step + 1, engine.peaks.take(), update.sums.imbalance
     return {
         "step": done,
         "epoch": done * engine.rows_per_step / engine.rows_per_epoch,
-        "loss": update.loss_sum / totals.weight,
-        **{name: value / totals.weight for name, value in update.sums.items()},
+        "loss": update.sums.loss / totals.weight,
+        **{name: value / totals.weight for name, value in update.sums.named.items()},
+        **({} if imbalance is None else {"expert_imbalance": imbalance}),
         "grad_norm": update.grad_norm,
         "lr": engine.lr_at(batch.step),
         "skipped": update.skipped,
@@ -192,9 +192,7 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
             objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
         losses.append(loss.detach())
         if i == last:  # overlaps the last backward pass
-            sums = engine.take_sums()
-            whole = torch.stack([torch.stack(losses).double().sum(), *sums.values()])
-            summing = dist.all_reduce(whole, async_op=True)
+            summing = StepSums(losses, engine.take_sums(), engine.take_counts())
         with engine.peaks.phase("backward"):
             # Gradients are summed over ranks, never averaged: this is the only division.
             (objective / agreement.wait().weight).backward()
@@ -202,13 +200,13 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
         assert summing is not None, "a step has a micro-batch, and every rank is in the group"
-        summing.wait()
-        loss_sum, *others = whole.tolist()
+        sums = summing.wait()
+        engine.count(sums.counts)
         waited_s = settle(engine)
-        bad = is_bad(engine, loss_sum / agreement.wait().weight, grad_norm)
+        bad = is_bad(engine, sums.loss / agreement.wait().weight, grad_norm)
         if bad:
             engine.skips += 1
-            report_bad(engine, batch, loss_sum, grad_norm)
+            report_bad(engine, batch, sums.loss, grad_norm)
         else:
             if engine.spikes is not None and engine.spikes.at_level == 0 and dist.get_rank() == 0:
                 logger.warning(NEW_LEVEL, batch.step + 1, LEVEL - 1, engine.spikes.losses[-1])
@@ -219,7 +217,7 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
         for optimizer in engine.optimizers:
             optimizer.zero_grad(set_to_none=True)
         engine.updated(bad)
-    return Update(loss_sum, dict(zip(sums, others, strict=True)), grad_norm, bad, waited_s)
+    return Update(sums, grad_norm, bad, waited_s)
 
 
 def settle(engine: Engine) -> float:

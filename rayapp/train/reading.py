@@ -31,7 +31,7 @@ from rayapp.model.attention import takes_any_kernel
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.measured import Adapters, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
-from rayapp.train.block_passes import BlockPass, Counted, block_pass, total_of
+from rayapp.train.block_passes import BlockPass, Counted, block_pass, fixed_bytes, total_of
 from rayapp.train.on_shapes import CPU, GroupedOnShapes, build_on_shapes
 
 # It prints a traceback of what `read` reports in a line.
@@ -215,9 +215,12 @@ def _with_counts(
     shortest = max(1, longest // 2)
     with FakeTensorMode(allow_non_fake_inputs=True), GroupedOnShapes():
         lm.to_empty(device=CPU).train()
-        short, _ = _passes(lm, found, shortest)
+        short, before = _passes(lm, found, shortest)
         long, blocks = _passes(lm, found, longest)
-    counted = short.at(shortest, long, longest, seq_len)
+    fixed, most = _fixed(found, before, blocks) if shortest < longest else (0, 0)
+    grows = long.plus(-fixed / longest, -most / longest)
+    counted = short.plus(-fixed / shortest, -most / shortest).at(shortest, grows, longest, seq_len)
+    counted = counted.plus(fixed / seq_len, most / seq_len)
     if takes_any_kernel(lm.hf.config):
         flops, attention = counted.flops, _windows(blocks, found.kinds)
     else:  # its own attention: what grows with the row is attention's
@@ -255,6 +258,14 @@ def _with_counts(
         experts=copies,
         active_experts=max(1, routed),
     )
+
+
+def _fixed(
+    found: _Structure, short: Mapping[int, BlockPass], long: Mapping[int, BlockPass]
+) -> tuple[int, int]:
+    """Return the bytes that all blocks, and the largest, keep of rows of any length."""
+    each = {n: fixed_bytes(short[n], long[n]) for n in long}
+    return sum(found.kinds[n] * size for n, size in each.items()), max(each.values())
 
 
 def _windows(

@@ -105,6 +105,7 @@ def named(root: Path) -> list[Run]:
         return Run(name, short | {"model.path": path} | fields, ((2, None),))
 
     adapters = {"rank": 4, "alpha": 8}
+    of_experts = {"target_parameters": ["down_proj", "gate_up_proj"]}
     return [
         run("packed", "llama_tied", train__loss_chunk=7),
         run("rows-apart", "nemotron", data__pack=False),
@@ -114,6 +115,7 @@ def named(root: Path) -> list[Run]:
         run("padding", "mixtral", data__pack=False),
         run("muon", "gpt2", train__optimizer="muon"),
         run("dora", "gpt2", model__lora=adapters | {"dora": True, "merge": True}),
+        run("experts", "mixtral", model__lora=adapters | of_experts | {"merge": True}),
         run("bf16", "llama", train__precision="bf16", model__lora=adapters),
         run(
             "bf16-merged", "llama", train__precision="bf16", model__lora=adapters | {"merge": True}

@@ -87,6 +87,7 @@ def with_adapters(hf: Any, lora: Config, seed: int) -> nn.Module:
         lora_alpha=lora["alpha"],
         lora_dropout=lora["dropout"],
         target_modules=list(lora["targets"]) or list(layers),
+        target_parameters=list(lora["target_parameters"]) or None,
         use_dora=lora["dora"],
         use_rslora=lora["rslora"],
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),

@@ -1,0 +1,26 @@
+"""The report's table of a mixture's experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from run_folders import RunFolder, eventful
+
+from rayapp.report import experts, folder, render
+from rayapp.storage import open_storage
+
+
+def test_experts_are_shown_by_layer_where_the_run_has_some(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    run: RunFolder = eventful(storage, steps=5)
+    dense = folder.read(storage)
+    assert experts.balance(dense) == []
+    assert "Tokens of the experts by layer" not in render.run_page(dense).decode()
+    run.end(experts=[[25, 25, 25, 25], [0, 10, 60, 30]])
+    mixture = folder.read(storage)
+    assert experts.balance(mixture) == [
+        ["0", "expert 0", "25 %", "1.00", "0 of 4", "████"],
+        ["1", "expert 2", "60 %", "2.40", "1 of 4", " ▂█▄"],
+    ]
+    page = render.run_page(mixture).decode()
+    assert all(cell in page for cell in ("Tokens of the experts by layer", "1 of 4", " ▂█▄"))
