@@ -9,6 +9,7 @@
 # make security   checkov and hadolint on infra/ and cluster/
 # make up-ecs CONFIG=run.yaml EMAIL=you@example.com   base, image, ECS cluster;   make down-ecs   all but results
 # make up-eks CONFIG=run.yaml EMAIL=you@example.com API_CIDRS=203.0.113.7/32   the same on EKS;   make down-eks
+# make run-ecs CONFIG=run.yaml EMAIL=...   up, this one run, down, in one command;   make run-eks   the same on EKS
 # make down-base BUCKET=name      the results too
 PYTHON ?= python3
 BIN := .venv/bin
@@ -29,7 +30,7 @@ ECS_VARS = -var-file=$(CURDIR)/$(OUT)/ecs/terraform.tfvars.json -var=rendered=$(
 EKS_VARS = -var-file=$(CURDIR)/$(OUT)/kuberay/terraform.tfvars.json -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 
 .PHONY: setup finetune vision test test-full test-image check check-infra security bench drills mutations image docs
-.PHONY: bucket address up-base up-ecs up-eks down-base down-ecs down-eks
+.PHONY: bucket address up-base up-ecs up-eks down-base down-ecs down-eks run-ecs run-eks
 
 setup: .venv/.dev
 
@@ -171,6 +172,25 @@ down-eks:
 	echo "kubectl does not reach $(NAME)-eks: its runs get no time to save" >&2
 	$(TF)/eks destroy $(EKS_VARS)
 	@echo "results stay in $$($(TF)/base output -raw storage); make down-base BUCKET=... destroys them"
+
+# Up asks as ever; down does not, and follows whatever becomes of the run. RUN_ARGS are more of the config's fields.
+SUBMIT = $(BIN)/python -m rayapp submit $(CONFIG) --run.storage=$$($(TF)/base output -raw storage) $(RUN_ARGS) --follow
+DOWN = ARGS="$(strip $(ARGS) -auto-approve)"
+
+# It goes down with its run, so one that others may use is not taken.
+new-%:
+	@$(TF)/$* init -input=false >/dev/null && if $(TF)/$* show -json | grep -q '"resources"'; then \
+	  echo "$(NAME)-$* is up already: its runs would end with this one. Submit to it by rayapp connect $*," \
+	  "or set another NAME" >&2; exit 1; fi
+
+run-ecs: new-ecs
+	@trap '$(MAKE) down-ecs $(DOWN)' EXIT; trap 'exit 130' INT TERM; $(MAKE) up-ecs && \
+	$(BIN)/python -m rayapp connect ecs --name=$(NAME) --region=$(REGION) --wait_s=1800 -- $(SUBMIT)
+
+run-eks: new-eks
+	@trap '$(MAKE) down-eks $(DOWN)' EXIT; trap 'exit 130' INT TERM; $(MAKE) up-eks && \
+	kubectl --namespace rayapp wait --timeout=30m --for=condition=RayClusterProvisioned raycluster/rayapp && \
+	$(BIN)/python -m rayapp connect eks --name=$(NAME) -- $(SUBMIT)
 
 # Without the bucket's name it fails while there are results, images or not.
 down-base:

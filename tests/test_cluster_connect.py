@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,19 @@ from typing import Any
 import boto3
 import pytest
 from botocore.stub import Stubber
+from nodes import free_port
 
 from rayapp.__main__ import main
-from rayapp.cluster.connect import NotReachable, keep, to_ecs, variables
+from rayapp.cluster.connect import (
+    NotReachable,
+    Way,
+    keep,
+    missing_tasks,
+    through,
+    to_ecs,
+    variables,
+    wait_for_tasks,
+)
 
 ARN = "arn:aws:ecs:us-west-2:123456789012:task/rayapp-ecs/0123456789abcdef"
 LISTED = {"cluster": "rayapp-ecs", "serviceName": "head", "desiredStatus": "RUNNING"}
@@ -131,3 +142,72 @@ def test_up_renders_and_tells_the_cost_before_it_applies(home: str) -> None:
         ["make", "-n", f"down-{home}"], cwd=root, capture_output=True, text=True, check=True
     )
     assert "infra/base destroy" not in down.stdout and f"infra/{home} destroy" in down.stdout
+
+
+OPEN_ONCE = """
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+server.accept()
+"""
+
+
+def test_a_command_runs_with_the_port_forwarded(tmp_path: Path) -> None:
+    """What forwards it ends after each connection, and is started again."""
+    port = free_port()
+    way = Way([sys.executable, "-c", OPEN_ONCE, str(port)], "s3cret")
+    code = f"""
+import os, socket, time
+assert os.environ["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:{port}"
+until = time.monotonic() + 60
+for _ in range(2):
+    while socket.socket().connect_ex(("127.0.0.1", {port})):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+raise SystemExit(7)
+"""
+    command = [sys.executable, "-c", code]
+    assert through(way, port, keep(way.token, "x", tmp_path), command) == 7
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_port_that_stays_closed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayapp.cluster.connect.FORWARDED_S", 1.0)
+    with pytest.raises(NotReachable, match="is closed: `false` has not forwarded it"):
+        through(Way(["false"], "s3cret"), free_port(), tmp_path / "token", ["true"])
+
+
+WHY = "We currently do not have sufficient p5.48xlarge capacity in the zone"
+
+
+def services(running: int) -> Any:
+    """Return boto3's clients of a cluster with as many of its 2 workers."""
+    keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-west-2"}
+    made = {name: boto3.client(name, **keys) for name in ("ecs", "autoscaling")}
+    ecs, groups = Stubber(made["ecs"]), Stubber(made["autoscaling"])
+    name = "worker-on-demand"
+    ecs.add_response("list_services", {"serviceArns": [name]}, {"cluster": "rayapp-ecs"})
+    service = {"serviceName": name, "runningCount": running, "desiredCount": 2}
+    ecs.add_response("describe_services", {"services": [service]})
+    activity = {
+        "ActivityId": "1",
+        "AutoScalingGroupName": f"rayapp-ecs-{name}",
+        "Cause": "scaling",
+        "StartTime": 0,
+        "StatusCode": "Failed",
+        "StatusMessage": WHY,
+    }
+    asked = {"AutoScalingGroupName": f"rayapp-ecs-{name}", "MaxRecords": 1}
+    groups.add_response("describe_scaling_activities", {"Activities": [activity]}, asked)
+    ecs.activate()
+    groups.activate()
+    return made.__getitem__
+
+
+def test_a_group_without_capacity_says_why() -> None:
+    said = list[str]()
+    line = f"service worker-on-demand is incomplete: 1 of 2 tasks run, {WHY}"
+    with pytest.raises(NotReachable, match=r"Take another cluster\.instance"):
+        wait_for_tasks("rayapp", services(1), -1.0, said.append)
+    assert said == [line]
+    assert missing_tasks("rayapp", services(2)) == []

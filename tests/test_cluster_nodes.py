@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 from nodes import free_port
 from patience import PATIENCE_S
+from rendered import head_name, specs
 
 from rayapp.cluster import Options, render
 from rayapp.cluster.render import GRACE_S, JOB_STOP_S
@@ -42,38 +42,33 @@ CONFIG = {
 }
 
 
-def of_ecs() -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Return {role: (command, environment)} as ECS's agent would run them."""
-    files = render("ecs", load(None, CONFIG), Options(account="123456789012"))
-    found = {}
-    for role in ("head", "worker"):
-        container = json.loads(files[f"{role}.json"])["containerDefinitions"][0]
-        variables = {one["name"]: one["value"] for one in container["environment"]}
-        assert [one["name"] for one in container["secrets"]] == ["RAY_AUTH_TOKEN"]
-        assert container["stopTimeout"] == GRACE_S
-        found[role] = (list(container["command"]), variables)
-    return found
-
-
-def of_kuberay() -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Return the same as KubeRay would: `ray start` from rayStartParams, in our shell."""
-    files = render("kuberay", load(None, CONFIG), Options(account="123456789012"))
-    spec = yaml.safe_load(files["base/raycluster.yaml"])["spec"]
-    found = {}
-    for role, group in (("head", spec["headGroupSpec"]), ("worker", spec["workerGroupSpecs"][0])):
-        pod = group["template"]["spec"]
-        container = pod["containers"][0]
-        assert pod["terminationGracePeriodSeconds"] == GRACE_S
-        place = ["--head"] if role == "head" else ["--address=head.internal:6379"]
-        flags = [  # a flag that is "true" stands alone
-            f"--{name}" if value == "true" else f"--{name}={value}"
-            for name, value in group["rayStartParams"].items()
-        ]
-        variables = {one["name"]: one["value"] for one in container["env"]}
-        start = " ".join(["ray", "start", *place, *flags, "--block"])
-        variables |= {"KUBERAY_GEN_RAY_START_CMD": start, "RAY_AUTH_MODE": "token"}
-        found[role] = ([*container["command"], *container["args"]], variables)
-    return found
+@pytest.mark.parametrize("platform", ["ecs", "kuberay"])
+def test_what_a_platform_starts(platform: str) -> None:
+    """The same on both: limits, time to stop, and what each is started with."""
+    files = render(platform, load(None, CONFIG), Options(account="123456789012"))
+    found = specs(platform, files, "token")
+    for role, spec in found.items():
+        assert spec.stop_s == GRACE_S and spec.environment["RAY_AUTH_TOKEN"] == "token"
+        assert spec.memory_mib > spec.shared_memory_mib > 1024
+        shell = spec.environment.get("KUBERAY_GEN_RAY_START_CMD")
+        words = shell.split() if shell else spec.command
+        assert (
+            words[:2] == ["ray", "start"]
+            and "--block" in words
+            and "--disable-usage-stats" in words
+        )
+        assert ("--head" in words) == (role == "head")
+        reached = f"--address={head_name(platform, files)}:6379" in words
+        assert reached == (role == "worker")
+    head, worker = found["head"].environment, found["worker"].environment
+    assert head["RAY_JOB_STOP_WAIT_TIME_S"] == str(JOB_STOP_S)
+    assert int(worker["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) < GRACE_S
+    period, timeout = head["RAY_health_check_period_ms"], head["RAY_health_check_timeout_ms"]
+    failures = int(head["RAY_health_check_failure_threshold"])
+    assert failures * (int(period) + int(timeout)) <= 20_000  # until a silent node is dead
+    start = head.get("KUBERAY_GEN_RAY_START_CMD", " ".join(found["head"].command))
+    assert "--runtime-env-agent-port=" in start  # else a raylet that is slow ends the head
+    assert bool(found["worker"].before) == (platform == "kuberay")  # the init container
 
 
 class Machine:
@@ -121,9 +116,10 @@ class Machine:
 
 class Cluster:
     def __init__(self, platform: str, folder: Path) -> None:
-        self.commands = of_ecs() if platform == "ecs" else of_kuberay()
-        self.folder, self.machines = folder, list[Machine]()
+        files = render(platform, load(None, CONFIG), Options(account="123456789012"))
         self.token, self.port, self.dashboard = secrets.token_hex(32), free_port(), free_port()
+        self.specs = specs(platform, files, self.token)
+        self.folder, self.machines = folder, list[Machine]()
         self.temporary = tempfile.mkdtemp()  # short: Ray makes sockets below it
 
     def start(self, role: str) -> Machine:
@@ -139,9 +135,12 @@ class Cluster:
             own |= {"temp-dir": self.temporary, "ray-client-server-port": str(free_port())}
         else:
             own |= {"address": f"127.0.0.1:{self.port}"}
-        command, variables = self.commands[role]
+        spec = self.specs[role]
         log = self.folder / f"{role}-{len(self.machines)}.log"
-        machine = Machine(command, {**variables, "RAY_AUTH_TOKEN": self.token}, log, own)
+        variables = dict(spec.environment)
+        if "RAY_ADDRESS" in variables:
+            variables["RAY_ADDRESS"] = f"127.0.0.1:{self.port}"
+        machine = Machine(spec.command, variables, log, own)
         self.machines.append(machine)
         machine.wait()
         return machine

@@ -26,20 +26,27 @@ with open({log!r}, "a") as log:
 said = " ".join(words)
 if "output -raw repository_url" in said:
     print("123456789012.dkr.ecr.us-west-2.amazonaws.com/rayapp")
+if "show -json" in said and {up!r}:
+    print('"resources"')
 sys.exit(any(each in said for each in {failing!r}))
 """
+# No AWS answers there.
+NOWHERE = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
+NOWHERE |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
 NOT_PUSHED = "ecr describe-images"  # fails where the registry has no such tag
 
 
 class Tools:
     """Stand-ins that write down how they were called, in a folder with the Makefile; some fail."""
 
-    def __init__(self, folder: Path, *failing: str) -> None:
+    def __init__(self, folder: Path, *failing: str, up: bool = False) -> None:
         self.folder, self.log, self._bin = folder, folder / "log", folder / "bin"
         for name in ("Makefile", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, folder)
         self._bin.mkdir()
-        text = STAND_IN.format(python=sys.executable, log=str(self.log), failing=failing)
+        (folder / ".venv").mkdir()
+        (folder / ".venv" / ".ready").touch()
+        text = STAND_IN.format(python=sys.executable, log=str(self.log), failing=failing, up=up)
         for name in TOOLS:
             (self._bin / name).write_text(text)
             (self._bin / name).chmod(0o755)
@@ -52,7 +59,7 @@ class Tools:
         return subprocess.run(
             ["make", *given, *arguments],
             cwd=self.folder,
-            env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **NOWHERE, "PATH": path, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
         )
@@ -179,3 +186,23 @@ def test_an_image_is_pushed_once(tmp_path: Path) -> None:
     assert pushed == f"docker push {rendered[0]['image']}"
     tag = pushed.rpartition(":")[2]
     assert f"--image-ids imageTag={tag}" in second.calls()[second.place("describe-images")]
+
+
+@pytest.mark.parametrize("target", ["run-ecs", "run-eks"])
+def test_a_run_that_fails_leaves_no_cluster(tmp_path: Path, target: str) -> None:
+    """Up, the run, down without a question: also where the way in fails, as it does here."""
+    tools, stack = Tools(tmp_path, NOT_PUSHED, "get secret"), target.removeprefix("run-")
+    done = tools.make(target, "API_CIDRS=203.0.113.7/32")
+    assert done.returncode != 0
+    assert tools.place(f"infra/{stack} apply") < tools.place(f"infra/{stack} destroy")
+    (destroyed,) = [call for call in tools.calls() if "destroy" in call]
+    assert "-auto-approve" in destroyed
+    assert not [call for call in tools.calls() if " apply " in call and "-auto-approve" in call]
+
+
+def test_a_run_does_not_take_a_cluster_that_is_up(tmp_path: Path) -> None:
+    """It would tear down what others use."""
+    tools = Tools(tmp_path, up=True)
+    done = tools.make("run-ecs")
+    assert done.returncode != 0 and "rayapp-ecs is up already" in done.stderr
+    assert not [call for call in tools.calls() if "apply" in call or "destroy" in call]

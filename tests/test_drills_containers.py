@@ -80,12 +80,20 @@ class Ground:
     """A cluster with two workers at the start of each drill, as a service keeps them."""
 
     def __init__(self, platform: str, image: Path, network: Network, s3: Ceph) -> None:
-        self.cluster = ContainerCluster(platform, image, network, of_s3(s3))
+        self._asked = (platform, image, network, of_s3(s3))
+        self.renew()
+
+    def renew(self) -> None:
+        """Start a new cluster."""
+        self.cluster = ContainerCluster(*self._asked)
         self.cluster.start("head")
         self.watch = Watch(self.cluster.head)
 
     def workers(self) -> list[Container]:
-        """Return two that run; start them where there are fewer."""
+        """Return two that run; start them where there are fewer, after a drill that failed anew."""
+        if any(run.process.poll() is None for run in self.cluster.runs):
+            self.cluster.end()
+            self.renew()
         lost = [one for one in self.cluster.containers if one.process.poll() is not None]
         for one in lost:
             one.end()
@@ -112,6 +120,27 @@ def row(what: str, run: Job, since: float, noticed: float | None) -> None:
     seconds = "-" if noticed is None else f"{noticed - since:.0f}"
     first = f"{later[0] - since:.0f}" if later else "-"
     print(f"| {what} | {lost} | {seconds} | {first} | yes |")
+
+
+def test_pods_of_kuberay_lose_one(
+    image: Path, network: Network, s3: Ceph, folder: Path, storage: str, expected: Undisturbed
+) -> None:
+    """A pod is deleted, which is SIGTERM to its container. Before the other drills' cluster."""
+    ground = Ground("kuberay", image, network, s3)
+    try:
+        workers = ground.workers()
+        run = Job(ground.cluster, folder, "pods", storage, LONG)
+        run.wait_for_step(13)
+        since = time.time()
+        seconds = workers[1].stop()
+        assert seconds < workers[1].spec.stop_s, workers[1].said()
+        run.stop_after_change(1)
+    finally:
+        ground.cluster.end()
+    assert_alike(run.lines(), expected(run, 1))
+    (taken,) = run.result()["interruptions"]
+    assert (taken["kind"], taken["lost_steps"]) == ("preemption", 0), taken
+    row(f"a pod of KubeRay is deleted; it left after {seconds:.0f} s", run, since, taken["time"])
 
 
 @pytest.mark.parametrize("how", ["kill", "lose"])
@@ -158,9 +187,9 @@ def test_a_node_that_is_cut_off_lives_on_and_writes_nothing(
     run.wait_for_checkpoint(15)
     since = time.time()
     workers[1].cut()
-    run.wait_for(lambda line: line["workers"] == 1)
     noticed = ground.watch.fell_at(since)
     assert workers[1].process.poll() is None, "it lives on"
+    run.wait_for(lambda line: line["workers"] == 1)
     saved = latest(run.run)[0]
     assert saved is not None
     name = f"{CHECKPOINTS}/step-{saved.step:08d}/"
@@ -231,7 +260,7 @@ def test_packets_are_lost(
     row("1 % of the packets are lost", run, run.lines()[0]["time"] + 1.0, None)
 
 
-def test_the_head_is_lost(
+def test_another_cluster_is_refused(
     image: Path,
     network: Network,
     s3: Ceph,
@@ -240,6 +269,28 @@ def test_the_head_is_lost(
     ground: Ground,
     expected: Undisturbed,
 ) -> None:
+    """The same run on a second cluster: the first one's lease is renewed, so it is refused."""
+    ground.workers()
+    run = Job(ground.cluster, folder, "twice", storage, LONG)
+    run.wait_for_step(3)
+    since = time.time()
+    with ContainerCluster("ecs", image, network, of_s3(s3)) as other:
+        other.start("head")
+        other.start("worker")
+        second = Job(other, folder, "twice", storage, {**LONG, "cluster.workers": 1})
+        assert second.process.wait(PATIENCE_S) != 0
+        told = time.time()
+    assert "run.name=twice is running: " in second.log.read_text().replace("\n", " ")
+    run.wait_for(lambda line: line["time"] > told)
+    run.stop()
+    assert_alike(run.lines(), expected(run, 2))
+    assert {line["attempt"] for line in run.lines()} == {1}
+    row("the same run is sent to a second cluster: refused", run, since, None)
+
+
+def test_the_head_is_lost(
+    ground: Ground, folder: Path, storage: str, expected: Undisturbed
+) -> None:
     """The driver is on it: the same command on a new cluster goes on."""
     ground.workers()
     first = Job(ground.cluster, folder, "headless", storage, LONG)
@@ -247,7 +298,7 @@ def test_the_head_is_lost(
     since = time.time()
     ground.cluster.head.lose()
     ground.cluster.end()
-    ground.__init__("ecs", image, network, s3)  # type: ignore[misc]
+    ground.renew()
     ground.workers()
     second = Job(ground.cluster, folder, "headless", storage, LONG)
     second.wait_for(lambda line: line["attempt"] > 1)

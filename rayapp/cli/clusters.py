@@ -71,51 +71,75 @@ def _account(region: str) -> str | None:
         return None
 
 
-CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=8265]
+CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=8265] [-- COMMAND]
 
   --name=NAME      that of infra/base, as `make up-*` takes it; --region=NAME
   --port=PORT      of this machine
 
 Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps its
-token in ~/.rayapp. What it prints first is for the shell in which you submit."""
+token in ~/.rayapp. What it prints first is for the shell in which you submit. With a command it
+runs that in such an environment, and returns what it returns.
+
+  --wait_s=0    ECS: wait so long for head and workers; a group of hosts without capacity says so"""
 
 
 def connect(argv: list[str]) -> int:
     """Forward a cluster's port; see CONNECT."""
-    if "--help" in argv or "-h" in argv or not argv:
+    split = argv.index("--") if "--" in argv else len(argv)
+    own, command = argv[:split], argv[split + 1 :]
+    if "--help" in own or "-h" in own or not own:
         print(CONNECT)
-        return Exit.DONE if argv else Exit.REFUSED
+        return Exit.DONE if own else Exit.REFUSED
+    from rayapp.cluster.connect import NotReachable
+
+    try:
+        return _connect(own, command)
+    except NotReachable as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return Exit.FAILED
+    except FileNotFoundError as error:
+        print(f"failed: {error.filename} is not installed. Install it", file=sys.stderr)
+        return Exit.FAILED
+    except KeyboardInterrupt:
+        return Exit.DONE
+
+
+def _connect(argv: list[str], command: list[str]) -> int:
     import subprocess
 
     import boto3
 
-    from rayapp.cluster.connect import HOMES, NotReachable, keep, to_ecs, to_eks, variables
+    from rayapp.cluster.connect import (
+        HOMES,
+        keep,
+        through,
+        to_ecs,
+        to_eks,
+        variables,
+        wait_for_tasks,
+    )
     from rayapp.config import arguments
 
     home = argv[0]
     if home not in HOMES:
         raise ConfigError([f"{home} is unknown: there is no such cluster. Set one of ecs, eks"])
-    known = {"name": "rayapp", "region": "us-west-2", "port": "8265"}
+    known = {"name": "rayapp", "region": "us-west-2", "port": "8265", "wait_s": "0"}
     _, asked = arguments.read(argv[1:], known)
     if not asked["port"].isdigit():
         raise ConfigError([f"--port={asked['port']} is not valid: a port number is expected"])
-    port, region = int(asked["port"]), asked["region"]
-    try:
-        if home == "ecs":
-            way = to_ecs(asked["name"], region, port, partial(boto3.client, region_name=region))
-        else:
-            way = to_eks(port)
-    except NotReachable as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
-    path = keep(way.token, f"{asked['name']}-{home}", Path.home() / ".rayapp")
-    for name, value in variables(path, port).items():
-        print(f"export {name}={value}")
+    port, name = int(asked["port"]), asked["name"]
+    seconds = arguments.number("wait_s", asked["wait_s"], zero=True)
+    if home == "ecs":
+        client = partial(boto3.client, region_name=asked["region"])
+        if seconds:
+            wait_for_tasks(name, client, seconds, partial(print, flush=True))
+        way = to_ecs(name, asked["region"], port, client)
+    else:
+        way = to_eks(port)
+    path = keep(way.token, f"{name}-{home}", Path.home() / ".rayapp")
+    if command:
+        return through(way, port, path, command)
+    for variable, value in variables(path, port).items():
+        print(f"export {variable}={value}")
     sys.stdout.flush()
-    try:
-        return Exit.DONE if subprocess.run(way.command).returncode == 0 else Exit.FAILED
-    except FileNotFoundError:
-        print(f"failed: {way.command[0]} is not installed. Install it", file=sys.stderr)
-        return Exit.FAILED
-    except KeyboardInterrupt:
-        return Exit.DONE
+    return Exit.DONE if subprocess.run(way.command).returncode == 0 else Exit.FAILED

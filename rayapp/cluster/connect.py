@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +21,8 @@ from typing import Any
 
 DASHBOARD_PORT = 8265
 HOMES = ("ecs", "eks")
+POLL_S = 15.0
+FORWARDED_S = 60.0  # until the forwarding command has opened its port
 SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name
 
 
@@ -78,6 +84,89 @@ def to_eks(port: int) -> Way:
     command = ["kubectl", "--namespace=rayapp", "port-forward", "service/rayapp-head-svc"]
     command += [f"{port}:{DASHBOARD_PORT}"]
     return Way(command, base64.b64decode(done.stdout).decode())
+
+
+def missing_tasks(name: str, client: Callable[[str], Any]) -> list[str]:
+    """Return a line for each service of infra/ecs that lacks tasks, with the reason if EC2 has one.
+
+    A group of hosts for which there is no capacity stays empty, and says so in its activities.
+    """
+    stack, ecs = f"{name}-ecs", client("ecs")
+    arns = ecs.list_services(cluster=stack)["serviceArns"]
+    services = ecs.describe_services(cluster=stack, services=arns)["services"] if arns else []
+    lines = []
+    for service in services:
+        if service["runningCount"] >= service["desiredCount"]:
+            continue
+        group = f"{stack}-{service['serviceName']}"
+        asked = {"AutoScalingGroupName": group, "MaxRecords": 1}
+        activities = client("autoscaling").describe_scaling_activities(**asked)["Activities"]
+        failed = [one for one in activities if one["StatusCode"] == "Failed"]
+        why = failed[0]["StatusMessage"] if failed else "its hosts are starting"
+        count = f"{service['runningCount']} of {service['desiredCount']} tasks"
+        lines.append(f"service {service['serviceName']} is incomplete: {count} run, {why}")
+    return lines
+
+
+def wait_for_tasks(
+    name: str, client: Callable[[str], Any], seconds: float, say: Callable[[str], None]
+) -> None:
+    """Wait until all services of infra/ecs have their tasks; say each new reason that they lack.
+
+    Raises:
+        NotReachable: they lack some after so many seconds.
+    """
+    until, said = time.monotonic() + seconds, list[str]()
+    while lines := missing_tasks(name, client):
+        for line in lines:
+            if line not in said:
+                say(line)
+        said = lines
+        if time.monotonic() > until:
+            raise NotReachable(
+                f"{lines[0]}. It was waited for {seconds:.0f} s. Take another cluster.instance, "
+                "zone or market"
+            )
+        time.sleep(POLL_S)
+
+
+def through(way: Way, port: int, path: Path, command: list[str]) -> int:
+    """Run a command while the port is forwarded, again where that ends; return what it returns.
+
+    Raises:
+        NotReachable: the port is not open in time.
+    """
+    ended, forwarding = threading.Event(), list[subprocess.Popen[bytes]]()
+
+    def forward() -> None:
+        while not ended.is_set():
+            forwarding[:] = [subprocess.Popen(way.command, stdin=subprocess.DEVNULL)]
+            forwarding[0].wait()
+            ended.wait(1.0)
+
+    thread = threading.Thread(target=forward, name="forwarding")
+    thread.start()
+    try:
+        until = time.monotonic() + FORWARDED_S
+        while not _listens(port):
+            if time.monotonic() > until:
+                raise NotReachable(
+                    f"port {port} is closed: `{way.command[0]}` has not forwarded it within "
+                    f"{FORWARDED_S:.0f} s. See what it says above"
+                )
+            time.sleep(0.2)
+        return subprocess.run(command, env={**os.environ, **variables(path, port)}).returncode
+    finally:
+        ended.set()
+        for process in forwarding:
+            process.terminate()
+        thread.join()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(1.0)
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def keep(token: str, home: str, folder: Path) -> Path:

@@ -62,7 +62,7 @@ class ContainerCluster:
         self.specs = specs(platform, files, self.token)
         self._head_name = head_name(platform, files)
         self._image, self._network, self._more = image, network, {**s3, **(more or {})}
-        self.containers = list[Container]()
+        self.containers, self.runs = list[Container](), list[Job]()
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
         self._hosts = self.folder / "hosts"
         self._hosts.write_text(LOOPBACK)
@@ -74,6 +74,10 @@ class ContainerCluster:
         self.end()
 
     def end(self) -> None:
+        for run in self.runs:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait()
         for container in reversed(self.containers):
             container.end()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -133,6 +137,7 @@ class Job(Drill):
         variables = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": cluster.token}
         variables.pop("RAY_ADDRESS", None)
         self.log = folder / f"{name}.log"
+        cluster.runs.append(self)
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
                 cluster.head.outside(*command),

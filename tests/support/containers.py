@@ -168,9 +168,8 @@ class Container:
 
     def healthy(self) -> bool:
         """Run the health checks."""
-        return all(
-            self._runc("exec", self.id, *check).returncode == 0 for check in self.spec.health
-        )
+        checks = [[word.format(address=self.address) for word in each] for each in self.spec.health]
+        return all(self._runc("exec", self.id, *check).returncode == 0 for check in checks)
 
     def run(self, *command: str) -> str:
         """Return what a command in the container prints."""
