@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -961,6 +962,26 @@ def test_runs_are_found_and_sorted(pages: dict[str, str], browser: Browser) -> N
     )
     hidden = page.evaluate("""document.querySelectorAll('.legend .key:not([hidden])').length""")
     assert {run for run, shown in seen if shown} == {given.index("lr-2e-4")} and hidden > 0
+    page.close()
+
+
+@needs_chromium
+def test_a_notebook_shows_it_in_a_frame(storage: Storage, browser: Browser, tmp_path: Path) -> None:
+    """A frame that may run scripts but is of no origin, as the button Report makes it."""
+    from rayapp.jobs.widget import Widget
+
+    run = eventful(storage, steps=60).run
+    text = Widget._report(None, SimpleNamespace(run=run))
+    (tmp_path / "cell.html").write_text(f"<!doctype html>{text}", encoding="utf-8")
+    page = browser.open(f"file://{tmp_path}/cell.html")
+    page.call("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=False, flatten=True)
+    attached = (e for e in browser.events if e["method"] == "Target.attachedToTarget")
+    frame = next(e["params"] for e in attached if e["params"]["targetInfo"]["type"] == "iframe")
+    inside = Page(browser, frame["targetInfo"]["targetId"], frame["sessionId"])
+    for domain in ("Runtime", "Log"):
+        inside.call(f"{domain}.enable")
+    inside.evaluate(READY)
+    assert min(dict(inside.evaluate(INK))["loss"]) > 10 and inside.problems == []
     page.close()
 
 
