@@ -290,6 +290,12 @@ def test_what_is_not_known_has_no_place(storage: Storage) -> None:
         page = page_of(run)
         assert "n/a" not in page.texts["body"][0], run.url
         assert "Cost" not in page.texts["dt"]
+    stopped = RunFolder(storage, "stopped")
+    stopped.train(3)
+    stopped.interrupt()  # no step came after it
+    assert "n/a" not in page_of(stopped.run).texts["body"][0]
+    both = report.compare([stopped.run, RunFolder(storage, "fresh").run], f"{storage.url}/c.html")
+    assert "n/a" not in Reader(Path(both).read_text("utf-8")).texts["body"][0]
 
 
 def test_runs_of_one_name_are_told_apart(storage: Storage) -> None:
@@ -737,6 +743,9 @@ TABLES = """[...document.querySelectorAll('.sides')].map(table =>
   [table.scrollWidth, table.querySelector('th').offsetWidth, table.parentElement.clientWidth])"""
 
 
+SINGLE = ("eventful", "tiny", "shapes", "fresh", "one")
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with Browser() as opened:
@@ -761,12 +770,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     fresh, one = RunFolder(storage, "fresh"), RunFolder(storage, "one")
     one.plan(bad=False)
     one.train(1)
-    for run in (runs[0], fresh.run, one.run, real_run(storage)):
+    for run in (runs[0], fresh.run, one.run, real_run(storage), classifier_run(storage)):
         report.write(run)
     # What is best is in the last column too.
     report.compare(runs[::-1], f"{storage.url}/comparison.html")
     report.compare([fresh.run, one.run], f"{storage.url}/short.html")
-    names = ("eventful/report", "tiny/report", "fresh/report", "one/report", "comparison", "short")
+    names = (*(f"{name}/report" for name in SINGLE), "comparison", "short")
     return {name: f"file://{storage.url}/{name}.html" for name in names}
 
 
@@ -780,9 +789,7 @@ def fine(page: Page, url: str, width: int = 1280) -> None:
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(
-    "name", ["eventful/report", "tiny/report", "fresh/report", "one/report", "comparison", "short"]
-)
+@pytest.mark.parametrize("name", [*(f"{name}/report" for name in SINGLE), "comparison", "short"])
 def test_a_browser_shows_it(
     name: str, width: int, dark: bool, pages: dict[str, str], browser: Browser
 ) -> None:
@@ -794,7 +801,7 @@ def test_a_browser_shows_it(
     ink = dict(page.evaluate(INK))
     assert bool(ink) == (name != "fresh/report")
     for chart, counts in ink.items():
-        if name in ("one/report", "short"):  # points of one step may lie on each other
+        if name in ("one/report", "shapes/report", "short"):  # points may lie on each other
             assert max(counts) > 0, chart
         elif chart == "step-time":  # most stalls are less than a pixel
             assert counts[0] > 1000
