@@ -218,6 +218,10 @@ class Curve {
     }
   }
 
+  static dashes(line) {
+    return line.role === "dots" ? [3, 4] : [[], [9, 4], [2, 3], [9, 3, 2, 3]][line.dash % 4];
+  }
+
   // A sample of a line: its colour, dashes and points.
   static swatch(line) {
     const part = (name, attributes) => {
@@ -227,9 +231,8 @@ class Curve {
     };
     const ink = `ink k${line.color % 6}`;
     if (line.role === "area") return [part("rect", { class: `${ink} full`, x: 5, width: 12, height: 10, rx: 2 })];
-    const dashes = line.role === "dots" ? "3 4" : ["", "9 4", "2 3", "9 3 2 3"][line.dash % 4];
     const width = line.role === "faint" || line.role === "dots" ? 1 : 2.5;
-    const stroke = part("line", { class: ink, x2: 22, y1: 5, y2: 5, "stroke-width": width, "stroke-dasharray": dashes });
+    const stroke = part("line", { class: ink, x2: 22, y1: 5, y2: 5, "stroke-width": width, "stroke-dasharray": Curve.dashes(line).join(" ") });
     if (line.role === "faint") stroke.setAttribute("opacity", 0.5);
     if (line.role !== "dots") return [stroke];
     return [stroke, part("circle", { class: `${ink} hollow`, cx: 11, cy: 5, r: 3.5, "stroke-width": 2 })];
@@ -265,10 +268,15 @@ class Curve {
     font(400);
     shown.forEach(([place, item], number) => {
       const line = this.spec.lines[place], y = chart.height + 2 * pad + row * (1 + number);
-      ctx.strokeStyle = ctx.fillStyle = color(`--c${line.color % 6}`);
-      ctx.fillRect(pad, y - 4 * scale, 16 * scale, 4 * scale);
+      ctx.strokeStyle = color(`--c${line.color % 6}`);
+      ctx.lineWidth = (line.role === "area" ? 8 : line.role === "faint" ? 1 : 2.5) * scale;
+      ctx.setLineDash(Curve.dashes(line).map((length) => length * scale));
+      ctx.beginPath();
+      ctx.moveTo(pad, y - 4 * scale);
+      ctx.lineTo(pad + 22 * scale, y - 4 * scale);
+      ctx.stroke();
       ctx.fillStyle = color("--text");
-      ctx.fillText(item.textContent, pad + 24 * scale, y);
+      ctx.fillText(item.textContent, pad + 30 * scale, y);
     });
     return canvas;
   }
