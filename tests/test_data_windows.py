@@ -47,7 +47,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_this_process(
-    made: RowRecipe, url: str, tasks: list[windows.UnitTask], _: Any
+    made: RowRecipe, url: str, tasks: list[windows.UnitTask], *_: Any
 ) -> Iterator[windows.UnitTask]:
     for task in tasks:
         task.run(made, url, made.fingerprint)

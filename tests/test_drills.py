@@ -13,6 +13,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -100,6 +101,75 @@ def test_a_hung_worker_and_a_dead_driver_change_nothing(
     attempts = [line["attempt"] for line in lines]
     assert attempts == sorted(attempts) and set(attempts) == {1, 2, 3}
     assert attempts.index(2) % 10 == attempts.index(3) % 10 == 0  # up to a checkpoint
+
+
+# ---- Windows that are prepared meanwhile -------------------------------------------------------
+
+WINDOWS = {  # 6 windows of one part each, of which the steps need 4
+    "data.window_bytes": 2**20,
+    "train.tokens_per_step": 65_536,
+    "train.micro_batch": 64,
+    "train.epochs": "none",
+    "train.max_steps": 60,
+    "checkpoint.every_steps": 5,
+}
+
+
+class WindowsDrill(Drill):
+    """A run of 6 MB of records, whose first window is prepared before it starts."""
+
+    SETTINGS: ClassVar[dict[str, Any]] = {**Drill.SETTINGS, **WINDOWS}
+
+    def data(self, folder: Path) -> Path:
+        records = folder / "records.jsonl"
+        if not records.exists():
+            rng = random.Random(0)
+            texts = (
+                "".join(rng.choices("abcdef gh", k=rng.randint(100, 900))) for _ in range(12_000)
+            )
+            records.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return records
+
+    def blocks(self) -> dict[Path, int]:
+        """Return when each block of tokens was written."""
+        found = Path(self.storage, ".prepared", "tokens").rglob("*")
+        return {path: path.stat().st_mtime_ns for path in found if len(path.name) == 32}
+
+
+class Beforehand(WindowsDrill):
+    PROGRAM = "-mrayapp"
+    MODULE = "prepare"
+
+
+@pytest.mark.drill
+def test_windows_prepared_meanwhile_and_kills_change_nothing(folder: Path) -> None:
+    """A driver killed while it prepares, after the first steps, and later; a worker too."""
+    beforehand = folder / "beforehand"
+    beforehand.mkdir()
+    Beforehand(beforehand, "whole").end(0)
+    whole = WindowsDrill(beforehand, "whole")
+    written = whole.blocks()
+    whole.end(0)
+    assert whole.blocks() == written, "all was prepared"
+
+    blocks: dict[Path, int] = {}
+    drill = WindowsDrill(folder, "meanwhile")
+    drill.wait_until(lambda: bool(drill.blocks()))
+    drill.kill("driver")
+    assert not drill.lines()
+    for step in (6, 25):
+        blocks |= drill.blocks()
+        drill = WindowsDrill(folder, "meanwhile")
+        drill.wait_for_checkpoint(step)
+        drill.kill("driver")
+    blocks |= drill.blocks()
+    drill = WindowsDrill(folder, "meanwhile")
+    drill.wait_for_step(40)
+    os.kill(drill.workers()[-1], signal.SIGKILL)
+    drill.end(0)
+    assert_same(drill.lines(), whole.lines())
+    after = drill.blocks()
+    assert {path: after[path] for path in blocks} == blocks, "a block was made twice"
 
 
 # ---- S3 --------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class Driver:
         self.stop_asked = False
         self.lost = False
         self.console = Console(file=io.StringIO())
+        self.beside: Any = None
 
     @property
     def told(self) -> str:
@@ -114,13 +115,23 @@ class Driver:
         config = from_dict({"run": {"name": "demo"}, "eval": {"checkpoints": False}})
         spec: Any = SimpleNamespace(config=config, order=Order.for_steps(64, 4, 2, 3, 9))
         command = Command(self.run, lease, stop, journal)
-        summary: Any = fit(command, spec, workers, self.console, lambda *ended: None)
+        given = (command, spec, workers, self.console, lambda *ended: None)
+        summary: Any = fit(*given, beside=self.beside)
         return summary
 
 
 def add_line(run: Storage, step: int) -> None:
     before = run.read(METRICS) if run.exists(METRICS) else b""
     run.write(METRICS, before + json.dumps({**LINE, "step": step}).encode() + b"\n")
+
+
+def test_rows_that_cannot_be_prepared_end_the_run(run: Storage) -> None:
+    """Its workers would wait for them."""
+    driver = Driver(run, lambda count: setattr(driver.beside, "problem", "a.jsonl is not JSON"))
+    driver.beside = SimpleNamespace(problem=None)
+    with pytest.raises(RunFailed, match="is not JSON"):
+        driver.fit()
+    assert [attempt.ended for attempt in driver.attempts] == [1]
 
 
 def test_steps_are_shown_and_written_down(run: Storage) -> None:

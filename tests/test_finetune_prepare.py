@@ -56,7 +56,7 @@ def test_a_run_that_began_with_rows_of_an_earlier_version_goes_on_with_them(
     assert len({each.fingerprint for each in recipes}) == len(recipes)
 
     def given() -> str:
-        return prepare.prepare_rows(ready, ready.config, url, tokenizer, Phases()).fingerprint
+        return prepare.prepare_rows(ready, ready.config, url, tokenizer, Phases())[0].fingerprint
 
     assert given() == recipe.fingerprint, "a new run"
     for begun in recipes:
@@ -104,7 +104,7 @@ def test_a_run_of_windows_prepares_those_that_its_steps_need(
     def order_and_rows(**fields: int) -> tuple[Order, Prepared]:
         update = {"max_steps": None, "tokens_per_step": 64, "micro_batch": 2, **fields}
         asked = config.model_copy(update={"train": config.train.model_copy(update=update)})
-        prepared = prepare.prepare_rows(ready, asked, url, tokenizer, Phases())
+        prepared, _ = prepare.prepare_rows(ready, asked, url, tokenizer, Phases())
         return prepare.order_of(asked, prepared), prepared
 
     few, of_few = order_and_rows(max_steps=5)

@@ -100,7 +100,7 @@ def planned(
     described = from_dict(tree)
     assert isinstance(described, VisionConfig)
     ready = checks.check(described, 8, 0)
-    spec = prepare.prepare(ready, gpus, Console(quiet=True), Phases())
+    spec, _ = prepare.prepare(ready, gpus, Console(quiet=True), Phases())
     return json.loads(open_storage(str(tmp_path / "r")).read("plan.json")), images, spec
 
 

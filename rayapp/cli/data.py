@@ -78,7 +78,7 @@ def prepare(argv: list[str]) -> int:
     tell_ray()
     quieten()
     from rayapp.finetune.check import check
-    from rayapp.finetune.prepare import prepare_data
+    from rayapp.finetune.prepare import prepare_beforehand
 
     phases = Phases()
     with captured() as tail:
@@ -92,7 +92,7 @@ def prepare(argv: list[str]) -> int:
             fields = {"workers": "1", "gpu": "false", "resources": {}}
             tasks = {"cluster": ready.config.cluster.model_copy(update=fields)}
             with connected(ready.config.model_copy(update=tasks), address):
-                prepared, _, _ = prepare_data(ready, phases)
+                prepared = prepare_beforehand(ready, phases)
                 phases.begin("")
     print(summary(prepared))
     return Exit.DONE

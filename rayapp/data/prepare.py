@@ -39,6 +39,7 @@ from rayapp.data.prepared import (
     Prepared,
     duplicate_share,
     load,
+    unit_name,
 )
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary, summed
@@ -208,18 +209,21 @@ def _fraction(recipe: RowRecipe) -> float:
     return 0.0 if recipe.eval_source is not None else recipe.eval_fraction
 
 
-def unit_name(index: int) -> str:
-    return f"unit-{index:05d}.json"
-
-
 def _hashes_name(index: int) -> str:
     return f"hashes-{index:05d}.bin"
 
 
 def run_tasks(
-    recipe: RowRecipe, url: str, tasks: list[UnitTask], concurrency: int | None
+    recipe: RowRecipe,
+    url: str,
+    tasks: list[UnitTask],
+    concurrency: int | None,
+    num_cpus: float | None = None,
 ) -> Iterator[UnitTask]:
-    """Run tasks by Ray Data, which begins them in their order, and yield them as they end."""
+    """Run tasks by Ray Data, which begins them in their order, and yield them as they end.
+
+    Each reserves `num_cpus` in Ray, by default one.
+    """
     if not tasks:
         return
     import ray.data
@@ -243,7 +247,7 @@ def run_tasks(
 
     items = [{"number": n, "task": pickle.dumps(task)} for n, task in enumerate(tasks)]
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
-    for row in dataset.map(work, concurrency=concurrency).iter_rows():
+    for row in dataset.map(work, concurrency=concurrency, num_cpus=num_cpus).iter_rows():
         task = tasks[row["number"]]
         if row["problem"]:
             lost = _lost(recipe, task.origin, task.unit)

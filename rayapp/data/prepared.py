@@ -126,6 +126,11 @@ class Prepared:
         return report
 
 
+def unit_name(index: int) -> str:
+    """Return the name of a unit's summary, which is written when the unit is done."""
+    return f"unit-{index:05d}.json"
+
+
 def reasons(bad: Mapping[str, int], examples: Sequence[tuple[str, str]]) -> str:
     """Return the most frequent reasons for unusable records, each with its first known place.
 

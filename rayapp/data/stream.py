@@ -31,6 +31,7 @@ import ray.train
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
+from rayapp.data.growing import GrowingRows
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import StepRows, step_rows
 from rayapp.order import EMPTY, Order
@@ -274,15 +275,19 @@ def stream(
     world: int,
     concurrency: int | None = None,
 ) -> Stream:
-    """Return the rest of the run from `first_step` on, for `world` workers."""
-    rows = prepared.rows("train")
+    """Return the rest of the run from `first_step` on, for `world` workers.
+
+    Its tasks wait for the windows that are not prepared.
+    """
+    growing = GrowingRows(prepared, order)
 
     def fill(step: int, rank: int, columns: Arrays) -> None:
-        batch = step_rows(rows, order, step, rank, world)
+        batch = step_rows(*growing.at(step), step, rank, world)
         for name, column in columns.items():
             column[:] = getattr(batch, name).reshape(column.shape)
 
-    row_bytes, fields = rows.dtype.itemsize, _fields(rows.dtype)
+    dtype = growing.rows.dtype
+    row_bytes, fields = dtype.itemsize, _fields(dtype)
     return blocks(order, first_step, world, row_bytes, fields, fill, concurrency)
 
 

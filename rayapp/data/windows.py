@@ -3,6 +3,9 @@
     windows = Windows(recipe, storage / ".prepared", seed)
     prepared = windows.prepare(rows=10_000)      # or all, if there are fewer
 
+    windows.start(rows=10_000, check=refuse)     # or: the same in a thread
+    prepared = windows.wait_for(rows=32)         # before the first step
+
 Each window is a unit of the recipe (rayapp.data.prepare), and done when its summary is stored. So a
 preparation that is cut off goes on where it was, and other processes see windows as they come.
 """
@@ -10,13 +13,15 @@ preparation that is cut off goes on where it was, and other processes see window
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from rayapp.data.prepare import UnitTask, jobs_of, merge, run_tasks, unit_name, whole_units
-from rayapp.data.prepared import USED, Prepared
+from rayapp.data.prepare import UnitTask, jobs_of, merge, run_tasks, whole_units
+from rayapp.data.prepared import USED, Prepared, unit_name
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary
+from rayapp.data.sources import SourceError
 from rayapp.order import visits
 from rayapp.storage import Storage
 
@@ -49,9 +54,53 @@ class Windows:
         """Units of the files that are held out: a run evaluates on all of them."""
         self.order = [*held_out, *(visits(self.count, seed) if self.count else [])]
         self.whole = whole_units(self.storage, len(self.jobs), recipe.seq_len)
+        self.problem: str | None = None
+        """Why the preparation in the thread has failed."""
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
 
-    def prepare(self, rows: int | None = None) -> Prepared:
+    def start(self, rows: int, check: Callable[[Prepared], str | None], cpus: int) -> None:
+        """Begin to prepare the first rows of the run in a thread, in tasks beside the training.
+
+        `check` returns why all that was prepared is not to be trained on, or None. At most `cpus`
+        tasks run at once. They reserve no CPU in Ray: the workers may hold every one, and wait for
+        their rows.
+        """
+        self.concurrency = self.concurrency or cpus
+        args = (rows, check)
+        self._thread = threading.Thread(target=self._run, args=args, name="windows", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, rows: int) -> Prepared:
+        """Wait until the thread has prepared the first rows of the run, and return the windows.
+
+        Raises:
+            SourceError: as `prepare`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.problem is not None or self.holds(rows))
+        if self.problem is not None:
+            raise SourceError(self.problem)
+        return self.prepared()
+
+    def close(self) -> None:
+        """End the thread after the task that ends next."""
+        self._closed = True
+
+    def _run(self, rows: int, check: Callable[[Prepared], str | None]) -> None:
+        try:
+            problem = check(self.prepare(rows, num_cpus=0))
+        except Exception as error:  # of any kind: the run must not wait for rows for ever
+            problem = str(error) or type(error).__name__
+        with self._changed:
+            self.problem = problem
+            self._changed.notify_all()
+
+    def prepare(self, rows: int | None = None, num_cpus: float | None = None) -> Prepared:
         """Prepare the windows that hold the first rows of the run, or all; needs a running Ray.
+
+        Each task reserves `num_cpus` in Ray, by default one.
 
         Raises:
             SourceError: the data cannot be read, or a part of them ends every process that reads
@@ -61,14 +110,17 @@ class Windows:
         left = sum(unit.num_bytes for n, (_, unit) in enumerate(self.jobs) if n not in self.whole)
         if not self.holds(rows):
             tasks = list(self._tasks())
-            for task in run_tasks(self.recipe, self.root.url, tasks, self.concurrency):
+            of_tasks = (self.root.url, tasks, self.concurrency, num_cpus)
+            for task in run_tasks(self.recipe, *of_tasks):
                 if task.packs:
-                    name = unit_name(task.index)
-                    self.whole[task.index] = json.loads(self.storage.read(name))
+                    summary = json.loads(self.storage.read(unit_name(task.index)))
+                    with self._changed:
+                        self.whole[task.index] = summary
+                        self._changed.notify_all()
                 left -= task.unit.num_bytes
                 if self.progress:
                     self.progress(total - left, total)
-                if self.holds(rows):
+                if self._closed or self.holds(rows):
                     break
         return self.prepared()
 

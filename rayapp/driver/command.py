@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ from rayapp.observe.result import RunFailed, result_of
 from rayapp.observe.run_folder import DONE, FAILED, RESULT, STOPPED
 from rayapp.observe.status import read_result
 from rayapp.storage import Storage, StorageError
-from rayapp.train.spec import AnySpec
+from rayapp.train.spec import AnySpec, Beside
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Kind:
 
     Raises ConfigError: they cannot do what is asked.
     """
-    prepare: Callable[[Any, bool, Console, Phases], AnySpec]
+    prepare: Callable[[Any, bool, Console, Phases], tuple[AnySpec, Beside | None]]
     """(CheckedRun, whether workers have GPUs, console, phases): prepare the rows, write config.yaml
-    and plan.json, print the plan, and return the spec."""
+    and plan.json, print the plan, and return the spec, and what goes on beside the training."""
     after_failure: AfterFailure = lambda spec, ended: None
 
 
@@ -220,10 +220,14 @@ def _train(
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
     try:
-        spec = watching(lambda: kind.prepare(ready, gpus, console, phases), command.check)
+        spec, beside = watching(lambda: kind.prepare(ready, gpus, console, phases), command.check)
     except StopAsked:
         return as_it_stands(command.run)
-    with Observer(spec, command.run, hooks) as observer:
-        summary = fit(command, spec, RayWorkers(spec.config), console, kind.after_failure)
+    with (
+        Observer(spec, command.run, hooks) as observer,
+        closing(beside) if beside else nullcontext(),
+    ):
+        workers = RayWorkers(spec.config)
+        summary = fit(command, spec, workers, console, kind.after_failure, beside=beside)
         observer.ended(summary)
     return summary

@@ -35,7 +35,7 @@ from rayapp.observe.result import RunFailed, failed
 from rayapp.observe.run_folder import CONFIG, FAILED, LEASE_STOPPED_S, METRICS, MOVED, STOPPED
 from rayapp.storage import Storage, StorageError
 from rayapp.train.checkpoint.marker import steps_done
-from rayapp.train.spec import AnySpec
+from rayapp.train.spec import AnySpec, Beside
 
 ANSWER_S = 10.0  # workers that have not done a step are ended so long after a STOP
 S3_POLL_S = 2.0  # between two looks at a run on S3
@@ -97,6 +97,7 @@ def fit(
     console: Console,
     after_failure: AfterFailure,
     make_validator: Callable[[AnySpec, Storage, Callable[[str], None]], Any] = Validator,
+    beside: Beside | None = None,
 ) -> Summary:
     """Train in as many attempts as it takes; return rank 0's summary.
 
@@ -107,6 +108,7 @@ def fit(
         RunFailed: training failed for good, with the first worker's reason, or the lease is lost.
     """
     supervisor = _Supervisor(command, spec, workers, console, after_failure)
+    supervisor.beside = beside
     if spec.config.eval.checkpoints and spec.data.held_out:
         supervisor.validator = make_validator(spec, command.run, supervisor.bar.say)
     try:
@@ -151,6 +153,7 @@ class _Supervisor:
         self.recovery = Recovery(spec.config.cluster, spec.order, self.clock)
         self.bar = display.ProgressBar(console, spec.order.num_steps, spec.config.run.name)
         self.validator: Any = None
+        self.beside: Beside | None = None
 
     def train(self) -> Summary:
         """Make attempts until one is not to be followed by another; return its summary."""
@@ -263,6 +266,9 @@ class _Supervisor:
         stale = None
         while not attempt.wait(POLL_S):
             lease.check()
+            if self.beside is not None and self.beside.problem is not None:
+                attempt.end()
+                raise GiveUp(self.beside.problem)
             if stale is None and not lease.is_fresh():
                 stale = f"the lease could not be renewed for {LEASE_STOPPED_S:.0f} s"
                 logger.warning("%s, so the workers are ended until it can be", stale)

@@ -13,14 +13,13 @@ from rich.console import Console
 from rayapp import model
 from rayapp.config import Config, ConfigError, Lora
 from rayapp.data import heads, tokens
-from rayapp.data import prepare as rows
 from rayapp.data.control import CONTROL
-from rayapp.data.prepared import Prepared, load, mixed, reasons
+from rayapp.data.prepared import Prepared, load, mixed
 from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Windows
-from rayapp.finetune import growth, micro_batch, show
+from rayapp.finetune import growth, micro_batch, show, sources
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.observe.activity import Phases
@@ -30,7 +29,7 @@ from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
-from rayapp.train.checkpoint.marker import latest
+from rayapp.train.checkpoint.marker import latest, steps_done
 from rayapp.train.spec import LanguageSpec, RunSpec
 
 KIND = "rayapp.finetune"
@@ -39,10 +38,16 @@ TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 def prepare(
     ready: CheckedLanguageRun, gpus: bool, console: Console, phases: Phases
-) -> LanguageSpec:
-    """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec."""
+) -> tuple[LanguageSpec, Windows | None]:
+    """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec.
+
+    Return the preparation of the windows that follow too, if some do.
+    """
     config = ready.config
-    prepared, tokenizer_url, tokenizer = prepare_data(ready, phases)
+    phases.begin("preparing the tokenizer")
+    tokenizer_url, tokenizer = shared_tokenizer(ready, phases)
+    first = (steps_done(ready.run) + 1) * config.rows_per_step
+    prepared, rest = prepare_rows(ready, config, tokenizer_url, tokenizer, phases, first)
     phases.end("data")
     phases.begin("planning")
     shape = model_shape(ready.model, config, len(tokenizer))
@@ -64,18 +69,19 @@ def prepare(
     show.plan(console, config, prepared, order, parameters, trainable)
     show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
     phases.end("plan")
-    return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
+    return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto), rest
 
 
-def prepare_data(ready: CheckedLanguageRun, phases: Phases) -> tuple[Prepared, str, Any]:
-    """Prepare all that is made of the data: return the rows, the tokenizer's URL, the tokenizer.
+def prepare_beforehand(ready: CheckedLanguageRun, phases: Phases) -> Prepared:
+    """Prepare all rows that the run needs.
 
     Raises:
         ConfigError: as `prepare_rows`.
     """
     phases.begin("preparing the tokenizer")
     url, tokenizer = shared_tokenizer(ready, phases)
-    return prepare_rows(ready, ready.config, url, tokenizer, phases), url, tokenizer
+    prepared, _ = prepare_rows(ready, ready.config, url, tokenizer, phases)
+    return prepared
 
 
 def shared_tokenizer(ready: CheckedLanguageRun, phases: Phases) -> tuple[str, Any]:
@@ -130,9 +136,17 @@ def _trained_tokenizer(
 
 
 def prepare_rows(
-    ready: CheckedLanguageRun, config: Config, tokenizer_url: str, tokenizer: Any, phases: Phases
-) -> Prepared:
+    ready: CheckedLanguageRun,
+    config: Config,
+    tokenizer_url: str,
+    tokenizer: Any,
+    phases: Phases,
+    first: int | None = None,
+) -> tuple[Prepared, Windows | None]:
     """Make the rows of every source, or take those of an earlier run.
+
+    With `first`, return when so many rows are made, if the others can follow: the second value
+    makes these.
 
     Raises:
         ConfigError: data cannot be read, more records are unusable than data.bad_rows allows, or
@@ -146,36 +160,24 @@ def prepare_rows(
         for entry in ready.inputs
     }
     if (begun := _begun(ready, config, recipes, root)) is not None:
-        return begun
+        return begun, None
+    rest: Windows | None = None
     made: dict[str, Prepared] = {}
     problems = []
     for path, recipe in recipes.items():
-        phases.begin(f"tokenising {path}", number_of_bytes(recipe.source.num_bytes))
+        size = number_of_bytes(recipe.source.num_bytes)
+        phases.begin(f"tokenising {path}{sources.why_all(config)}", size)
         try:
-            made[path] = prepared = _prepared(config, recipe, root, phases)
+            prepared, rest = sources.rows_of(config, recipe, root, phases, first)
+            made[path] = prepared
         except SourceError as error:
             problems.append(str(error))
             continue
-        problem = _unusable(prepared, f"{field}={path}", data.bad_rows)
+        problem = sources.unusable(prepared, f"{field}={path}", data.bad_rows)
         problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
-    return _joined(config, root, made)
-
-
-def _prepared(config: Config, recipe: RowRecipe, root: Storage, phases: Phases) -> Prepared:
-    """Prepare the rows of a source; of windows, those that the run needs.
-
-    Raises:
-        SourceError: the data cannot be read.
-    """
-    workers = config.data.workers
-    if recipe.window_bytes is None:
-        return rows.prepare(recipe, root, workers, phases.bytes_done)
-    steps = None if config.data.mixture else config.train.max_steps
-    needed = None if steps is None else steps * config.rows_per_step
-    windows = Windows(recipe, root, config.run.seed, workers, phases.bytes_done)
-    return windows.prepare(needed)
+    return _joined(config, root, made), rest
 
 
 def _recipe(
@@ -230,19 +232,6 @@ def _begun(
             joined = _joined(config, root, whole)
             if joined.fingerprint == began:
                 return joined
-    return None
-
-
-def _unusable(prepared: Prepared, what: str, limit: float) -> str | None:
-    """Return why a source cannot be trained on, None if it can."""
-    if prepared.bad_share > limit:
-        shown = reasons(prepared.bad, prepared.examples)
-        return (
-            f"{what} is unusable in {prepared.bad_share:.1%} of its {prepared.records} records: "
-            f"{shown}. Correct them, or raise data.bad_rows (now {limit:.1%})"
-        )
-    if not prepared.counts["train"]["target_tokens"]:
-        return f"{what} is empty: no token of its {prepared.records} records bears loss"
     return None
 
 

@@ -49,6 +49,9 @@ def plan(
         "steps": f"{order.num_steps:,} x {train.tokens_per_step:,} = {tokens:,} tokens = "
         f"{epochs:.2f} epochs",
     }
+    if prepared.windows:
+        later = f"; {prepared.known} are prepared" if order.more else ""
+        lines["windows"] = f"{prepared.windows} of about {data.window_bytes:,} bytes{later}"
     for path, part in report.get("sources", {}).items():
         share = data.mixture[path] / sum(data.mixture.values())
         passes = share * order.num_steps * rows / part["train"]["rows"]

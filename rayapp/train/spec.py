@@ -43,6 +43,16 @@ class TrainingData(Protocol):
         """The number of held-out rows."""
 
 
+class Beside(Protocol):
+    """What the driver does beside the training: it prepares the rows of later steps."""
+
+    problem: str | None
+    """Why it has failed, so that the workers would wait for ever."""
+
+    def close(self) -> None:
+        """Let it end soon."""
+
+
 ConfigType = TypeVar("ConfigType", bound=RunConfig)
 DataType = TypeVar("DataType", bound=TrainingData)
 

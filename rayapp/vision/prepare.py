@@ -25,7 +25,9 @@ from rayapp.vision.check import CheckedImageRun, classes_problem, forecast
 KIND = "rayapp.vision"
 
 
-def prepare(ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases) -> ImageSpec:
+def prepare(
+    ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases
+) -> tuple[ImageSpec, None]:
     """Index the images, write config.yaml and plan.json, print the plan, and return the spec."""
     config, run = ready.config, ready.run
     images = index(ready, config, phases)
@@ -45,7 +47,7 @@ def prepare(ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases
     run.write(PLAN, json.dumps(plan, indent=1).encode())
     show.plan(console, config, images, order, parameters)
     phases.end("plan")
-    return RunSpec(KIND, config, images, order, run.url)
+    return RunSpec(KIND, config, images, order, run.url), None
 
 
 def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Images:

@@ -97,7 +97,7 @@ def prepared(run: Run, root: Path) -> LanguageSpec:
     }
     with mock.patch.object(preparation, "run_tasks", _in_this_process):
         ready = settle(check(load(None, texts, Config), os.cpu_count(), 0), gpus=False)
-        return prepare(ready, False, Console(quiet=True), Phases())
+        return prepare(ready, False, Console(quiet=True), Phases())[0]
 
 
 def iterations_in_fp32() -> Any:
@@ -105,7 +105,7 @@ def iterations_in_fp32() -> Any:
     return mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor)
 
 
-def _in_this_process(recipe: Any, url: str, tasks: Any, concurrency: Any) -> Iterator[Any]:
+def _in_this_process(recipe: Any, url: str, tasks: Any, *_: Any) -> Iterator[Any]:
     for task in tasks:
         task.run(recipe, url, recipe.fingerprint)
         yield task

@@ -1,0 +1,185 @@
+"""Check that rows read while windows are prepared are those that are read afterwards.
+
+Run: python -m pytest tests/test_data_growing.py
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_data_prepare import recipe, tokenised, tokenizer_url  # noqa: F401  fixtures
+from test_data_windows import (  # noqa: F401  fixtures
+    in_this_process,
+    order_of,
+    root_of,
+    small_parts,
+    windowed,
+)
+
+from rayapp.data import growing, windows
+from rayapp.data.growing import GrowingRows
+from rayapp.data.prepared import Prepared
+from rayapp.data.recipe import RowRecipe
+from rayapp.data.rows import local_steps, step_rows
+from rayapp.data.sources import SourceError
+from rayapp.data.windows import Windows
+from rayapp.order import combine
+
+STEPS, SEED = 40, 5
+
+
+def no_problem(prepared: Prepared) -> None:
+    return None
+
+
+def digests(prepared: Prepared, world: int) -> list[str]:
+    """Return the digest of each step's batch, read by ranks in turn as the stream's tasks do."""
+    order = order_of(prepared, STEPS, SEED)
+    ranks = [GrowingRows(prepared, order) for _ in range(world)]
+    return [
+        combine(
+            step_rows(*rows.at(step), step, rank, world).digest() for rank, rows in enumerate(ranks)
+        )
+        for step in range(STEPS)
+    ]
+
+
+def expected(recipe: RowRecipe, path: Path) -> list[str]:  # noqa: F811
+    prepared = Windows(recipe, root_of(path), SEED).prepare()
+    order = order_of(prepared, STEPS, SEED)
+    steps = local_steps(prepared.rows("train"), order, 0, 1, 0)
+    return [combine([batch.digest()]) for batch in steps]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Let windows be packed as often as it is released, after the first."""
+    allowed = threading.Semaphore(1)
+
+    def run(*given: Any) -> Iterator[windows.UnitTask]:
+        for task in given[2]:
+            if task.packs:
+                allowed.acquire()
+            yield from in_this_process(*given[:2], [task])
+
+    monkeypatch.setattr(windows, "run_tasks", run)
+    monkeypatch.setattr(growing, "POLL_S", 0.01)
+    growing._shard_of.cache_clear()
+    return allowed
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_steps_are_the_same_while_windows_are_prepared(
+    windowed: RowRecipe,  # noqa: F811
+    tmp_path: Path,
+    gate: threading.Semaphore,
+    world: int,
+) -> None:
+    """They come as soon as their window is there, and wait for it."""
+    begun = Windows(windowed, root_of(tmp_path / "meanwhile"), SEED)
+    begun.start(4 * STEPS, no_problem, 2)
+    first = begun.wait_for(4)
+    assert first.known == 1 < first.windows
+    rows = GrowingRows(first, order_of(first, STEPS, SEED))
+    in_first = first.num_rows("train") // 4
+    for step in range(in_first):
+        rows.at(step)
+    late = threading.Thread(target=rows.at, args=(in_first,))
+    late.start()
+    late.join(0.2)
+    assert late.is_alive(), "the next window was not waited for"
+    gate.release(100)
+    late.join(60)
+    assert not late.is_alive() and rows.known == 2
+    found = digests(first, world)
+    gate.release(100)
+    assert found == expected(windowed, tmp_path / "beforehand")
+    assert begun.problem is None
+
+
+def test_tasks_in_other_processes_take_what_is_known_with_them(
+    windowed: RowRecipe,  # noqa: F811
+    tmp_path: Path,
+    gate: threading.Semaphore,
+) -> None:
+    gate.release(100)
+    first = Windows(windowed, root_of(tmp_path), SEED).prepare(4)
+    Windows(windowed, root_of(tmp_path), SEED).prepare()
+    rows = pickle.loads(pickle.dumps(GrowingRows(first, order_of(first, STEPS, SEED))))
+    whole = Windows(windowed, root_of(tmp_path), SEED).prepared()
+    assert first.known == 1 and not order_of(whole, STEPS, SEED).more
+    assert rows.at(10**6)[1] == order_of(whole, STEPS, SEED)
+    assert rows.rows.shards == whole.shards["train"]
+
+
+def test_a_preparation_that_fails_is_told(
+    windowed: RowRecipe,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(*given: Any) -> Iterator[windows.UnitTask]:
+        yield from in_this_process(*given[:2], given[2][:4])  # window 0
+        raise SourceError("a.jsonl is not JSON")
+
+    monkeypatch.setattr(windows, "run_tasks", run)
+    begun = Windows(windowed, root_of(tmp_path), SEED)
+    begun.start(10**6, no_problem, 2)
+    assert begun._thread is not None
+    begun._thread.join(60)
+    assert begun.problem == "a.jsonl is not JSON"
+    with pytest.raises(SourceError, match="is not JSON"):
+        begun.wait_for(4)
+
+
+def test_what_is_not_to_be_trained_on_is_told_at_the_end(
+    windowed: RowRecipe,  # noqa: F811
+    tmp_path: Path,
+    gate: threading.Semaphore,
+) -> None:
+    gate.release(100)
+    begun = Windows(windowed, root_of(tmp_path), SEED)
+    begun.start(10**6, lambda prepared: f"{prepared.known} windows are bad", 2)
+    assert begun._thread is not None
+    begun._thread.join(60)
+    assert begun.problem == f"{begun.count} windows are bad"
+
+
+def test_a_driver_that_is_killed_while_it_prepares_changes_nothing(
+    windowed: RowRecipe,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokenised: list[int],  # noqa: F811
+) -> None:
+    """Nothing is tokenised twice, whichever task was the last."""
+    growing._shard_of.cache_clear()
+    root = root_of(tmp_path / "out")
+    monkeypatch.setattr(windows, "run_tasks", in_this_process)
+    whole = expected(windowed, tmp_path / "beforehand")
+    once = sum(tokenised)
+    tokenised.clear()
+    for cut in (2, 9, 11):
+
+        def run(*given: Any, cut: int = cut) -> Iterator[windows.UnitTask]:
+            yield from in_this_process(*given[:2], given[2][:cut])
+            raise RuntimeError("killed")
+
+        monkeypatch.setattr(windows, "run_tasks", run)
+        begun = Windows(windowed, root, SEED)
+        begun.start(10**6, no_problem, 2)
+        assert begun._thread is not None
+        begun._thread.join(60)
+        assert begun.problem == "killed"
+    monkeypatch.setattr(windows, "run_tasks", in_this_process)
+    begun = Windows(windowed, root, SEED)
+    known = begun.prepared().known
+    assert 0 < known < begun.count
+    begun.start(10**6, no_problem, 2)
+    assert digests(begun.wait_for(4), 2) == whole
+    assert begun._thread is not None
+    begun._thread.join(60)
+    assert begun.problem is None and sum(tokenised) == once
