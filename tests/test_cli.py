@@ -128,6 +128,17 @@ def test_bad_input_is_told(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("--compile=true", "Did you mean --train.compile?"), ("--nothing=1", "Write --section.field")],
+)
+def test_a_field_without_its_section_is_found(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["finetune", word]) == Exit.REFUSED
+    assert hint in capsys.readouterr().err
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == Exit.DONE
     told = capsys.readouterr().out
