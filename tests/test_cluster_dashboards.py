@@ -375,7 +375,7 @@ def test_rays_dashboard_shows_the_run(live: Live, tmp_path: Path) -> None:
         assert live.token not in text
         page.call("Page.navigate", url="about:blank")
         page.call("Page.navigate", url=f"{live.dashboard}/#/jobs")
-        assert "of 100000 steps, loss " in wait_for_text(page, "training: ")
+        assert re.search(r"step \d+/100000, loss \d", wait_for_text(page, "/100000, loss "))
         page.screenshot(tmp_path / "jobs.png")
         page.call("Page.navigate", url=f"{live.dashboard}/#/actors")
         text = wait_for_text(page, "RayTrainWorker")
