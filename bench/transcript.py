@@ -111,6 +111,8 @@ def page(parts: list[str], commit: str, installed: bool) -> str:
             f"commit {commit}, {datetime.now(UTC):%Y-%m-%d}, {cores} cores "
             f"({platform.machine()}) without a GPU, at a load of {load:.0f} by other programs.",
             install,
+            "On idle cores `make finetune` takes 3.5 to 10 minutes, set-up included "
+            "([Numbers](numbers.md)).",
             "",
             *parts,
         ]

@@ -63,6 +63,12 @@ def _table(section: str, info: FieldInfo) -> str:
     return "\n".join(rows)
 
 
+def _cell(text: str) -> str:
+    """Escape the pipes of a table's cell, but for those in code, where they separate nothing."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in parts)
+
+
 def _rows(prefix: str, section: FieldInfo) -> list[str]:
     rows, model = [], section_of(section)
     for name, info in model.model_fields.items() if model else ():
@@ -75,7 +81,7 @@ def _rows(prefix: str, section: FieldInfo) -> list[str]:
             f"`{default_of(name, info)}`",
             " ".join((info.description or "").split()),
         ]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        rows.append("| " + " | ".join(map(_cell, cells)) + " |")
         if inner:
             rows += _rows(field, info)
     return rows

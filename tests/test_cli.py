@@ -110,7 +110,7 @@ def test_the_real_step_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> No
     ("argv", "message"),
     [
         (["plna"], "command=plna is unknown: there is no such command. Did you mean plan?"),
-        (["zzz"], "Set one of init, completion, finetune, vision, data, plan"),
+        (["zzz"], "Set one of init, completion, finetune, vision, data, prepare, plan"),
         (["plan", C4, "--cluster.instance=p5.48xlrge"], "Did you mean p5.48xlarge?"),
         (["plan", C4, "--deadline_hours=0.01"], "deadline_hours=0.01 is impossible"),
         (["plan", C4, "--deadlin_hours=1"], "Did you mean --deadline_hours?"),
@@ -126,6 +126,17 @@ def test_bad_input_is_told(
 ) -> None:
     assert main(argv) == Exit.REFUSED
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("--compile=true", "Did you mean --train.compile?"), ("--nothing=1", "Write --section.field")],
+)
+def test_a_field_without_its_section_is_found(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["finetune", word]) == Exit.REFUSED
+    assert hint in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

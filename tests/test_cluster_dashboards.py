@@ -106,6 +106,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+    except OSError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live")
@@ -157,7 +165,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     run = open_storage(str(folder / "runs")) / "watched"
     try:
         until = time.monotonic() + PATIENCE_S
-        while not Path(temporary, Path(DISCOVERY).name).exists():
+        while not (Path(temporary, Path(DISCOVERY).name).exists() and answers(dashboard)):
             log = (folder / "ray.log").read_text()
             assert started[0].poll() is None and time.monotonic() < until, log
             time.sleep(0.5)
@@ -367,7 +375,7 @@ def test_rays_dashboard_shows_the_run(live: Live, tmp_path: Path) -> None:
         assert live.token not in text
         page.call("Page.navigate", url="about:blank")
         page.call("Page.navigate", url=f"{live.dashboard}/#/jobs")
-        assert "of 100000 steps, loss " in wait_for_text(page, "training: ")
+        assert re.search(r"step \d+/100000, loss \d", wait_for_text(page, "/100000, loss "))
         page.screenshot(tmp_path / "jobs.png")
         page.call("Page.navigate", url=f"{live.dashboard}/#/actors")
         text = wait_for_text(page, "RayTrainWorker")

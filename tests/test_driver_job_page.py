@@ -47,11 +47,11 @@ def test_a_job_gets_a_name_a_folder_and_how_far_it_is(
         "rayapp.run": "s3://b/runs/demo",
         "team": "x",
     }
-    page.tell("training: 3 of 9 steps, loss 2.1000")
+    page.tell("step 3/9, loss 2.1000")
     assert record(store)["message"] == "tokenising a.txt", "not more often than every 10 s"
     monkeypatch.setattr(job_page.time, "monotonic", lambda: 10.0)
-    page.tell("training: 4 of 9 steps, loss 2.0000")
-    assert record(store)["message"] == "training: 4 of 9 steps, loss 2.0000"
+    page.tell("step 4/9, loss 2.0000")
+    assert record(store)["message"] == "step 4/9, loss 2.0000"
     assert JobInfo.from_json(record(store)).status == JobStatus.RUNNING  # Ray reads it
 
 

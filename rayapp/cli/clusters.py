@@ -54,6 +54,9 @@ def render(argv: list[str]) -> int:
     write(render(platform, config, options), Path(out))
     print(f"written to {out}")
     print(cost(platform, config, options))
+    if out == f"build/{platform}":  # not of `make up-*`
+        target = {"ecs": "up-ecs", "kuberay": "up-eks"}[platform]
+        print(f"next: make {target} CONFIG=FILE, which renders, shows the cost, asks, and applies")
     for path in paths_of_this_machine(config) if platform == "kuberay" else []:
         print(f"the folder job: {path}")
     return Exit.DONE

@@ -12,7 +12,7 @@ from typing import overload
 
 import fire
 
-from rayapp.config import ConfigError, Described, RunConfig, load
+from rayapp.config import KINDS, ConfigError, Described, RunConfig, fields, load
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -150,6 +150,12 @@ def count(name: str, text: str) -> int:
     return int(text)
 
 
+def _fields_named(name: str) -> list[str]:
+    """Return the fields of a config whose section is left out in `name`."""
+    known = dict.fromkeys(field for kind in KINDS.values() for field in fields(kind))
+    return [field for field in known if field.partition(".")[2] == name]
+
+
 def _of_config(name: str) -> bool:
     return "." in name or name == "task"
 
@@ -158,8 +164,9 @@ def _unknown(own: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
     problems = []
     for name in own:
         if name not in options:
-            near = difflib.get_close_matches(name, options, n=1)
-            hint = f"Did you mean --{near[0]}?" if near else f"Known are --{', --'.join(options)}"
+            near = difflib.get_close_matches(name, options, n=1) or _fields_named(name)
+            known = f"Known are --{', --'.join(options)}" if options else "Write --section.field"
+            hint = f"Did you mean --{near[0]}?" if near else known
             problems.append(
                 f"--{name}={own[name]} is unknown: this command has no such option. {hint}"
             )

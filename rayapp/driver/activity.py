@@ -136,7 +136,8 @@ class Heartbeat:
             if (gauge := self._gauge) is not None:
                 gauge.set(activity.phase, now - activity.began)
             if (page := self._page) is not None and activity.phase:
-                page.tell(activity.text(now))
+                training = activity.phase == TRAINING and activity.detail
+                page.tell(training or activity.text(now))  # a row of the page has room for little
             self._beat(activity, now)
 
     def _beat(self, activity: Activity, now: float) -> None:

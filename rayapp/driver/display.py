@@ -67,7 +67,7 @@ class ProgressBar:
     def summary(self, line: MetricsLine) -> str:
         """Return how far the run is: its steps, loss and time left, without a line's details."""
         loss = formed(line["loss"], ".4f")
-        return f"{line['step']} of {self.num_steps} steps, loss {loss}{self._left(', ', line)}"
+        return f"step {line['step']}/{self.num_steps}, loss {loss}{self._left(', ', line)}"
 
     def _left(self, before: str, line: MetricsLine) -> str:
         """Return the time left, after `before`; nothing before the second step of this command."""

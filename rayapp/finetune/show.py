@@ -40,7 +40,7 @@ def plan(
         f"{counts['rows']:,} rows of {seq_len} ({report['fill']:.1%} full, "
         f"{report['loss_share']:.1%} bear loss); held out {report['eval']['documents']:,} "
         f"documents, {report['eval']['rows']:,} rows",
-        "documents": f"{lengths(counts['lengths'])}; {counts['split']:,} split, "
+        "documents": f"lengths {lengths(counts['lengths'])}; {counts['split']:,} split, "
         f"{counts['truncated']:,} truncated ({counts['cut_tokens']:,} tokens cut), "
         f"{report['duplicates']:.1%} repeat another",
         "rows per step": f"{train.tokens_per_step:,} tokens / {seq_len} = {rows}",

@@ -11,6 +11,12 @@ from rayapp.planner.answer import Answer, Band
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import CONTEXT_BYTES, PROCESS_BYTES
 
+MEANING = {  # of the parts of a step
+    "traffic": "reading and writing memory",
+    "host": "starting kernels",
+    "exposed": "communication that nothing hides",
+    "stragglers": "waiting for the slowest rank",
+}
 BAR = 40  # characters of the longest bar
 
 
@@ -56,6 +62,17 @@ def band(value: Band | None, form: str = ",.3g", unit: str = "") -> str:
     if value is None:
         return "n/a"
     return f"{value.value:{form}}{unit} ({value.low:{form}} to {value.high:{form}})"
+
+
+def hours(value: Band | None) -> str:
+    """Format hours with their band, in minutes where they are less than one.
+
+    >>> hours(Band(0.0788, 0.07, 0.09)), hours(Band(3.0, 2.0, 4.0))
+    ('4.73 min (4.2 to 5.4)', '3 h (2 to 4)')
+    """
+    if value is not None and value.value < 1:
+        return band(value.times(60.0), ",.3g", " min")
+    return band(value, ",.3g", " h")
 
 
 def _say(console: Console, text: str) -> None:
@@ -123,7 +140,9 @@ def _time(console: Console, plan: Answer) -> None:
         name = "convolutions" if convolved and name == "matrices_s" else name
         share = seconds / plan.step.total_s
         drawn = "█" * round(BAR * share)
-        _say(console, f"  {name.removesuffix('_s'):12} {seconds:8.3f} s   {share:4.0%} {drawn}")
+        name = name.removesuffix("_s")
+        note = f" ({MEANING[name]})" if name in MEANING and drawn else ""
+        _say(console, f"  {name:12} {seconds:8.3f} s   {share:4.0%} {drawn}{note}")
     per_gpu = plan.rate
     assert per_gpu is not None
     per_gpu = per_gpu.times(1 / plan.workers)
@@ -136,7 +155,7 @@ def _time(console: Console, plan: Answer) -> None:
         count = plan.question.epoch_rows
         _say(
             console,
-            f"[bold]epoch[/bold]     {band(plan.epoch_hours, '.3g', ' h')}, {count:,} images",
+            f"[bold]epoch[/bold]     {hours(plan.epoch_hours)}, {count:,} images",
         )
     _say(console, f"[bold]run[/bold]       {_figures(plan)}")
     saving = plan.saving
@@ -151,7 +170,7 @@ def _time(console: Console, plan: Answer) -> None:
 
 def _figures(plan: Answer) -> str:
     return (
-        f"{band(plan.hours, ',.3g', ' h')}, ${band(plan.cost_usd, ',.0f')}, "
+        f"{hours(plan.hours)}, ${band(plan.cost_usd, ',.0f')}, "
         f"${band(plan.usd_per_1m, ',.3g')} per 1M {plan.question.unit.many}"
     )
 
@@ -169,7 +188,10 @@ def _settings(plan: Answer) -> str:
 def _suggestions(console: Console, plan: Answer, others: list[Suggestion]) -> None:
     title = "faster" if plan.fits else "what would fit"
     rate = f"{plan.question.unit.many}/s"
-    table = Table("set", "GiB", rate, title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("set", overflow="fold")
+    for name in ("GiB", rate):
+        table.add_column(name, no_wrap=True)
     for suggestion in others:
         table.add_row(
             suggestion.change.replace("[", r"\["),
