@@ -13,7 +13,7 @@ from rayapp.storage import open_storage
 
 def test_rendered_records_are_shown_with_their_loss_marked(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run"))
-    eventful(storage, steps=5)
+    eventful(storage)
     assert "Records as the model sees them" not in render.run_page(folder.read(storage)).decode()
     plan = json.loads(storage.read("plan.json"))
     documents = [[["<b>ask ", False], ["answer", True]]]
@@ -25,7 +25,7 @@ def test_rendered_records_are_shown_with_their_loss_marked(tmp_path: Path) -> No
 
 def test_experts_are_shown_by_layer_where_the_run_has_some(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run"))
-    run: RunFolder = eventful(storage, steps=5)
+    run: RunFolder = eventful(storage)
     dense = folder.read(storage)
     assert experts.balance(dense) == []
     assert "Tokens of the experts by layer" not in render.run_page(dense).decode()
