@@ -17,6 +17,7 @@ from rayapp.config import Config, ConfigError
 from rayapp.driver.checks import same_run
 from rayapp.finetune.growth import check_order, stages_of
 from rayapp.finetune.prepare import order_of
+from rayapp.finetune.start import schedule_problem
 from rayapp.order import EMPTY, Order
 from rayapp.storage import open_storage
 from rayapp.train.spec import LanguageSpec
@@ -122,6 +123,19 @@ def test_a_run_may_be_made_longer_where_its_rates_stay(tmp_path: Path) -> None:
     }.values():
         with pytest.raises(ConfigError, match=why):
             same_run(run, longer(constant, **fields))
+
+
+def test_the_steps_to_come_may_have_a_new_schedule(tmp_path: Path) -> None:
+    cosine = begun(tmp_path, schedule="cosine")
+    run = open_storage(str(tmp_path / "runs" / "begun"))
+    grown = {"max_steps": 40, "lr": 1e-4, "warmup_steps": 2}
+    new = longer(cosine, **grown, schedule_from=30)
+    assert same_run(run, new) == "interrupted" and schedule_problem(new, run) is None
+    with pytest.raises(ConfigError, match="would have had other learning rates"):
+        same_run(run, longer(cosine, **grown, schedule_from=29))
+    ahead = schedule_problem(longer(cosine, **grown, schedule_from=31), run)
+    assert ahead is not None and "ahead of the run: 30 steps are done" in ahead
+    assert ahead.endswith("Set train.schedule_from=30")
 
 
 def test_a_run_whose_schedule_has_an_end_is_refused_with_a_way_out(tmp_path: Path) -> None:

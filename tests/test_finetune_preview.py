@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rayapp.__main__ import main
 from rayapp.config import load
+from rayapp.data.tokens import byte_tokenizer
 from rayapp.finetune.check import CheckedLanguageRun, check
-from rayapp.finetune.preview import preview, runs
+from rayapp.finetune.preview import SHOWN, preview, rendered, runs
+from rayapp.finetune.show import records
 
 CHATS = [
     {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]},
@@ -61,6 +65,17 @@ def test_each_source_of_a_mixture_is_shown(chats: Path, tmp_path: Path) -> None:
     text, chat = preview(ready)
     assert (text.kind, chat.kind) == ("text", "chat") and text.share_of_loss == 1.0
     assert text.tokenizer is chat.tokenizer and 259 < len(text.tokenizer) <= 300
+
+
+def test_a_plan_has_the_beginnings_of_the_first_documents(chats: Path, tmp_path: Path) -> None:
+    ready = checked(tmp_path, data__path=str(chats), data__bad_rows="0.9")
+    (found,) = rendered(ready, byte_tokenizer())
+    assert found["path"] == str(chats) and found["kind"] == "chat"
+    assert len(found["documents"]) == SHOWN
+    assert ("answer<|im_end|>", True) in found["documents"][0]
+    out = io.StringIO()
+    records(Console(file=out, width=10_000), [found])
+    assert "\u27e6answer<|im_end|>\u27e7" in out.getvalue()
 
 
 def test_the_command(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

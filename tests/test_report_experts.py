@@ -1,7 +1,8 @@
-"""The report's table of a mixture's experts."""
+"""The report's sections of a mixture's experts and of rendered records."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from run_folders import RunFolder, eventful
@@ -10,9 +11,21 @@ from rayapp.report import experts, folder, render
 from rayapp.storage import open_storage
 
 
+def test_rendered_records_are_shown_with_their_loss_marked(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    eventful(storage)
+    assert "Records as the model sees them" not in render.run_page(folder.read(storage)).decode()
+    plan = json.loads(storage.read("plan.json"))
+    documents = [[["<b>ask ", False], ["answer", True]]]
+    plan["rendered"] = [{"path": "chats.jsonl", "kind": "chat", "documents": documents}]
+    storage.write("plan.json", json.dumps(plan).encode())
+    page = render.run_page(folder.read(storage)).decode()
+    assert "&lt;b&gt;ask <mark>answer</mark>" in page and "Records as the model sees them" in page
+
+
 def test_experts_are_shown_by_layer_where_the_run_has_some(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run"))
-    run: RunFolder = eventful(storage, steps=5)
+    run: RunFolder = eventful(storage)
     dense = folder.read(storage)
     assert experts.balance(dense) == []
     assert "Tokens of the experts by layer" not in render.run_page(dense).decode()

@@ -207,6 +207,13 @@ def test_shapes() -> None:
     assert wsd == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5])
     constant = rates(peak=3.0, schedule="constant", num_steps=4, warmup_steps=2)
     assert constant == [1.5, 3.0, 3.0, 3.0, 3.0]
+    options = {"peak": 1.0, "schedule": "cosine", "warmup_steps": 2, "floor": 0.1}
+    later = [lr_at(step, num_steps=19, first=10, **options) for step in range(10, 20)]
+    assert later == rates(num_steps=9, **options)
+    with pytest.raises(
+        ValueError, match="step 10 is not of the schedule that begins after step 10"
+    ):
+        lr_at(9, num_steps=19, first=10, **options)
 
 
 @settings(deadline=None)

@@ -16,8 +16,9 @@ from rayapp import model
 from rayapp.config import ConfigError, Lora, from_dict
 from rayapp.planner import ask
 from rayapp.planner.memory import Layout, peak_memory, state_bytes
-from rayapp.planner.shape import shape_of
+from rayapp.planner.shape import has_formula, shape_of
 from rayapp.presets import PRESETS, config_of
+from rayapp.train.reading import read
 from rayapp.train.trace import trace, trace_config
 
 ROOT = Path(__file__).parent.parent
@@ -37,8 +38,14 @@ def both(
     config = copy.deepcopy(model.resolve(name).config)
     config.num_hidden_layers = layers or config.num_hidden_layers
     found = trace(config, world=world, micro_batch=micro_batch, seq_len=seq_len, **more)
+    values = {**config_of(name), "num_hidden_layers": config.num_hidden_layers}
+    shape = (
+        shape_of(values)
+        if has_formula(values)
+        else read(values, seq_len=seq_len, fp32=fp32, lora=lora)
+    )
     layout = Layout(
-        shape_of({**config_of(name), "num_hidden_layers": config.num_hidden_layers}),
+        shape,
         shards=1 if strategy == "no_shard" else world // replicas,
         micro_batch=micro_batch,
         seq_len=seq_len,

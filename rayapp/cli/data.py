@@ -31,8 +31,6 @@ Tokenises and packs the data of a run beforehand, on CPUs alone: here, or on the
 cluster.address names. `rayapp finetune` with the same config then starts with these rows. Killed
 and given again, it goes on where it was."""
 
-MARKS = "⟦", "⟧"  # around text that bears loss, where there are no colours
-
 
 def data(argv: list[str]) -> int:
     """Show how records are rendered; see DATA."""
@@ -142,6 +140,7 @@ def _rendered(found: Preview, document: Document, chars: int, colours: bool) -> 
     from rich.text import Text
 
     from rayapp.finetune.preview import runs
+    from rayapp.finetune.show import MARKS
 
     text, left = Text(), chars
     for part, loss in runs(found.tokenizer, document):

@@ -126,6 +126,9 @@ class Train(Section):
     """Share of the steps, 0-1, over which wsd falls."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
+    schedule_from: int = Field(default=0, ge=0)
+    """Steps done when the schedule begins: a run that is made longer may have a new one, with a
+    warm-up and an end of its own, for the steps to come."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.95)
@@ -206,6 +209,9 @@ class Config(RunConfig):
         "train.schedule",
         "train.decay",
         "train.min_lr",
+        "train.lr",
+        "train.warmup_steps",
+        "train.schedule_from",
     )
 
     model: Model = Model()

@@ -10,6 +10,15 @@ from pydantic import Field
 from rayapp.config.fields import Section, Strings
 
 
+def method(values: Mapping[str, Any]) -> str:
+    """Return what the method with these settings is called.
+
+    >>> method({}), method({"dora": True}), method({"rslora": True, "dora": False})
+    ('LoRA', 'DoRA', 'rsLoRA')
+    """
+    return f"{'rs' if values.get('rslora') else ''}{'DoRA' if values.get('dora') else 'LoRA'}"
+
+
 class Lora(Section):
     rank: int = Field(default=16, ge=1)
     """Rank of the two low-rank factors."""
@@ -35,7 +44,7 @@ class Lora(Section):
     @property
     def name(self) -> str:
         """What the method is called."""
-        return f"{'rs' if self.rslora else ''}{'DoRA' if self.dora else 'LoRA'}"
+        return method(vars(self))
 
     @classmethod
     def of_peft(cls, values: Mapping[str, Any]) -> Lora:

@@ -125,7 +125,7 @@ def growth_problem(run: Storage, before: Any, config: Any) -> str | None:
     """Return why a run cannot go on with this length and schedule; None if it can.
 
     It may be made longer, and its schedule changed, as long as the learning rates of the steps that
-    it has done stay what they were.
+    it has done stay what they were; those before `schedule_from` are of no concern to the new one.
     """
     from rayapp.train.optimizer import lr_at
 
@@ -142,16 +142,21 @@ def growth_problem(run: Storage, before: Any, config: Any) -> str | None:
             "run.name"
         )
 
-    def rate(each: Any, step: int, num_steps: int) -> float:
+    def rate(each: Any, step: int, num_steps: int) -> float | None:
+        if step < each.schedule_from:
+            return None
         settings = {"peak": each.lr, "schedule": each.schedule, "warmup_steps": each.warmup_steps}
-        return lr_at(step, num_steps=num_steps, floor=each.min_lr, decay=each.decay, **settings)
+        settings |= {"first": each.schedule_from, "decay": each.decay}
+        return lr_at(step, num_steps=num_steps, floor=each.min_lr, **settings)
 
-    if all(rate(before.train, n, planned) == rate(train, n, steps) for n in range(done)):
+    begun = range(train.schedule_from, done)
+    if all(rate(before.train, n, planned) == rate(train, n, steps) for n in begun):
         return None
     return (
         f"run.name={config.run.name} cannot grow from {planned} to {steps} steps: with train."
         f"schedule={train.schedule} its {done} steps would have had other learning rates. Set "
-        f"another run.name with model.init_from={run.url}"
+        f"train.schedule_from={done} for a schedule of the steps to come, or another run.name with "
+        f"model.init_from={run.url}"
     )
 
 

@@ -19,7 +19,7 @@ from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.driver import checks, command
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
-from rayapp.finetune.start import shape_problem, with_adapter, with_origin
+from rayapp.finetune.start import schedule_problem, shape_problem, with_adapter, with_origin
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
 from rayapp.storage import StorageError, open_storage
@@ -102,6 +102,8 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
         config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
     run = open_storage(config.run.storage) / config.run.name
     if problem := plan_problem(config, base, tokenizer):
+        raise ConfigError([problem])
+    if problem := schedule_problem(config, run):
         raise ConfigError([problem])
     if problem := shape_problem(config, run, _shape(base, config, tokenizer)):
         raise ConfigError([problem])

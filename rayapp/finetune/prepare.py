@@ -19,7 +19,7 @@ from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Windows
-from rayapp.finetune import growth, micro_batch, show, sources
+from rayapp.finetune import growth, micro_batch, preview, show, sources
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.observe.activity import Phases
@@ -64,10 +64,12 @@ def prepare(
     ready.run.write(CONFIG, config.to_yaml().encode())
     if ready.code:
         plan["code"] = dict(ready.code)
+    plan["rendered"] = preview.rendered(ready, tokenizer)
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
     show.plan(console, config, prepared, order, parameters, trainable)
     show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
+    show.records(console, plan["rendered"])
     phases.end("plan")
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto), rest
 

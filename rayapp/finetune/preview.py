@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayapp.config import Config
@@ -19,8 +19,10 @@ from rayapp.data.documents import Renderer
 from rayapp.data.packing import Document, pack
 from rayapp.data.sources import place_of
 from rayapp.finetune.check import CheckedLanguageRun, Input
+from rayapp.observe.records import Rendered
 from rayapp.planner.trained import tokenizer_of
 
+SHOWN, CHARS = 2, 600  # documents of a source, and their characters, in a plan
 SAMPLE_BYTES = 2**20  # of the texts that a tokenizer is trained on here; a run takes 16 MiB
 
 
@@ -99,6 +101,35 @@ def preview(ready: CheckedLanguageRun) -> list[Preview]:
     """Return a preview of each source of a checked run."""
     tokenizer = ready.tokenizer or _made_tokenizer(ready)
     return [_preview(ready, entry, tokenizer) for entry in ready.inputs]
+
+
+def rendered(ready: CheckedLanguageRun, tokenizer: Any) -> list[Rendered]:
+    """Return the first documents of each source, their beginnings where they are long."""
+    return [
+        {
+            "path": found.path,
+            "kind": found.kind,
+            "documents": [
+                beginning(runs(tokenizer, document), CHARS) for document in found.documents[:SHOWN]
+            ],
+        }
+        for found in preview(replace(ready, tokenizer=tokenizer))
+    ]
+
+
+def beginning(document: list[tuple[str, bool]], chars: int) -> list[tuple[str, bool]]:
+    """Return the first characters of a document in runs; ` ...` ends one that is longer.
+
+    >>> beginning([("ask ", False), ("answer", True)], 7)
+    [('ask ', False), ('ans ...', True)]
+    """
+    found: list[tuple[str, bool]] = []
+    for text, loss in document:
+        if len(text) > chars:
+            return [*found, (f"{text[:chars]} ...", loss)]
+        found.append((text, loss))
+        chars -= len(text)
+    return found
 
 
 def runs(tokenizer: Any, document: Document) -> list[tuple[str, bool]]:

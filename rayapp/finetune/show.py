@@ -9,8 +9,11 @@ from rich.console import Console
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared, reasons
 from rayapp.driver.display import plain
+from rayapp.observe.records import Rendered
 from rayapp.order import Order
 from rayapp.planner.trained import random_weights
+
+MARKS = "⟦", "⟧"  # around text that bears loss, where there are no colours
 
 
 def plan(
@@ -81,6 +84,19 @@ def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
                 f"[bold]{'not used':14}[/bold] "
                 f"[yellow]{plain(path)} has columns that are left out: {plain(', '.join(names))}"
                 "[/yellow]",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def records(console: Console, rendered: list[Rendered]) -> None:
+    """Print the first document of each source; what bears loss is between brackets."""
+    for each in rendered:
+        for document in each["documents"][:1]:
+            text = "".join(part.join(MARKS) if loss else part for part, loss in document)
+            console.print(
+                f"[bold]{'rendered':14}[/bold] {plain(each['path'])}, with loss in {MARKS[0]} "
+                f"{MARKS[1]}: {plain(text)}",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -113,6 +113,7 @@ class LanguageTrainer(Trainer):
                 warmup_steps=config.train.warmup_steps,
                 floor=config.train.min_lr,
                 decay=config.train.decay,
+                first=config.train.schedule_from,
             ),
             device=self.device,
             grad_clip=config.train.grad_clip,

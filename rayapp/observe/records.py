@@ -34,6 +34,14 @@ class Base(TypedDict, total=False):
     """Its weights are drawn."""
 
 
+class Rendered(TypedDict):
+    """The first documents of one source, each in runs of (text, whether its tokens bear loss)."""
+
+    path: str
+    kind: str
+    documents: list[list[tuple[str, bool]]]
+
+
 class Plan(Forecast, total=False):
     """The size of a run; with the planner's forecast if it has a formula for the model."""
 
@@ -55,6 +63,8 @@ class Plan(Forecast, total=False):
     """`tokens` or `images` of the whole run, whichever the run counts in."""
     epochs: float
     data: DataReport
+    rendered: list[Rendered]
+    """The first records of each source as the model sees them."""
     code: dict[str, str]
     """Digests of the user's code that changes what is trained, by config field."""
 

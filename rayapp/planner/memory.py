@@ -55,6 +55,7 @@ class Layout:
     lora_targets: tuple[str, ...] = ()
     lora_experts: tuple[str, ...] = ()
     """Parameters of experts that have adapters."""
+    lora_method: str = "LoRA"
     dora: bool = False
     quantize: str = "none"
     cpu_offload: bool = False

@@ -15,6 +15,7 @@ from typing import Any
 from rayapp import hardware
 from rayapp.config import Config, ConfigError, VisionConfig
 from rayapp.config.fields import IMAGES, TOKENS, Unit
+from rayapp.config.lora import method
 from rayapp.hardware import Instance
 from rayapp.planner.flops import mean_context
 from rayapp.planner.image_memory import ImageLayout
@@ -219,6 +220,7 @@ def _layout(
         lora_rank=None if lora is None else lora["rank"],
         lora_targets=() if lora is None else tuple(lora["targets"]),
         lora_experts=() if lora is None else tuple(lora.get("target_parameters", ())),
+        lora_method=method(lora or {}),
         dora=lora is not None and lora.get("dora", False),
         quantize="none" if lora is None else lora.get("quantize", "none"),
         cpu_offload=parallel["cpu_offload"],

@@ -100,7 +100,7 @@ def _headline(console: Console, plan: Answer) -> None:
         if layout.shape.experts > 1:
             trains = f", {layout.shape.active_parameters:,} for a token"
         if layout.lora_rank is not None:
-            trains += f", {layout.trainable:,} trained (LoRA)"
+            trains += f", {layout.trainable:,} trained ({layout.lora_method})"
     _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(plan)}")
     _say(
         console,

@@ -5,7 +5,8 @@
 
 A preset is a shape without weights. `parameters` is the published count and not computed from the
 shape; a test compares the two. It is total_size of the safetensors index, as read on 2026-11-21,
-divided by 2 bytes, less the rotary frequencies that files of 2023 also hold.
+divided by 2 bytes, less the rotary frequencies that files of 2023 also hold; from qwen3-30b-a3b on,
+the total that the hub reports of the safetensors, as public files quoted it on 2026-11-25.
 """
 
 from __future__ import annotations
@@ -108,6 +109,66 @@ PRESETS = {
     ),
     "qwen3-32b": Preset(
         "qwen3", "Qwen3DecoderLayer", 32_762_123_264, 32.8, "Apache-2.0", "Qwen/Qwen3-32B"
+    ),
+    "qwen3-30b-a3b": Preset(
+        "qwen3_moe",
+        "Qwen3MoeDecoderLayer",
+        30_532_122_624,
+        30.5,
+        "Apache-2.0",
+        "Qwen/Qwen3-30B-A3B",
+    ),
+    "qwen2.5-7b": Preset(
+        "qwen2", "Qwen2DecoderLayer", 7_615_616_512, 7.61, "Apache-2.0", "Qwen/Qwen2.5-7B-Instruct"
+    ),
+    "smollm3-3b": Preset(
+        "smollm3",
+        "SmolLM3DecoderLayer",
+        3_075_098_624,
+        3.0,
+        "Apache-2.0",
+        "HuggingFaceTB/SmolLM3-3B",
+    ),
+    "phi4": Preset("phi3", "Phi3DecoderLayer", 14_659_507_200, 14.7, "MIT", "microsoft/phi-4"),
+    "gemma3-1b": Preset(
+        "gemma3_text",
+        "Gemma3DecoderLayer",
+        999_885_952,
+        1.0,
+        "Gemma Terms of Use",
+        "google/gemma-3-1b-it",
+    ),
+    "gpt-oss-20b": Preset(
+        "gpt_oss",
+        "GptOssDecoderLayer",
+        20_914_757_184,
+        20.9,
+        "Apache-2.0",
+        "openai/gpt-oss-20b",
+    ),
+    "olmo2-1b": Preset(
+        "olmo2",
+        "Olmo2DecoderLayer",
+        1_484_916_736,
+        1.48,
+        "Apache-2.0",
+        "allenai/OLMo-2-0425-1B",
+    ),
+    "granite3.3-2b": Preset(
+        "granite",
+        "GraniteDecoderLayer",
+        2_533_539_840,
+        2.53,
+        "Apache-2.0",
+        "ibm-granite/granite-3.3-2b-instruct",
+    ),
+    "granite3.3-8b": Preset(
+        "granite",
+        "GraniteDecoderLayer",
+        8_170_864_640,
+        8.17,
+        "Apache-2.0",
+        "ibm-granite/granite-3.3-8b-instruct",
     ),
 }
 

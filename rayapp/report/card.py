@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from rayapp.config.fields import IMAGES
+from rayapp.config.lora import method
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.goodput import DamagedEvents
@@ -103,7 +104,9 @@ def _what(run: ReportedRun) -> str:
     section = run.config.get("model", {})
     lora: Any = section.get("lora")
     base: Any = run.plan.get("base", {})
-    how = "All weights were trained" if not lora else f"LoRA of rank {lora.get('rank')} was trained"
+    how = "All weights were trained"
+    if lora:
+        how = f"{method(lora)} of rank {lora.get('rank')} was trained"
     count = run.plan.get("parameters")
     size = f" ({words.amount(count)} parameters)" if count else ""
     start = "from random weights" if base.get("random") else "from its weights"

@@ -59,6 +59,7 @@ def run_page(run: ReportedRun) -> bytes:
         confusions=tables.confusions(run),
         bad_rows=tables.bad_rows(data),
         examples=data.get("examples", []),
+        rendered=run.plan.get("rendered", []),
         records=f"{data.get('records', 0):,}",
         sources=tables.sources(run),
         samples=run.result.get("samples") or [],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayapp.config.fields import IMAGES
+from rayapp.config.lora import method
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.records import band_of
@@ -111,13 +112,13 @@ def _usd_per_1m(run: ReportedRun) -> str:
 def subtitle(run: ReportedRun) -> str:
     """Return model, data, workers, instance and precision in one line."""
     model, data = run.config.get("model", {}), run.config.get("data", {})
-    parameters = run.plan.get("parameters")
+    parameters, lora = run.plan.get("parameters"), model.get("lora")
     workers = run.last("workers")
     instance = run.config.get("cluster", {}).get("instance")
     parts = [
         str(model.get("path", "")),
         f"{words.amount(parameters)} parameters" if parameters else "",
-        f"LoRA rank {model['lora'].get('rank')}" if isinstance(model.get("lora"), dict) else "",
+        f"{method(lora)} rank {lora.get('rank')}" if isinstance(lora, dict) else "",
         f"from {model['init_from']}" if model.get("init_from") else "",
         f"on {data['path']}" if "path" in data and not data.get("mixture") else "",
         f"on a mixture of {len(data['mixture'])}" if data.get("mixture") else "",

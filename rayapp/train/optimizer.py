@@ -31,10 +31,12 @@ def lr_at(
     warmup_steps: int = 0,
     floor: float = 0.1,
     decay: float = 0.2,
+    first: int = 0,
 ) -> float:
     """Return the learning rate of a step (from 0); `floor` is the final share of the peak, 0-1.
 
-    The rate rises linearly over `warmup_steps`, then follows the schedule. `wsd` (warm-up, stable,
+    The schedule is that of the steps from `first` on: the rate rises linearly over `warmup_steps`,
+    then follows its shape. `wsd` (warm-up, stable,
     decay) stays at the peak and falls linearly over the last `decay` (0-1) of all steps, at least
     one (Hu et al. 2024, arXiv 2404.06395).
 
@@ -46,7 +48,15 @@ def lr_at(
     0.1
     >>> [lr_at(s, peak=1.0, schedule="wsd", num_steps=10, floor=0.0) for s in (0, 8, 9, 10)]
     [1.0, 1.0, 0.5, 0.0]
+    >>> lr_at(102, peak=1.0, schedule="linear", num_steps=104, first=100, floor=0.0)
+    0.5
+
+    Raises:
+        ValueError: the step is before `first`, so that its rate is that of another schedule.
     """
+    if step < first:
+        raise ValueError(f"step {step + 1} is not of the schedule that begins after step {first}")
+    step, num_steps = step - first, num_steps - first
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
