@@ -137,10 +137,15 @@ class Container:
         hosts: Path,
         disk_mib: int | None = None,
     ) -> None:
-        """Start it; `hosts` is its /etc/hosts; its disk is as large as asked, or unlimited."""
+        """Start it; `hosts` is its /etc/hosts, in which it writes itself down as platforms do.
+
+        Its disk is as large as asked, or unlimited.
+        """
         self.spec, self._image, self._hosts = spec, image, hosts
         self.network, (self.space, self.address) = network, network.join()
-        self.id = self.space
+        self.id, self.name = self.space, self.address.replace(".", "-")
+        with hosts.open("a") as lines:  # else gloo takes the loopback address for its own
+            lines.write(f"{self.address} {self.name}\n")
         self.folder = Path(tempfile.mkdtemp(prefix=f"{spec.name}-"))
         self.log = self.folder / "log"
         # Nobody listens there, so that what is not in /etc/hosts is refused at once.
@@ -282,7 +287,7 @@ class Container:
             "ociVersion": "1.0.2",
             "process": process,
             "root": {"path": str(bundle / "root")},
-            "hostname": self.address.replace(".", "-"),
+            "hostname": self.name,
             "mounts": self._mounts(),
             "linux": {
                 "cgroupsPath": f"/rayapp/{bundle.name}",
