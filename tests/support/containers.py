@@ -106,12 +106,6 @@ class Network:
         number = space.rpartition("-")[2]
         self._inside(self.switch, "link", "set", f"s{self._link}n{number}", state)
 
-    def drop(self, space: str, share: float, do: str = "-A") -> None:
-        """Drop a share of the packets that come in; with -D, no longer."""
-        rule = ["iptables", do, "INPUT", "-i", "eth0", "-m", "statistic", "--mode", "random"]
-        rule += ["--probability", str(share), "-j", "DROP"]
-        checked(["nsenter", f"--net=/run/netns/{space}", *rule])
-
     def _plug(self, link: str) -> None:
         """Make a cable: one end here, the other in the switch under a name with an s before it."""
         other = ("type", "veth", "peer", "name", f"s{link}", "netns", self.switch)
@@ -216,14 +210,6 @@ class Container:
 
     def cut(self) -> None:
         self.network.set(self.space, "down")
-
-    def heal(self) -> None:
-        self.network.set(self.space, "up")
-
-    def pids(self) -> list[int]:
-        """Return its processes, by their ids on this machine."""
-        done = self._runc("ps", "--format=json", self.id)
-        return list(json.loads(done.stdout)) if done.returncode == 0 else []
 
     def end(self) -> None:
         """Kill it, unless it has ended, and delete its disk."""
