@@ -123,13 +123,6 @@ class Ceph:
             "AWS_SECRET_ACCESS_KEY": key["secret_key"],
         }
 
-    def pause(self) -> None:
-        """Let requests hang until `resume`; connections are accepted."""
-        self._running[-1].send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._running[-1].send_signal(signal.SIGCONT)
-
     def end(self) -> None:
         """Stop all of it and delete its folder."""
         self._kill()

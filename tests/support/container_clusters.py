@@ -94,7 +94,10 @@ class ContainerCluster:
         for _ in range(STARTS):
             container = Container(spec, self._image, self._network, self._hosts, disk_mib)
             if role == "head":
-                self._hosts.write_text(LOOPBACK + f"{container.address} {self._head_name}\n")
+                lines = self._hosts.read_text().splitlines()
+                kept = [line for line in lines if not line.endswith(f" {self._head_name}")]
+                kept.append(f"{container.address} {self._head_name}\n")
+                self._hosts.write_text("\n".join(kept))
             if container.becomes_healthy():
                 self.containers.append(container)
                 return container

@@ -106,12 +106,6 @@ class Network:
         number = space.rpartition("-")[2]
         self._inside(self.switch, "link", "set", f"s{self._link}n{number}", state)
 
-    def drop(self, space: str, share: float, do: str = "-A") -> None:
-        """Drop a share of the packets that come in; with -D, no longer."""
-        rule = ["iptables", do, "INPUT", "-i", "eth0", "-m", "statistic", "--mode", "random"]
-        rule += ["--probability", str(share), "-j", "DROP"]
-        checked(["nsenter", f"--net=/run/netns/{space}", *rule])
-
     def _plug(self, link: str) -> None:
         """Make a cable: one end here, the other in the switch under a name with an s before it."""
         other = ("type", "veth", "peer", "name", f"s{link}", "netns", self.switch)
@@ -137,10 +131,15 @@ class Container:
         hosts: Path,
         disk_mib: int | None = None,
     ) -> None:
-        """Start it; `hosts` is its /etc/hosts; its disk is as large as asked, or unlimited."""
+        """Start it; `hosts` is its /etc/hosts, in which it writes itself down as platforms do.
+
+        Its disk is as large as asked, or unlimited.
+        """
         self.spec, self._image, self._hosts = spec, image, hosts
         self.network, (self.space, self.address) = network, network.join()
-        self.id = self.space
+        self.id, self.name = self.space, self.address.replace(".", "-")
+        with hosts.open("a") as lines:  # else gloo takes the loopback address for its own
+            lines.write(f"{self.address} {self.name}\n")
         self.folder = Path(tempfile.mkdtemp(prefix=f"{spec.name}-"))
         self.log = self.folder / "log"
         # Nobody listens there, so that what is not in /etc/hosts is refused at once.
@@ -212,14 +211,6 @@ class Container:
     def cut(self) -> None:
         self.network.set(self.space, "down")
 
-    def heal(self) -> None:
-        self.network.set(self.space, "up")
-
-    def pids(self) -> list[int]:
-        """Return its processes, by their ids on this machine."""
-        done = self._runc("ps", "--format=json", self.id)
-        return list(json.loads(done.stdout)) if done.returncode == 0 else []
-
     def end(self) -> None:
         """Kill it, unless it has ended, and delete its disk."""
         if self.process.poll() is None:
@@ -282,7 +273,7 @@ class Container:
             "ociVersion": "1.0.2",
             "process": process,
             "root": {"path": str(bundle / "root")},
-            "hostname": self.address.replace(".", "-"),
+            "hostname": self.name,
             "mounts": self._mounts(),
             "linux": {
                 "cgroupsPath": f"/rayapp/{bundle.name}",
