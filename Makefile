@@ -51,8 +51,8 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 # What only some settings need (4-bit weights, 8-bit moments, fp8, MLflow, W&B, trl's chat templates) is tested too. Not before: transformers
 # imports torchao where it is there, which without a GPU says so on every start.
 .venv/.optional: .venv/.dev
-	@echo "installing bitsandbytes, torchao, mlflow, wandb and trl"
-	@$(INSTALL) -e '.[gpu,trackers,chat]'
+	@echo "installing bitsandbytes, torchao, mlflow, wandb, trl and mkdocs"
+	@$(INSTALL) -e '.[gpu,trackers,chat,docs]'
 	@touch $@
 
 # The evaluator of IAM policies, which the tests of infra/ ask. Without node they say that it is absent.
