@@ -38,8 +38,8 @@ DRAIN_S, GRACE_S = 100, 120
 # Seconds from `ray job stop` to SIGKILL unless the job sets its own; the driver saves in this time.
 # Ray's default is 3.
 JOB_STOP_S = 600
-# The head takes a node for dead after this many checks in a row without an answer: within 6 s if
-# its address refuses them, within 20 s if nothing comes back. Ray's own are 3 s, 10 s and 5.
+# The head takes a node for dead after this many checks in a row without an answer: by 6 s if
+# its address refuses them, by 20 s if nothing comes back. Ray's own are 3 s, 10 s and 5.
 HEALTH_PERIOD_MS, HEALTH_TIMEOUT_MS, HEALTH_FAILURES = 1000, 3000, 5
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
