@@ -114,7 +114,9 @@ def test_what_the_docs_render(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for line in lines:
         words = shlex.split(re.sub(r'--lustre="[^"]+"', "--lustre", line))
         words = [f"--lustre={lustre}" if word == "--lustre" else word for word in words]
-        words = ["configs/dolly_v2_7b_ecs.yaml" if word == "CONFIG" else word for word in words]
+        words = [
+            "configs/dolly_v2_7b_ecs.yaml" if word == "CONFIG.yaml" else word for word in words
+        ]
         assert main(["render", *words, *more]) == 0, capsys.readouterr().err
     capsys.readouterr()
     for platform, config, named in (
