@@ -12,8 +12,7 @@ from rayapp.storage import open_storage
 
 
 def test_rendered_records_are_shown_with_their_loss_marked(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path / "run"))
-    eventful(storage)
+    storage = eventful(open_storage(str(tmp_path))).run
     assert "Records as the model sees them" not in render.run_page(folder.read(storage)).decode()
     plan = json.loads(storage.read("plan.json"))
     documents = [[["<b>ask ", False], ["answer", True]]]
@@ -24,8 +23,8 @@ def test_rendered_records_are_shown_with_their_loss_marked(tmp_path: Path) -> No
 
 
 def test_experts_are_shown_by_layer_where_the_run_has_some(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path / "run"))
-    run: RunFolder = eventful(storage)
+    run: RunFolder = eventful(open_storage(str(tmp_path)))
+    storage = run.run
     dense = folder.read(storage)
     assert experts.balance(dense) == []
     assert "Tokens of the experts by layer" not in render.run_page(dense).decode()
