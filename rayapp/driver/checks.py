@@ -81,7 +81,7 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
     changed = configs.differences(before, config, settled)
     if changed and all(line.partition(":")[0] in config.GROWTH for line in changed):
         if problem := growth_problem(run, before, config):
-            raise ConfigError([problem])
+            raise ConfigError([f"{problem} ({'; '.join(changed)})"])
         return INTERRUPTED
     if changed:
         raise ConfigError(
@@ -152,9 +152,10 @@ def growth_problem(run: Storage, before: Any, config: Any) -> str | None:
     begun = range(train.schedule_from, done)
     if all(rate(before.train, n, planned) == rate(train, n, steps) for n in begun):
         return None
+    grows = f"cannot grow from {planned} to {steps} steps" if steps > planned else "is taken"
     return (
-        f"run.name={config.run.name} cannot grow from {planned} to {steps} steps: with train."
-        f"schedule={train.schedule} its {done} steps would have had other learning rates. Set "
+        f"run.name={config.run.name} {grows}: with train.schedule={train.schedule} and these settings "
+        f"the {done} steps of {run.url} would have had other learning rates. Set "
         f"train.schedule_from={done} for a schedule of the steps to come, or another run.name with "
         f"model.init_from={run.url}"
     )
