@@ -38,7 +38,7 @@ from rayapp.config import from_dict, load
 from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
 from rayapp.data.rows import step_rows
-from rayapp.driver import validation
+from rayapp.driver import ray_workers, validation
 from rayapp.driver.ray_session import connected, end_workers
 from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
@@ -348,6 +348,27 @@ def test_a_run_that_waits_for_room_can_be_stopped(
     assert code == 3 and re.search(waiting, said), said
     result = json.loads((tmp_path / "waiting" / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("stopped", 0)
+
+
+@pytest.mark.full
+def test_workers_that_cannot_reach_one_another_end_the_run(
+    files: Path,
+    tmp_path: Path,
+    ray_here: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Workers whose process group has failed leave room for those of the next attempt."""
+    monkeypatch.setitem(ray_workers.CPU_ENVIRONMENT, "GLOO_SOCKET_IFNAME", "nowhere")
+    code = main(
+        command(files, tmp_path, "apart", "--cluster.workers=3", "--cluster.max_failures=1")
+    )
+    assert code == 1, capsys.readouterr().out
+    result = json.loads((tmp_path / "apart" / "result.json").read_text())
+    assert result["status"] == "failed" and "nowhere" in result["reason"], result
+    events = (tmp_path / "apart" / "events.jsonl").read_text().splitlines()
+    failures = [line for line in events if json.loads(line)["event"] == "interrupted"]
+    assert len(failures) == 2, "there was a second attempt"
 
 
 @pytest.mark.full

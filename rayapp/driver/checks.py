@@ -154,8 +154,8 @@ def growth_problem(run: Storage, before: Any, config: Any) -> str | None:
         return None
     grows = f"cannot grow from {planned} to {steps} steps" if steps > planned else "is taken"
     return (
-        f"run.name={config.run.name} {grows}: with train.schedule={train.schedule} and these settings "
-        f"the {done} steps of {run.url} would have had other learning rates. Set "
+        f"run.name={config.run.name} {grows}: with train.schedule={train.schedule} and these "
+        f"settings the {done} steps of {run.url} would have had other learning rates. Set "
         f"train.schedule_from={done} for a schedule of the steps to come, or another run.name with "
         f"model.init_from={run.url}"
     )

@@ -108,16 +108,34 @@ def _is_for_users(record: logging.LogRecord) -> bool:
 
 
 def end_workers() -> None:
-    """Kill this job's Ray Train controllers; their workers end with them."""
+    """End this process's Ray Train controllers and workers, and free what they hold.
+
+    Workers end with their controller. A placement group that nobody removes lasts as long as the
+    Ray job: after a group's start has failed, Ray Train removes none.
+    """
     import ray
     from ray._private.state import state  # Ray Train hands out no handle of its controller
     from ray._private.worker import global_worker
+    from ray.core.generated import gcs_pb2
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-    core: Any = global_worker
-    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-    for name, actor in state.actor_table(None, job, "ALIVE").items():
-        if actor["ActorClassName"] == "TrainController":
-            core.core_worker.kill_actor(ray.ActorID.from_hex(name), True)
+    worker: Any = global_worker
+    tables: Any = gcs_pb2
+    core, accessor = worker.core_worker, state._connect_and_get_accessor()
+    actors = map(tables.ActorTableData.FromString, accessor.get_actor_table(None, None))
+    me = core.get_worker_id().binary()
+    controllers = {
+        actor.actor_id: actor
+        for actor in actors
+        if actor.class_name == "TrainController" and actor.owner_address.worker_id == me
+    }
+    for identity, actor in controllers.items():
+        if actor.state != tables.ActorTableData.DEAD:
+            core.kill_actor(ray.ActorID(identity), True)
+    kind = tables.PlacementGroupTableData
+    for group in map(kind.FromString, accessor.get_placement_group_table()):
+        if group.creator_actor_id in controllers and group.state != kind.REMOVED:
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 
 @contextmanager

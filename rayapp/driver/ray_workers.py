@@ -94,6 +94,8 @@ class RayAttempt:
         try:
             summary: Summary = self._fit.result().return_value
         except (TrainingFailedError, RayError) as error:
+            # Ray Train leaves a group behind whose workers were there, but could not reach another.
+            end_workers()
             return error
         return summary
 
