@@ -80,8 +80,8 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
     before = configs.from_dict(sections)
     changed = configs.differences(before, config, settled)
     if changed and all(line.partition(":")[0] in config.GROWTH for line in changed):
-        if problem := growth_problem(run, before, config):
-            raise ConfigError([f"{problem} ({'; '.join(changed)})"])
+        if problem := growth_problem(run, before, config, "; ".join(changed)):
+            raise ConfigError([problem])
         return INTERRUPTED
     if changed:
         raise ConfigError(
@@ -121,7 +121,7 @@ def code_digests(
     return found
 
 
-def growth_problem(run: Storage, before: Any, config: Any) -> str | None:
+def growth_problem(run: Storage, before: Any, config: Any, changed: str) -> str | None:
     """Return why a run cannot go on with this length and schedule; None if it can.
 
     It may be made longer, and its schedule changed, as long as the learning rates of the steps that
@@ -154,8 +154,8 @@ def growth_problem(run: Storage, before: Any, config: Any) -> str | None:
         return None
     grows = f"cannot grow from {planned} to {steps} steps" if steps > planned else "is taken"
     return (
-        f"run.name={config.run.name} {grows}: with train.schedule={train.schedule} and these "
-        f"settings the {done} steps of {run.url} would have had other learning rates. Set "
+        f"run.name={config.run.name} {grows}: with train.schedule={train.schedule} the "
+        f"{done} steps of {run.url} would have had other learning rates ({changed}). Set "
         f"train.schedule_from={done} for a schedule of the steps to come, or another run.name with "
         f"model.init_from={run.url}"
     )
