@@ -267,7 +267,7 @@ def test_every_name_of_ours_and_rays_is_there(live: Live) -> None:
     asked |= set(re.findall(r"\bray_rayapp_\w+", cloudwatch))
     assert len(asked) > 40
     for name in sorted(asked):
-        (live.wait_for(f"last_over_time({name}[5m])"), name)
+        (live.wait_for(f"last_over_time({name}[1h])"), name)
 
 
 def whole_moment(live: Live) -> str:
