@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ray._private.ray_constants import KV_NAMESPACE_JOB
 from ray.dashboard.modules.job.common import JobInfo, JobInfoStorageClient, JobStatus
+from ray.exceptions import RpcError
 from ray.experimental import internal_kv
 
 from rayapp.driver import job_page
@@ -59,6 +60,17 @@ def test_a_name_that_was_given_stays(store: dict[bytes, bytes]) -> None:
     store[KEY] = json.dumps({**record(store), "metadata": {"job_name": "mine"}}).encode()
     JobPage("raysubmit_1", "demo", "runs/demo").tell("planning")
     assert record(store)["metadata"] == {"job_name": "mine", "rayapp.run": "runs/demo"}
+
+
+def test_a_head_that_does_not_answer_ends_no_heartbeat(
+    store: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost(key: bytes, namespace: bytes) -> bytes:
+        raise RpcError("the head is gone")
+
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lost)
+    JobPage("raysubmit_1", "demo", "runs/demo").tell("planning")
+    assert "Ray's Jobs page does not show how far the run is: the head is gone" in caplog.text
 
 
 @pytest.mark.parametrize("status", ["STOPPED", "FAILED", None])

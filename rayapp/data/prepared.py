@@ -73,11 +73,8 @@ class Prepared:
     @property
     def epoch_rows(self) -> int:
         """Rows of an epoch; an estimate while there are windows that are not prepared."""
-        return (
-            round(self.num_rows("train") * self.windows / self.known)
-            if self.known
-            else (self.num_rows("train"))
-        )
+        rows = self.num_rows("train")
+        return round(rows * self.windows / self.known) if self.known else rows
 
     def rows(self, split: str) -> TokenRows:
         """Open the rows of `train` or `eval`."""

@@ -35,9 +35,11 @@ class JobPage:
         if self._failed or text == self._told or (self._told and now - self._told_at < TELL_S):
             return
         self._told, self._told_at = text, now
+        from ray.exceptions import RayError
+
         try:
             self._change(text)
-        except (OSError, RuntimeError, ValueError, TypeError) as error:
+        except (RayError, OSError, RuntimeError, ValueError, TypeError) as error:
             self._failed = True
             logger.warning("Ray's Jobs page does not show how far the run is: %s", error)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from rayapp.config import Config
@@ -107,14 +109,30 @@ def rendered(ready: CheckedLanguageRun, tokenizer: Any) -> list[Rendered]:
     """Return the first documents of each source, their beginnings where they are long."""
     return [
         {
-            "path": found.path,
-            "kind": found.kind,
+            "path": entry.path,
+            "kind": entry.kind,
             "documents": [
-                beginning(runs(tokenizer, document), CHARS) for document in found.documents[:SHOWN]
+                beginning(runs(tokenizer, document), CHARS)
+                for document in islice(_documents(ready, entry, tokenizer), SHOWN)
             ],
         }
-        for found in preview(replace(ready, tokenizer=tokenizer))
+        for entry in ready.inputs
     ]
+
+
+def _documents(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Iterator[Document]:
+    """Render the first records of a source that can be used, one by one."""
+    renderer, (raw, _) = _renderer(ready, entry, tokenizer), heads.records(entry.source)
+    for record in raw:
+        record = shapes.standardised(record, entry.kind, ready.config.data.columns)
+        document = None if record.problem else renderer.document(record.value)[0]
+        if document is not None:
+            yield document
+
+
+def _renderer(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Renderer:
+    data = ready.config.data
+    return Renderer(tokenizer, entry.kind, ready.template, data.reasoning, data.special_tokens)
 
 
 def beginning(document: list[tuple[str, bool]], chars: int) -> list[tuple[str, bool]]:
@@ -147,7 +165,7 @@ def runs(tokenizer: Any, document: Document) -> list[tuple[str, bool]]:
 def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview:
     config: Config = ready.config
     data = config.data
-    renderer = Renderer(tokenizer, entry.kind, ready.template, data.reasoning, data.special_tokens)
+    renderer = _renderer(ready, entry, tokenizer)
     raw, _ = heads.records(entry.source)
     records = [shapes.standardised(record, entry.kind, data.columns) for record in raw]
     bad, notes, examples = Counter[str](), Counter[str](), dict[str, str]()

@@ -101,11 +101,9 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     status = status_of(engine, steps >= spec.order.num_steps)
     summary = cast(Summary, {**warmed_up, "entered": phases.started, "status": status})
     summary |= {"steps": steps, "first_step": first_step, "attempt": engine.attempt}
-    summary |= {
-        "stall_s": statistics.median(engine.stalls) if engine.stalls else None,
-        "commit_s": saver.commit_s,
-        "parameters": trainer.num_parameters(),
-    }
+    stall_s = statistics.median(engine.stalls) if engine.stalls else None
+    summary |= {"stall_s": stall_s, "commit_s": saver.commit_s}
+    summary["parameters"] = trainer.num_parameters()
     if status == MOVED:
         reason = notices[0] if notices else leaving.reason if leaving else ""
         summary |= {"notice": bool(notices), "reason": reason}
