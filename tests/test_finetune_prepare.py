@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_data_prepare import VALUES, write_jsonl
+from test_data_prepare import VALUES, make, write_jsonl
 from test_data_windows import in_this_process
 
 from rayapp.config import from_dict
@@ -52,6 +52,7 @@ def test_a_run_that_began_with_rows_of_an_earlier_version_goes_on_with_them(
     root = open_storage(str(tmp_path)) / ".prepared"
     recipes = (recipe, before, *earlier)
     for each in recipes:
+        make(each, root)  # in this process, without Ray
         rows.prepare(each, root)
     assert len({each.fingerprint for each in recipes}) == len(recipes)
 
