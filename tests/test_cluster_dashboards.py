@@ -57,7 +57,7 @@ from rayapp.observe.metrics import TokenRecord
 ray.init(address=sys.argv[1], log_to_driver=False)
 told = Steps("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
-Driver("driven", 1, time.time()).close("stopped")  # what no other run has told yet: an end
+ending = Driver("driven", 1, time.time())
 numbers = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
 step = 0
 while True:
@@ -67,6 +67,7 @@ while True:
     facts |= {"skipped": bad, "loss": float("nan") if bad else 2.0, "eval_loss": None}
     told.step(TokenRecord(**numbers | facts))
     planned.set(0.5, {"run": "driven"})
+    ending.close("stopped")  # told at each step: Ray shows it for 5 s, maybe before the first scrape
     time.sleep(0.5)
 """
 

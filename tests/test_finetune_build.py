@@ -194,7 +194,7 @@ def train_cell(cell: Cell, root: str) -> list[float]:
         batch = rows_of(step, arrays)
         agreement = loop.agree(engine, batch)
         update = loop.train_step(engine, batch, agreement)
-        losses.append(update.loss_sum / agreement.wait().weight)
+        losses.append(update.sums.loss / agreement.wait().weight)
     held_out = [
         rows_of(0, {name: array[None] for name, array in batch.items()})
         for batch in everything[-HELD_OUT:][rank::world]
