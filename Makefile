@@ -88,6 +88,8 @@ check: setup check-infra
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests/*.py
+	$(BIN)/mypy --config-file tests/mypy.ini bench/*.py
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 # What needs no account; the stacks are applied by tests/test_infra.py. TF_INIT says where the provider lies,

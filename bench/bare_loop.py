@@ -21,7 +21,7 @@ import yaml
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayapp.config import from_dict
+from rayapp.config import Config, from_dict
 from rayapp.data.packing import position_ids, row_dtype
 from rayapp.order import Order
 from rayapp.storage import open_storage
@@ -57,7 +57,7 @@ def main(folder: str, steps: int) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    config = from_dict(yaml.safe_load(Path(folder, "config.yaml").read_text()))
+    config = from_dict(yaml.safe_load(Path(folder, "config.yaml").read_text()), kind=Config)
     rows = load_rows(config, folder)
     torch.manual_seed(0)
     shape = AutoConfig.from_pretrained(f"{folder}/model")

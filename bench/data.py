@@ -161,7 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.arm:
         name, *rest = options.arm
-        print(json.dumps(ours(*rest) if name == "rayapp" else theirs(*rest, name)))
+        print(json.dumps(ours(*rest) if name == "rayapp" else theirs(*rest, strategy=name)))
         return
     import corpus
     import numpy as np

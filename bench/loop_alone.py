@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from rayapp.config import from_dict
+from rayapp.config import Config, from_dict
 from rayapp.data import prepared as prepared_data
 from rayapp.data.rows import local_steps
 from rayapp.order import Order
@@ -39,7 +39,7 @@ def steady_rate(run: Path) -> float:
 
 def spec_of(folder: Path, steps: int, name: str) -> LanguageSpec:
     """Return what trains that run's rows into a fresh folder beside it."""
-    config = from_dict(yaml.safe_load((folder / "config.yaml").read_text()))
+    config = from_dict(yaml.safe_load((folder / "config.yaml").read_text()), kind=Config)
     off = config.checkpoint.model_copy(update={"export": False})
     config = config.model_copy(update={"checkpoint": off})
     fingerprint = json.loads((folder / "plan.json").read_text())["fingerprint"]

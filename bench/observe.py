@@ -45,6 +45,7 @@ from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 from rayapp.observe import trackers
 from rayapp.observe.gauges import Steps
 from rayapp.observe.metrics import StepRecord
+from rayapp.observe.records import MetricsLine
 from rayapp.storage import Storage, open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
@@ -116,7 +117,7 @@ class PausedTracker:
         self._may, self._tracker = may, tracker
         self.cut_back, self.close = tracker.cut_back, tracker.close
 
-    def write(self, lines: Sequence[trackers.Line]) -> None:
+    def write(self, lines: Sequence[MetricsLine]) -> None:
         self._may.wait()
         self._tracker.write(lines)
 

@@ -240,7 +240,8 @@ def play(role: str, folder: str, *words: str) -> None:
     if role == "loop":
         from vision_loop import loops
 
-        loops(numbers[0], folder, *numbers[1:], words[-1])
+        rank, rounds, steps = numbers
+        loops(rank, folder, rounds, steps, words[-1])
     elif role == "rayapp":
         print(json.dumps(through_ray(folder, *numbers)))
     else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ def generate(
     max_tokens: int = Settings.max_tokens,
     temperature: float = Settings.temperature,
     chat: bool | None = None,
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Yield the continuation of a prompt, or the answer to it, in pieces as they come.
 
     `run` is a run's folder or s3:// URL, or what `load` returned. `chat` says whether to apply the
@@ -85,7 +85,9 @@ class Loaded:
     def __exit__(self, *_: object) -> None:
         self.copies.close()
 
-    def stream(self, prompt: str | Sequence[Message], settings: Settings) -> Iterator[str]:
+    def stream(
+        self, prompt: str | Sequence[Message], settings: Settings
+    ) -> Generator[str, None, None]:
         """Yield the model's text after a prompt; see `generate`."""
         ids = self._ids(prompt, settings.chat).to(self.model.device)
         limit = getattr(self.model.config, "max_position_embeddings", None)
@@ -267,7 +269,7 @@ def _adapted(run: str, path: str, stack: ExitStack) -> Any:
 
 def _stream(
     model: Any, tokenizer: Any, ids: torch.Tensor, settings: dict[str, object]
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Generate in a thread and yield the text.
 
     If the caller stops iterating, generation ends after the current token. An error of the thread

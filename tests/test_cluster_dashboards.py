@@ -67,7 +67,7 @@ while True:
     facts |= {"skipped": bad, "loss": float("nan") if bad else 2.0, "eval_loss": None}
     told.step(TokenRecord(**numbers | facts))
     planned.set(0.5, {"run": "driven"})
-    ending.close("stopped")  # told at each step: Ray shows it for 5 s, maybe before the first scrape
+    ending.close("stopped")  # at each step: Ray shows it for 5 s
     time.sleep(0.5)
 """
 

@@ -76,7 +76,7 @@ def test_defaults_are_legal() -> None:
 
 
 def test_a_micro_batch_is_a_number_or_auto() -> None:
-    config = load(None, {"train.micro_batch": "auto", "train.tokens_per_step": "1536"})
+    config = load(None, {"train.micro_batch": "auto", "train.tokens_per_step": "1536"}, Config)
     assert config.train.micro_batch is None and "micro_batch: auto" in config.to_yaml()
     assert from_dict(parse_yaml(config.to_yaml())) == config
     with pytest.raises(AssertionError, match="not chosen yet"):
@@ -104,7 +104,7 @@ def test_yaml_then_overrides(tmp_path: Path) -> None:
         "cluster: {workers: 2:8, gpu: true, resources: {accelerator_type:H100: 1e-3}}\n"
         "model: {overrides: {rms_norm_eps: 1e-5, layer_types: [a, b]}}\n"
     )
-    config = load(str(path), {"run.seed": "7", "data.seq_len": "512"})
+    config = load(str(path), {"run.seed": "7", "data.seq_len": "512"}, Config)
     assert (config.run.name, config.run.seed, config.data.seq_len) == ("demo", 7, 512)
     assert config.train == Config().train
     assert (config.cluster.min_workers, config.cluster.max_workers) == (2, 8)
@@ -155,9 +155,9 @@ def test_the_command_line_is_coerced(field: str, text: str, value: object) -> No
 
 
 def test_a_section_may_be_overridden_at_once() -> None:
-    assert load(None, {"train": "{lr: 1e-2, max_steps: 3}"}).train.lr == 1e-2
+    assert load(None, {"train": "{lr: 1e-2, max_steps: 3}"}, Config).train.lr == 1e-2
     lora = {"model": {"lora": "none"}}
-    assert from_dict(lora).model.lora is None
+    assert from_dict(lora, kind=Config).model.lora is None
 
 
 def test_yaml_is_read_as_version_1_2() -> None:
@@ -265,7 +265,7 @@ def test_an_indivisible_step_names_the_two_nearest_legal_ones(
         "data": {"seq_len": seq_len},
     }
     try:
-        assert from_dict(tree).micro_batches_per_step * rows * seq_len == tokens
+        assert from_dict(tree, kind=Config).micro_batches_per_step * rows * seq_len == tokens
         return
     except ConfigError as error:
         (line,) = error.problems
@@ -274,11 +274,11 @@ def test_an_indivisible_step_names_the_two_nearest_legal_ones(
     assert (len(values) == 1) == (tokens < rows * seq_len)
     for value in values:
         tree["train"]["tokens_per_step"] = value
-        assert from_dict(tree).train.tokens_per_step == value
+        assert from_dict(tree, kind=Config).train.tokens_per_step == value
 
 
 def test_held_out_data_are_chosen_once() -> None:
-    assert load(None, {"data.eval_path": "x"}).data.eval_path == "x"
+    assert load(None, {"data.eval_path": "x"}, Config).data.eval_path == "x"
     load(None, {"data.eval_path": "x", "data.eval_fraction": "0"})
     kept = load(None, {"data.eval_path": "x"})
     assert from_dict(parse_yaml(kept.to_yaml())) == kept  # a run with eval_path can be resumed
@@ -443,7 +443,7 @@ def test_every_other_field_makes_a_difference() -> None:
 
 
 def test_a_config_is_frozen_and_pickles() -> None:
-    config = load(None, {"train.lr": "1"})
+    config = load(None, {"train.lr": "1"}, Config)
     with pytest.raises(ValueError, match="frozen"):
         config.train.lr = 2  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(config)) == config

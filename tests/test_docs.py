@@ -317,9 +317,9 @@ def test_the_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
     loaded = re.compile(
         r"<(?:link|script|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?(https?:|//)"
     )
-    for page in pages:
-        found = loaded.search(page.read_text(encoding="utf-8"))
-        assert found is None, f"{page.name} loads {found and found[0]}"
+    for path in pages:
+        found = loaded.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.name} loads {found and found[0]}"
     styles = [path.read_text() for path in (tmp_path / "site").rglob("*.css")]
     assert styles and not any(re.search(r"(?:url\(|@import )[\"']?https?:", css) for css in styles)
     reference = (tmp_path / "site" / "configuration.html").read_text(encoding="utf-8")

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from rayapp import order
-from rayapp.config import from_dict, load
+from rayapp.config import Config, from_dict, load
 from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
 from rayapp.data.rows import step_rows
@@ -501,7 +501,8 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
         open_storage(str(tmp_path)) / PREPARED / json.loads(plan.read_text())["fingerprint"]
     )
     assert prepared is not None
-    four = order_of(from_dict(yaml.safe_load(asked.read_text())).with_micro_batch(4), prepared)
+    config = from_dict(yaml.safe_load(asked.read_text()), kind=Config)
+    four = order_of(config.with_micro_batch(4), prepared)
     for line in lines:
         rows = step_rows(prepared.rows("train"), four, line["step"] - 1, 0, 1)
         places = zip(rows.positions.ravel(), rows.input_ids.reshape(8, -1), strict=True)

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rayapp import model
-from rayapp.config import ConfigError, from_dict
+from rayapp.config import Config, ConfigError, from_dict
 from rayapp.data import tokens
 from rayapp.data.rows import StepRows
 from rayapp.finetune.build import Head, make_parts, technique_problems
@@ -386,7 +386,8 @@ def test_a_model_that_only_eager_attention_computes_is_counted_and_traced(tmp_pa
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     whole = sum(p.numel() for p in hf.parameters())
     assert count_parameters(config) == (whole, whole)
-    lora = from_dict({"model": {"lora": {"rank": 4, "targets": ["q_proj"], "dora": True}}}).model
+    tree = {"model": {"lora": {"rank": 4, "targets": ["q_proj"], "dora": True}}}
+    lora = from_dict(tree, kind=Config).model
     assert count_parameters(config, lora.lora) == (whole, 3 * (4 * (64 + 64) + 64))
     tree = {"model": {"path": str(tmp_path), "lora": {"targets": ["q_proj", "none"]}}}
     (found,) = technique_problems(from_dict(tree), model.resolve(str(tmp_path)), "cpu")

@@ -100,8 +100,8 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             base = pool.submit(cloud.apply, "base")
             wait_for(lambda: cloud.client("ecr").describe_repositories(), base)
             wait_for(lambda: cloud.client("kms").describe_key(KeyId="alias/rayapp"), base)
-            for done in [pool.submit(cloud.apply, stack) for stack in ("ecs", "eks")] + [base]:
-                done.result()
+            for applied in [pool.submit(cloud.apply, stack) for stack in ("ecs", "eks")] + [base]:
+                applied.result()
         cloud.client("s3").put_object(Bucket=BUCKET, Key="runs/demo/model/x", Body=b"weights")
         yield cloud
     finally:

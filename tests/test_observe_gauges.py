@@ -92,7 +92,7 @@ def test_a_step_is_told_by_rank_0_and_memory_by_each(scrape: Scrape) -> None:
         def step(self, record: TokenRecord) -> None:
             self.told.step(record)
 
-    ranks = [Rank.remote(rank) for rank in (0, 1)]
+    ranks = [Rank.remote(rank) for rank in (0, 1)]  # type: ignore[attr-defined]
     first = record(1, eval_loss=3.5, checkpoint_stall_s=0.0, eval_s=0.0)
     last = record(2, loss=2.25, step_s=7.0, peak_gib=4.0, checkpoint_stall_s=1.5)
     for each in (first, last):
@@ -132,7 +132,7 @@ def test_a_worker_that_ends_at_once_has_told_why(scrape: Scrape) -> None:
             Steps("ended", 0).bad_step()
 
     for attempt in (1, 2):
-        rank = Rank.remote()
+        rank = Rank.remote()  # type: ignore[attr-defined]
         ray.get(rank.work.remote())
         ray.kill(rank)
         shown(scrape, "ended", {"bad_steps_total": attempt})
@@ -207,7 +207,7 @@ def test_an_end_is_told_by_a_process_that_ends_at_once(
             told.set(account([], Columns(), now=None), 1190.0, None)
             told.close(status)
 
-    process = Process.remote()
+    process = Process.remote()  # type: ignore[attr-defined]
     ray.get(process.end.remote())
     ray.kill(process)
     shown(scrape, f"ends-{status}", {"failed": failed})

@@ -31,7 +31,7 @@ from run_folders import HOSTILE, RunFolder, eventful
 
 from rayapp import report
 from rayapp.__main__ import main
-from rayapp.config import load
+from rayapp.config import Config, load
 from rayapp.observe import columns, metrics, segments
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import account, read_events
@@ -281,7 +281,7 @@ def test_the_users_own_metrics_have_charts(storage: Storage) -> None:
 
 
 def test_the_first_run_has_a_held_out_curve() -> None:
-    config = load(TINY)
+    config = load(TINY, None, Config)
     assert config.train.max_steps // config.eval.every_steps >= 4
 
 

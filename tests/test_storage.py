@@ -590,7 +590,7 @@ def test_an_upload_that_is_gone_is_not_repeated(either_bucket: str) -> None:
     storage = open_storage(f"s3://{either_bucket}/p")
     with pytest.raises(StorageError, match="aborted by"), storage.open_write("big") as out:
         out.write(LARGE[:MIN_PART_BYTES])
-        while not all(sending.done() for sending in out._sending):
+        while not all(sending.done() for sending in out._sending):  # type: ignore[attr-defined]
             time.sleep(0.01)
         (upload,) = uploads_of(storage)
         where = {name: upload[name] for name in ("Key", "UploadId")}

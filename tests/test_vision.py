@@ -307,7 +307,7 @@ def exported(spec: ImageSpec) -> dict[str, torch.Tensor]:
     return state
 
 
-CELLS = {
+CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "one worker": (1, {"train__micro_batch": BATCH}),
     "two workers": (2, {}),
     "four workers": (4, {"train__micro_batch": 3}),

@@ -93,6 +93,18 @@ def load(
     return from_dict(tree, problems, kind)
 
 
+@overload
+def from_dict(
+    tree: Mapping[str, Any], problems: Iterable[str] = (), *, kind: type[Described]
+) -> Described: ...
+
+
+@overload
+def from_dict(
+    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[RunConfig] | None = None
+) -> RunConfig: ...
+
+
 def from_dict(
     tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[RunConfig] | None = None
 ) -> RunConfig:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rayapp import planner
-from rayapp.config import load
+from rayapp.config import Config, load
 from rayapp.data.prepared import Prepared
 from rayapp.data.report import summed
 from rayapp.observe.columns import Columns
@@ -53,7 +53,9 @@ class RunFolder:
     ) -> None:
         self.run, self.steps, self.events = storage / name, steps, [] if events else None
         settings = {field.replace("__", "."): value for field, value in overrides.items()}
-        self.config = load(config, {"run.name": name, "run.storage": storage.url, **settings})
+        self.config = load(
+            config, {"run.name": name, "run.storage": storage.url, **settings}, Config
+        )
         self.usd_per_hour, self.nodes, self.workers = usd_per_hour, nodes, workers
         self.random = np.random.default_rng(seed)
         self.now, self.step, self.attempt, self.held = BEGAN, 0, 0, None
