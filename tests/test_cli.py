@@ -89,19 +89,19 @@ def test_overrides_and_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_choice_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
-    choices = "[g5.12xlarge,p4d.24xlarge:spot@9.5,p5.48xlarge]"
+    choices = "[g5.12xlarge,p4de.24xlarge:spot@9.5,p5.48xlarge]"
     argv = ["plan", C4, f"--cluster.instance={choices}", "--cluster.workers=8"]
     assert main([*argv, "--json"]) == Exit.DONE
     found = json.loads(capsys.readouterr().out)
-    assert [*found["choices"]] == ["g5.12xlarge", "p4d.24xlarge:spot@9.5", "p5.48xlarge"]
-    g5, p4d, p5 = found["choices"].values()
-    assert (g5["fits"], p4d["fits"], p5["fits"]) == (False, True, True)
-    assert p4d["cost_usd"]["value"] == pytest.approx(9.5 * p4d["hours"]["value"])
-    assert p5["hours"]["value"] < p4d["hours"]["value"]
-    assert found["cost_usd"] == p4d["cost_usd"]  # the first that fits
+    assert [*found["choices"]] == ["g5.12xlarge", "p4de.24xlarge:spot@9.5", "p5.48xlarge"]
+    g5, p4de, p5 = found["choices"].values()
+    assert (g5["fits"], p4de["fits"], p5["fits"]) == (False, True, True)
+    assert p4de["cost_usd"]["value"] == pytest.approx(9.5 * p4de["hours"]["value"])
+    assert p5["hours"]["value"] < p4de["hours"]["value"]
+    assert found["cost_usd"] == p4de["cost_usd"]  # the first that fits
     assert main(argv) == Exit.DONE
     out = capsys.readouterr().out
-    assert out.index("in order of preference") < out.index("fits on 1 x p4d.24xlarge, 8 workers")
+    assert out.index("in order of preference") < out.index("fits on 1 x p4de.24xlarge, 8 workers")
     assert " 9.5 " in out and " no " in out
     assert main(["plan", C4, "--cluster.instance=p5.48xlarge", "--json"]) == Exit.DONE
     assert "choices" not in json.loads(capsys.readouterr().out)

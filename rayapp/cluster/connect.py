@@ -21,7 +21,6 @@ from typing import Any
 
 DASHBOARD_PORT = 8265
 HOMES = ("ecs", "eks")
-POLL_S = 15.0
 FORWARDED_S = 60.0  # until the forwarding command has opened its port
 SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name
 
@@ -84,50 +83,6 @@ def to_eks(port: int) -> Way:
     command = ["kubectl", "--namespace=rayapp", "port-forward", "service/rayapp-head-svc"]
     command += [f"{port}:{DASHBOARD_PORT}"]
     return Way(command, base64.b64decode(done.stdout).decode())
-
-
-def missing_tasks(name: str, client: Callable[[str], Any]) -> list[str]:
-    """Return a line for each service of infra/ecs that lacks tasks, with the reason if EC2 has one.
-
-    A group of hosts for which there is no capacity stays empty, and says so in its activities.
-    """
-    stack, ecs = f"{name}-ecs", client("ecs")
-    arns = ecs.list_services(cluster=stack)["serviceArns"]
-    services = ecs.describe_services(cluster=stack, services=arns)["services"] if arns else []
-    lines = []
-    for service in services:
-        if service["runningCount"] >= service["desiredCount"]:
-            continue
-        group = f"{stack}-{service['serviceName']}"
-        asked = {"AutoScalingGroupName": group, "MaxRecords": 1}
-        activities = client("autoscaling").describe_scaling_activities(**asked)["Activities"]
-        failed = [one for one in activities if one["StatusCode"] == "Failed"]
-        why = failed[0]["StatusMessage"] if failed else "its hosts are starting"
-        count = f"{service['runningCount']} of {service['desiredCount']} tasks"
-        lines.append(f"service {service['serviceName']} is incomplete: {count} run, {why}")
-    return lines
-
-
-def wait_for_tasks(
-    name: str, client: Callable[[str], Any], seconds: float, say: Callable[[str], None]
-) -> None:
-    """Wait until all services of infra/ecs have their tasks; say each new reason that they lack.
-
-    Raises:
-        NotReachable: they lack some after so many seconds.
-    """
-    until, said = time.monotonic() + seconds, list[str]()
-    while lines := missing_tasks(name, client):
-        for line in lines:
-            if line not in said:
-                say(line)
-        said = lines
-        if time.monotonic() > until:
-            raise NotReachable(
-                f"{lines[0]}. It was waited for {seconds:.0f} s. Take another cluster.instance, "
-                "zone or market"
-            )
-        time.sleep(POLL_S)
 
 
 def through(way: Way, port: int, path: Path, command: list[str]) -> int:
