@@ -24,7 +24,8 @@ os.environ.setdefault("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 import moto.eks.urls as eks_urls
 from moto.applicationautoscaling.responses import ApplicationAutoScalingResponse
-from moto.autoscaling.models import FakeScalingPolicy
+from moto.autoscaling.models import FakeScalingPolicy, autoscaling_backends
+from moto.autoscaling.responses import AutoScalingResponse
 from moto.budgets.responses import BudgetsResponse
 from moto.core.responses import ActionResult, EmptyResult
 from moto.core.utils import utcnow
@@ -42,6 +43,7 @@ from moto.fsx.responses import FSxResponse
 from moto.iam.access_control import IAMPolicyStatement, IAMRequestBase, PermissionResult
 from moto.s3.responses import ACTION_MAP, S3Response
 from moto.server import main
+from moto.ssm.models import ssm_backends
 from moto.ssm.responses import SimpleSystemManagerResponse
 
 Handler = Callable[[Any], Any]
@@ -220,6 +222,66 @@ def _whole_service(original: Any, self: Any) -> Any:
     if self._get_param("capacityProviderStrategy"):
         service.launch_type = None
     return answer
+
+
+# --- ECS and Auto Scaling: hosts that EC2 has, and those that it has not ---------------------
+
+
+WITHOUT = "/emulator/without"
+"""The parameter with the instance types that EC2 refuses, with commas, which a test sets."""
+NO_ROOM = (
+    "We currently do not have sufficient {type} capacity in the Availability Zone you requested "
+    "({zone}). Launching EC2 instance failed."
+)
+
+
+@fill(EC2ContainerServiceResponse, "update_service")
+def _with_its_hosts(original: Any, self: Any) -> Any:
+    """Scale the group of a service's capacity provider, as ECS's managed scaling does.
+
+    Without hosts its tasks do not run.
+    """
+    answer = original(self)
+    cluster, service = self._get_param("cluster"), self._get_param("service")
+    groups = autoscaling_backends[self.current_account][self.region].autoscaling_groups
+    group, wanted = groups.get(f"{cluster}-{service}"), self._get_param("desiredCount")
+    if group is None or wanted is None:
+        return answer
+    if wanted and (why := _refusal(self, group)):
+        now = utcnow()
+        told = {
+            "ActivityId": secrets.token_hex(8),
+            "AutoScalingGroupName": group.name,
+            "Cause": f"increasing the capacity from 0 to {wanted}.",
+            "StartTime": now,
+            "StatusCode": "Failed",
+            "StatusMessage": why,
+        }
+        store(group.autoscaling_backend, "activities").setdefault(group.name, []).insert(0, told)
+        group.desired_capacity = wanted  # it goes on trying
+        self.ecs_backend._get_service(cluster, service).running_count = 0
+    elif wanted > len(group.instance_states):
+        group.set_desired_capacity(wanted)
+        for state in group.instance_states:
+            state.protected_from_scale_in = True
+    return answer
+
+
+def _refusal(self: Any, group: Any) -> str | None:
+    parameter = ssm_backends[self.current_account][self.region].get_parameter(WITHOUT)
+    refused = parameter.value.split(",") if parameter else []
+    kind = group.instance_type
+    ec2 = group.autoscaling_backend.ec2_backend
+    zone = ec2.get_subnet(group.vpc_zone_identifier).availability_zone
+    return NO_ROOM.format(type=kind, zone=zone) if kind in refused else None
+
+
+@fill(AutoScalingResponse, "describe_scaling_activities")
+def _activities(original: Any, self: Any) -> Any:
+    told = store(self.autoscaling_backend, "activities").get(
+        self._get_param("AutoScalingGroupName"), []
+    )
+    return ActionResult({"Activities": told[: self._get_param("MaxRecords", 100)]})
 
 
 # --- SSM: the name of every parameter that is read is known -----------------------------------
