@@ -16,8 +16,16 @@ from botocore.stub import Stubber
 from nodes import free_port
 
 from rayapp.__main__ import main
-from rayapp.cluster.capacity import missing_tasks, wait_for_tasks
-from rayapp.cluster.connect import NotReachable, Way, keep, through, to_ecs, variables
+from rayapp.cluster.connect import (
+    NotReachable,
+    Way,
+    keep,
+    missing_tasks,
+    through,
+    to_ecs,
+    variables,
+    wait_for_tasks,
+)
 
 ARN = "arn:aws:ecs:us-west-2:123456789012:task/rayapp-ecs/0123456789abcdef"
 LISTED = {"cluster": "rayapp-ecs", "serviceName": "head", "desiredStatus": "RUNNING"}

@@ -91,8 +91,8 @@ def capacity(argv: list[str]) -> int:
         return Exit.DONE if argv else Exit.REFUSED
     import boto3
 
-    from rayapp.cluster.capacity import start, wait_for_tasks
-    from rayapp.cluster.connect import NotReachable
+    from rayapp.cluster.capacity import start
+    from rayapp.cluster.connect import NotReachable, wait_for_tasks
     from rayapp.config import arguments
 
     if argv[0] != "ecs":
@@ -148,8 +148,15 @@ def _connect(argv: list[str], command: list[str]) -> int:
 
     import boto3
 
-    from rayapp.cluster.capacity import wait_for_tasks
-    from rayapp.cluster.connect import HOMES, keep, through, to_ecs, to_eks, variables
+    from rayapp.cluster.connect import (
+        HOMES,
+        keep,
+        through,
+        to_ecs,
+        to_eks,
+        variables,
+        wait_for_tasks,
+    )
     from rayapp.config import arguments
 
     home = argv[0]

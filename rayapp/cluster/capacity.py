@@ -1,7 +1,6 @@
 """Start the workers of infra/ecs where EC2 has room for them, and say why where it has none.
 
     start("rayapp", client, 1800, print)            # client(service) returns a boto3 client
-    wait_for_tasks("rayapp", client, 1800, print)
 
 Where cluster.instance is a list, each of its choices has a group in each zone of the VPC: a service
 of ECS, whose capacity provider starts hosts by an Auto Scaling group. EC2's own words for a launch
@@ -12,15 +11,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rayapp.cluster.connect import NotReachable
+from rayapp.cluster.connect import NotReachable, activities_of, described, refusal, services_of
 
 POLL_S = 15.0
 ACTIVITIES = 20  # the newest of a group that are looked at
-DESCRIBED, UNPROTECTED = 10, 50  # the most services and instances in one request
+UNPROTECTED = 50  # the most instances in one request
 PREFERRED = re.compile(r"worker-[0-9]-")  # the number is the choice's place in the list
 
 Client = Callable[[str], Any]
@@ -38,7 +37,7 @@ def start(name: str, client: Client, seconds: float, say: Say) -> str | None:
         NotReachable: none can be had, with each reason.
     """
     stack = f"{name}-ecs"
-    found = [one for one in _services(stack, client) if PREFERRED.match(one["serviceName"])]
+    found = [one for one in services_of(stack, client) if PREFERRED.match(one["serviceName"])]
     found.sort(key=lambda one: (-one["desiredCount"], one["serviceName"]))
     groups = [_Group(stack, one["serviceName"], one["desiredCount"], client) for one in found]
     reasons = list[str]()
@@ -79,15 +78,16 @@ class _Group:
     def start(self, seconds: float) -> str | None:
         """Start all its tasks; return why they do not run, None if they do."""
         most = self.wanted or int(self._hosts()["MaxSize"])
-        before = [one["ActivityId"] for one in _activities(self.hosts, self.client, ACTIVITIES)]
+        before = [one["ActivityId"] for one in self._activities()]
         known = before[1:] if self.wanted else before  # its newest may be why it is not complete
         self._want(most)
         until = time.monotonic() + seconds
         while True:
-            (told,) = _described(self.stack, [self.service], self.client)
+            (told,) = described(self.stack, [self.service], self.client)
             if told["runningCount"] >= most:
                 return None
-            if why := _refused(self.hosts, self.client, ACTIVITIES, known):
+            new = [one for one in self._activities() if one["ActivityId"] not in known]
+            if why := refusal(new):
                 return why
             if time.monotonic() > until:
                 return f"{told['runningCount']} of {most} tasks run after {seconds:.0f} s"
@@ -107,6 +107,9 @@ class _Group:
             AutoScalingGroupName=self.hosts, DesiredCapacity=0, HonorCooldown=False
         )
 
+    def _activities(self) -> list[Any]:
+        return activities_of(self.hosts, self.client, ACTIVITIES)
+
     def _want(self, tasks: int) -> None:
         asked = {"cluster": self.stack, "service": self.service}
         self.client("ecs").update_service(**asked, desiredCount=tasks)
@@ -121,65 +124,3 @@ class _Group:
     def _instances(self) -> list[Any]:
         states = ("InService", "Pending")  # the protection of others cannot be changed
         return [one for one in self._hosts()["Instances"] if one["LifecycleState"] in states]
-
-
-def missing_tasks(name: str, client: Client) -> list[str]:
-    """Return a line for each service of infra/ecs that lacks tasks, with the reason if EC2 has one.
-
-    A group of hosts for which there is no capacity stays empty, and says so in its activities.
-    """
-    stack, lines = f"{name}-ecs", []
-    for service in _services(stack, client):
-        if service["runningCount"] >= service["desiredCount"]:
-            continue
-        refused = _refused(f"{stack}-{service['serviceName']}", client, 1)
-        why = refused or "its hosts are starting"
-        count = f"{service['runningCount']} of {service['desiredCount']} tasks"
-        lines.append(f"service {service['serviceName']} is incomplete: {count} run, {why}")
-    return lines
-
-
-def wait_for_tasks(name: str, client: Client, seconds: float, say: Say) -> None:
-    """Wait until all services of infra/ecs have their tasks; say each new reason that they lack.
-
-    Raises:
-        NotReachable: they lack some after so many seconds.
-    """
-    until, said = time.monotonic() + seconds, list[str]()
-    while lines := missing_tasks(name, client):
-        for line in lines:
-            if line not in said:
-                say(line)
-        said = lines
-        if time.monotonic() > until:
-            raise NotReachable(
-                f"{lines[0]}. It was waited for {seconds:.0f} s. Take another cluster.instance, "
-                "zone or market, or a list of them"
-            )
-        time.sleep(POLL_S)
-
-
-def _services(stack: str, client: Client) -> list[Any]:
-    pages = client("ecs").get_paginator("list_services").paginate(cluster=stack)
-    return _described(stack, [arn for page in pages for arn in page["serviceArns"]], client)
-
-
-def _described(stack: str, names: list[str], client: Client) -> list[Any]:
-    told = list[Any]()
-    for first in range(0, len(names), DESCRIBED):
-        some = names[first : first + DESCRIBED]
-        told += client("ecs").describe_services(cluster=stack, services=some)["services"]
-    return told
-
-
-def _activities(hosts: str, client: Client, most: int) -> list[Any]:
-    asked = {"AutoScalingGroupName": hosts, "MaxRecords": most}
-    return list(client("autoscaling").describe_scaling_activities(**asked)["Activities"])
-
-
-def _refused(hosts: str, client: Client, most: int, known: Collection[str] = ()) -> str | None:
-    """Return why a launch failed, of the group's newest activities that are not known already."""
-    for one in _activities(hosts, client, most):
-        if one["StatusCode"] == "Failed" and one["ActivityId"] not in known:
-            return str(one["StatusMessage"])
-    return None

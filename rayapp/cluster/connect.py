@@ -21,6 +21,8 @@ from typing import Any
 
 DASHBOARD_PORT = 8265
 HOMES = ("ecs", "eks")
+POLL_S = 15.0
+DESCRIBED = 10  # the most services in one request
 FORWARDED_S = 60.0  # until the forwarding command has opened its port
 SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name
 
@@ -83,6 +85,71 @@ def to_eks(port: int) -> Way:
     command = ["kubectl", "--namespace=rayapp", "port-forward", "service/rayapp-head-svc"]
     command += [f"{port}:{DASHBOARD_PORT}"]
     return Way(command, base64.b64decode(done.stdout).decode())
+
+
+def missing_tasks(name: str, client: Callable[[str], Any]) -> list[str]:
+    """Return a line for each service of infra/ecs that lacks tasks, with the reason if EC2 has one.
+
+    A group of hosts for which there is no capacity stays empty, and says so in its activities.
+    """
+    stack, lines = f"{name}-ecs", list[str]()
+    for service in services_of(stack, client):
+        if service["runningCount"] >= service["desiredCount"]:
+            continue
+        newest = activities_of(f"{stack}-{service['serviceName']}", client, 1)
+        why = refusal(newest) or "its hosts are starting"
+        count = f"{service['runningCount']} of {service['desiredCount']} tasks"
+        lines.append(f"service {service['serviceName']} is incomplete: {count} run, {why}")
+    return lines
+
+
+def services_of(stack: str, client: Callable[[str], Any]) -> list[Any]:
+    """Return the services of a cluster, as ECS describes them."""
+    pages = client("ecs").get_paginator("list_services").paginate(cluster=stack)
+    return described(stack, [arn for page in pages for arn in page["serviceArns"]], client)
+
+
+def described(stack: str, services: list[str], client: Callable[[str], Any]) -> list[Any]:
+    """Return what ECS says of services, by name or ARN."""
+    told = list[Any]()
+    for first in range(0, len(services), DESCRIBED):
+        some = services[first : first + DESCRIBED]
+        told += client("ecs").describe_services(cluster=stack, services=some)["services"]
+    return told
+
+
+def activities_of(hosts: str, client: Callable[[str], Any], most: int) -> list[Any]:
+    """Return the newest activities of an Auto Scaling group."""
+    asked = {"AutoScalingGroupName": hosts, "MaxRecords": most}
+    return list(client("autoscaling").describe_scaling_activities(**asked)["Activities"])
+
+
+def refusal(activities: list[Any]) -> str | None:
+    """Return EC2's words on the first of some activities that failed; None if none has."""
+    failed = [one for one in activities if one["StatusCode"] == "Failed"]
+    return str(failed[0]["StatusMessage"]) if failed else None
+
+
+def wait_for_tasks(
+    name: str, client: Callable[[str], Any], seconds: float, say: Callable[[str], None]
+) -> None:
+    """Wait until all services of infra/ecs have their tasks; say each new reason that they lack.
+
+    Raises:
+        NotReachable: they lack some after so many seconds.
+    """
+    until, said = time.monotonic() + seconds, list[str]()
+    while lines := missing_tasks(name, client):
+        for line in lines:
+            if line not in said:
+                say(line)
+        said = lines
+        if time.monotonic() > until:
+            raise NotReachable(
+                f"{lines[0]}. It was waited for {seconds:.0f} s. Take another cluster.instance, "
+                "zone or market, or a list of them"
+            )
+        time.sleep(POLL_S)
 
 
 def through(way: Way, port: int, path: Path, command: list[str]) -> int:
