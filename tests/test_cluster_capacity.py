@@ -125,8 +125,11 @@ def test_the_third_starts_where_two_are_refused(cloud: Cloud) -> None:
     assert wanted(cloud) == {THIRD[0]: (2, 2)}  # 16 workers and Ray Data on 14 CPUs each
     assert hosts(cloud) == ["r6i.4xlarge"] * 2
     refuse(cloud)
+    asked = {"cluster": "rayapp-ecs", "service": THIRD[0]}
+    cloud.client("ecs").update_service(**asked, desiredCount=1)  # as before a larger config
     again = list[str]()
     assert start("rayapp", cloud.client, PATIENCE_S, again.append) == THIRD[0]
+    assert wanted(cloud) == {THIRD[0]: (2, 2)}
     assert again == said[-1:]  # what is up stays, whatever else there is room for
     done = cloud.plan("ecs")
     assert done.returncode == 0, done.stdout + done.stderr

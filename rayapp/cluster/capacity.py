@@ -77,7 +77,7 @@ class _Group:
 
     def start(self, seconds: float) -> str | None:
         """Start all its tasks; return why they do not run, None if they do."""
-        most = self.wanted or int(self._hosts()["MaxSize"])
+        most = int(self._hosts()["MaxSize"])
         before = [one["ActivityId"] for one in self._activities()]
         known = before[1:] if self.wanted else before  # its newest may be why it is not complete
         self._want(most)
