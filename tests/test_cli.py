@@ -96,7 +96,7 @@ def test_each_choice_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
     assert [*found["choices"]] == ["g5.12xlarge", "p4de.24xlarge:spot@9.5", "p5.48xlarge"]
     g5, p4de, p5 = found["choices"].values()
     assert (g5["fits"], p4de["fits"], p5["fits"]) == (False, True, True)
-    assert p4de["cost_usd"]["value"] == pytest.approx(9.5 * p4de["hours"]["value"])
+    assert p4de["cost_usd"]["value"] == pytest.approx(9.5 * p4de["hours"]["value"], rel=1e-5)
     assert p5["hours"]["value"] < p4de["hours"]["value"]
     assert found["cost_usd"] == p4de["cost_usd"]  # the first that fits
     assert main(argv) == Exit.DONE
