@@ -22,6 +22,7 @@ from terraform import ACCOUNT, REGION, Cloud, mirror
 from rayapp.__main__ import main
 from rayapp.cluster import Options, render, write
 from rayapp.cluster.capacity import start
+from rayapp.cluster.connect import NotReachable
 from rayapp.config import RunConfig, load
 from rayapp.observe.goodput import read_events
 from rayapp.storage import open_storage
@@ -39,7 +40,7 @@ FIRST, SECOND, THIRD = (
 needs_terraform = pytest.mark.skipif(
     shutil.which("terraform") is None, reason="terraform is not installed"
 )
-pytestmark = [pytest.mark.full, needs_terraform]
+MORE = [f"worker-{number}-m5-large-spot-us-west-2{zone}" for number in (4, 5) for zone in "abc"]
 
 
 def config() -> RunConfig:
@@ -72,9 +73,55 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         cloud.end()
 
 
+@pytest.fixture(scope="module")
+def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    """A cluster with groups for a list of five types, made without Terraform: more than ECS tells
+    of at once."""
+    cloud = Cloud(tmp_path_factory.mktemp("account"))
+    ecs, ec2, scaling = (cloud.client(name) for name in ("ecs", "ec2", "autoscaling"))
+    try:
+        ecs.create_cluster(clusterName="rayapp-ecs")
+        vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+        task = [{"name": "ray", "image": "ray", "memory": 512}]
+        ecs.register_task_definition(family="worker", containerDefinitions=task)
+        made = {"cluster": "rayapp-ecs", "taskDefinition": "worker"}
+        ecs.create_service(**made, serviceName="head", desiredCount=0)
+        subnets = {
+            zone: ec2.create_subnet(
+                VpcId=vpc, CidrBlock=f"10.0.{n}.0/24", AvailabilityZone=f"{REGION}{zone}"
+            )["Subnet"]["SubnetId"]
+            for n, zone in enumerate("abc")
+        }
+        for service in (*FIRST, *SECOND, *THIRD, *MORE):
+            kind = ".".join(service.split("-")[2:4])
+            group = f"rayapp-ecs-{service}"
+            data = {"ImageId": "ami-12c6146b", "InstanceType": kind}
+            ec2.create_launch_template(LaunchTemplateName=group, LaunchTemplateData=data)
+            scaling.create_auto_scaling_group(
+                AutoScalingGroupName=group,
+                LaunchTemplate={"LaunchTemplateName": group, "Version": "$Latest"},
+                MinSize=0,
+                MaxSize=2,
+                VPCZoneIdentifier=subnets[service[-1]],
+                NewInstancesProtectedFromScaleIn=True,
+                Tags=[{"Key": "Name", "Value": group, "PropagateAtLaunch": True}],
+            )
+            ecs.create_service(**made, serviceName=service, desiredCount=0)
+        yield cloud
+    finally:
+        cloud.end()
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayapp.cluster.capacity.POLL_S", 0.1)
+
+
+def here(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands of this process ask the emulator."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", cloud.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
 
 
 def refuse(cloud: Cloud, *types: str) -> None:
@@ -86,15 +133,13 @@ def refuse(cloud: Cloud, *types: str) -> None:
 def wanted(cloud: Cloud) -> dict[str, tuple[int, int]]:
     """Return the tasks and the hosts that are wanted of each group of workers, if any are."""
     ecs, found = cloud.client("ecs"), {}
-    for service in (*FIRST, *SECOND, *THIRD):
+    groups = cloud.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]
+    sizes = {one["AutoScalingGroupName"]: one["DesiredCapacity"] for one in groups}
+    for group in [name for name in sizes if name.startswith("rayapp-ecs-worker-")]:
+        service = group.removeprefix("rayapp-ecs-")
         (told,) = ecs.describe_services(cluster="rayapp-ecs", services=[service])["services"]
-        asked = {"AutoScalingGroupNames": [f"rayapp-ecs-{service}"]}
-        (group,) = cloud.client("autoscaling").describe_auto_scaling_groups(**asked)[
-            "AutoScalingGroups"
-        ]
-        sizes = (told["desiredCount"], group["DesiredCapacity"])
-        if any(sizes):
-            found[service] = sizes
+        if told["desiredCount"] or sizes[group]:
+            found[service] = (told["desiredCount"], sizes[group])
     return found
 
 
@@ -108,10 +153,62 @@ def hosts(cloud: Cloud) -> list[str]:
     return [one["InstanceType"] for each in told for one in each["Instances"]]
 
 
+def test_the_last_of_many_groups_starts(account: Cloud) -> None:
+    refuse(account, *TYPES)
+    said = list[str]()
+    assert start("rayapp", account.client, PATIENCE_S, said.append) == MORE[0]
+    assert [line.partition(" ")[0] for line in said] == [*FIRST, *SECOND, *THIRD, MORE[0]]
+    assert "sufficient r6i.4xlarge capacity" in said[5] and "(us-west-2b)" in said[5]
+    assert wanted(account) == {MORE[0]: (2, 2)} and hosts(account) == ["m5.large"] * 2
+
+
+def test_one_of_two_that_are_wanted_ends(account: Cloud) -> None:
+    """As where a command was killed between two groups: else both would be paid for."""
+    refuse(account)
+    asked = {"cluster": "rayapp-ecs", "service": FIRST[1]}
+    account.client("ecs").update_service(**asked, desiredCount=2)
+    assert start("rayapp", account.client, PATIENCE_S, print) == FIRST[1]
+    assert wanted(account) == {FIRST[1]: (2, 2)} and hosts(account) == ["m7i.4xlarge"] * 2
+
+
+def test_a_group_that_says_nothing_is_not_waited_for_without_end(account: Cloud) -> None:
+    refuse(account, "?m7i.4xlarge", *TYPES[1:], "m5.large")
+    asked = {"cluster": "rayapp-ecs", "service": FIRST[1]}
+    account.client("ecs").update_service(**asked, desiredCount=2)
+    said = list[str]()
+    with pytest.raises(NotReachable, match=r"no group of cluster\.instance can be had: worker-1"):
+        start("rayapp", account.client, 0.3, said.append)
+    assert said[0] == f"{FIRST[1]} cannot be had: 0 of 2 tasks run after 0 s"
+    assert len(said) == 12 and wanted(account) == {} and hosts(account) == []
+
+
+def test_a_cluster_for_one_type_has_nothing_to_choose(account: Cloud) -> None:
+    ecs = account.client("ecs")
+    ecs.create_cluster(clusterName="other-ecs")
+    made = {"cluster": "other-ecs", "taskDefinition": "worker"}
+    ecs.create_service(**made, serviceName="worker-on-demand", desiredCount=0)
+    assert start("other", account.client, PATIENCE_S, print) is None
+
+
+def test_a_cluster_that_is_not_there(
+    account: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here(account, monkeypatch)
+    assert main(["capacity", "ecs", "--name=none"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("failed: ") and "Cluster not found" in err and "Traceback" not in err
+    assert main(["capacity", "eks"]) == 2
+    assert "eks is unknown: there is no such cluster to start. Set ecs" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@needs_terraform
 def test_a_list_starts_nothing_by_itself(cloud: Cloud) -> None:
     assert wanted(cloud) == {} and hosts(cloud) == []
 
 
+@pytest.mark.full
+@needs_terraform
 def test_the_third_starts_where_two_are_refused(cloud: Cloud) -> None:
     refuse(cloud, *TYPES[:2])
     said = list[str]()
@@ -135,6 +232,8 @@ def test_the_third_starts_where_two_are_refused(cloud: Cloud) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.full
+@needs_terraform
 def test_a_group_whose_hosts_do_not_come_back_is_left(cloud: Cloud) -> None:
     """As after spot instances were taken away: then the list begins at its first."""
     refuse(cloud, TYPES[2])
@@ -146,6 +245,8 @@ def test_a_group_whose_hosts_do_not_come_back_is_left(cloud: Cloud) -> None:
     assert wanted(cloud) == {FIRST[0]: (2, 2)} and hosts(cloud) == ["m7i.4xlarge"] * 2
 
 
+@pytest.mark.full
+@needs_terraform
 def test_nothing_is_to_be_had(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,9 +254,7 @@ def test_nothing_is_to_be_had(
     refuse(cloud, *TYPES)
     asked = {"cluster": "rayapp-ecs", "service": FIRST[0]}
     cloud.client("ecs").update_service(**asked, desiredCount=2)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", cloud.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    here(cloud, monkeypatch)
     assert main(["capacity", "ecs"]) == 1
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 6 and out.count("do not have sufficient") == 6
@@ -164,6 +263,8 @@ def test_nothing_is_to_be_had(
     assert wanted(cloud) == {} and hosts(cloud) == []
 
 
+@pytest.mark.full
+@needs_terraform
 def test_a_run_costs_what_started(cloud: Cloud, tmp_path: Path) -> None:
     """Ray's node has the labels that the third's task gives it; the run has the third's price."""
     ecs = cloud.client("ecs")

@@ -90,6 +90,7 @@ def capacity(argv: list[str]) -> int:
         print(CAPACITY)
         return Exit.DONE if argv else Exit.REFUSED
     import boto3
+    from botocore.exceptions import BotoCoreError, ClientError
 
     from rayapp.cluster.capacity import start
     from rayapp.cluster.connect import NotReachable, wait_for_tasks
@@ -104,7 +105,7 @@ def capacity(argv: list[str]) -> int:
     try:
         start(asked["name"], client, seconds, say)
         wait_for_tasks(asked["name"], client, seconds, say)
-    except NotReachable as error:
+    except (NotReachable, BotoCoreError, ClientError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE

@@ -228,7 +228,8 @@ def _whole_service(original: Any, self: Any) -> Any:
 
 
 WITHOUT = "/emulator/without"
-"""The parameter with the instance types that EC2 refuses, with commas, which a test sets."""
+"""The parameter with the instance types that EC2 refuses, with commas, which a test sets; `?TYPE`
+starts no host either, and does not say why."""
 NO_ROOM = (
     "We currently do not have sufficient {type} capacity in the Availability Zone you requested "
     "({zone}). Launching EC2 instance failed."
@@ -247,17 +248,10 @@ def _with_its_hosts(original: Any, self: Any) -> Any:
     group, wanted = groups.get(f"{cluster}-{service}"), self._get_param("desiredCount")
     if group is None or wanted is None:
         return answer
-    if wanted and (why := _refusal(self, group)):
-        now = utcnow()
-        told = {
-            "ActivityId": secrets.token_hex(8),
-            "AutoScalingGroupName": group.name,
-            "Cause": f"increasing the capacity from 0 to {wanted}.",
-            "StartTime": now,
-            "StatusCode": "Failed",
-            "StatusMessage": why,
-        }
-        store(group.autoscaling_backend, "activities").setdefault(group.name, []).insert(0, told)
+    kinds = _without(self)
+    if wanted and {group.instance_type, f"?{group.instance_type}"} & kinds:
+        if group.instance_type in kinds:
+            _refuse(group, wanted)
         group.desired_capacity = wanted  # it goes on trying
         self.ecs_backend._get_service(cluster, service).running_count = 0
     elif wanted > len(group.instance_states):
@@ -267,13 +261,24 @@ def _with_its_hosts(original: Any, self: Any) -> Any:
     return answer
 
 
-def _refusal(self: Any, group: Any) -> str | None:
+def _without(self: Any) -> set[str]:
     parameter = ssm_backends[self.current_account][self.region].get_parameter(WITHOUT)
-    refused = parameter.value.split(",") if parameter else []
-    kind = group.instance_type
+    return set(parameter.value.split(",")) if parameter else set()
+
+
+def _refuse(group: Any, wanted: int) -> None:
+    """Add an activity that failed."""
     ec2 = group.autoscaling_backend.ec2_backend
     zone = ec2.get_subnet(group.vpc_zone_identifier).availability_zone
-    return NO_ROOM.format(type=kind, zone=zone) if kind in refused else None
+    told = {
+        "ActivityId": secrets.token_hex(8),
+        "AutoScalingGroupName": group.name,
+        "Cause": f"increasing the capacity from 0 to {wanted}.",
+        "StartTime": utcnow(),
+        "StatusCode": "Failed",
+        "StatusMessage": NO_ROOM.format(type=group.instance_type, zone=zone),
+    }
+    store(group.autoscaling_backend, "activities").setdefault(group.name, []).insert(0, told)
 
 
 @fill(AutoScalingResponse, "describe_scaling_activities")
