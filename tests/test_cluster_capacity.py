@@ -23,6 +23,7 @@ from rayapp.__main__ import main
 from rayapp.cluster import Options, render, write
 from rayapp.cluster.capacity import start
 from rayapp.cluster.connect import NotReachable
+from rayapp.cluster.preflight.findings import requirements_of
 from rayapp.config import RunConfig, load
 from rayapp.observe.goodput import read_events
 from rayapp.storage import open_storage
@@ -199,6 +200,13 @@ def test_a_cluster_that_is_not_there(
     assert err.startswith("failed: ") and "Cluster not found" in err and "Traceback" not in err
     assert main(["capacity", "eks"]) == 2
     assert "eks is unknown: there is no such cluster to start. Set ecs" in capsys.readouterr().err
+
+
+def test_a_preflight_requires_no_type_of_a_list() -> None:
+    """Any of them may have started."""
+    for text, known in (("p5.48xlarge", True), ("p5.48xlarge,p4d.24xlarge", False)):
+        required = requirements_of(load(None, {"cluster.instance": text}))
+        assert (required.instance is not None) == known
 
 
 @pytest.mark.full

@@ -42,8 +42,8 @@ from rayapp.cluster.preflight.facts import (
     Silence,
     Speed,
 )
-from rayapp.cluster.preflight.findings import Finding, Requirements, requirements_of
-from rayapp.config import Config, load
+from rayapp.cluster.preflight.findings import Finding, Requirements
+from rayapp.config import Config
 from rayapp.hardware import INSTANCES, Instance, instance
 from rayapp.jobs import SubmitOptions, prepare
 
@@ -317,13 +317,6 @@ def test_links_without_a_mark_are_reported_and_not_judged() -> None:
     assert len(assess(slow, Requirements(gbit_per_s=1.0))) == 6
     assert assess(known, Requirements(gbit_per_s=7.9)) == []  # healthy is 8 Gbit/s
     assert page.not_judged(known, Requirements(gbit_per_s=7.9)) == ["collectives: gloo has no mark"]
-
-
-def test_no_type_of_a_list_is_required() -> None:
-    """Any of them may have started."""
-    for text, known in (("p5.48xlarge", True), ("p5.48xlarge,p4d.24xlarge", False)):
-        required = requirements_of(load(None, {"cluster.instance": text}))
-        assert (required.instance is not None) == known
 
 
 def test_sockets_where_there_is_efa_fail() -> None:

@@ -147,7 +147,7 @@ def wait_for_tasks(
         if time.monotonic() > until:
             raise NotReachable(
                 f"{lines[0]}. It was waited for {seconds:.0f} s. Take another cluster.instance, "
-                "zone or market, or a list of them"
+                "zone or market"
             )
         time.sleep(POLL_S)
 

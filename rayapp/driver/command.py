@@ -19,14 +19,13 @@ from rich.console import Console
 
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
-from rayapp.driver import display
+from rayapp.driver import display, placement
 from rayapp.driver.activity import Heartbeat
 from rayapp.driver.budget import Budget, unknown_nodes
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
 from rayapp.driver.output import captured
-from rayapp.driver.placement import places
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.ray_workers import RayWorkers
 from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
@@ -135,12 +134,12 @@ def _run(
             phases.end("ray")
             phases.begin("checking the run's folder")
             gpus = uses_gpus(ready.config)
-            if wrong := unknown_nodes(ready.config, places()):
+            if wrong := unknown_nodes(ready.config, placement.places()):
                 raise ConfigError(wrong)
             ready = kind.settle(ready, gpus)
             same_run(run, ready.config)
             check_resumable(run)
-            journal = Journal(run, places)
+            journal = Journal(run, placement.places)
             journal.passed = heartbeat.passed
             command = Command(
                 run,

@@ -194,36 +194,6 @@ def _budget_tags(self: Any) -> str:
 BudgetsResponse.list_tags_for_resource = _budget_tags
 
 
-# --- ECS: fields of a service -----------------------------------------------------------------
-
-SERVICE_DEFAULTS = {
-    "enableExecuteCommand": False,
-    "capacityProviderStrategy": None,
-    "placementConstraints": None,
-    "deploymentConfiguration": None,
-    "availabilityZoneRebalancing": "DISABLED",
-    "enableECSManagedTags": False,
-}
-
-
-@fill(EC2ContainerServiceResponse, "create_service")
-def _whole_service(original: Any, self: Any) -> Any:
-    answer = original(self)
-    service = self.ecs_backend._get_service(
-        self._get_param("cluster", "default"), self._get_param("serviceName")
-    )
-    for name, default in SERVICE_DEFAULTS.items():
-        value = self._get_param(name)
-        if (value := default if value is None else value) is not None:
-            snake = "".join(
-                "_" + c.lower() if c.isupper() else c for c in name.replace("ECS", "Ecs")
-            )
-            setattr(service, snake, value)
-    if self._get_param("capacityProviderStrategy"):
-        service.launch_type = None
-    return answer
-
-
 # --- ECS and Auto Scaling: hosts that EC2 has, and those that it has not ---------------------
 
 
@@ -287,6 +257,36 @@ def _activities(original: Any, self: Any) -> Any:
         self._get_param("AutoScalingGroupName"), []
     )
     return ActionResult({"Activities": told[: self._get_param("MaxRecords", 100)]})
+
+
+# --- ECS: fields of a service -----------------------------------------------------------------
+
+SERVICE_DEFAULTS = {
+    "enableExecuteCommand": False,
+    "capacityProviderStrategy": None,
+    "placementConstraints": None,
+    "deploymentConfiguration": None,
+    "availabilityZoneRebalancing": "DISABLED",
+    "enableECSManagedTags": False,
+}
+
+
+@fill(EC2ContainerServiceResponse, "create_service")
+def _whole_service(original: Any, self: Any) -> Any:
+    answer = original(self)
+    service = self.ecs_backend._get_service(
+        self._get_param("cluster", "default"), self._get_param("serviceName")
+    )
+    for name, default in SERVICE_DEFAULTS.items():
+        value = self._get_param(name)
+        if (value := default if value is None else value) is not None:
+            snake = "".join(
+                "_" + c.lower() if c.isupper() else c for c in name.replace("ECS", "Ecs")
+            )
+            setattr(service, snake, value)
+    if self._get_param("capacityProviderStrategy"):
+        service.launch_type = None
+    return answer
 
 
 # --- SSM: the name of every parameter that is read is known -----------------------------------
