@@ -221,11 +221,12 @@ def _with_its_hosts(original: Any, self: Any) -> Any:
     kinds = _without(self)
     if wanted and {group.instance_type, f"?{group.instance_type}"} & kinds:
         if group.instance_type in kinds:
-            _refuse(group, wanted)
+            _tell(group, wanted, "Failed")
         group.desired_capacity = wanted  # it goes on trying
         self.ecs_backend._get_service(cluster, service).running_count = 0
     elif wanted > len(group.instance_states):
         group.set_desired_capacity(wanted)
+        _tell(group, wanted, "Successful")
         for state in group.instance_states:
             state.protected_from_scale_in = True
     return answer
@@ -236,8 +237,8 @@ def _without(self: Any) -> set[str]:
     return set(parameter.value.split(",")) if parameter else set()
 
 
-def _refuse(group: Any, wanted: int) -> None:
-    """Add an activity that failed."""
+def _tell(group: Any, wanted: int, code: str) -> None:
+    """Add an activity."""
     ec2 = group.autoscaling_backend.ec2_backend
     zone = ec2.get_subnet(group.vpc_zone_identifier).availability_zone
     told = {
@@ -245,9 +246,10 @@ def _refuse(group: Any, wanted: int) -> None:
         "AutoScalingGroupName": group.name,
         "Cause": f"increasing the capacity from 0 to {wanted}.",
         "StartTime": utcnow(),
-        "StatusCode": "Failed",
-        "StatusMessage": NO_ROOM.format(type=group.instance_type, zone=zone),
+        "StatusCode": code,
     }
+    if code == "Failed":
+        told["StatusMessage"] = NO_ROOM.format(type=group.instance_type, zone=zone)
     store(group.autoscaling_backend, "activities").setdefault(group.name, []).insert(0, told)
 
 
