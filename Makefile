@@ -26,6 +26,7 @@ TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 STATE = $(NAME)-$(REGION)
 OUT = build/$(STATE)
 TF = TF_WORKSPACE=$(STATE) terraform -chdir=infra
+CAPACITY = $(BIN)/python -m rayapp capacity
 ECS_VARS = -var-file=$(CURDIR)/$(OUT)/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/$(OUT)/ecs -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 EKS_VARS = -var-file=$(CURDIR)/$(OUT)/kuberay/terraform.tfvars.json -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 
@@ -137,6 +138,7 @@ up-ecs: address .venv/.ready
 	$(MAKE) up-base image
 	$(TF)/ecs init -input=false
 	$(TF)/ecs apply $(ECS_VARS)
+	$(CAPACITY) ecs --name=$(NAME) --region=$(REGION)
 
 # In the order of what it costs: the cluster alone, then the system node and what runs on it. Nodes with GPUs come last,
 # when the image is there, the operator and the plug-ins are installed and the Ray head is ready.
@@ -187,7 +189,7 @@ new-%:
 
 run-ecs: new-ecs
 	@trap '$(MAKE) down-ecs $(DOWN)' EXIT; trap 'exit 130' INT TERM; $(MAKE) up-ecs && \
-	$(BIN)/python -m rayapp connect ecs --name=$(NAME) --region=$(REGION) --wait_s=1800 -- $(SUBMIT)
+	$(BIN)/python -m rayapp connect ecs --name=$(NAME) --region=$(REGION) -- $(SUBMIT)
 
 run-eks: new-eks
 	@trap '$(MAKE) down-eks $(DOWN)' EXIT; trap 'exit 130' INT TERM; $(MAKE) up-eks && \

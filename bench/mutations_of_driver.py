@@ -328,4 +328,18 @@ DRIVER = (
         "if ending.kind == FAILURE:",
         OF_RECOVERY,
     ),
+    Mutation(
+        "list-costs-its-first-type",
+        "rayapp/observe/events.py",
+        "list(places).count(choice.place), nodes_of(one, left)",
+        "len(places), nodes_of(one, left)",
+        "tests/test_observe_events.py -k list",
+    ),
+    Mutation(
+        "prices-of-a-list-unchecked",
+        "rayapp/driver/budget.py",
+        'if config.run.max_usd is None or all(machines(one, 1)["usd_per_hour"] for one in each):',
+        'if config.run.max_usd is None or any(machines(one, 1)["usd_per_hour"] for one in each):',
+        "tests/test_driver_budget.py -k choice",
+    ),
 )

@@ -11,6 +11,7 @@ Train
 
 Clusters
   render     the files of a cluster on ECS or KubeRay, and what it costs
+  capacity   start the workers where EC2 has room, wait for them, say why not
   connect    forward a cluster's dashboard and Jobs API to this machine
   preflight  check a cluster before money is spent: GPUs, network, limits, storage
   submit     send a run to a cluster as a Ray job

@@ -88,6 +88,25 @@ def test_overrides_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["nodes"], found["usd_per_hour"], found["region"]) == (1, 20.0, "us-east-1")
 
 
+def test_each_choice_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    choices = "[g5.12xlarge,p4de.24xlarge:spot@9.5,p5.48xlarge]"
+    argv = ["plan", C4, f"--cluster.instance={choices}", "--cluster.workers=8"]
+    assert main([*argv, "--json"]) == Exit.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert [*found["choices"]] == ["g5.12xlarge", "p4de.24xlarge:spot@9.5", "p5.48xlarge"]
+    g5, p4de, p5 = found["choices"].values()
+    assert (g5["fits"], p4de["fits"], p5["fits"]) == (False, True, True)
+    assert p4de["cost_usd"]["value"] == pytest.approx(9.5 * p4de["hours"]["value"], rel=1e-5)
+    assert p5["hours"]["value"] < p4de["hours"]["value"]
+    assert found["cost_usd"] == p4de["cost_usd"]  # the first that fits
+    assert main(argv) == Exit.DONE
+    out = capsys.readouterr().out
+    assert out.index("in order of preference") < out.index("fits on 1 x p4de.24xlarge, 8 workers")
+    assert " 9.5 " in out and " no " in out
+    assert main(["plan", C4, "--cluster.instance=p5.48xlarge", "--json"]) == Exit.DONE
+    assert "choices" not in json.loads(capsys.readouterr().out)
+
+
 def test_the_folder_of_a_run_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(C4).read_text(encoding="utf-8").replace("max_steps: 5000", "epochs: 1")
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
@@ -112,6 +131,8 @@ def test_the_real_step_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> No
         (["plna"], "command=plna is unknown: there is no such command. Did you mean plan?"),
         (["zzz"], "Set one of init, completion, finetune, vision, data, prepare, plan"),
         (["plan", C4, "--cluster.instance=p5.48xlrge"], "Did you mean p5.48xlarge?"),
+        (["plan", C4, "--cluster.instance=g5.12xlarge,p5.48xlrge"], "Did you mean p5.48xlarge?"),
+        (["plan", C4, "--cluster.instance=[a,b]", "--usd_per_hour=3"], "=3 is ambiguous"),
         (["plan", C4, "--deadline_hours=0.01"], "deadline_hours=0.01 is impossible"),
         (["plan", C4, "--deadlin_hours=1"], "Did you mean --deadline_hours?"),
         (["plan", C4, "--budget_usd=much"], "--budget_usd=much is not valid"),

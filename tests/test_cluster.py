@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from rayapp import hardware
-from rayapp.cluster import PLATFORMS, Options, image, paths_of_this_machine, render, write
+from rayapp.cluster import PLATFORMS, Options, cost, image, paths_of_this_machine, render, write
 from rayapp.cluster.check import check_manifests, check_task_definition
 from rayapp.cluster.render import ROOT as TEMPLATES
 from rayapp.cluster.sizes import fleet, node
@@ -113,6 +113,51 @@ def test_task_definitions(case: str) -> None:
         same_as_golden(f"ecs-{case}/{name}", text)
     for role in ("head", "worker"):
         assert check_task_definition(json.loads(files[f"{role}.json"])) == []
+
+
+LIST = "p5.48xlarge, p4d.24xlarge:spot@9.5, g5.12xlarge:spot"
+
+
+def test_a_list_has_a_group_for_each_choice() -> None:
+    config = load(None, {"cluster.instance": LIST, "cluster.workers": "16"})
+    options = Options(account=ACCOUNT, tag="0.1.0")
+    files = render("ecs", config, options)
+    tasks = {"worker-1": "p5", "worker-2": "p4d", "worker-3": "g5.12xlarge"}
+    assert sorted(files) == ["head.json", "terraform.tfvars.json", *(f"{t}.json" for t in tasks)]
+    groups = json.loads(files["terraform.tfvars.json"])["workers"]
+    assert {name: (g["max_nodes"], g["market"], g["task"]) for name, g in groups.items()} == {
+        "1-p5-48xlarge-on-demand": (2, "on-demand", "worker-1"),
+        "2-p4d-24xlarge-spot": (2, "spot", "worker-2"),
+        "3-g5-12xlarge-spot": (4, "spot", "worker-3"),
+    }
+    assert all(group["nodes"] == 0 and group["preferred"] for group in groups.values())
+    for (task, named), (kind, market) in zip(
+        tasks.items(), [choice.place for choice in config.cluster.choices], strict=True
+    ):
+        assert kind.startswith(named)
+        alone = render(
+            "ecs", load(None, {"cluster.instance": kind, "cluster.workers": 16}), options
+        )
+        expected = json.loads(alone["worker.json"])
+        expected["family"] = f"rayapp-ecs-{task}"
+        labels = f"--labels=rayapp/instance={kind},rayapp/market={market}"
+        expected["containerDefinitions"][0]["command"].append(labels)
+        assert json.loads(files[f"{task}.json"]) == expected
+        assert check_task_definition(expected) == [] and files["head.json"] == alone["head.json"]
+    costs = cost("ecs", config, options).splitlines()
+    assert [line.partition(" each")[0].rpartition("(")[2] for line in costs[:2]] == ["55.04", "9.5"]
+    assert "4 x g5.12xlarge (spot: price not known here)" in costs[2]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_one_type_may_say_its_market(platform: str) -> None:
+    """The same as by --market, on either platform."""
+    kind, options = {"cluster.instance": "p4d.24xlarge:spot@9.5"}, Options(account=ACCOUNT)
+    files = render(platform, load(None, kind), options)
+    plain = load(None, {"cluster.instance": "p4d.24xlarge"})
+    other = render(platform, plain, dataclasses.replace(options, market="spot"))
+    assert differing(files, other) <= {"common/run.yaml"} and sorted(files) == sorted(other)
+    assert "1 x p4d.24xlarge (9.5 each, spot)" in cost(platform, load(None, kind), options)
 
 
 @needs_kubectl
@@ -495,6 +540,23 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ({}, {"api_cidrs": ("0.0.0.0/0",)}, "api_cidrs=0.0.0.0/0 is too wide"),
         ({}, {"prometheus": "prometheus:9090"}, "prometheus=prometheus:9090 is malformed"),
         ({}, {"grafana": 'http://g"x'}, "Set --grafana to e.g. http"),
+        ({"cluster.instance": LIST}, {"market": "spot"}, "market=spot is ambiguous: cluster.inst"),
+        (
+            {"cluster.instance": LIST},
+            {"reservation": "cr-01234567"},
+            "a reservation is of one type",
+        ),
+        ({"cluster.instance": "g5.12xlarge,p5"}, {}, "cluster.instance=p5 is unknown"),
+        (
+            {"cluster.instance": "g5.12xlarge,g5.xlarge"},
+            {"efa": "true"},
+            "g5.xlarge has no Elastic",
+        ),
+        (
+            {"cluster.instance": "g5.12xlarge:spot"},
+            {"market": "capacity-block", "reservation": "cr-01234567"},
+            "market=capacity-block is ambiguous: cluster.instance is bought as spot",
+        ),
         ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs. Set"),
     ],
 )
@@ -507,6 +569,12 @@ def test_what_no_cluster_could_run_is_refused(
 def test_all_problems_at_once() -> None:
     text = refused("ecs", {"cluster.resources": "{GPU: 8, CPU: 99}"}, account="12", efa="maybe")
     assert len(text.splitlines()) == 4, text
+
+
+def test_a_list_is_refused_on_eks() -> None:
+    assert "cluster.instance is impossible as a list on EKS" in refused(
+        "kuberay", {"cluster.instance": LIST}
+    )
 
 
 def test_the_lustre_component_needs_its_file_system() -> None:

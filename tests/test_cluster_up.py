@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "llama3_1_8b_c4_eks.yaml"
 BIN = Path(sys.executable).parent
-TOOLS = ("terraform", "aws", "docker", "helm", "kubectl")
+TOOLS = ("terraform", "aws", "docker", "helm", "kubectl", "capacity")
 STAND_IN = """#!{python}
 import json, os, sys
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
@@ -55,7 +55,7 @@ class Tools:
         """Run make with this environment's Python."""
         path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
         given = [f"BIN={BIN}", f"CONFIG={CONFIG}", "-o", ".venv/.ready"]
-        given += ["RENDER=--account=123456789012", "EMAIL=me@example.com"]
+        given += ["CAPACITY=capacity", "RENDER=--account=123456789012", "EMAIL=me@example.com"]
         return subprocess.run(
             ["make", *given, *arguments],
             cwd=self.folder,
@@ -170,6 +170,20 @@ def test_eks_lets_runs_save_before_it_goes_down(tmp_path: Path) -> None:
     assert done.returncode == 0 and "no time to save" not in done.stderr
     deleted = tools.place("kubectl delete")
     assert tools.place("update-kubeconfig") < deleted < tools.place("infra/eks destroy")
+
+
+def test_ecs_is_up_when_its_workers_run(tmp_path: Path) -> None:
+    """Else nobody would be told that EC2 has no room; with a list nothing would start at all."""
+    tools = Tools(tmp_path, NOT_PUSHED)
+    assert tools.make("up-ecs", "NAME=other").returncode == 0
+    assert tools.calls()[-1] == "capacity ecs --name=other --region=us-west-2"
+    assert tools.place("infra/ecs apply") == len(tools.calls()) - 2
+
+
+def test_a_run_without_hosts_is_not_sent(tmp_path: Path) -> None:
+    tools = Tools(tmp_path, NOT_PUSHED, "capacity ecs")
+    assert tools.make("run-ecs").returncode != 0
+    assert tools.place("capacity ecs") < tools.place("infra/ecs destroy")
 
 
 def test_an_image_is_pushed_once(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from patience import PATIENCE_S
 
-from rayapp.config import ConfigError, differences, load
-from rayapp.driver.budget import Budget
+from rayapp.config import Config, ConfigError, differences, load
+from rayapp.driver.budget import Budget, budget_problems, unknown_nodes
 from rayapp.driver.checks import shared_problems
 from rayapp.driver.stop import Stop, StopAsked
 from rayapp.driver.supervise import Command
@@ -98,6 +98,22 @@ def test_an_unknown_price_is_refused(tmp_path: Path) -> None:
     assert "Set cluster.instance" in problem
     assert problems(instance="g5.12xlarge") == []
     assert problems(instance="g5.12xlarge", usd_per_hour=1.5) == []
+
+
+def test_the_price_of_each_choice_is_needed(tmp_path: Path) -> None:
+    def config(text: str, **run: Any) -> Config:
+        settings = {f"run.{name}": value for name, value in run.items()}
+        return load(None, {"run.storage": str(tmp_path), "cluster.instance": text, **settings})
+
+    spot, priced = "g5.12xlarge,p4d.24xlarge:spot", "g5.12xlarge,p4d.24xlarge:spot@9.5"
+    (problem,) = budget_problems(config(spot, max_usd=5))
+    assert "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5" in problem
+    assert budget_problems(config(priced, max_usd=5)) == budget_problems(config(spot)) == []
+    (problem,) = unknown_nodes(config(priced, max_usd=5), [])
+    assert "no nodes for 2 workers say which of cluster.instance they are" in problem
+    assert unknown_nodes(config(priced, max_usd=5), [("p4d.24xlarge", "spot")]) == []
+    assert unknown_nodes(config(priced), []) == []
+    assert unknown_nodes(config("g5.12xlarge", max_usd=5), []) == []
 
 
 def test_a_cost_that_was_never_known_is_refused(run: Storage) -> None:

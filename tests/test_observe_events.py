@@ -111,6 +111,41 @@ def test_what_machines_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machines(listed, 8)["usd_per_hour"] is None
 
 
+P5, P4D = ("p5.48xlarge", "on-demand"), ("p4d.24xlarge", "spot")
+
+
+def test_a_list_costs_what_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    text = "p5.48xlarge@50,p4d.24xlarge:spot@10,g5.12xlarge:spot"
+    config = load(None, {"cluster.instance": text})
+    unknown = {"nodes": None, "instance": None, "usd_per_hour": None}
+    spot = "p4d.24xlarge:spot@10"
+    assert machines(config, 16, [P4D, P4D]) == {"nodes": 2, "instance": spot, "usd_per_hour": 20.0}
+    assert machines(config, 8, [P4D, P4D]) == {"nodes": 1, "instance": spot, "usd_per_hour": 10.0}
+    mixed = {"nodes": 2, "instance": f"p5.48xlarge@50, {spot}", "usd_per_hour": 60.0}
+    assert machines(config, 16, [P4D, P5]) == mixed
+    assert machines(config, 16, [P5]) == unknown  # one node for 8 of 16
+    assert machines(config, 8) == machines(config, 8, [("g6e.48xlarge", "spot")]) == unknown
+    unpriced = {"nodes": 2, "instance": "g5.12xlarge:spot", "usd_per_hour": None}
+    assert machines(config, 8, [("g5.12xlarge", "spot")] * 2) == unpriced
+    alone = load(None, {"cluster.instance": "p4d.24xlarge:spot"})
+    assert machines(alone, 8)["usd_per_hour"] is None  # not the list price
+
+
+def test_an_attempt_on_other_nodes_has_their_price(tmp_path: Path) -> None:
+    up, now = [P5], time.time()
+    run = open_storage(str(tmp_path))
+    journal = Journal(run, lambda: up)
+    config = load(None, {"cluster.instance": "p5.48xlarge@50,p4d.24xlarge:spot@10"})
+    with journal.command(config, now):
+        journal.attempt(config, 8)
+        up[:] = [P4D]
+        journal.attempt(config, 8)
+        journal.ended("done", {})
+    told = [(e["instance"], e["usd_per_hour"]) for e in read_events(run) if "instance" in e]
+    assert told == [("p5.48xlarge@50", 50.0)] * 2 + [("p4d.24xlarge:spot@10", 10.0)]
+
+
 def test_an_attempt_with_a_number_that_was_used_before_is_followed(tmp_path: Path) -> None:
     """Attempt 3 cuts the lines of attempt 2 and dies; the next one begins after attempt 1's."""
     run, now = open_storage(str(tmp_path)), time.time()

@@ -19,14 +19,24 @@ locals {
   key_arn = data.aws_kms_alias.this.target_key_arn
   policy  = "arn:${data.aws_partition.this.partition}:iam::aws:policy"
   # What `rayapp render ecs` wrote; sizes are in there and in the tfvars beside it, nowhere else.
-  task = { for role in ["head", "worker"] : role => jsondecode(file("${var.rendered}/${role}.json")) }
+  task = { for role in toset(concat(["head"], values(var.workers)[*].task)) : role => jsondecode(file("${var.rendered}/${role}.json")) }
   roles = {
     execution = "arn:${data.aws_partition.this.partition}:iam::${data.aws_caller_identity.this.account_id}:role/${local.stack}-execution"
     task      = "arn:${data.aws_partition.this.partition}:iam::${data.aws_caller_identity.this.account_id}:role/${local.stack}-task"
   }
+  # Of a list in order of preference there is a group in each zone; `rayapp capacity` starts one of them.
+  preferred = { for name, group in var.workers : name => group if group.preferred }
+  workers = merge(concat(
+    [{ for name, group in var.workers : name => merge(group, { subnet_id = module.network.subnet_id }) if !group.preferred }],
+    [for zone, subnet in module.network.subnet_ids : { for name, group in local.preferred : "${name}-${zone}" => merge(group, { subnet_id = subnet }) }],
+  )...)
   groups = merge(
-    { head = merge(var.head, { max_nodes = 1, market = "on-demand", reservation_id = null }) },
-    { for name, group in var.workers : "worker-${name}" => group },
+    { head = merge(var.head, { max_nodes = 1, market = "on-demand", reservation_id = null, subnet_id = module.network.subnet_id, preferred = false }) },
+    { for name, group in local.workers : "worker-${name}" => group },
+  )
+  services = merge(
+    { for name, service in aws_ecs_service.worker : name => service.name },
+    { for name, service in aws_ecs_service.preferred : name => service.name },
   )
 }
 
@@ -35,6 +45,7 @@ module "network" {
   name               = local.stack
   cidr               = var.cidr
   zone               = var.zone
+  zones              = length(local.preferred) > 0 ? var.zones : 1
   nat                = var.nat
   key_arn            = local.key_arn
   log_retention_days = var.log_retention_days
@@ -79,6 +90,12 @@ resource "aws_placement_group" "this" {
   strategy = "cluster"
 }
 
+resource "aws_placement_group" "preferred" {
+  for_each = { for name, group in local.groups : name => group.preferred if group.preferred }
+  name     = "${local.stack}-${each.key}"
+  strategy = "cluster"
+}
+
 module "nodes" {
   source               = "../modules/ecs_nodes"
   for_each             = local.groups
@@ -92,8 +109,8 @@ module "nodes" {
   max_nodes            = each.value.max_nodes
   market               = each.value.market
   reservation_id       = each.value.reservation_id
-  placement_group      = each.key == "head" || each.value.reservation_id != null ? null : aws_placement_group.this.name
-  subnet_id            = module.network.subnet_id
+  placement_group      = each.key == "head" || each.value.reservation_id != null ? null : each.value.preferred ? aws_placement_group.preferred[each.key].name : aws_placement_group.this.name
+  subnet_id            = each.value.subnet_id
   security_group_id    = module.network.nodes_security_group_id
   instance_profile_arn = aws_iam_instance_profile.host.arn
   agent_parameter      = module.observability.agent_parameter
@@ -216,10 +233,10 @@ resource "aws_ecs_service" "head" {
 }
 
 resource "aws_ecs_service" "worker" {
-  for_each                           = var.workers
+  for_each                           = { for name, group in local.workers : name => group if !group.preferred }
   name                               = "worker-${each.key}"
   cluster                            = aws_ecs_cluster.this.id
-  task_definition                    = aws_ecs_task_definition.this["worker"].arn
+  task_definition                    = aws_ecs_task_definition.this[each.value.task].arn
   desired_count                      = each.value.nodes
   enable_execute_command             = true
   force_delete                       = true
@@ -241,18 +258,47 @@ resource "aws_ecs_service" "worker" {
   depends_on = [aws_ecs_service.head]
 }
 
+# The same, but `rayapp capacity` sets the number of tasks; which attributes are ignored cannot depend on a variable.
+resource "aws_ecs_service" "preferred" {
+  for_each                           = { for name, group in local.workers : name => group if group.preferred }
+  name                               = "worker-${each.key}"
+  cluster                            = aws_ecs_cluster.this.id
+  task_definition                    = aws_ecs_task_definition.this[each.value.task].arn
+  desired_count                      = 0
+  enable_execute_command             = true
+  force_delete                       = true
+  deployment_minimum_healthy_percent = 0
+  deployment_maximum_percent         = 100
+  availability_zone_rebalancing      = "DISABLED"
+  capacity_provider_strategy {
+    capacity_provider = module.nodes["worker-${each.key}"].capacity_provider
+    weight            = 1
+  }
+  network_configuration {
+    subnets         = [each.value.subnet_id]
+    security_groups = [module.network.nodes_security_group_id]
+  }
+  placement_constraints {
+    type = "distinctInstance"
+  }
+  depends_on = [aws_ecs_service.head]
+  lifecycle {
+    ignore_changes = [desired_count]
+  }
+}
+
 # Idle GPUs scale their service, and by it their hosts, to none. SIGTERM saves a run that is still there.
 resource "aws_appautoscaling_target" "worker" {
-  for_each           = var.workers
+  for_each           = local.workers
   service_namespace  = "ecs"
   scalable_dimension = "ecs:service:DesiredCount"
-  resource_id        = "service/${aws_ecs_cluster.this.name}/${aws_ecs_service.worker[each.key].name}"
+  resource_id        = "service/${aws_ecs_cluster.this.name}/${local.services[each.key]}"
   min_capacity       = 0
   max_capacity       = each.value.max_nodes
 }
 
 resource "aws_appautoscaling_policy" "idle" {
-  for_each           = var.workers
+  for_each           = local.workers
   name               = "${local.stack}-${each.key}-idle"
   policy_type        = "StepScaling"
   service_namespace  = aws_appautoscaling_target.worker[each.key].service_namespace

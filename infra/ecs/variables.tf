@@ -25,6 +25,16 @@ variable "zone" {
   default     = null
 }
 
+variable "zones" {
+  description = "Zones in which the groups of a list of instance types may be, 1 to 3; `zone` is the first."
+  type        = number
+  default     = 3
+  validation {
+    condition     = contains([1, 2, 3], var.zones)
+    error_message = "zones must be 1, 2 or 3: the addresses of the VPC are for so many."
+  }
+}
+
 variable "nat" {
   description = "Whether nodes may reach the internet (HTTPS only): for hub models and public images. Without, all comes from S3 and ECR."
   type        = bool
@@ -118,7 +128,7 @@ variable "head" {
 }
 
 variable "workers" {
-  description = "Groups of worker hosts by name; rendered. A second group of another market (spot beside on-demand) is a second entry."
+  description = "Groups of worker hosts by name, with the task of each; rendered. Those of a list in order of preference are `preferred`. A second group of another market (spot beside on-demand) is a second entry."
   type = map(object({
     instance_type  = string
     gpus           = number
@@ -128,6 +138,8 @@ variable "workers" {
     max_nodes      = number
     market         = optional(string, "on-demand")
     reservation_id = optional(string)
+    task           = optional(string, "worker")
+    preferred      = optional(bool, false)
   }))
   validation {
     condition     = alltrue([for group in values(var.workers) : group.nodes <= group.max_nodes])

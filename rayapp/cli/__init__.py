@@ -4,7 +4,7 @@ first.py     init, completion
 data.py      data, prepare
 planning.py  plan
 staging.py   stage
-clusters.py  render, connect
+clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
 results.py   report, generate
@@ -29,6 +29,7 @@ COMMANDS = {  # name: module and function
     "logs": "cli.jobs.logs",
     "stop": "cli.jobs.stop",
     "render": "cli.clusters.render",
+    "capacity": "cli.clusters.capacity",
     "connect": "cli.clusters.connect",
     "report": "cli.results.report",
     "generate": "cli.results.generate",

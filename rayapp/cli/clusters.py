@@ -1,4 +1,4 @@
-"""rayapp render and connect: a cluster's files, and the way into it."""
+"""rayapp render, capacity and connect: a cluster's files, its hosts, and the way into it."""
 
 from __future__ import annotations
 
@@ -72,6 +72,43 @@ def _account(region: str) -> str | None:
     except (BotoCoreError, ClientError) as error:
         print(f"no account from credentials: {error}", file=sys.stderr)
         return None
+
+
+CAPACITY = """rayapp capacity ecs [--name=rayapp] [--region=us-west-2] [--wait_s=1800]
+
+  --name=NAME    that of infra/base, as `make up-*` takes it; --region=NAME
+  --wait_s=S     how long the tasks of a group may take to run
+
+Waits until the head and the workers run, and says why hosts do not start. Where cluster.instance is
+a list, it starts the first of it that EC2 has room for, in the first zone that has it: a group for
+which there is none is ended, and the next one starts."""
+
+
+def capacity(argv: list[str]) -> int:
+    """Start the workers where there is room, and wait for them; see CAPACITY."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(CAPACITY)
+        return Exit.DONE if argv else Exit.REFUSED
+    import boto3
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    from rayapp.cluster.capacity import start
+    from rayapp.cluster.connect import NotReachable, wait_for_tasks
+    from rayapp.config import arguments
+
+    if argv[0] != "ecs":
+        raise ConfigError([f"{argv[0]} is unknown: there is no such cluster to start. Set ecs"])
+    known = {"name": "rayapp", "region": "us-west-2", "wait_s": "1800"}
+    _, asked = arguments.read(argv[1:], known)
+    seconds = arguments.number("wait_s", asked["wait_s"])
+    client, say = partial(boto3.client, region_name=asked["region"]), partial(print, flush=True)
+    try:
+        start(asked["name"], client, seconds, say)
+        wait_for_tasks(asked["name"], client, seconds, say)
+    except (NotReachable, BotoCoreError, ClientError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return Exit.FAILED
+    return Exit.DONE
 
 
 CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=8265] [-- COMMAND]

@@ -47,6 +47,7 @@ def plan(argv: list[str]) -> int:
 
     from rayapp import planner
     from rayapp.config import arguments
+    from rayapp.planner.machines import named_instance
     from rayapp.planner.show import show
     from rayapp.train import planning
 
@@ -69,13 +70,16 @@ def plan(argv: list[str]) -> int:
         prepared["images"] = arguments.whole_number("images", options["images"])
     if isinstance(config, Config) and prepared.pop("images", None) is not None:
         raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
-    answer = planning.plan(
-        config,
-        region=options["region"],
-        usd_per_hour=usd_per_hour,
-        **prepared,
-        **this_machine(config),
-    )
+    if usd_per_hour is not None and len(config.cluster.choices) > 1:
+        what = f"cluster.instance is a list. Set each price there, e.g. TYPE:spot@{usd_per_hour:g}"
+        raise ConfigError([f"--usd_per_hour={usd_per_hour:g} is ambiguous: {what}"])
+    more = {"region": options["region"], "usd_per_hour": usd_per_hour, **prepared}
+    named_instance(config)  # refuses every unknown type at once
+    choices = {
+        str(each.cluster.instance): planning.plan(each, **more, **this_machine(config))
+        for each in config.alternatives()
+    }
+    answer = next((each for each in choices.values() if each.fits), next(iter(choices.values())))
     question = answer.question
     if isinstance(config, Config) and (warning := planner.random_weights(config)):
         answer.reasons.append(warning)
@@ -84,9 +88,11 @@ def plan(argv: list[str]) -> int:
     traced = _trace(config, question.layout) if options["trace"] == "true" else None
     if options["json"] == "true":
         values = planner.as_dict(answer, others, table, best) | {"traced": traced}
+        if len(choices) > 1:
+            values["choices"] = {name: each.as_dict() for name, each in choices.items()}
         print(json.dumps(values, indent=2))
         return Exit.DONE
-    show(Console(), answer, others, table, best)
+    show(Console(), answer, others, table, best, choices)
     if traced is not None:
         print(
             f"trace     {traced['peak_gib']:.2f} GiB by the real step on fake tensors, "

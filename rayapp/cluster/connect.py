@@ -22,6 +22,7 @@ from typing import Any
 DASHBOARD_PORT = 8265
 HOMES = ("ecs", "eks")
 POLL_S = 15.0
+DESCRIBED = 10  # the most services in one request
 FORWARDED_S = 60.0  # until the forwarding command has opened its port
 SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name
 
@@ -91,21 +92,42 @@ def missing_tasks(name: str, client: Callable[[str], Any]) -> list[str]:
 
     A group of hosts for which there is no capacity stays empty, and says so in its activities.
     """
-    stack, ecs = f"{name}-ecs", client("ecs")
-    arns = ecs.list_services(cluster=stack)["serviceArns"]
-    services = ecs.describe_services(cluster=stack, services=arns)["services"] if arns else []
-    lines = []
-    for service in services:
+    stack, lines = f"{name}-ecs", list[str]()
+    for service in services_of(stack, client):
         if service["runningCount"] >= service["desiredCount"]:
             continue
-        group = f"{stack}-{service['serviceName']}"
-        asked = {"AutoScalingGroupName": group, "MaxRecords": 1}
-        activities = client("autoscaling").describe_scaling_activities(**asked)["Activities"]
-        failed = [one for one in activities if one["StatusCode"] == "Failed"]
-        why = failed[0]["StatusMessage"] if failed else "its hosts are starting"
+        newest = activities_of(f"{stack}-{service['serviceName']}", client, 1)
+        why = refusal(newest) or "its hosts are starting"
         count = f"{service['runningCount']} of {service['desiredCount']} tasks"
         lines.append(f"service {service['serviceName']} is incomplete: {count} run, {why}")
     return lines
+
+
+def services_of(stack: str, client: Callable[[str], Any]) -> list[Any]:
+    """Return the services of a cluster, as ECS describes them."""
+    pages = client("ecs").get_paginator("list_services").paginate(cluster=stack)
+    return described(stack, [arn for page in pages for arn in page["serviceArns"]], client)
+
+
+def described(stack: str, services: list[str], client: Callable[[str], Any]) -> list[Any]:
+    """Return what ECS says of services, by name or ARN."""
+    told = list[Any]()
+    for first in range(0, len(services), DESCRIBED):
+        some = services[first : first + DESCRIBED]
+        told += client("ecs").describe_services(cluster=stack, services=some)["services"]
+    return told
+
+
+def activities_of(hosts: str, client: Callable[[str], Any], most: int) -> list[Any]:
+    """Return the newest activities of an Auto Scaling group."""
+    asked = {"AutoScalingGroupName": hosts, "MaxRecords": most}
+    return list(client("autoscaling").describe_scaling_activities(**asked)["Activities"])
+
+
+def refusal(activities: list[Any]) -> str | None:
+    """Return EC2's words on the first of some activities that failed; None if none has."""
+    failed = [one for one in activities if one["StatusCode"] == "Failed"]
+    return str(failed[0]["StatusMessage"]) if failed else None
 
 
 def wait_for_tasks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -14,22 +15,18 @@ import yaml
 
 from rayapp.cluster import image
 from rayapp.cluster.check import check_task_definition
+from rayapp.cluster.machines import bought, machines_of
 from rayapp.cluster.options import COMPONENTS, Options, bucket, option_problems, stack
 from rayapp.cluster.sizes import (
     HEAD_DISK_GIB,
-    HUGEPAGES_HOST_MIB,
     HUGEPAGES_POD_MIB,
     WORKER_DISK_GIB,
     Fleet,
     Node,
     cost_line,
-    fleet,
-    node,
 )
-from rayapp.config import ConfigError, RunConfig
+from rayapp.config import INSTANCE_LABEL, MARKET_LABEL, ConfigError, RunConfig
 from rayapp.config.text import flatten, shipped
-from rayapp.hardware import Instance, UnknownInstance, instance
-from rayapp.planner.machines import named_instance
 
 ROOT = shipped("cluster")
 # Ray drains for DRAIN_S seconds and is killed after GRACE_S. A spot notice comes 2 minutes ahead on
@@ -41,10 +38,6 @@ JOB_STOP_S = 600
 # The head takes a node for dead after this many checks in a row without an answer: by 6 s if
 # its address refuses them, by 20 s if nothing comes back. Ray's own are 3 s, 10 s and 5.
 HEALTH_PERIOD_MS, HEALTH_TIMEOUT_MS, HEALTH_FAILURES = 1000, 3000, 5
-# The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
-SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
-# The least that PyTorch's wheels for CUDA 13 have code for.
-IMAGE_CAPABILITY = 7.5
 SUBMITTER_CPUS, SUBMITTER_MIB = 1, 1024  # of the submitter's pod and the head's side-car
 QUEUE_LABEL = {"kueue.x-k8s.io/queue-name": "rayapp"}
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
@@ -60,31 +53,41 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
         ConfigError: with every problem.
     """
     problems = option_problems(platform, options)
-    machines = _machines(platform, config, options, problems)
-    if problems:
+    options = bought(platform, config, options, problems)
+    machines = machines_of(platform, config, options, problems)
+    if machines is None or problems:
         raise ConfigError(problems)
-    assert machines is not None
-    head, workers = machines
-    values = _values(platform, config, options, head, workers)
-    files = _ecs(values) if platform == "ecs" else _kuberay(values, config, options, workers)
-    variables = _terraform(platform, options, head, workers)
+    head, fleets = machines
+    each = [_values(platform, config, options, head, workers) for workers in fleets]
+    if len(fleets) > 1:
+        files, groups = _ecs_of_a_list(each, fleets)
+    else:
+        one = _ecs if platform == "ecs" else partial(_kuberay, config, options, fleets[0])
+        files, groups = one(each[0]), {}
+    variables = _terraform(platform, options, head, fleets[0])
+    if groups:
+        variables["workers"] = groups
     variables["idle_minutes"] = config.cluster.idle_minutes or 0
     files["terraform.tfvars.json"] = json.dumps(variables, indent=2) + "\n"
     return files
 
 
 def cost(platform: str, config: RunConfig, options: Options) -> str:
-    """Return one line with the cost in USD per hour, training and idle.
+    """Return the cost in USD per hour, training and idle, a line for each instance type.
 
     Raises:
         ConfigError: the machines cannot be placed; with every problem.
     """
     problems: list[str] = []
-    machines = _machines(platform, config, options, problems)
+    options = bought(platform, config, options, problems)
+    machines = machines_of(platform, config, options, problems)
     if machines is None or problems:
         raise ConfigError(problems)
-    head, workers = machines
-    return cost_line(platform, workers, head.instance, options.region, options.market)
+    head, fleets = machines
+    return "\n".join(
+        cost_line(platform, workers, head.instance, options.region, options.market)
+        for workers in fleets
+    )
 
 
 def paths_of_this_machine(config: RunConfig) -> list[str]:
@@ -105,74 +108,6 @@ def write(files: dict[str, str], folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-
-
-def _machines(
-    platform: str, config: RunConfig, options: Options, problems: list[str]
-) -> tuple[Node, Fleet] | None:
-    """Return the head and the workers; add to `problems` why they are impossible."""
-    worker_instance = named_instance(config, problems)
-    if config.cluster.instance is None:
-        problems.append(
-            "cluster.instance=none is missing: the cluster's nodes need a type. "
-            "Set an EC2 instance type, e.g. g5.12xlarge"
-        )
-    try:
-        head = instance(options.head, "head")
-    except UnknownInstance as error:
-        problems.append(str(error))
-        return None
-    if worker_instance is None:
-        return None
-    if options.efa == "true" and worker_instance.efa_interfaces == 0:
-        problems.append(
-            f"efa=true is impossible: {worker_instance.name} has no Elastic Fabric Adapter. "
-            "Leave --efa out, or set cluster.instance to one that has, e.g. p4d.24xlarge"
-        )
-    if options.launch == "fargate":
-        why = f"Fargate has no GPUs, {worker_instance.name} has {worker_instance.gpus}"
-        why = why if worker_instance.gpus else "Fargate gives Ray's object store no shared memory"
-        problems.append(f"launch=fargate is impossible: {why}. Leave --launch out")
-    storage = config.run.storage
-    if storage.startswith("s3://") and not f"{storage}/".startswith(
-        f"s3://{bucket(options)}/runs/"
-    ):
-        problems.append(
-            f"run.storage={storage} is out of reach: a run's role may write only to "
-            f"s3://{bucket(options)}/runs. Set run.storage to it"
-        )
-    for what, machine in ((worker_instance.name, worker_instance), (options.head, head)):
-        if "x86_64" not in machine.architectures:
-            problems.append(f"{what} is impossible: the image is for x86_64. Set another instance")
-    problems += _gpu_problems(worker_instance, options)
-    efa = options.efa != "false"
-    kube = platform == "kuberay"
-    worker = node(
-        worker_instance,
-        efa,
-        0,
-        HUGEPAGES_HOST_MIB if kube and efa and worker_instance.efa_interfaces else 0,
-    )
-    system = node(head, False, *((SYSTEM_CPUS, SYSTEM_MIB) if kube else (0, 0)))
-    for what, room in (("cluster.instance", worker), ("head", system)):
-        if room.cpus < 1 or room.memory_mib < 4096:
-            problems.append(
-                f"{what}={room.instance.name} is too small: {room.cpus} CPUs and "
-                f"{room.memory_mib} MiB are left for Ray. Set a larger one"
-            )
-    workers = fleet(config, worker, problems)
-    return None if workers is None else (system, workers)
-
-
-def _gpu_problems(worker: Instance, options: Options) -> list[str]:
-    """Return why the image of these sources cannot use the instance's GPU."""
-    gpu, ours = worker.gpu, options.tag in (None, image.tag())
-    if gpu is None or not ours or float(gpu.compute_capability) >= IMAGE_CAPABILITY:
-        return []
-    return [
-        f"{worker.name} is impossible: the image's PyTorch has no code for its GPU {gpu.name}. "
-        "Build an image with PyTorch's wheels for CUDA 12 and set --tag to it"
-    ]
 
 
 def _values(
@@ -250,7 +185,35 @@ def _ecs(values: Values) -> dict[str, str]:
     return files
 
 
-def _kuberay(values: Values, config: RunConfig, options: Options, workers: Fleet) -> dict[str, str]:
+def _ecs_of_a_list(
+    each: list[Values], fleets: list[Fleet]
+) -> tuple[dict[str, str], dict[str, dict[str, object]]]:
+    """Return the task definitions, one of workers for each instance type, and Terraform's groups.
+
+    Ray's nodes have their type and market as labels, by which a run knows what it costs.
+    """
+    files, groups = dict[str, str](), dict[str, dict[str, object]]()
+    for number, (values, workers) in enumerate(zip(each, fleets, strict=True), start=1):
+        rendered, (name, market) = _ecs(values), workers.choice.place
+        definition = json.loads(rendered.pop("worker.json"))
+        definition["family"] += f"-{number}"
+        label = f"--labels={INSTANCE_LABEL}={name},{MARKET_LABEL}={market}"
+        definition["containerDefinitions"][0]["command"].append(label)
+        rendered[f"worker-{number}.json"] = json.dumps(definition, indent=2) + "\n"
+        files = rendered | files
+        groups[f"{number}-{name.replace('.', '-')}-{market}"] = {
+            **_machine(workers.worker, WORKER_DISK_GIB),
+            "nodes": 0,
+            "max_nodes": workers.max_nodes,
+            "market": market,
+            "reservation_id": None,
+            "task": f"worker-{number}",
+            "preferred": True,
+        }
+    return files, groups
+
+
+def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values) -> dict[str, str]:
     """Return kustomize folders: `cluster` is a RayCluster that stays, `job` a run with its own."""
     chosen = [name for name in COMPONENTS if name in options.components]
     if options.market == "spot" and "spot" not in chosen:

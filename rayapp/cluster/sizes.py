@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rayapp.config import RunConfig
+from rayapp.config import Choice, RunConfig
 from rayapp.hardware import PRICE_DATE, Instance
 
 HOST_CPUS = 2  # left to the operating system and the agents of ECS or Kubernetes and CloudWatch
@@ -44,6 +44,8 @@ class Fleet:
     worker: Node
     min_nodes: int
     max_nodes: int
+    choice: Choice
+    """The type and how it is bought, as cluster.instance names it."""
 
 
 def node(instance: Instance, efa: bool, reserved_cpus: int = 0, reserved_mib: int = 0) -> Node:
@@ -108,7 +110,7 @@ def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
     most = math.ceil(config.cluster.max_workers / per_node)
     if config.cluster.max_workers * need["CPU"] > most * worker.cpus - 1:
         most += 1  # else the workers would take all CPUs and Ray Data would starve
-    return Fleet(worker, least, max(most, 1))
+    return Fleet(worker, least, max(most, 1), config.cluster.choices[0])
 
 
 # us-east-1 and us-west-2. Not included: data through a NAT gateway (0.045 USD per GB) or an
@@ -125,12 +127,15 @@ ENDPOINTS = {"ecs": 11, "kuberay": 12}  # the lists in infra/ecs/main.tf and inf
 
 def cost_line(platform: str, fleet: Fleet, head: Instance, region: str, market: str) -> str:
     """Return a line with the cost in USD per hour: with all workers, and idle (head only)."""
-    worker, price = fleet.worker.instance, fleet.worker.instance.usd_per_hour.get(region)
+    worker, price = fleet.worker.instance, fleet.choice.usd_per_hour
+    market = fleet.choice.market or market
     head_usd = head.usd_per_hour.get(region)
     fixed = NAT_USD_PER_HOUR + ENDPOINTS[platform] * ENDPOINT_USD_PER_HOUR
     fixed += EKS_USD_PER_HOUR if platform == "kuberay" else 0.0
     nodes = f"{fleet.max_nodes} x {worker.name}"
-    if market != "on-demand":
+    if price is None and market == "on-demand":
+        price = worker.usd_per_hour.get(region)
+    if price is None and market != "on-demand":
         return (
             f"cost: {nodes} ({market}: price not known here), {_idle(head, head_usd, fixed)}, "
             f"{region}, {PRICE_DATE}"
@@ -141,7 +146,7 @@ def cost_line(platform: str, fleet: Fleet, head: Instance, region: str, market: 
         )
     busy = "unknown" if head_usd is None else f"{fleet.max_nodes * price + head_usd + fixed:.2f}"
     return (
-        f"cost: {busy} USD/h with {nodes} ({price:g} each, on demand), "
+        f"cost: {busy} USD/h with {nodes} ({price:g} each, {market.replace('-', ' ')}), "
         f"{_idle(head, head_usd, fixed)}, {region}, {PRICE_DATE}"
     )
 

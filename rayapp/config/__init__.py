@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 from rayapp.config import reading
+from rayapp.config.choices import INSTANCE_LABEL, MARKET_LABEL, Choice, Place
 from rayapp.config.language import Config, Data, LanguageEval, Model, Parallel, Train
 from rayapp.config.lora import Lora
 from rayapp.config.reading import ConfigError, Described, combined_problems, differences
@@ -30,8 +31,11 @@ from rayapp.config.vision import (
 )
 
 __all__ = [
+    "INSTANCE_LABEL",
     "KINDS",
+    "MARKET_LABEL",
     "Checkpoint",
+    "Choice",
     "Cluster",
     "Config",
     "ConfigError",
@@ -46,6 +50,7 @@ __all__ = [
     "Model",
     "Origin",
     "Parallel",
+    "Place",
     "RandAugment",
     "Run",
     "RunConfig",

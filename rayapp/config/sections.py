@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from json import dumps
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import yaml
 from pydantic import BeforeValidator, Field, field_validator
 
+from rayapp.config.choices import Choice, Instances
 from rayapp.config.fields import (
     NAME_PATTERN,
     Codes,
@@ -71,8 +72,10 @@ class Cluster(Section):
     """Training workers: `4`, or `2:8` for elastic."""
     gpu: Gpu = "auto"
     """One GPU per worker; auto: if the cluster has any."""
-    instance: OptionalStr = None
-    """EC2 instance type, e.g. p5.48xlarge, for plans, costs and rendered clusters."""
+    instance: Instances = None
+    """EC2 instance type, e.g. p5.48xlarge, for plans, costs and rendered clusters; or a list in
+    order of preference, e.g. `[p5.48xlarge, p4d.24xlarge:spot@9.5]`: how each is bought, and the
+    USD per hour of one where that is not the list price on demand."""
     usd_per_hour: OptionalFloat = Field(default=None, gt=0)
     """Price of one instance, e.g. of spot; none takes the list price on demand."""
     ignore_plan: bool = False
@@ -105,6 +108,12 @@ class Cluster(Section):
     def max_workers(self) -> int:
         """Most workers that may train."""
         return int(self.workers.split(":")[-1])
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What `instance` names, in order of preference."""
+        named = self.instance or ()
+        return tuple(map(Choice.parse, (named,) if isinstance(named, str) else named))
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,24 @@ class RunConfig(Section):
                 f"cluster.workers={cluster.workers} is not a range: it must be N or MIN:MAX with "
                 "1 <= MIN <= MAX. Set e.g. cluster.workers=2 or cluster.workers=2:8",
             )
+        if cluster.usd_per_hour is not None and len(cluster.choices) > 1:
+            yield (
+                ("cluster.usd_per_hour", "cluster.instance"),
+                f"cluster.usd_per_hour={cluster.usd_per_hour:g} is ambiguous: "
+                f"cluster.instance is a list. Set each price there, e.g. "
+                f"{cluster.choices[0].instance}@{cluster.usd_per_hour:g}",
+            )
+
+    def alternatives(self) -> tuple[Self, ...]:
+        """Return a config for each of cluster.instance's choices, in order; itself for none."""
+        named = self.cluster.instance
+        each = named if isinstance(named, tuple) else (named,)
+        return tuple(self.on(text) for text in each)
+
+    def on(self, instance: str | None) -> Self:
+        """Return the config with this one choice as cluster.instance."""
+        cluster = self.cluster.model_copy(update={"instance": instance})
+        return self.model_copy(update={"cluster": cluster})
 
     @property
     def origin(self) -> Origin | None:

@@ -6,7 +6,9 @@ budget.check()                           # asks the run to stop once a budget is
 
 from __future__ import annotations
 
-from rayapp.config import ConfigError, Run, RunConfig
+from collections.abc import Sequence
+
+from rayapp.config import ConfigError, Place, Run, RunConfig
 from rayapp.driver.stop import Stop
 from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.events import Journal, machines
@@ -14,11 +16,29 @@ from rayapp.observe.events import Journal, machines
 
 def budget_problems(config: RunConfig) -> list[str]:
     """Return why the cost of a run with `run.max_usd` would not be known."""
-    if config.run.max_usd is None or machines(config, 1)["usd_per_hour"] is not None:
+    each = config.alternatives()
+    if config.run.max_usd is None or all(machines(one, 1)["usd_per_hour"] for one in each):
         return []
+    what = "Set cluster.instance, and cluster.usd_per_hour for one without a list price"
+    if len(each) > 1:
+        what = "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5"
     return [
         f"run.max_usd={config.run.max_usd:g} is impossible: the price of the machines is not "
-        "known. Set cluster.instance, and cluster.usd_per_hour for one without a list price"
+        f"known. {what}"
+    ]
+
+
+def unknown_nodes(config: RunConfig, places: Sequence[Place]) -> list[str]:
+    """Return why the cost is not known on a cluster with nodes of these places."""
+    least = config.cluster.min_workers
+    if config.run.max_usd is None or len(config.cluster.choices) < 2:
+        return []
+    if machines(config, least, places)["usd_per_hour"] is not None:
+        return []
+    return [
+        f"run.max_usd={config.run.max_usd:g} is impossible: no nodes for {least} workers say which "
+        "of cluster.instance they are. Set the one that they are, or render the cluster from this "
+        "config"
     ]
 
 

@@ -19,9 +19,9 @@ from rich.console import Console
 
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
-from rayapp.driver import display
+from rayapp.driver import display, placement
 from rayapp.driver.activity import Heartbeat
-from rayapp.driver.budget import Budget
+from rayapp.driver.budget import Budget, unknown_nodes
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
@@ -134,10 +134,12 @@ def _run(
             phases.end("ray")
             phases.begin("checking the run's folder")
             gpus = uses_gpus(ready.config)
+            if wrong := unknown_nodes(ready.config, placement.places()):
+                raise ConfigError(wrong)
             ready = kind.settle(ready, gpus)
             same_run(run, ready.config)
             check_resumable(run)
-            journal = Journal(run)
+            journal = Journal(run, placement.places)
             journal.passed = heartbeat.passed
             command = Command(
                 run,

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from rayapp.config import RunConfig
+from rayapp.config import INSTANCE_LABEL, MARKET_LABEL, Described, Place, RunConfig
 from rayapp.driver.ray_session import uses_gpus
 
 POLL_S = 1.0
@@ -72,6 +72,29 @@ def answers(node: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     return True
+
+
+def places() -> list[Place]:
+    """Return the instance type and market of each node that is up, by its labels, if it has them.
+
+    The nodes of a cluster that is rendered for a list of instance types have them.
+    """
+    import ray
+
+    labels = [node.get("Labels", {}) for node in ray.nodes() if node["Alive"]]
+    return [(each[INSTANCE_LABEL], each[MARKET_LABEL]) for each in labels if INSTANCE_LABEL in each]
+
+
+def on_what_is_there(config: Described) -> Described:
+    """Return the config with the first of cluster.instance's list that is up, for a plan of it.
+
+    It stays as it is where none is up, or where it names no list.
+    """
+    if len(config.cluster.choices) < 2:
+        return config
+    there = places()
+    both = zip(config.cluster.choices, config.alternatives(), strict=True)
+    return next((each for choice, each in both if choice.place in there), config)
 
 
 def is_elastic(config: RunConfig) -> bool:

@@ -126,9 +126,13 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
 
 
 def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
-    """Return a problem if the run does not fit cluster.instance; None with cluster.ignore_plan."""
+    """Return a problem if the run does not fit cluster.instance; None with cluster.ignore_plan.
+
+    It must fit each instance type of a list.
+    """
     shape = _shape(base, config, tokenizer)
-    problem = planner.size_problem(forecast(config, shape))
+    found = (planner.size_problem(forecast(each, shape)) for each in config.alternatives())
+    problem = next(filter(None, found), None)
     return None if config.cluster.ignore_plan else problem
 
 

@@ -104,7 +104,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _question(config: Config, shape: Any, machine: dict[str, Any]) -> planner.Question:
-    plan = forecast(config, shape, **machine)
+    plan = forecast(placement.on_what_is_there(config), shape, **machine)
     if plan is None:
         raise ConfigError(
             [

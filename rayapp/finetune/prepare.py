@@ -19,6 +19,7 @@ from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Windows
+from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import growth, micro_batch, preview, show, sources
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
@@ -56,7 +57,8 @@ def prepare(
     order = order_of(config, prepared, growth.stages_of(ready.run, prepared, config.rows_per_step))
     growth.check_order(ready.run, prepared, order)
     parameters, trainable = count_parameters(shape, config.model.lora)
-    planned = forecast(config, shape, order.num_steps, on_cpu=not gpus)
+    there = on_what_is_there(config)
+    planned = forecast(there, shape, order.num_steps, on_cpu=not gpus)
     vocabulary = shape.get_text_config().vocab_size
     settled = replace(ready, config=config)
     plan = plan_of(settled, prepared, order, parameters, tokenizer_url, vocabulary)

@@ -8,13 +8,13 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from rayapp import hardware
-from rayapp.config import RunConfig
+from rayapp.config import Place, RunConfig
 from rayapp.observe.activity import WAITING_FOR_ROOM, Activity
 from rayapp.observe.columns import Follower
 from rayapp.observe.ending import Ending
@@ -40,8 +40,9 @@ logger = logging.getLogger("rayapp.driver")
 class Journal:
     """The events of a run, and the steps that the driver has last seen in metrics.jsonl."""
 
-    def __init__(self, run: Storage) -> None:
-        self.run, self.events = run, read_events(run)
+    def __init__(self, run: Storage, nodes: Callable[[], list[Place]] = list) -> None:
+        """`nodes` returns the place of each node that is up and says what it is."""
+        self.run, self.events, self._nodes = run, read_events(run), nodes
         self._lines = Follower(run, ("step", "attempt", "step_s", "time"))
         self._lines.poll()
         self._followed = self._attempt()
@@ -79,7 +80,7 @@ class Journal:
                 **origin(),
                 "seen_until": seen_until,
                 **({"init_from": str(config.origin)} if config.origin else {}),
-                **machines(config, config.cluster.min_workers),
+                **machines(config, config.cluster.min_workers, self._nodes()),
             },
             began,
         )
@@ -101,7 +102,7 @@ class Journal:
 
     def attempt(self, config: RunConfig, workers: int) -> None:
         """Record that an attempt begins with so many workers."""
-        self.add(WORKERS, {"workers": workers, **machines(config, workers)})
+        self.add(WORKERS, {"workers": workers, **machines(config, workers, self._nodes())})
 
     def saw(self, line: MetricsLine) -> None:
         """Take the last line of metrics.jsonl; record an event if it is the first of an attempt."""
@@ -174,22 +175,49 @@ class Journal:
             logger.warning("events are not stored yet: %s", error)
 
 
-def machines(config: RunConfig, workers: int) -> EventFields:
+def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> EventFields:
     """Return the number of machines that the workers need, their instance type and cost, if known.
 
-    The price is the config's, else the on-demand list price in AWS_REGION.
+    The price is the config's, else the on-demand list price in AWS_REGION. Where
+    `cluster.instance` is a list, the machines are the first of `places`, in the order of the list.
     """
+    if len(config.cluster.choices) > 1:
+        return _machines_of_a_list(config, workers, places)
     one = named_instance(config)
     if one is None:
         return {"nodes": None, "instance": None, "usd_per_hour": None}
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    price = price_of(config, one, region or hardware.DEFAULT_REGION)
+    price = price_of(config, one, _region())
     nodes = nodes_of(one, workers)
     return {
         "nodes": nodes,
         "instance": one.name,
         "usd_per_hour": None if price is None else nodes * price,
     }
+
+
+def _machines_of_a_list(config: RunConfig, workers: int, places: Sequence[Place]) -> EventFields:
+    """Return what `machines` does; all is None if nodes of the list are too few."""
+    names, prices, left = list[str](), list[float | None](), workers
+    for choice, each in zip(config.cluster.choices, config.alternatives(), strict=True):
+        one = named_instance(each)
+        assert one is not None
+        nodes = min(list(places).count(choice.place), nodes_of(one, left)) if left > 0 else 0
+        prices += [price_of(each, one, _region())] * nodes
+        names += [str(each.cluster.instance)] if nodes else []
+        left -= nodes * one.gpus if one.gpus else nodes * workers
+    if left > 0:
+        return {"nodes": None, "instance": None, "usd_per_hour": None}
+    known = [price for price in prices if price is not None]
+    return {
+        "nodes": len(prices),
+        "instance": ", ".join(names),
+        "usd_per_hour": sum(known) if len(known) == len(prices) else None,
+    }
+
+
+def _region() -> str:
+    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return named or hardware.DEFAULT_REGION
 
 
 def submission_id() -> str | None:

@@ -13,23 +13,25 @@ from rayapp.hardware import Instance, UnknownInstance
 
 
 def named_instance(config: RunConfig, problems: list[str] | None = None) -> Instance | None:
-    """Return the instance that `cluster.instance` names; None if it names none.
+    """Return the instance that `cluster.instance` names, the first of a list; None for none.
 
     An instance that is not in the table is appended to `problems` and gives None; without
     `problems` it raises.
 
     Raises:
-        ConfigError: it is not in the table.
+        ConfigError: one is not in the table.
     """
-    if config.cluster.instance is None:
-        return None
-    try:
-        return hardware.instance(config.cluster.instance)
-    except UnknownInstance as error:
-        if problems is None:
-            raise ConfigError([str(error)]) from None
-        problems.append(str(error))
-        return None
+    found, unknown = list[Instance](), list[str]()
+    for choice in config.cluster.choices:
+        try:
+            found.append(hardware.instance(choice.instance))
+        except UnknownInstance as error:
+            unknown.append(str(error))
+    if unknown and problems is None:
+        raise ConfigError(unknown)
+    if problems is not None:
+        problems += unknown
+    return found[0] if found and not unknown else None
 
 
 def nodes_of(instance: Instance | None, workers: int) -> int:
@@ -48,10 +50,14 @@ def price_of(
 ) -> float | None:
     """Return USD per hour of one instance: the argument, else the config, else the price list.
 
-    None if none of them has a price.
+    Of a list in the config its first choice counts. None if none of them has a price; the price
+    list has none of spot.
     """
+    choice = config.cluster.choices[0] if config.cluster.choices else None
     price = usd_per_hour or config.cluster.usd_per_hour
-    if price is None and instance is not None:
+    if price is None and choice is not None:
+        price = choice.usd_per_hour
+    if price is None and instance is not None and (choice is None or choice.market != "spot"):
         price = instance.usd_per_hour.get(region)
     return price
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.table import Table
 
@@ -26,8 +28,14 @@ def show(
     others: list[Suggestion],
     table: list[Answer],
     best: Answer | None,
+    choices: Mapping[str, Answer],
 ) -> None:
-    """Print memory, time, cost, suggestions, scaling, cheapest machines, and notes."""
+    """Print memory, time, cost, suggestions, scaling, cheapest machines, and notes.
+
+    `choices` are the plans of cluster.instance's list, printed where there are several.
+    """
+    if len(choices) > 1:
+        _choices(console, choices)
     _headline(console, plan)
     _memory(console, plan)
     if plan.step is not None:
@@ -200,6 +208,28 @@ def _suggestions(console: Console, plan: Answer, others: list[Suggestion]) -> No
         )
     console.print()
     console.print(table)
+
+
+def _choices(console: Console, choices: Mapping[str, Answer]) -> None:
+    table = Table(
+        *("cluster.instance", "nodes", "fits", "GiB", "hours", "USD/h", "USD"),
+        title="in order of preference",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name, plan in choices.items():
+        price = plan.question.usd_per_hour
+        table.add_row(
+            name,
+            str(plan.question.nodes),
+            {True: "yes", False: "no", None: "perhaps"}[plan.fits],
+            f"{plan.peak_gib.value:.1f}",
+            "n/a" if plan.hours is None else f"{plan.hours.value:,.3g}",
+            "n/a" if price is None else f"{plan.question.nodes * price:,.4g}",
+            "n/a" if plan.cost_usd is None else f"{plan.cost_usd.value:,.0f}",
+        )
+    console.print(table)
+    console.print()
 
 
 def _scaling(console: Console, answers: list[Answer]) -> None:

@@ -13,6 +13,7 @@ from rayapp.observe.run_folder import CONFIG
 from rayapp.observe.words import UNKNOWN
 from rayapp.report.comparison import started
 from rayapp.report.folder import ReportedRun
+from rayapp.report.tables import instance_of
 
 
 def environment(run: ReportedRun) -> list[tuple[str, str]]:
@@ -22,7 +23,6 @@ def environment(run: ReportedRun) -> list[tuple[str, str]]:
     last: EventFields = next(
         (e for e in reversed(run.events) if e["event"] == WORKERS), cast(EventFields, {})
     )
-    machines = run.config.get("cluster", {}).get("instance") or last.get("instance")
     attempts = int(run.last("attempt") or 0)
     rate = run.account.usd_per_hour if run.account else None
     command = started(run).get("command")
@@ -30,7 +30,7 @@ def environment(run: ReportedRun) -> list[tuple[str, str]]:
     rows = [
         ("folder", run.url),
         *((name, text) for name, text in run.versions.items()),
-        ("instance", str(machines or UNKNOWN)),
+        ("instance", instance_of(run) or UNKNOWN),
         ("nodes", words.number(last.get("nodes"), 12)),
         ("workers", words.number(run.last("workers"), 12)),
         ("attempts", words.number(attempts or None, 12)),

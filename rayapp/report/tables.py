@@ -11,6 +11,7 @@ from rayapp.config.fields import IMAGES
 from rayapp.config.lora import method
 from rayapp.data.report import DataReport
 from rayapp.observe import words
+from rayapp.observe.goodput import WORKERS
 from rayapp.observe.records import band_of
 from rayapp.observe.run_folder import DONE
 from rayapp.observe.words import UNKNOWN
@@ -109,12 +110,19 @@ def _usd_per_1m(run: ReportedRun) -> str:
     return f"{price} per 1M {run.unit.many}"
 
 
+def instance_of(run: ReportedRun) -> str | None:
+    """Return the instance type of a run's machines: of a list, what the last attempt was on."""
+    named = run.config.get("cluster", {}).get("instance")
+    last = [event.get("instance") for event in run.events if event["event"] == WORKERS]
+    known = (named if isinstance(named, str) else None) or (last[-1] if last else None)
+    return known or (", ".join(named) if named else None)
+
+
 def subtitle(run: ReportedRun) -> str:
     """Return model, data, workers, instance and precision in one line."""
     model, data = run.config.get("model", {}), run.config.get("data", {})
     parameters, lora = run.plan.get("parameters"), model.get("lora")
     workers = run.last("workers")
-    instance = run.config.get("cluster", {}).get("instance")
     parts = [
         str(model.get("path", "")),
         f"{words.amount(parameters)} parameters" if parameters else "",
@@ -123,7 +131,7 @@ def subtitle(run: ReportedRun) -> str:
         f"on {data['path']}" if "path" in data and not data.get("mixture") else "",
         f"on a mixture of {len(data['mixture'])}" if data.get("mixture") else "",
         f"{workers:.0f} worker{'s' if workers > 1 else ''}" if workers else "",
-        str(instance) if instance else "",
+        instance_of(run) or "",
         run.config.get("train", {}).get("precision", ""),
     ]
     return " · ".join(part for part in parts if part)

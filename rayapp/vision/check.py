@@ -67,7 +67,8 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Che
     fields = {"format": source.format}
     config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
     shape, _ = shape_of_classifier(config.model.path, config.model.overrides, ())
-    problem = planner.size_problem(forecast(config, shape))
+    found = (planner.size_problem(forecast(each, shape)) for each in config.alternatives())
+    problem = next(filter(None, found), None)
     if problem and not config.cluster.ignore_plan:
         raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name

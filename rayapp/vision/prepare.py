@@ -10,6 +10,7 @@ from rayapp.config import ConfigError, VisionConfig
 from rayapp.data import images as data_images
 from rayapp.data.images import ImageRecipe, Images
 from rayapp.data.sources import SourceError
+from rayapp.driver.placement import on_what_is_there
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
 from rayapp.observe.activity import Phases
@@ -41,7 +42,8 @@ def prepare(
     parameters = num_parameters(classifier)
     run.write(CONFIG, config.to_yaml().encode())
     counted = {"steps": order.num_steps, "images": images.counts["train"]}
-    planned = forecast(config, shape, len(images.classes), on_cpu=not gpus, **counted)
+    there = on_what_is_there(config)
+    planned = forecast(there, shape, len(images.classes), on_cpu=not gpus, **counted)
     values = planned.as_dict() if planned else {}
     plan = values | plan_of(config, images, order, parameters)
     run.write(PLAN, json.dumps(plan, indent=1).encode())

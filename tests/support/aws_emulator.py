@@ -24,7 +24,8 @@ os.environ.setdefault("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 import moto.eks.urls as eks_urls
 from moto.applicationautoscaling.responses import ApplicationAutoScalingResponse
-from moto.autoscaling.models import FakeScalingPolicy
+from moto.autoscaling.models import FakeScalingPolicy, autoscaling_backends
+from moto.autoscaling.responses import AutoScalingResponse
 from moto.budgets.responses import BudgetsResponse
 from moto.core.responses import ActionResult, EmptyResult
 from moto.core.utils import utcnow
@@ -42,6 +43,7 @@ from moto.fsx.responses import FSxResponse
 from moto.iam.access_control import IAMPolicyStatement, IAMRequestBase, PermissionResult
 from moto.s3.responses import ACTION_MAP, S3Response
 from moto.server import main
+from moto.ssm.models import ssm_backends
 from moto.ssm.responses import SimpleSystemManagerResponse
 
 Handler = Callable[[Any], Any]
@@ -190,6 +192,73 @@ def _budget_tags(self: Any) -> str:
 
 
 BudgetsResponse.list_tags_for_resource = _budget_tags
+
+
+# --- ECS and Auto Scaling: hosts that EC2 has, and those that it has not ---------------------
+
+
+WITHOUT = "/emulator/without"
+"""The parameter with the instance types that EC2 refuses, with commas, which a test sets; `?TYPE`
+starts no host either, and does not say why."""
+NO_ROOM = (
+    "We currently do not have sufficient {type} capacity in the Availability Zone you requested "
+    "({zone}). Launching EC2 instance failed."
+)
+
+
+@fill(EC2ContainerServiceResponse, "update_service")
+def _with_its_hosts(original: Any, self: Any) -> Any:
+    """Scale the group of a service's capacity provider, as ECS's managed scaling does.
+
+    Without hosts its tasks do not run.
+    """
+    answer = original(self)
+    cluster, service = self._get_param("cluster"), self._get_param("service")
+    groups = autoscaling_backends[self.current_account][self.region].autoscaling_groups
+    group, wanted = groups.get(f"{cluster}-{service}"), self._get_param("desiredCount")
+    if group is None or wanted is None:
+        return answer
+    kinds = _without(self)
+    if wanted and {group.instance_type, f"?{group.instance_type}"} & kinds:
+        if group.instance_type in kinds:
+            _tell(group, wanted, "Failed")
+        group.desired_capacity = wanted  # it goes on trying
+        self.ecs_backend._get_service(cluster, service).running_count = 0
+    elif wanted > len(group.instance_states):
+        group.set_desired_capacity(wanted)
+        _tell(group, wanted, "Successful")
+        for state in group.instance_states:
+            state.protected_from_scale_in = True
+    return answer
+
+
+def _without(self: Any) -> set[str]:
+    parameter = ssm_backends[self.current_account][self.region].get_parameter(WITHOUT)
+    return set(parameter.value.split(",")) if parameter else set()
+
+
+def _tell(group: Any, wanted: int, code: str) -> None:
+    """Add an activity."""
+    ec2 = group.autoscaling_backend.ec2_backend
+    zone = ec2.get_subnet(group.vpc_zone_identifier).availability_zone
+    told = {
+        "ActivityId": secrets.token_hex(8),
+        "AutoScalingGroupName": group.name,
+        "Cause": f"increasing the capacity from 0 to {wanted}.",
+        "StartTime": utcnow(),
+        "StatusCode": code,
+    }
+    if code == "Failed":
+        told["StatusMessage"] = NO_ROOM.format(type=group.instance_type, zone=zone)
+    store(group.autoscaling_backend, "activities").setdefault(group.name, []).insert(0, told)
+
+
+@fill(AutoScalingResponse, "describe_scaling_activities")
+def _activities(original: Any, self: Any) -> Any:
+    told = store(self.autoscaling_backend, "activities").get(
+        self._get_param("AutoScalingGroupName"), []
+    )
+    return ActionResult({"Activities": told[: self._get_param("MaxRecords", 100)]})
 
 
 # --- ECS: fields of a service -----------------------------------------------------------------

@@ -42,12 +42,14 @@ class Node:
         ip: str = "127.0.0.1",
         inside: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
+        more: Sequence[str] = (),
     ) -> None:
-        """Start it; `inside` is a command that runs another in a namespace of its own."""
+        """Start it; `inside` is a command that runs another in a namespace of its own, `more` are
+        words for `ray start`."""
         self.temporary = head.temporary if head else tempfile.mkdtemp()
         self.address = head.address if head else f"{ip}:{free_port()}"
         command = [*inside, str(RAY), "start", "--block", "--disable-usage-stats"]
-        command += [f"--num-cpus={cpus}"]
+        command += [f"--num-cpus={cpus}", *more]
         command += [f"--resources={json.dumps({'seat': seats})}"]
         command += ["--object-store-memory=150000000", f"--node-ip-address={ip}"]
         command += [f"--dashboard-agent-listen-port={free_port()}"]

@@ -12,7 +12,9 @@ data "aws_region" "this" {}
 locals {
   zone = coalesce(var.zone, data.aws_availability_zones.this.names[0])
   # EKS wants its API server's interfaces in two zones; nodes are only ever in the first.
-  second_zone = [for zone in data.aws_availability_zones.this.names : zone if zone != local.zone][0]
+  second_zone = local.other_zones[0]
+  other_zones = [for zone in data.aws_availability_zones.this.names : zone if zone != local.zone]
+  more_zones  = slice(local.other_zones, 0, min(var.zones - 1, length(local.other_zones)))
 }
 
 resource "aws_vpc" "this" {
@@ -32,6 +34,21 @@ resource "aws_subnet" "private" {
   availability_zone = local.zone
   cidr_block        = cidrsubnet(var.cidr, 2, 1)
   tags              = { Name = "${var.name}-private" }
+}
+
+# Where workers may be instead, all of one run together: a zone may lack an instance type for hours.
+resource "aws_subnet" "more" {
+  for_each          = toset(local.more_zones)
+  vpc_id            = aws_vpc.this.id
+  availability_zone = each.key
+  cidr_block        = cidrsubnet(var.cidr, 2, 2 + index(local.more_zones, each.key))
+  tags              = { Name = "${var.name}-private-${each.key}" }
+}
+
+resource "aws_route_table_association" "more" {
+  for_each       = aws_subnet.more
+  subnet_id      = each.value.id
+  route_table_id = aws_route_table.private.id
 }
 
 resource "aws_subnet" "second" {

@@ -8,6 +8,11 @@ output "subnet_id" {
   value       = aws_subnet.private.id
 }
 
+output "subnet_ids" {
+  description = "Private subnet for nodes in each zone."
+  value       = merge({ (local.zone) = aws_subnet.private.id }, { for zone, subnet in aws_subnet.more : zone => subnet.id })
+}
+
 output "second_subnet_ids" {
   description = "Private subnet in a second zone, if asked for."
   value       = aws_subnet.second[*].id

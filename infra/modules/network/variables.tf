@@ -18,6 +18,12 @@ variable "zone" {
   default     = null
 }
 
+variable "zones" {
+  description = "Zones in which there is a subnet for nodes, 1 to 3, as far as the region has them."
+  type        = number
+  default     = 1
+}
+
 variable "second_zone" {
   description = "Whether to have a small subnet in a second zone, as the EKS control plane wants."
   type        = bool

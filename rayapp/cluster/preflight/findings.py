@@ -33,13 +33,14 @@ class Finding:
 
 
 def requirements_of(config: RunConfig, min_gbit_per_s: float | None = None) -> Requirements:
-    """Return what the cluster of a config must reach.
+    """Return what the cluster of a config must reach; of a list of types no one is required.
 
     Raises:
         ConfigError: cluster.instance is not in the table.
     """
     gpus = {"true": True, "false": False}.get(config.cluster.gpu)
-    return Requirements(named_instance(config), min_gbit_per_s, gpus)
+    one, several = named_instance(config), len(config.cluster.choices) > 1
+    return Requirements(None if several else one, min_gbit_per_s, gpus)
 
 
 def size(count: float) -> str:
