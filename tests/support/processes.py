@@ -23,13 +23,13 @@ PRELOADED += ["frozen_heap"]  # the last
 
 def spawn(function: Callable[..., None], world: int, rendezvous: str, *args: Any) -> None:
     """Call function(rank, world, *args) in `world` new processes that meet at a fresh file."""
-    _ensure_server()
+    ensure_server()
     # The server has the environment of when it was started.
     arguments = (world, f"file://{rendezvous}", dict(os.environ), function, *args)
     mp.start_processes(_enter, arguments, nprocs=world, start_method="forkserver")
 
 
-def _ensure_server() -> None:
+def ensure_server() -> None:
     """Start the server that imports PRELOADED, of which some are in this folder."""
     before, here = os.environ.get("PYTHONPATH"), str(Path(__file__).parent)
     multiprocessing.set_forkserver_preload(PRELOADED)
