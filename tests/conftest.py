@@ -44,6 +44,7 @@ APART = (
     "test_drills.py",
     "test_drills_nodes.py",
     "test_examples.py",
+    "test_ray_job.py",
     "test_reference.py",
     "test_vision_drills.py",
 )

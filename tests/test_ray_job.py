@@ -24,14 +24,14 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
 
-@pytest.fixture(scope="module")
-def cluster(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+@pytest.fixture
+def cluster(
+    s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, str]]:
     """Start a cluster that knows the S3 server by ~/.aws/config alone."""
-    folder = tmp_path_factory.mktemp("cluster")
-    with pytest.MonkeyPatch.context() as variables:
-        endpoint_in_config(s3_server, folder, variables)
-        with nodes.with_jobs(folder, cpus=4) as environment:
-            yield environment
+    endpoint_in_config(s3_server, tmp_path, monkeypatch)
+    with nodes.with_jobs(tmp_path, cpus=4) as environment:
+        yield environment
 
 
 @pytest.mark.full
