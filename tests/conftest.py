@@ -44,7 +44,6 @@ APART = (
     "test_drills.py",
     "test_drills_nodes.py",
     "test_examples.py",
-    "test_finetune.py",
     "test_ray_job.py",
     "test_reference.py",
     "test_vision_drills.py",
@@ -56,7 +55,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
     A test ends after 5 minutes (pyproject.toml); those that `make test` leaves out may take more.
     """
-    if item.path.name not in APART:
+    if item.path.name not in APART and item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(item.path.name))
     if any(item.get_closest_marker(name) for name in ("full", "drill", "image")):
         item.add_marker(pytest.mark.timeout(1800))

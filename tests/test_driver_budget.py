@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from patience import PATIENCE_S
 
 from rayapp.config import Config, ConfigError, differences, load
 from rayapp.driver.budget import Budget, budget_problems, unknown_nodes
@@ -23,7 +19,6 @@ from rayapp.observe.events import Journal
 from rayapp.observe.goodput import ENDED, STARTED, WORKERS
 from rayapp.observe.run_folder import EVENTS, STOP
 from rayapp.storage import Storage, open_storage
-from rayapp.train.checkpoint.marker import steps_done
 
 
 @pytest.fixture
@@ -122,51 +117,3 @@ def test_a_cost_that_was_never_known_is_refused(run: Storage) -> None:
     with pytest.raises(ConfigError, match="an earlier command of this run had no price"):
         Budget(config.run, Journal(run), Stop(run))
     Budget(load(None, {"run.max_hours": 5}).run, Journal(run), Stop(run)).check()
-
-
-@pytest.mark.full
-def test_a_run_saves_when_its_money_is_spent_and_goes_on_with_more(tmp_path: Path) -> None:
-    """At 1 USD a second: it ends between two checkpoints, twice, and the second is farther."""
-    settings = {
-        "run.name": "spent",
-        "run.storage": str(tmp_path / "runs"),
-        "model.tokenizer": "bytes",
-        "model.overrides": "{num_hidden_layers: 1, hidden_size: 64, intermediate_size: 128}",
-        "data.path": "stdlib",
-        "data.seq_len": 128,
-        "train.tokens_per_step": 4096,
-        "train.micro_batch": 8,
-        "train.max_steps": 100_000,
-        "checkpoint.every_steps": 90_000,
-        "checkpoint.every_s": "none",
-        "cluster.workers": "1",
-        "cluster.address": "local",
-        "cluster.instance": "g5.12xlarge",
-        "cluster.ignore_plan": "true",
-        "cluster.usd_per_hour": 3600,
-    }
-    run = open_storage(str(tmp_path / "runs" / "spent"))
-
-    def spend(usd: float) -> tuple[dict[str, Any], str]:
-        options = [f"--{name}={value}" for name, value in settings.items()]
-        command = [sys.executable, "-m", "rayapp.finetune", *options, f"--run.max_usd={usd:g}"]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=os.environ,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        assert done.returncode == 3, done.stdout[-3000:] + done.stderr[-3000:]
-        return json.loads(run.read("result.json")), " ".join(done.stdout.split())
-
-    result, told = spend(120.0)
-    assert result["status"] == "stopped" and 0 < result["steps"] < 90_000
-    assert "run.max_usd=120 is reached" in result["reason"] and result["reason"] in told
-    assert steps_done(run) == result["steps"]  # nothing is lost
-    assert result["cost_usd"] >= 120.0
-    again, told = spend(result["cost_usd"] + 120.0)
-    assert again["steps"] > result["steps"]
-    assert steps_done(run) == again["steps"] and again["lost_steps"] == 0
-    assert "the run has taken" in told

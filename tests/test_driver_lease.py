@@ -36,6 +36,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lease, name, seconds)
 
 
+def wait_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take over after half a second, where nobody lives who would have to renew within it."""
+    monkeypatch.setattr(lease, "LEASE_TAKEN_S", 0.5)
+
+
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be another machine from now on."""
     monkeypatch.setattr(lease, "_machine", lambda: ["elsewhere", "", ""])
@@ -116,6 +121,7 @@ def test_of_two_that_wait_one_takes_the_lease(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other, which was a moment later, sees that it is alive."""
+    wait_briefly(monkeypatch)
     replace = type(run).replace_if
     gone = {"host": "gone", "pid": 1, "process": "1", "machine": ["gone", "", ""]}
     run.write(lease.LEASE, json.dumps(gone).encode())
@@ -255,7 +261,10 @@ def test_a_driver_without_its_lease_writes_nothing(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"pid": 1}'])
-def test_a_lease_that_is_not_readable_is_waited_for(run: Storage, content: bytes) -> None:
+def test_a_lease_that_is_not_readable_is_waited_for(
+    run: Storage, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_briefly(monkeypatch)
     run.write(lease.LEASE, content)
     began = time.monotonic()
     with lease.held(run) as mine:

@@ -90,6 +90,7 @@ def test_a_lease_that_a_full_disk_keeps_from_being_renewed_ends_the_run(
 ) -> None:
     """Its workers take steps all the same; with nobody to make room, a wait would have no end."""
     monkeypatch.setattr(leases, "LEASE_RENEWED_S", 0.1)
+    monkeypatch.setattr(leases, "POLL_S", 0.05)
     monkeypatch.setattr(leases, "LEASE_STOPPED_S", 1.0)
     monkeypatch.setattr(supervise, "POLL_S", 0.01)
     ended = threading.Event()
@@ -112,6 +113,7 @@ def test_the_reason_is_raised_where_nothing_can_be_written(
 ) -> None:
     """Somebody else has used up the room that was given back."""
     monkeypatch.setattr(leases, "LEASE_RENEWED_S", 0.1)
+    monkeypatch.setattr(leases, "POLL_S", 0.05)
     monkeypatch.setattr(leases, "LEASE_STOPPED_S", 0.5)
     monkeypatch.setattr(leases, "ROOM_S", 0.5)
     free = Reserve.free

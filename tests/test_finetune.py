@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -39,12 +40,15 @@ from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
 from rayapp.data.rows import step_rows
 from rayapp.driver import ray_workers, validation
+from rayapp.driver.budget import Budget
 from rayapp.driver.ray_session import connected, end_workers
 from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
 from rayapp.finetune.prepare import order_of
+from rayapp.observe import metrics
 from rayapp.observe.run_folder import PREPARED
 from rayapp.storage import open_storage
+from rayapp.train.checkpoint.marker import steps_done
 from rayapp.train.spec import LanguageSpec
 
 TEXT = "".join(
@@ -394,6 +398,45 @@ def test_a_stop_in_the_first_moments_ends_the_run(
 
 
 @pytest.mark.full
+def test_a_run_saves_when_its_money_is_spent_and_goes_on_with_more(
+    files: Path,
+    tmp_path: Path,
+    ray_here: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At 1 USD a second: it ends between two checkpoints, twice, and the second is farther."""
+    run = open_storage(str(tmp_path / "spent"))
+    check, steps = Budget.check, 0
+
+    def check_after_a_step(self: Budget) -> None:
+        line = metrics.last(run)
+        if line is not None and line["step"] > steps:  # the start may cost more than the budget
+            check(self)
+
+    monkeypatch.setattr(Budget, "check", check_after_a_step)
+    argv = ["--train.max_steps=100_000", "--checkpoint.every_steps=90_000"]
+    argv += ["--checkpoint.every_s=none", "--cluster.workers=1", "--cluster.instance=g5.12xlarge"]
+    argv += ["--cluster.ignore_plan=true", "--cluster.usd_per_hour=3600"]
+
+    def spend(usd: float) -> dict[str, Any]:
+        code = main(command(files, tmp_path, "spent", *argv, f"--run.max_usd={usd:g}"))
+        told = " ".join(capsys.readouterr().out.split())
+        result: dict[str, Any] = json.loads(run.read("result.json"))
+        assert (code, result["status"]) == (3, "stopped"), told
+        assert f"run.max_usd={usd:g} is reached: the run has taken" in result["reason"]
+        assert result["reason"] in told and result["cost_usd"] >= usd
+        assert steps_done(run) == result["steps"]  # nothing is lost
+        return result
+
+    result = spend(5.0)
+    steps = result["steps"]
+    assert 0 < steps < 90_000
+    again = spend(math.ceil(result["cost_usd"]) + 5.0)
+    assert steps < again["steps"] < 90_000 and again["lost_steps"] == 0
+
+
+@pytest.mark.full
 def test_workers_that_do_no_step_can_be_ended(ray_here: None, tmp_path: Path) -> None:
     import ray.train.torch
 
@@ -569,6 +612,7 @@ def test_few_bad_rows_are_counted_and_many_stop_the_run(
     assert "data.jsonl:901 is not JSON" in capsys.readouterr().err
 
 
+@pytest.mark.xdist_group("test_finetune.py: a command with a Ray of its own")
 def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_path: Path) -> None:
     """A real process that starts its own Ray: exit codes, files, a second call, another config."""
     argv = command(files, tmp_path, "cli", "--train.max_steps=3", "--eval.prompts=Line 1")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE_S
-from processes import PRELOADED
+from processes import ensure_server
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,8 +68,8 @@ SPAWN_S = 120.0  # after which a group of processes is taken to hang
 
 def spawn(folder: Path, world: int, function: Callable[..., None], *args: Any) -> list[int | None]:
     """Run `function(rank, world, *args)` in `world` processes; return their exit codes."""
-    context = torch.multiprocessing.get_context("forkserver")  # torch is imported once, not 9 times
-    context.set_forkserver_preload(PRELOADED)
+    ensure_server()  # torch is imported once, not 9 times
+    context = torch.multiprocessing.get_context("forkserver")
     init = f"file://{folder}/init-{len(list(folder.iterdir()))}"
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     processes = [

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.pool import Pool
 
+import pytest
 import torch
 
 from rayapp.train.memory_peaks import Peaks
 
 MIB = 2**18  # fp32 values
 SLACK_GIB = 24 / 1024
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Pool]:
+    """A process apart: the threads that other tests leave behind free memory meanwhile."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        yield pool
 
 
 def hold(mib: int) -> torch.Tensor:
@@ -40,10 +50,8 @@ def measured() -> tuple[dict[str, float], dict[str, float], list[float]]:
     return first, second, highest
 
 
-def test_each_phase_has_its_own_peak() -> None:
-    """In a process of its own: the threads that other tests leave behind free memory meanwhile."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        first, second, highest = pool.apply(measured)
+def test_each_phase_has_its_own_peak(process: Pool) -> None:
+    first, second, highest = process.apply(measured)
     base = first["optimizer"]
     assert abs(first["forward"] - base) < SLACK_GIB
     assert abs(first["backward"] - base - 200 / 1024) < SLACK_GIB
@@ -64,8 +72,7 @@ def measured_beside_shared_memory() -> tuple[float, float]:
     return taken["forward"], taken["backward"]
 
 
-def test_shared_memory_is_no_memory_of_the_process() -> None:
+def test_shared_memory_is_no_memory_of_the_process(process: Pool) -> None:
     """Ray's object store is mapped page by page, so that memory would seem to grow for ever."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        without, beside = pool.apply(measured_beside_shared_memory)
+    without, beside = process.apply(measured_beside_shared_memory)
     assert abs(beside - without) < SLACK_GIB

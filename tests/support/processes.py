@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +17,28 @@ import torch.multiprocessing as mp
 # What takes a process ten seconds to import is imported once, by the server that it is forked from.
 PRELOADED = ["pytest", "hypothesis.strategies", "transformers.models.auto", "peft"]
 PRELOADED += ["torch.distributed.fsdp", "rayapp.finetune.trainer", "rayapp.vision.trainer"]
+PRELOADED += ["rayapp.train.checkpoint.saver", "rayapp.finetune.prepare", "rayapp.vision.check"]
+PRELOADED += ["frozen_heap"]  # the last
 
 
 def spawn(function: Callable[..., None], world: int, rendezvous: str, *args: Any) -> None:
     """Call function(rank, world, *args) in `world` new processes that meet at a fresh file."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    ensure_server()
     # The server has the environment of when it was started.
     arguments = (world, f"file://{rendezvous}", dict(os.environ), function, *args)
     mp.start_processes(_enter, arguments, nprocs=world, start_method="forkserver")
+
+
+def ensure_server() -> None:
+    """Start the server that imports PRELOADED, of which some are in this folder."""
+    before, here = os.environ.get("PYTHONPATH"), str(Path(__file__).parent)
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, before]))
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        os.environ |= {} if before is None else {"PYTHONPATH": before}
 
 
 def _enter(
