@@ -420,7 +420,8 @@ def test_logs_outlive_the_cluster(
 ) -> None:
     """Of a run that was submitted, the cluster's while it knows the job; else the folder's."""
     direct, sent = folder_of(tmp_path / "a", BEGAN, LEFT), folder_of(tmp_path / "b", BEGAN, LEFT)
-    assert "was not submitted" in said(capsys, 1, "logs", direct.url)
+    no_log = said(capsys, 2, "logs", direct.url)
+    assert "has no log" in no_log and "submitted" not in no_log
     sent.write(
         "submission.json", b'{"address": "", "submission_id": "demo", "time": 1, "shipment": {}}'
     )
@@ -432,6 +433,8 @@ def test_logs_outlive_the_cluster(
             run.write(name_of(number), text.encode())
     newest = "attempt 2\n==== driver\nstep 1\n==== rank 1\nValueError: boom 2\n==== end\nfailed\n"
     assert said(capsys, 0, "logs", direct.url) == newest
+    followed = newest.partition("==== driver\n")[2]
+    assert said(capsys, 3, "logs", direct.url, "--follow") == followed
     assert said(capsys, 0, "logs", sent.url) == "logs of demo\n"
     assert said(capsys, 0, "logs", sent.url, "--attempt=2") == newest
     assert said(capsys, 0, "logs", sent.url, "--attempt=1", "--rank=1") == "ValueError: boom 1\n"
@@ -441,6 +444,7 @@ def test_logs_outlive_the_cluster(
     assert "--rank=-1 is not valid" in said(capsys, 2, "logs", sent.url, "--rank=-1")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     assert said(capsys, 0, "logs", sent.url) == newest
+    assert said(capsys, 3, "logs", sent.url, "--follow") == followed
 
 
 def test_a_folder_names_no_other_job(served: Dashboard, tmp_path: Path) -> None:

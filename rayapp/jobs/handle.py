@@ -205,9 +205,8 @@ class Job:
         return self._remote.logs(attempt, rank)
 
     def follow(self) -> Iterator[str]:
-        """Yield the driver's output until the job ends; reconnect when cut off."""
-        cluster, info = self._remote.or_fail()
-        return cluster.follow(info.submission_id)
+        """Yield the driver's output until the run ends, from the cluster or the run's folder."""
+        return self._remote.follow(lambda: self.status() in EXIT_CODES)
 
     def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
         """Ask the run to save and exit, wait up to `wait_s` seconds, then have Ray end its job.
