@@ -41,6 +41,7 @@ from rayapp.jobs import JobError, page, terminal
 from rayapp.jobs.find import runs
 from rayapp.jobs.handle import CURVES, Job, submit
 from rayapp.jobs.widget import Widget
+from rayapp.observe.activity import TRAINING, Activity
 from rayapp.observe.attempt_logs import name_of, render
 from rayapp.observe.columns import ACCOUNTED, Columns
 from rayapp.observe.goodput import account
@@ -764,7 +765,7 @@ def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
     found = Words(text)
     assert not {"script", "b>name", "iframe", "img", "link"} & set(found.tags)
     assert "".join(found.words).count(hostile) == 2 and "<b>name" in found.words
-    for expected in ("8 / 10", "1,234", "1.50 GiB", "1:06:40", "1.00 USD of 41.00", "n/a"):
+    for expected in ("8 / 10", "1,234", "1.50 GiB", "1:06:40", "1.00 USD of 41.00"):
         assert expected in found.words, expected
     assert found.tags.count("svg") == 3
     assert "http" not in text
@@ -772,11 +773,23 @@ def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
 
 @pytest.mark.parametrize("lines", [[], [line(1)], [line(1, loss=None), line(2, loss=None)]])
 def test_what_is_not_known_is_said_to_be(lines: list[dict[str, Any]]) -> None:
-    assert "n/a" in page.render("x", "running", moment(lines), steps_of(lines))
+    """In a notebook it is left out."""
+    text = page.render("x", "running", moment(lines), steps_of(lines))
+    assert "n/a" not in text and "MFU" not in text and "goodput" in text
     assert page.render("x", "pending", None, Columns())
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(terminal.render("x", "running", moment(lines), steps_of(lines)))
     assert "n/a" in console.export_text()
+
+
+def test_what_the_tiles_show_is_not_said_twice() -> None:
+    def text(phase: str) -> str:
+        now = moment([line(1)], activity=Activity(phase, 0.0, "its detail"))
+        return page.render("x", "running", now, steps_of([line(1, grad_norm=0.5)]))
+
+    assert "evaluating" in text("evaluating") and "its detail" in text("evaluating")
+    assert "its detail" not in text(TRAINING)
+    assert Words(text(TRAINING)).tags.count("svg") == 4, "with the gradient norm"
 
 
 def test_a_long_run_is_shown_without_lists_of_its_steps() -> None:

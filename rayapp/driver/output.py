@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.text import Text
@@ -152,9 +152,12 @@ class _TextCopy(RenderHook):
 
     def __init__(self, console: Console, tail: Tail) -> None:
         self._text = Console(
-            file=Tee(io.StringIO(), "console", tail), width=console.width, force_jupyter=False,
-            force_terminal=False, no_color=True,
-        )  # fmt: skip
+            file=cast(IO[str], Tee(io.StringIO(), "console", tail)),
+            width=console.width,
+            force_jupyter=False,
+            force_terminal=False,
+            no_color=True,
+        )
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         for each in renderables:

@@ -46,7 +46,7 @@ SILENCE_S = 60.0  # `wait` takes a cluster that has not answered for this long t
 QUIET_S = LEASE_RENEWED_S + 5.0  # age of a lease from which the cluster is asked too
 STOPPED_EARLY = "its job was stopped before it had saved. Resume it: it continues where it was"
 
-CURVES = ("loss", "eval_loss", "tokens_per_s", "images_per_s", "peak_gib")  # of a page
+CURVES = ("loss", "eval_loss", "tokens_per_s", "images_per_s", "peak_gib", "grad_norm")  # of a page
 
 logger = logging.getLogger("rayapp.jobs")
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from rayapp.config.fields import unit_of
+from rayapp.observe.activity import TRAINING
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.figures import figures, share_of_waiting
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
+from rayapp.observe.words import UNKNOWN
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job
@@ -41,13 +43,15 @@ COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe a
 LOOKING = "<p>looking for the run …</p>"
 STYLE = """
 .rayapp{font:13px/1.4 system-ui,sans-serif}
-.rayapp .tiles{display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0}
-.rayapp .tiles div{min-width:84px}.rayapp .tiles b{display:block;font-size:15px}
+.rayapp{max-width:940px}
+.rayapp .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(76px,1fr));gap:6px 14px;
+margin:8px 0}.rayapp .tiles b{display:block;font-size:15px;white-space:nowrap}
 .rayapp .tiles span,.rayapp small{opacity:.65}
 .rayapp .bar{height:8px;border-radius:4px;background:#8884;overflow:hidden;display:flex}
 .rayapp .bar i{display:block;height:100%}
-.rayapp .curves{display:flex;flex-wrap:wrap;gap:14px;margin-top:10px}
-.rayapp svg{background:#8881;border-radius:4px;flex:1 1 260px;min-width:0}
+.rayapp .curves{display:grid;gap:14px;margin-top:10px;
+grid-template-columns:repeat(auto-fill,minmax(max(240px,calc(50% - 7px)),1fr))}
+.rayapp svg{background:#8881;border-radius:4px;width:100%}
 """
 
 
@@ -154,9 +158,10 @@ def render(
         tiles = "".join(
             f"<div><span>{html.escape(label)}</span><b>{html.escape(value)}</b></div>"
             for label, value in figures(now).items()
+            if value != UNKNOWN
         )
         parts.append(f"<div class='tiles'>{tiles}</div>")
-        if now.activity is not None and now.activity.phase:
+        if now.activity is not None and now.activity.phase not in ("", TRAINING):
             parts.append(f"<div>{html.escape(now.activity.text(time.time()))}</div>")
         parts.append(_goodput(now))
         reason = reason or now.reason
@@ -166,6 +171,7 @@ def render(
             f"loss ({unit.loss})": [("loss", "#0072b2"), ("eval_loss", "#d55e00")],
             f"{unit.many}/s": [(unit.per_s, "#009e73")],
             "memory (GiB)": [("peak_gib", "#cc79a7")],
+            "gradient norm": [("grad_norm", "#e69f00")],
         }
         drawn = "".join(_curve(label, steps, series) for label, series in curves.items())
         parts.append(f"<div class='curves'>{drawn}</div>")
