@@ -42,10 +42,10 @@ def test_a_function_is_found_where_the_run_is_started(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("lab_none:f", "not to be imported: ModuleNotFoundError"),
-        ("lab_b:g", "not to be imported: AttributeError"),
+        ("lab_none:f", "cannot be imported: ModuleNotFoundError"),
+        ("lab_b:g", "cannot be imported: AttributeError"),
         ("lab_b:X", "not a function: it is int"),
-        ("lab_broken:f", "not to be imported: ZeroDivisionError"),
+        ("lab_broken:f", "cannot be imported: ZeroDivisionError"),
     ],
 )
 def test_what_cannot_be_used_is_named(folder: Path, name: str, why: str) -> None:

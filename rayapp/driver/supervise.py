@@ -271,7 +271,7 @@ class _Supervisor:
                 raise GiveUp(self.beside.problem)
             if stale is None and not lease.is_fresh():
                 stale = f"the lease could not be renewed for {LEASE_STOPPED_S:.0f} s"
-                logger.warning("%s, so the workers are ended until it can be", stale)
+                logger.warning("%s: the workers are ended until it is renewed", stale)
                 attempt.end()
             look.again()
             if line := look.take():

@@ -27,6 +27,7 @@ POINTS = 240  # drawn of a curve at most; see `thin`
 WIDTH, HEIGHT = 420, 140
 LEFT, TOP, BOTTOM = 48, 22, 18  # margins of a curve
 SMOOTHED_FROM = 30  # points
+LEVELS = ("peak_gib",)
 Places: TypeAlias = list[tuple[int, float]]
 COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe and Ito, 2008)
     "step": "#009e73",
@@ -195,7 +196,8 @@ def _goodput(now: Progress) -> str:
 def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
     """Return an SVG of fields of metrics.jsonl over steps, with axes, and values on hover.
 
-    Of a field with many points, the line is smoothed and the values are faint below it.
+    Of a field with many points, the line is smoothed and the values are faint below it; a level
+    that only rises is drawn as it is.
     """
     known = {name: points(steps, name, POINTS) for name, _ in series}
     values = [value for places in known.values() for _, value in places]
@@ -215,7 +217,7 @@ def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
         if len(found) == 1:
             x, y = place(*found[0])
             parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.5' fill='{color}'/>")
-        elif len(found) >= SMOOTHED_FROM:
+        elif len(found) >= SMOOTHED_FROM and name not in LEVELS:
             parts.append(_line(found, color, place, 0.3) + _line(smooth(found), color, place))
         elif found:
             parts.append(_line(found, color, place))
@@ -263,17 +265,20 @@ def _hover(name: str, found: Places, place: Callable[..., Any]) -> str:
 
 
 def smooth(found: Places) -> Places:
-    """Return an exponential moving average over a tenth of the points, unbiased at the start.
+    """Return the mean around each point, of a tenth of all points, or of fewer near the ends.
 
-    >>> smooth([(1, 4.0), (2, 4.0)])
-    [(1, 4.0), (2, 4.0)]
+    As many points are taken before as after it, so that the line does not lag.
+
+    >>> smooth([(1, 4.0), (2, 1.0), (3, 4.0)])
+    [(1, 4.0), (2, 3.0), (3, 4.0)]
     """
-    keep = 1.0 - 10.0 / max(11, len(found))
-    total, weight = 0.0, 0.0
+    sums = np.cumsum([0.0, *(value for _, value in found)])
+    half, last = max(1, len(found) // 20), len(found) - 1
     smoothed = []
-    for step, value in found:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smoothed.append((step, total / weight))
+    for place, (step, _) in enumerate(found):
+        reach = min(half, place, last - place)
+        total = sums[place + reach + 1] - sums[place - reach]
+        smoothed.append((step, float(total) / (2 * reach + 1)))
     return smoothed
 
 
