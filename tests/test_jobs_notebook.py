@@ -42,7 +42,7 @@ from rayapp.jobs.find import runs
 from rayapp.jobs.handle import CURVES, Job, submit
 from rayapp.jobs.widget import Widget
 from rayapp.observe.activity import TRAINING, Activity
-from rayapp.observe.attempt_logs import name_of, render
+from rayapp.observe.attempt_logs import GOES_ON, name_of, render
 from rayapp.observe.columns import ACCOUNTED, Columns
 from rayapp.observe.goodput import account
 from rayapp.observe.run_folder import LEASE, STOP
@@ -446,6 +446,21 @@ def test_logs_outlive_the_cluster(
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     assert said(capsys, 0, "logs", sent.url) == newest
     assert said(capsys, 3, "logs", sent.url, "--follow") == followed
+
+
+def test_a_log_is_followed_until_its_command_has_printed_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's end is in its folder before the last lines of the log."""
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
+    run = folder_of(tmp_path, BEGAN, LEFT)
+    run.write(LEASE, b"{}")
+    run.write(name_of(1), render("head", "step 1", {}, GOES_ON).encode())
+    following = Job(run.url).follow()
+    assert next(following) == "step 1\n"
+    run.write(name_of(1), render("head", "step 1\nsaved", {}, "the command ended").encode())
+    run.delete(LEASE)
+    assert "".join(following) == "saved\n==== end\nthe command ended\n"
 
 
 def test_a_folder_names_no_other_job(served: Dashboard, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from rayapp.observe.run_folder import (
     STOP,
     STOPPED,
 )
-from rayapp.observe.status import VANISHED, NoRun, Progress, read
+from rayapp.observe.status import LIVE_S, VANISHED, NoRun, Progress, read
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -206,7 +206,13 @@ class Job:
 
     def follow(self) -> Iterator[str]:
         """Yield the driver's output until the run ends, from the cluster or the run's folder."""
-        return self._remote.follow(lambda: self.status() in EXIT_CODES)
+        return self._remote.follow(self._is_over)
+
+    def _is_over(self) -> bool:
+        """Say whether the run has ended and its command has printed all: it gives up the lease."""
+        status, now, _ = self.snapshot()
+        quiet_s = None if now is None else now.quiet_s
+        return status in EXIT_CODES and (quiet_s is None or quiet_s > LIVE_S)
 
     def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
         """Ask the run to save and exit, wait up to `wait_s` seconds, then have Ray end its job.
