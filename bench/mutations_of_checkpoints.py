@@ -52,8 +52,8 @@ CHECKPOINTS = (
     Mutation(
         "damage-is-not-remembered",
         STATE,
-        "            marker.refuse(storage, checkpoint.name, str(damage))\n",
-        "            pass\n",
+        "marker.refuse(storage, checkpoint.name, str(damage).partition(NOT_LOADED)[2])\n",
+        "pass\n",
         OF_STATE,
     ),
     Mutation(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayapp.cluster.preflight.job import preflight
     from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, load
+    from rayapp.data.images.staging import Staged, stage
     from rayapp.generation import generate
     from rayapp.jobs import JobError
     from rayapp.jobs.find import job, runs
@@ -36,6 +37,7 @@ _HOMES = {
     "Progress": "rayapp.observe.status",
     "Result": "rayapp.jobs.results",
     "RunConfig": "rayapp.config",
+    "Staged": "rayapp.data.images.staging",
     "VisionConfig": "rayapp.config",
     "generate": "rayapp.generation",
     "job": "rayapp.jobs.find",
@@ -43,6 +45,7 @@ _HOMES = {
     "plan": "rayapp.train.planning",
     "preflight": "rayapp.cluster.preflight.job",
     "runs": "rayapp.jobs.find",
+    "stage": "rayapp.data.images.staging",
     "submit": "rayapp.jobs.handle",
 }
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "Progress",
     "Result",
     "RunConfig",
+    "Staged",
     "VisionConfig",
     "generate",
     "job",
@@ -63,6 +67,7 @@ __all__ = [
     "plan",
     "preflight",
     "runs",
+    "stage",
     "submit",
 ]
 

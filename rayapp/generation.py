@@ -182,7 +182,7 @@ def load(run: str) -> Loaded:
     """Load the model that a run has exported, on a GPU if there is one.
 
     Raises:
-        ConfigError: there is no such run, or no model in it yet, or its base is not to be had.
+        ConfigError: there is no such run, or no model in it yet, or its base cannot be read.
         StorageError: it cannot be read.
     """
     storage = open_storage(run)

@@ -529,7 +529,7 @@ def test_a_part_that_ends_every_process_is_tried_a_few_times_and_named(
         prepare.prepare(deadly, root, 1)
     piece = unit.pieces[0]
     assert str(caught.value) == (
-        f"{tmp_path}/data.jsonl bytes {piece.start} to {piece.end} is not to be prepared: the "
+        f"{tmp_path}/data.jsonl bytes {piece.start} to {piece.end} cannot be prepared: the "
         "process that reads it died 4 times, as when its memory is full. Split the large records "
         "there, or leave them out"
     )

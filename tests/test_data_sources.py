@@ -476,9 +476,9 @@ def test_a_hub_id_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceError, match=r"data\.path=org/no-such is not to be had from the hub"):
+    with pytest.raises(SourceError, match=r"data\.path=org/no-such cannot be read from the hub"):
         sources.find("org/no-such")
-    with pytest.raises(SourceError, match=r"data\.path=org/no-such\S+ is not to be had from the"):
+    with pytest.raises(SourceError, match=r"data\.path=org/no-such\S+ cannot be read from the"):
         sources.units(sources.find("org/no-such#" + "a" * 40), 0.0)
 
 

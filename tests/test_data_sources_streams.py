@@ -284,8 +284,8 @@ def test_the_source_of_a_users_function_is_in_the_digest(module: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("no_such_module:read", "is not to be imported: ModuleNotFoundError: No module named"),
-        ("{}:nothing", "is not to be imported: AttributeError"),
+        ("no_such_module:read", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("{}:nothing", "cannot be imported: AttributeError"),
         ("{}:VALUE", "is not a function: it is int"),
     ],
 )

@@ -219,7 +219,38 @@ def test_labels_that_cannot_be_right_are_refused(
         folders_of(read_labels(text), ["a.JPEG", "b.JPEG", "c.JPEG"], names)
 
 
-# The command.
+# From Python, and the command.
+
+
+def test_python_stages_as_the_command_does(tmp_path: Path) -> None:
+    """Labels and synsets by the names of their files; numbers out of range are told at once."""
+    import rayapp
+
+    here = open_storage(str(tmp_path / "flat"))
+    for number in range(3):
+        here.write(f"{number}.JPEG", picture(number))
+    (tmp_path / "labels.txt").write_text("1\n2\n1\n")
+    (tmp_path / "synsets.txt").write_text("n01 a fish\nn02 a bird\n")
+    done = rayapp.stage(
+        here.url,
+        str(tmp_path / "there"),
+        labels=str(tmp_path / "labels.txt"),
+        synsets=str(tmp_path / "synsets.txt"),
+    )
+    assert isinstance(done, rayapp.Staged)
+    assert (done.images, done.classes, done.copied, done.bad) == (3, 2, 3, {})
+    found = sorted(entry.name for entry in open_storage(done.target).list() if "/" in entry.name)
+    assert [name for name in found if not name.startswith(".")] == [
+        "n01/0.JPEG",
+        "n01/2.JPEG",
+        "n02/1.JPEG",
+    ]
+    with pytest.raises(rayapp.ConfigError) as caught:
+        rayapp.stage("nowhere", "there", bad_images=-1, parallel=1000)
+    assert [problem.split(" is ")[0] for problem in caught.value.problems] == [
+        "bad_images=-1",
+        "parallel=1000",
+    ]
 
 
 def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,8 +276,8 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         ([], Exit.REFUSED, ""),
         (["only"], Exit.REFUSED, "a SOURCE and a TARGET are expected"),
-        (["SOURCE", "b", "--bad_images=2"], Exit.REFUSED, "--bad_images=2 is not a share"),
-        (["SOURCE", "b", "--parallel=0"], Exit.REFUSED, "--parallel=0 is not valid"),
+        (["SOURCE", "b", "--bad_images=2"], Exit.REFUSED, "bad_images=2.0 is not a share"),
+        (["SOURCE", "b", "--parallel=0"], Exit.REFUSED, "parallel=0 is not valid"),
         (["SOURCE", "b", "--label=x"], Exit.REFUSED, "Did you mean --labels?"),
         (["SOURCE", "SOURCE/b"], Exit.FAILED, "Give folders that lie apart"),
         (["EMPTY", "b"], Exit.FAILED, "is empty"),

@@ -6,15 +6,18 @@ import io
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from rayapp.config import Config
 from rayapp.driver import activity
 from rayapp.driver.activity import Heartbeat
+from rayapp.driver.main import main
 from rayapp.driver.output import Tail
 from rayapp.observe.activity import STARTING_WORKERS, TRAINING, Activity, Phases
-from rayapp.observe.run_folder import RANK_ACTIVITY
+from rayapp.observe.run_folder import DONE, RANK_ACTIVITY
 from rayapp.storage import open_storage
 
 
@@ -97,6 +100,15 @@ def test_a_bar_shows_it_in_place_of_the_console(clock: list[float]) -> None:
         assert shown.beat("starting workers", 0.0, 1.0, "2") == []
     assert notes == ["starting workers: 2"]
     assert shown.beat("writing the report", 5.0, 6.0) == ["writing the report"]
+
+
+def test_imports_that_last_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def load_run() -> Any:
+        time.sleep(3.5)
+        return lambda *_: {"status": DONE}
+
+    assert main([], "", Config, load_run, None) == 0
+    assert capsys.readouterr().out.splitlines() == ["importing torch, ray and transformers"]
 
 
 def test_the_thread_shows_a_phase_that_lasts() -> None:

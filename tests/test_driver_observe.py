@@ -151,7 +151,7 @@ def test_a_server_that_hangs_holds_up_nobody(
     told.close("done", [], began + 0.5)
     assert time.monotonic() - began < 5
     assert recorder.ended is None
-    assert caplog.records[-1].getMessage() == "recorder was not told all"
+    assert caplog.records[-1].getMessage() == "recorder has not received all lines"
     recorder.refuses.clear()  # lets the thread end
     wait_for(recorder, [(1, 1), (1, 2)])
 

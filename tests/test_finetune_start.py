@@ -219,6 +219,9 @@ def test_weights_of_another_model_are_refused_by_name(
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "init_from=first is not usable: " in problem("first", lora=LORA)
     assert f"{shard.name} has" in problem("first", lora=LORA)
+    for given in ("first", str(adapters)):  # the folder is named once
+        for step in ("", "@5"):
+            assert problem(given + step, lora=LORA).count(str(adapters)) == 1
 
 
 def test_a_preset_takes_the_tokenizer_and_its_size(inputs: Path, source: Path) -> None:  # noqa: F811

@@ -41,7 +41,8 @@ from rayapp.jobs import JobError, page, terminal
 from rayapp.jobs.find import runs
 from rayapp.jobs.handle import CURVES, Job, submit
 from rayapp.jobs.widget import Widget
-from rayapp.observe.attempt_logs import name_of, render
+from rayapp.observe.activity import TRAINING, Activity
+from rayapp.observe.attempt_logs import GOES_ON, name_of, render
 from rayapp.observe.columns import ACCOUNTED, Columns
 from rayapp.observe.goodput import account
 from rayapp.observe.run_folder import LEASE, STOP
@@ -420,7 +421,8 @@ def test_logs_outlive_the_cluster(
 ) -> None:
     """Of a run that was submitted, the cluster's while it knows the job; else the folder's."""
     direct, sent = folder_of(tmp_path / "a", BEGAN, LEFT), folder_of(tmp_path / "b", BEGAN, LEFT)
-    assert "was not submitted" in said(capsys, 1, "logs", direct.url)
+    no_log = said(capsys, 2, "logs", direct.url)
+    assert "has no log" in no_log and "submitted" not in no_log
     sent.write(
         "submission.json", b'{"address": "", "submission_id": "demo", "time": 1, "shipment": {}}'
     )
@@ -432,6 +434,8 @@ def test_logs_outlive_the_cluster(
             run.write(name_of(number), text.encode())
     newest = "attempt 2\n==== driver\nstep 1\n==== rank 1\nValueError: boom 2\n==== end\nfailed\n"
     assert said(capsys, 0, "logs", direct.url) == newest
+    followed = newest.partition("==== driver\n")[2]
+    assert said(capsys, 3, "logs", direct.url, "--follow") == followed
     assert said(capsys, 0, "logs", sent.url) == "logs of demo\n"
     assert said(capsys, 0, "logs", sent.url, "--attempt=2") == newest
     assert said(capsys, 0, "logs", sent.url, "--attempt=1", "--rank=1") == "ValueError: boom 1\n"
@@ -441,6 +445,22 @@ def test_logs_outlive_the_cluster(
     assert "--rank=-1 is not valid" in said(capsys, 2, "logs", sent.url, "--rank=-1")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     assert said(capsys, 0, "logs", sent.url) == newest
+    assert said(capsys, 3, "logs", sent.url, "--follow") == followed
+
+
+def test_a_log_is_followed_until_its_command_has_printed_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's end is in its folder before the last lines of the log."""
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
+    run = folder_of(tmp_path, BEGAN, LEFT)
+    run.write(LEASE, b"{}")
+    run.write(name_of(1), render("head", "step 1", {}, GOES_ON).encode())
+    following = Job(run.url).follow()
+    assert next(following) == "step 1\n"
+    run.write(name_of(1), render("head", "step 1\nsaved", {}, "the command ended").encode())
+    run.delete(LEASE)
+    assert "".join(following) == "saved\n==== end\nthe command ended\n"
 
 
 def test_a_folder_names_no_other_job(served: Dashboard, tmp_path: Path) -> None:
@@ -760,7 +780,7 @@ def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
     found = Words(text)
     assert not {"script", "b>name", "iframe", "img", "link"} & set(found.tags)
     assert "".join(found.words).count(hostile) == 2 and "<b>name" in found.words
-    for expected in ("8 / 10", "1,234", "1.50 GiB", "1:06:40", "1.00 USD of 41.00", "n/a"):
+    for expected in ("8 / 10", "1,234", "1.50 GiB", "1:06:40", "1.00 USD of 41.00"):
         assert expected in found.words, expected
     assert found.tags.count("svg") == 3
     assert "http" not in text
@@ -768,11 +788,23 @@ def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
 
 @pytest.mark.parametrize("lines", [[], [line(1)], [line(1, loss=None), line(2, loss=None)]])
 def test_what_is_not_known_is_said_to_be(lines: list[dict[str, Any]]) -> None:
-    assert "n/a" in page.render("x", "running", moment(lines), steps_of(lines))
+    """In a notebook it is left out."""
+    text = page.render("x", "running", moment(lines), steps_of(lines))
+    assert "n/a" not in text and "MFU" not in text and "goodput" in text
     assert page.render("x", "pending", None, Columns())
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(terminal.render("x", "running", moment(lines), steps_of(lines)))
     assert "n/a" in console.export_text()
+
+
+def test_what_the_tiles_show_is_not_said_twice() -> None:
+    def text(phase: str) -> str:
+        now = moment([line(1)], activity=Activity(phase, 0.0, "its detail"))
+        return page.render("x", "running", now, steps_of([line(1, grad_norm=0.5)]))
+
+    assert "evaluating" in text("evaluating") and "its detail" in text("evaluating")
+    assert "its detail" not in text(TRAINING)
+    assert Words(text(TRAINING)).tags.count("svg") == 4, "with the gradient norm"
 
 
 def test_a_long_run_is_shown_without_lists_of_its_steps() -> None:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from rayapp.config import ConfigError
 from rayapp.observe import attempt_logs
-from rayapp.observe.attempt_logs import ERROR_CHARACTERS, MOST_ERRORS, name_of, read, render
+from rayapp.observe.attempt_logs import (
+    ERROR_CHARACTERS,
+    GOES_ON,
+    MOST_ERRORS,
+    name_of,
+    read,
+    render,
+)
 from rayapp.storage import Storage, open_storage
 
 LINES = st.lists(
@@ -49,7 +56,7 @@ def test_an_attempt_and_a_rank_are_chosen(run: Storage) -> None:
 
 
 def test_what_is_not_kept_is_named(run: Storage) -> None:
-    with pytest.raises(ConfigError, match=r"has no log: no command of it has ended yet"):
+    with pytest.raises(ConfigError, match=r"has no log: its driver has not stored one"):
         read(run)
     run.write(name_of(3), render("head", "", {"rank 1": "boom"}, "end").encode())
     run.write(name_of(4), render("head", "", {}, "end").encode())
@@ -73,3 +80,44 @@ def test_a_terminal_is_not_told_anything(run: Storage) -> None:
     """By whoever can write to the folder."""
     run.write(name_of(1), "\x1b]0;title\x07\x1b[2Jgone\x9b31m\x08\n".encode())
     assert read(run) == "gone31m\n"
+
+
+def test_a_log_is_followed_to_the_end_of_the_run(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stored whole each time, without the beginning that was too long to keep."""
+
+    def store(attempt: int, lines: list[str], ending: str) -> None:
+        output = "".join(f"{line}\n" for line in lines)
+        run.write(name_of(attempt), render("head", output, {}, ending).encode())
+
+    changes = [
+        lambda: None,
+        lambda: store(1, ["the plan", "step 1"], GOES_ON),
+        lambda: store(1, ["the plan", "step 1", "step 2"], GOES_ON),
+        lambda: None,
+        lambda: store(1, ["step 2", "step 2", "step 3"], GOES_ON),
+        lambda: store(1, ["step 2", "step 2", "step 3"], "again in 2 s"),
+        lambda: store(2, ["step 1", "step 2"], GOES_ON),
+        lambda: store(2, ["step 1", "step 2", "step 3"], "the command ended without an error"),
+    ]
+
+    def ended() -> bool:
+        changes.pop(0)()
+        return not changes
+
+    monkeypatch.setattr(attempt_logs.time, "sleep", lambda _: None)
+    texts = list(attempt_logs.follow(run, ended))
+    assert texts == [
+        "the plan\nstep 1\n",
+        "step 2\n",
+        "step 2\nstep 3\n",
+        "==== end\nagain in 2 s\n",
+        "step 1\nstep 2\n",
+        "step 3\n==== end\nthe command ended without an error\n",
+    ]
+
+
+def test_a_run_that_leaves_no_log_is_not_followed_in_silence(run: Storage) -> None:
+    with pytest.raises(ConfigError, match=r"has no log: .* the terminal or notebook"):
+        list(attempt_logs.follow(run, lambda: True))

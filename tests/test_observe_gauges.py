@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import shutil
@@ -9,14 +10,24 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from rayapp.driver.command import _logged
+from rayapp.driver.lease import held
+from rayapp.driver.stop import Stop
+from rayapp.driver.supervise import Command
 from rayapp.observe.columns import Columns
+from rayapp.observe.events import Journal
 from rayapp.observe.gauges import AT_THE_END, COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
 from rayapp.observe.goodput import account
+from rayapp.observe.hooks import Hooks
 from rayapp.observe.metrics import ImageRecord, TokenRecord
+from rayapp.observe.result import RunFailed
+from rayapp.storage import open_storage
 
 FIELDS = {kind: kind.__dataclass_fields__.keys() for kind in (TokenRecord, ImageRecord)}
 KINDS = ("failure", "preemption", "resize")
@@ -214,6 +225,20 @@ def test_an_end_is_told_by_a_process_that_ends_at_once(
     told = Driver("goes-on", num_steps=10, started=1000.0)
     told.set(account([], Columns(), now=None), 1190.0, None)
     assert "failed" not in shown(scrape, "goes-on", {"last_step_unix_s": 1190.0})
+
+
+def test_a_failure_before_training_is_told_too(scrape: Scrape, tmp_path: Path) -> None:
+    """No Observer is there yet, and the alert on a failure must fire all the same."""
+    run, stop = open_storage(str(tmp_path)), Stop(open_storage(str(tmp_path)))
+    with held(run) as lease:
+        command = Command(run, lease, stop, Journal(run))
+        console = Console(file=io.StringIO())
+        with pytest.raises(RunFailed), _logged(command, "ends-early", console, Hooks([])):
+            raise RunFailed("the tokenizer cannot be read")
+        with _logged(command, "ends-well", console, Hooks([])):
+            pass
+    shown(scrape, "ends-early", {"failed": 1})
+    assert "failed" not in scrape("ends-well"), "the Observer tells that"
 
 
 def test_checkpoints_are_due_by_time_or_by_steps() -> None:

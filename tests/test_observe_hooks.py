@@ -122,4 +122,4 @@ def test_hooks_are_made_of_the_config(tmp_path: Path, monkeypatch: pytest.Monkey
     first, second, third = refused.value.problems
     assert "hooks_here:nothing is without effect" in first
     assert "hooks_here:broken failed" in second and "no room" in second
-    assert "hooks_here:absent is not to be imported" in third
+    assert "hooks_here:absent cannot be imported" in third

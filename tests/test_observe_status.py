@@ -13,7 +13,8 @@ import pytest
 from rayapp import report
 from rayapp.config import ConfigError
 from rayapp.observe import status
-from rayapp.observe.run_folder import LEASE, STOP
+from rayapp.observe.activity import STARTING_WORKERS, Activity
+from rayapp.observe.run_folder import ACTIVITY, LEASE, STOP
 from rayapp.observe.status import NoRun, read
 from rayapp.storage import open_storage
 
@@ -59,6 +60,21 @@ def test_a_life(tmp_path: Path) -> None:
     assert read(run).status == "lost"
     happens("ended", status="done", reason=None, seconds={})
     assert read(run).status == "done"
+
+
+def test_workers_that_take_steps_are_not_said_to_start(tmp_path: Path) -> None:
+    """The driver stores its activity now and then, and may be late."""
+    run = open_storage(str(tmp_path))
+    run.write(LEASE, b"{}")
+    starting = {"phase": STARTING_WORKERS, "began": 100.0, "detail": "2 workers"}
+    run.write(ACTIVITY, json.dumps(starting).encode())
+    idle = {"step_s": 1.0, "data_wait_s": 0.0, "checkpoint_stall_s": 0.0, "eval_s": 0.0}
+    shown = []
+    for stepped_at in (90.0, 110.0):  # a step of the attempt before, one of this attempt
+        line = idle | {"step": 1, "time": stepped_at, "attempt": 1}
+        run.write("metrics.jsonl", f"{json.dumps(line)}\n".encode())
+        shown.append(read(run).activity)
+    assert shown == [Activity(**starting), None]  # type: ignore[arg-type]
 
 
 STARTED = {"event": "started", "time": 1.0, "usd_per_hour": None, "seen_until": None}

@@ -31,36 +31,36 @@ SUBMIT = """rayapp submit [CONFIG.yaml] [--section.field=value ...]
   --secrets='{A: ARN}'  environment variables from Secrets Manager or SSM, by reference
   --driver_cpus=N       CPUs kept for the driver; --driver_memory_gib=N
   --tags='{A: b}'       shown with the job
-  --follow              print what it prints, and return what it returns
-  --wait                wait for its end, and return what it returns"""
+  --follow              print the driver's output; the exit code is the run's
+  --wait                wait until the run ends; the exit code is the run's"""
 
 RESUME = """rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
 
-  --working_dir=FOLDER, --pip, --env, --secrets   as submit takes them: what the run was sent with
-                        is given again, or none, as its folder is not trusted to name that"""
+  --working_dir=FOLDER, --pip, --env, --secrets   as for submit: give the same again, or none; they
+                        are not read from the run's folder, which others may be able to write"""
 
 LOGS = """rayapp logs RUN [--storage=URL] [--address=URL] [--follow]
 
-  --follow      go on until the run ends
-  --attempt=N   what the folder keeps of attempt N; without a cluster, the newest by default
-  --rank=R      the error and traceback of rank R, if it failed in that attempt"""
+  --follow      print what is added until the run ends; the exit code is the run's
+  --attempt=N   print the log of attempt N in the run's folder; by default the newest
+  --rank=R      print the error and traceback of rank R, if it failed in that attempt"""
 
 PREFLIGHT = """rayapp preflight [CONFIG.yaml] [--section.field=value ...]
 
   --json               print everything as JSON
-  --min_gbit_per_s=N   what a link between two nodes must reach; by cluster.instance otherwise
-  --timeout_s=180      the most that one answer is waited for
+  --min_gbit_per_s=N   rate that a link between two nodes must reach; by default cluster.instance's
+  --timeout_s=180      seconds to wait for one answer
 
-and --address, --working_dir, --pip, --env, --secrets, --driver_cpus, --tags as submit takes them"""
+and --address, --working_dir, --pip, --env, --secrets, --driver_cpus, --tags as for submit"""
 
 EXPLAINED = {  # what many commands take
     "--storage": "--storage=URL  the folder or s3:// prefix of runs; by default `runs`, if there",
-    "--address": "--address=URL  of a dashboard; by default RAY_API_SERVER_ADDRESS, or port 8265",
+    "--address": "--address=URL  a cluster's dashboard; else RAY_API_SERVER_ADDRESS or port 8265",
     "--json": "--json         print everything as JSON",
-    "--follow": "--follow       print what it prints, and return what it returns",
-    "--wait": "--wait         wait for its end, and return what it returns",
-    "--wait_s": "--wait_s=600   seconds in which it may save; 0 asks and does not wait",
-    "--hard": "--hard=true    have Ray end a job that has not ended by then; false does not",
+    "--follow": "--follow       print the driver's output; the exit code is the run's",
+    "--wait": "--wait         wait until the run ends; the exit code is the run's",
+    "--wait_s": "--wait_s=600   seconds to wait until the run has saved and ended; 0 does not wait",
+    "--hard": "--hard=true    let Ray end the job if it has not ended by then; false does not",
 }
 
 SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}

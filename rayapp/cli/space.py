@@ -122,10 +122,10 @@ def rm(argv: list[str]) -> int:
 Removes rows that no unfinished run needs, and tokens that no other rows were made of, if they were
 not used for that long. Rows are made again from tokens, tokens from the data.
 
-  --unused_days=30   for how many days they were not used
+  --unused_days=30   days for which they were not used
   --dry_run          only say what would be removed""")
 def prune(argv: list[str]) -> int:
-    """Remove rows and tokens that nobody needs."""
+    """Remove rows and tokens that no run needs."""
     known = {"storage": "none", "unused_days": "30", "dry_run": "false"}
     _, asked = arguments.read_plain(arguments.flags(argv, {"dry_run"}), "", known)
     days = arguments.number("unused_days", asked["unused_days"], zero=True)
@@ -133,7 +133,7 @@ def prune(argv: list[str]) -> int:
     space = look(root)
     live = [run.name for run in space.runs if run.state in LIVE]
     if live and days < 1:
-        why = f"{', '.join(live)} may be preparing what it does not name yet"
+        why = f"{', '.join(live)} may be preparing rows that its folder does not name yet"
         raise ConfigError([f"--unused_days={days:g} is too few: {why}. Set 1 or more"])
     gone = [rows for rows in space.rows if not rows.needed_by and rows.used_s < before_s]
     blocks = space.unneeded(before_s, [rows for rows in space.rows if rows not in gone])

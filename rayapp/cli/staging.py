@@ -6,11 +6,12 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from rayapp.cli.jobs import or_none
 from rayapp.config import ConfigError
 from rayapp.observe.run_folder import Exit
 
 if TYPE_CHECKING:
-    from rayapp.data.images.staging import Report
+    from rayapp.data.images.staging import Staged
 
 STAGE = """rayapp stage SOURCE TARGET     folders, or s3://bucket/prefix, either way
 
@@ -32,8 +33,8 @@ def stage(argv: list[str]) -> int:
     from rich.progress import Progress
 
     from rayapp.config import arguments
-    from rayapp.data.images import labels as lists
     from rayapp.data.images import staging
+    from rayapp.data.images.labels import LabelError
     from rayapp.data.sources import SourceError
     from rayapp.storage import StorageError
 
@@ -42,23 +43,23 @@ def stage(argv: list[str]) -> int:
     if len(words) != 2:
         what = f"{' '.join(words)} is unexpected" if words else "SOURCE is missing"
         raise ConfigError([f"{what}: a SOURCE and a TARGET are expected. Give both"])
-    bad_images, parallel = _share(asked["bad_images"]), _count(asked["parallel"])
+    bad_images = arguments.number("bad_images", asked["bad_images"], zero=True)
+    parallel = arguments.count("parallel", asked["parallel"])
+    labels, synsets = (or_none(asked[name]) for name in ("labels", "synsets"))
     console = Console(stderr=True)
     try:
-        texts = {name: _text(asked[name]) for name in ("labels", "synsets")}
-        labels, synsets = texts["labels"], texts["synsets"]
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task(f"staging {words[0]}", total=None)
             report = staging.stage(
                 words[0],
                 words[1],
-                labels=None if labels is None else lists.read_labels(labels, asked["labels"]),
-                synsets=None if synsets is None else lists.read_synsets(synsets),
+                labels=labels,
+                synsets=synsets,
                 bad_images=bad_images,
                 parallel=parallel,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-    except lists.LabelError as error:
+    except LabelError as error:
         raise ConfigError([str(error)]) from error
     except (SourceError, StorageError, FileNotFoundError) as error:
         print(f"failed: {error}", file=sys.stderr)
@@ -70,7 +71,7 @@ def stage(argv: list[str]) -> int:
     return Exit.DONE
 
 
-def _told(report: Report) -> str:
+def _told(report: Staged) -> str:
     lines = [
         f"{report.images:,} images in {report.target}"
         + (f", {report.classes:,} classes" if report.classes else ""),
@@ -85,30 +86,3 @@ def _told(report: Report) -> str:
         shown = ", ".join(report.foreign_examples[:3])
         lines.append(f"not from the source: {report.foreign:,} files of the target, e.g. {shown}")
     return "\n".join(lines)
-
-
-def _text(path: str) -> str | None:
-    from rayapp.storage.inputs import open_input
-
-    if path.lower() == "none":
-        return None
-    folder, _, name = path.rpartition("/")
-    return open_input(folder or ("/" if path.startswith("/") else ".")).read(name).decode()
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ConfigError(
-            [f"--bad_images={text} is not a share: it must be within 0 and 1. Set one"]
-        )
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) <= 512:
-        raise ConfigError([f"--parallel={text} is not valid: 1 to 512 files at once. Set one"])
-    return int(text)

@@ -146,7 +146,7 @@ def wait_for_tasks(
         said = lines
         if time.monotonic() > until:
             raise NotReachable(
-                f"{lines[0]}. It was waited for {seconds:.0f} s. Take another cluster.instance, "
+                f"{lines[0]}. rayapp has waited {seconds:.0f} s. Take another cluster.instance, "
                 "zone or market"
             )
         time.sleep(POLL_S)

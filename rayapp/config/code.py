@@ -36,7 +36,7 @@ def load_code(field: str, name: str) -> Any:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the user's module may raise anything
         raise CodeError(
-            f"{field}={name} is not to be imported: {type(error).__name__}: {error}. Start "
+            f"{field}={name} cannot be imported: {type(error).__name__}: {error}. Start "
             "the run from the folder that holds it, or put it into the job's working_dir"
         ) from error
     if not callable(found):

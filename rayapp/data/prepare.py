@@ -278,7 +278,7 @@ def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
         place = f"{first.file}[{first.start}]"
     more = f" (and {len(unit.pieces) - 1} more parts)" if len(unit.pieces) > 1 else ""
     return (
-        f"{place}{more} is not to be prepared: the process that reads it died {MAX_ATTEMPTS} "
+        f"{place}{more} cannot be prepared: the process that reads it died {MAX_ATTEMPTS} "
         "times, as when its memory is full. Split the large records there, or leave them out"
     )
 

@@ -25,7 +25,7 @@ from rayapp.driver.budget import Budget, unknown_nodes
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
-from rayapp.driver.output import captured
+from rayapp.driver.output import captured, copied
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.ray_workers import RayWorkers
 from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
@@ -35,6 +35,7 @@ from rayapp.jobs.ray_address import address_of
 from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
 from rayapp.observe.events import Journal, submission_id
+from rayapp.observe.gauges import tell_end
 from rayapp.observe.hooks import Hooks
 from rayapp.observe.records import MetricsLine, RunResult, Summary
 from rayapp.observe.result import RunFailed, result_of
@@ -97,7 +98,7 @@ def run(
         secrets.load()
         console = console or Console(force_jupyter=False)  # text, which `tail` can keep
         tell_ray()
-        with Heartbeat(phases, console, tail) as heartbeat:
+        with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
             return _run(config, kind, console, heartbeat, on_step)
 
 
@@ -153,14 +154,15 @@ def _run(
             )
             more = [SimpleNamespace(on_step=on_step)] if on_step is not None else []
             hooks = Hooks([*hooks_module.opened(ready.config, run.url), *more])
-            with _logged(command, console, hooks):
+            with _logged(command, ready.config.run.name, console, hooks):
                 return _to_the_end(kind, ready, command, gpus, console, phases, hooks)
 
 
 @contextmanager
-def _logged(command: Command, console: Console, hooks: Hooks) -> Iterator[None]:
+def _logged(command: Command, name: str, console: Console, hooks: Hooks) -> Iterator[None]:
     """Store the log of the last attempt; after a failure also write the report, and name the log.
-    Hooks are told of a failure here.
+
+    Hooks and Prometheus are told of a failure here, whether it was before, in or after training.
 
     The caller prints the reason of a failure, so that it is the last line on a terminal.
     """
@@ -169,6 +171,7 @@ def _logged(command: Command, console: Console, hooks: Hooks) -> Iterator[None]:
     except BaseException as error:
         known = isinstance(error, RunFailed | StorageError | ConfigError)
         url = command.logs.close(f"failed: {error}" if known else traceback.format_exc())
+        tell_end(name, FAILED)
         hooks.end({"status": FAILED, "reason": str(error) or type(error).__name__})
         if isinstance(error, RunFailed):
             report.write_for(command.run)
@@ -221,8 +224,13 @@ def _train(
     hooks: Hooks,
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
+
+    def tend() -> None:
+        command.check()
+        command.logs.refresh()
+
     try:
-        spec, beside = watching(lambda: kind.prepare(ready, gpus, console, phases), command.check)
+        spec, beside = watching(lambda: kind.prepare(ready, gpus, console, phases), tend)
     except StopAsked:
         return as_it_stands(command.run)
     with (

@@ -40,7 +40,7 @@ def main(
         return _refuse(error)
     tell_ray()
     quieten()
-    run = load_run()  # only now needed
+    run = _loaded(load_run)  # only now needed
     from rayapp.observe.result import RunFailed
 
     try:
@@ -51,6 +51,19 @@ def main(
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     return EXIT_CODES[result["status"]]
+
+
+def _loaded(load_run: Callable[[], Callable[..., Mapping[str, Any]]]) -> Callable[..., Any]:
+    """Call `load_run`, and print a line if it takes more than a second."""
+    from rayapp.driver.activity import Heartbeat  # imports Ray
+    from rayapp.driver.output import Tail
+    from rayapp.observe.activity import Phases
+
+    phases = Phases()
+    # No terminal: its redrawn line replaces sys.stderr, which what is imported may keep.
+    with Heartbeat(phases, Console(force_terminal=False, force_jupyter=False), Tail()):
+        phases.begin("importing torch, ray and transformers")
+        return load_run()
 
 
 def quieten() -> None:

@@ -72,7 +72,7 @@ class TrackerFeed:
             self._changed.notify()
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            logger.warning("%s was not told all", self.name)
+            logger.warning("%s has not received all lines", self.name)
 
     def _work(self) -> None:
         failing = False

@@ -1,6 +1,6 @@
 """Keep the end of what a command prints, and write it into the run's folder by attempt.
 
-with captured() as tail:
+with captured() as tail, copied(console, tail):
     logs = AttemptLogs(run, journal, tail)
     logs.begin_attempt()
     logs.keep_errors(error)          # of the workers
@@ -10,6 +10,7 @@ with captured() as tail:
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -17,7 +18,10 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, cast
+
+from rich.console import Console, ConsoleRenderable, RenderHook
+from rich.text import Text
 
 from rayapp.jobs.package import LOOKS_SECRET
 from rayapp.observe import attempt_logs
@@ -30,7 +34,8 @@ from rayapp.storage import Storage
 
 TAIL_BYTES = 200_000
 KEPT = 20  # logs; a crash loop must not fill the storage
-STORE_EVERY_S = 60.0  # while an attempt trains, in case the driver is killed
+# While it prepares and trains: for `rayapp logs --follow`, and in case the driver is killed.
+STORE_EVERY_S, STORE_EVERY_S3_S = 5.0, 60.0
 SECRET_LENGTH = 8  # shorter values, such as "false", are no secrets
 
 logger = logging.getLogger("rayapp.driver")
@@ -126,6 +131,40 @@ def captured() -> Iterator[Tail]:
                 setattr(sys, name, tee.stream)
 
 
+@contextmanager
+def copied(console: Console, tail: Tail) -> Iterator[None]:
+    """Inside the block, also keep what a console prints that does not write to sys.stdout/stderr.
+
+    That is one with a file of its own, or one of Jupyter, which displays objects.
+    """
+    if console.file in (sys.stdout, sys.stderr) and not console.is_jupyter:
+        yield
+        return
+    console.push_render_hook(_TextCopy(console, tail))
+    try:
+        yield
+    finally:
+        console.pop_render_hook()
+
+
+class _TextCopy(RenderHook):
+    """Print the same as text into a Tail."""
+
+    def __init__(self, console: Console, tail: Tail) -> None:
+        self._text = Console(
+            file=cast(IO[str], Tee(io.StringIO(), "console", tail)),
+            width=console.width,
+            force_jupyter=False,
+            force_terminal=False,
+            no_color=True,
+        )
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        for each in renderables:
+            self._text.print(each, end=each.end if isinstance(each, Text) else "", soft_wrap=True)
+        return renderables
+
+
 class AttemptLogs:
     """Write logs/attempt-N.txt; an error of the storage is a warning, as a log is no result."""
 
@@ -144,10 +183,11 @@ class AttemptLogs:
         self._errors = tracebacks(error)
 
     def refresh(self) -> None:
-        """Store the log as it is, if STORE_EVERY_S have passed and something was printed."""
+        """Store the log as it is, if its interval has passed and something was printed."""
         now = self._clock.monotonic()
-        if now - self._stored_at >= STORE_EVERY_S and self._tail.added > self._stored:
-            self._store("it goes on")
+        every_s = STORE_EVERY_S if self._run.local_path() else STORE_EVERY_S3_S
+        if now - self._stored_at >= every_s and self._tail.added > self._stored:
+            self._store(attempt_logs.GOES_ON)
 
     def end_attempt(self, ending: str) -> None:
         """Store the log of this attempt and begin that of the next."""

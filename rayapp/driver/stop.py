@@ -120,7 +120,7 @@ class Stop:
         try:
             self._run.write(run_folder.STOP, b"signal\n")
         except OSError as error:
-            logger.error("workers are not told to stop: %s", error)
+            logger.error("the workers cannot be asked to stop: %s", error)
 
 
 def watching(work: Callable[[], T], check: Callable[[], None], clock: Clock = CLOCK) -> T:

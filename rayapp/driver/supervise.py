@@ -161,7 +161,7 @@ class _Supervisor:
             count = self.workers.wait_for_room(self._wait_for_room, self.command.check)
             self.command.lease.wait_until_fresh(self.phases.begin, self._check_while_stale)
             self.command.check()
-            self.phases.begin(STARTING_WORKERS, str(count))
+            self.phases.begin(STARTING_WORKERS, f"{count} worker{'s' if count > 1 else ''}")
             began, before = self.clock.time(), self.journal.last
             self.journal.attempt(self.spec.config, count)
             self.command.logs.begin_attempt()
@@ -271,7 +271,7 @@ class _Supervisor:
                 raise GiveUp(self.beside.problem)
             if stale is None and not lease.is_fresh():
                 stale = f"the lease could not be renewed for {LEASE_STOPPED_S:.0f} s"
-                logger.warning("%s, so the workers are ended until it can be", stale)
+                logger.warning("%s: the workers are ended until it is renewed", stale)
                 attempt.end()
             look.again()
             if line := look.take():

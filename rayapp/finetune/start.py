@@ -169,7 +169,11 @@ def _chosen(origin: Origin, storage: str, begun: Origin) -> Origin:
         return begun
     if read_sections(other) is None:
         raise ValueError(f"{other.url} holds no run. Give the folder of a run, or its name")
-    return Origin(other.url, find(other, origin.step).step)
+    try:
+        return Origin(other.url, find(other, origin.step).step)
+    except CheckpointError as error:
+        where = "" if other.url == origin.run else f"in {other.url}, "
+        raise CheckpointError(f"{where}{error}") from error
 
 
 def _differences(config: Config, run: Storage, origin: Origin) -> list[str]:

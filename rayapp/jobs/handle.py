@@ -35,7 +35,7 @@ from rayapp.observe.run_folder import (
     STOP,
     STOPPED,
 )
-from rayapp.observe.status import VANISHED, NoRun, Progress, read
+from rayapp.observe.status import LIVE_S, VANISHED, NoRun, Progress, read
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ SILENCE_S = 60.0  # `wait` takes a cluster that has not answered for this long t
 QUIET_S = LEASE_RENEWED_S + 5.0  # age of a lease from which the cluster is asked too
 STOPPED_EARLY = "its job was stopped before it had saved. Resume it: it continues where it was"
 
-CURVES = ("loss", "eval_loss", "tokens_per_s", "images_per_s", "peak_gib")  # of a page
+CURVES = ("loss", "eval_loss", "tokens_per_s", "images_per_s", "peak_gib", "grad_norm")  # of a page
 
 logger = logging.getLogger("rayapp.jobs")
 
@@ -205,9 +205,14 @@ class Job:
         return self._remote.logs(attempt, rank)
 
     def follow(self) -> Iterator[str]:
-        """Yield the driver's output until the job ends; reconnect when cut off."""
-        cluster, info = self._remote.or_fail()
-        return cluster.follow(info.submission_id)
+        """Yield the driver's output until the run ends, from the cluster or the run's folder."""
+        return self._remote.follow(self._is_over)
+
+    def _is_over(self) -> bool:
+        """Say whether the run has ended and its command has printed all: it gives up the lease."""
+        status, now, _ = self.snapshot()
+        quiet_s = None if now is None else now.quiet_s
+        return status in EXIT_CODES and (quiet_s is None or quiet_s > LIVE_S)
 
     def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
         """Ask the run to save and exit, wait up to `wait_s` seconds, then have Ray end its job.

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from rayapp.config.fields import unit_of
+from rayapp.observe.activity import TRAINING
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.figures import figures, share_of_waiting
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
+from rayapp.observe.words import UNKNOWN
 
 if TYPE_CHECKING:
     from rayapp.jobs.handle import Job
@@ -25,6 +27,7 @@ POINTS = 240  # drawn of a curve at most; see `thin`
 WIDTH, HEIGHT = 420, 140
 LEFT, TOP, BOTTOM = 48, 22, 18  # margins of a curve
 SMOOTHED_FROM = 30  # points
+LEVELS = ("peak_gib",)
 Places: TypeAlias = list[tuple[int, float]]
 COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe and Ito, 2008)
     "step": "#009e73",
@@ -41,13 +44,15 @@ COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe a
 LOOKING = "<p>looking for the run …</p>"
 STYLE = """
 .rayapp{font:13px/1.4 system-ui,sans-serif}
-.rayapp .tiles{display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0}
-.rayapp .tiles div{min-width:84px}.rayapp .tiles b{display:block;font-size:15px}
+.rayapp{max-width:940px}
+.rayapp .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(76px,1fr));gap:6px 14px;
+margin:8px 0}.rayapp .tiles b{display:block;font-size:15px;white-space:nowrap}
 .rayapp .tiles span,.rayapp small{opacity:.65}
 .rayapp .bar{height:8px;border-radius:4px;background:#8884;overflow:hidden;display:flex}
 .rayapp .bar i{display:block;height:100%}
-.rayapp .curves{display:flex;flex-wrap:wrap;gap:14px;margin-top:10px}
-.rayapp svg{background:#8881;border-radius:4px;flex:1 1 260px;min-width:0}
+.rayapp .curves{display:grid;gap:14px;margin-top:10px;
+grid-template-columns:repeat(auto-fill,minmax(max(240px,calc(50% - 7px)),1fr))}
+.rayapp svg{background:#8881;border-radius:4px;width:100%}
 """
 
 
@@ -154,9 +159,10 @@ def render(
         tiles = "".join(
             f"<div><span>{html.escape(label)}</span><b>{html.escape(value)}</b></div>"
             for label, value in figures(now).items()
+            if value != UNKNOWN
         )
         parts.append(f"<div class='tiles'>{tiles}</div>")
-        if now.activity is not None and now.activity.phase:
+        if now.activity is not None and now.activity.phase not in ("", TRAINING):
             parts.append(f"<div>{html.escape(now.activity.text(time.time()))}</div>")
         parts.append(_goodput(now))
         reason = reason or now.reason
@@ -166,6 +172,7 @@ def render(
             f"loss ({unit.loss})": [("loss", "#0072b2"), ("eval_loss", "#d55e00")],
             f"{unit.many}/s": [(unit.per_s, "#009e73")],
             "memory (GiB)": [("peak_gib", "#cc79a7")],
+            "gradient norm": [("grad_norm", "#e69f00")],
         }
         drawn = "".join(_curve(label, steps, series) for label, series in curves.items())
         parts.append(f"<div class='curves'>{drawn}</div>")
@@ -189,7 +196,8 @@ def _goodput(now: Progress) -> str:
 def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
     """Return an SVG of fields of metrics.jsonl over steps, with axes, and values on hover.
 
-    Of a field with many points, the line is smoothed and the values are faint below it.
+    Of a field with many points, the line is smoothed and the values are faint below it; a level
+    that only rises is drawn as it is.
     """
     known = {name: points(steps, name, POINTS) for name, _ in series}
     values = [value for places in known.values() for _, value in places]
@@ -209,7 +217,7 @@ def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
         if len(found) == 1:
             x, y = place(*found[0])
             parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.5' fill='{color}'/>")
-        elif len(found) >= SMOOTHED_FROM:
+        elif len(found) >= SMOOTHED_FROM and name not in LEVELS:
             parts.append(_line(found, color, place, 0.3) + _line(smooth(found), color, place))
         elif found:
             parts.append(_line(found, color, place))
@@ -257,17 +265,20 @@ def _hover(name: str, found: Places, place: Callable[..., Any]) -> str:
 
 
 def smooth(found: Places) -> Places:
-    """Return an exponential moving average over a tenth of the points, unbiased at the start.
+    """Return the mean around each point, of a tenth of all points, or of fewer near the ends.
 
-    >>> smooth([(1, 4.0), (2, 4.0)])
-    [(1, 4.0), (2, 4.0)]
+    As many points are taken before as after it, so that the line does not lag.
+
+    >>> smooth([(1, 4.0), (2, 1.0), (3, 4.0)])
+    [(1, 4.0), (2, 3.0), (3, 4.0)]
     """
-    keep = 1.0 - 10.0 / max(11, len(found))
-    total, weight = 0.0, 0.0
+    sums = np.cumsum([0.0, *(value for _, value in found)])
+    half, last = max(1, len(found) // 20), len(found) - 1
     smoothed = []
-    for step, value in found:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smoothed.append((step, total / weight))
+    for place, (step, _) in enumerate(found):
+        reach = min(half, place, last - place)
+        total = sums[place + reach + 1] - sums[place - reach]
+        smoothed.append((step, float(total) / (2 * reach + 1)))
     return smoothed
 
 

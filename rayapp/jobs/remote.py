@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rayapp.config import ConfigError
 from rayapp.jobs import JobError, JobsClient
@@ -89,10 +89,10 @@ class RemoteJob:
         `attempt` chooses a log of the folder, by default the newest; `rank` the error of a rank.
 
         Raises:
-            ConfigError: neither the cluster nor the folder has it.
+            ConfigError: the folder does not have it, and the run was not submitted.
             JobError: the cluster does not tell, and the folder has no log.
         """
-        if attempt is None and rank is None:
+        if attempt is None and rank is None and self.ids():
             try:
                 cluster, info = self.or_fail()
                 return cluster.logs(info.submission_id)
@@ -100,6 +100,24 @@ class RemoteJob:
                 if not attempt_logs.numbers(self.run):
                     raise
         return attempt_logs.read(self.run, attempt, rank)
+
+    def follow(self, ended: Callable[[], bool]) -> Iterator[str]:
+        """Return an iterator of the driver's output until the run ends; see `logs`.
+
+        `ended` says whether the run has ended, which the folder's logs do not tell.
+
+        Raises:
+            ConfigError: the run was not submitted, and has ended without a log.
+            JobError: the cluster does not tell, and the folder has no log.
+        """
+        if self.ids():
+            try:
+                cluster, info = self.or_fail()
+                return cluster.follow(info.submission_id)
+            except JobError:
+                if not attempt_logs.numbers(self.run):
+                    raise
+        return attempt_logs.follow(self.run, ended)
 
     def ask_to_stop(self) -> bool:
         """Ask Ray to stop the job, so that the dashboard shows STOPPED; return whether it did ask.

@@ -76,7 +76,7 @@ class Widget:
 
     def _stop(self, job: Job) -> str:
         job.stop(wait_s=0)
-        return "<p>it saves a checkpoint and ends</p>"
+        return "<p>the run saves a checkpoint and ends</p>"
 
     def _resume(self, job: Job) -> str:
         said: list[str] = []

@@ -2,6 +2,7 @@
 
     read(run)                          # the newest
     read(run, attempt=3, rank=1)       # the error of a rank that died in attempt 3
+    follow(run, ended)                 # what is added, until the run has ended
 
 The last section says how the attempt ended, the one before it has the error that came first.
 Attempt N is the Nth time that the driver started workers; what it printed before is part of it.
@@ -10,7 +11,8 @@ Attempt N is the Nth time that the driver started workers; what it printed befor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from rayapp.config import ConfigError
 from rayapp.observe.run_folder import LOGS
@@ -19,6 +21,8 @@ from rayapp.storage import Storage
 MOST_ERRORS = 16
 ERROR_CHARACTERS = 20_000
 MARK = "==== "
+GOES_ON = "it goes on"  # the end of a log whose attempt has not ended
+POLL_S, POLL_S3_S = 1.0, 5.0
 NAME = re.compile(rf"{LOGS}/attempt-([1-9][0-9]{{0,8}})\.txt")
 # Escape sequences of terminals (colours, cursor, titles), and other control characters.
 CONTROL = re.compile(
@@ -68,7 +72,7 @@ def read(run: Storage, attempt: int | None = None, rank: int | None = None) -> s
     """
     kept = numbers(run)
     if not kept:
-        raise ConfigError([f"run={run.url} has no log: no command of it has ended yet"])
+        raise ConfigError([_none_of(run)])
     attempt = kept[-1] if attempt is None else attempt
     if attempt not in kept:
         there = ", ".join(map(str, kept))
@@ -82,6 +86,64 @@ def read(run: Storage, attempt: int | None = None, rank: int | None = None) -> s
         instead = f"Set one of {failed}" if failed else "Leave rank out to see the driver's output"
         raise ConfigError([f"rank={rank} has left no error in attempt {attempt}. {instead}"])
     return sections[f"rank {rank}"]
+
+
+def follow(run: Storage, ended: Callable[[], bool]) -> Iterator[str]:
+    """Yield the newest log, then what is added to it and to later ones, until the run has ended.
+
+    The driver stores a log whole, and only its last part if it is long. Between two looks at S3
+    pass POLL_S3_S, elsewhere POLL_S.
+
+    Raises:
+        ConfigError: the run has ended and has left no log.
+    """
+    number, shown, known = 0, list[str](), dict[int, str]()
+    while True:
+        last = ended()  # before the look, which then sees all
+        etags = _etags(run)
+        if not number and etags:
+            number = max(etags)
+            known = {other: etag for other, etag in etags.items() if other < number}
+        for changed in sorted(each for each in etags if etags[each] != known.get(each)):
+            known[changed] = etags[changed]
+            lines = _for_reader(plain_text(run.read(name_of(changed)).decode(errors="replace")))
+            added = lines[_overlap(shown, lines) :] if changed == number else lines
+            number, shown = changed, lines
+            if added:
+                yield "".join(f"{line}\n" for line in added)
+        if last:
+            if not number:
+                raise ConfigError([_none_of(run)])
+            return
+        time.sleep(POLL_S if run.local_path() else POLL_S3_S)
+
+
+def _none_of(run: Storage) -> str:
+    return (
+        f"run={run.url} has no log: its driver has not stored one. Look at the terminal or "
+        "notebook that it was started in"
+    )
+
+
+def _etags(run: Storage) -> dict[int, str]:
+    found = ((NAME.fullmatch(entry.name), entry.etag) for entry in run.list(LOGS))
+    return {int(match[1]): etag for match, etag in found if match}
+
+
+def _for_reader(text: str) -> list[str]:
+    """Return the lines of a log without its head, and without its end if that is still open."""
+    lines = text.partition(f"{MARK}driver\n")[2].splitlines()
+    return lines[:-2] if lines[-2:] == [f"{MARK}end", GOES_ON] else lines
+
+
+def _overlap(before: list[str], after: list[str]) -> int:
+    """Return how many lines at the beginning of `after` are the end of `before`.
+
+    >>> _overlap(["a", "b", "b"], ["b", "b", "c"])
+    2
+    """
+    longest = min(len(before), len(after))
+    return next(n for n in range(longest, -1, -1) if before[len(before) - n :] == after[:n])
 
 
 def _sections(text: str) -> dict[str, str]:

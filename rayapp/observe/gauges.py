@@ -4,6 +4,7 @@
         told.step(record)
     told = Driver("demo", num_steps=500, started=...)      # in the driver
     told.set(account, ...); told.close(DONE)
+    tell_end("demo", FAILED)                               # in a driver that did not begin to train
 
 Ray prefixes every name with `ray_`, and counters end in `_total`. To keep the series few, rank 0
 alone exports the figures of the run; each rank exports only its own memory and its wait for data.
@@ -191,18 +192,14 @@ class Driver:
 
     def __init__(self, run: str, num_steps: int, started: float) -> None:
         self._gauges = _Gauges({"run": run})
-        self._gauges.add(OF_THE_DRIVER | AT_THE_END)
+        self._gauges.add(OF_THE_DRIVER)
         self._gauges.add({"goodput": "Share of wall_s by cause, 0-1"}, "cause")
         self._gauges.add({"interruptions": "Attempts that ended early, by kind"}, "kind")
-        self._num_steps, self._started = num_steps, started
+        self._run, self._num_steps, self._started = run, num_steps, started
 
     def close(self, status: str) -> None:
-        """Export whether the run failed, and stop repeating all gauges.
-
-        Ray shows the last values for 20 s, even if the process ends at once, which is longer than
-        the interval of scrapes. A driver that is killed exports no end.
-        """
-        self._gauges.set({"failed": float(status == FAILED)})
+        """Export how the run ended, and stop repeating all gauges."""
+        tell_end(self._run, status)
         self._gauges.close()
 
     def set(
@@ -239,6 +236,18 @@ class Driver:
         kinds = [each["kind"] for each in account.interruptions]
         for kind in (FAILURE, PREEMPTION, RESIZE):
             self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
+
+
+def tell_end(run: str, status: str) -> None:
+    """Export whether a run failed.
+
+    Ray shows the value for 20 s, even if the process ends at once, which is longer than the
+    interval of scrapes. A driver that is killed exports no end.
+    """
+    gauges = _Gauges({"run": run})
+    gauges.add(AT_THE_END)
+    gauges.set({"failed": float(status == FAILED)})
+    gauges.close()
 
 
 class PhaseGauge:

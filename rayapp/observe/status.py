@@ -16,7 +16,7 @@ import yaml
 
 from rayapp.config import parse_yaml
 from rayapp.config.fields import unit_of
-from rayapp.observe.activity import WAITING_FOR_ROOM, Activity, read_activity
+from rayapp.observe.activity import STARTING_WORKERS, WAITING_FOR_ROOM, Activity, read_activity
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import (
     ENDED,
@@ -133,9 +133,11 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
     activity = read_activity(run) if live else None
     if activity is not None and last and activity.began < last[0]["time"]:
         activity = None  # of an earlier command
+    line = steps.last
+    if activity is not None and activity.phase == STARTING_WORKERS and line is not None:
+        activity = activity if line["time"] < activity.began else None  # they take steps already
     status, reason = _status(run, last, live, activity)
     num_steps = _num_steps(run)
-    line = steps.last
     step = line["step"] if line else 0
     signs = [event["time"] for event in last] + ([line["time"]] if line else [])
     return Progress(

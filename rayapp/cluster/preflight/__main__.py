@@ -1,8 +1,8 @@
 """python -m rayapp.cluster.preflight [CONFIG.yaml] [--section.field=value ...]
 
   --json               print everything as JSON
-  --min_gbit_per_s=N   what a link between two nodes must reach; by cluster.instance otherwise
-  --timeout_s=180      the most that one answer is waited for
+  --min_gbit_per_s=N   rate that a link between two nodes must reach; by default cluster.instance's
+  --timeout_s=180      seconds to wait for one answer
 
 Checks the cluster of cluster.address (RAY_ADDRESS; Ray on this machine without either).
 Exit codes: 0 all pass, 1 there are findings, 2 bad config.

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayapp.data.images.sources import IMAGE_SUFFIXES, hidden
+from rayapp.storage.inputs import open_input
 
 MAX_NAMED = 3
 
@@ -106,6 +107,21 @@ def read_synsets(text: str) -> tuple[str, ...]:
     return tuple(
         re.split(r"[,;\s]+", line.strip())[0] for line in text.splitlines() if line.strip()
     )
+
+
+def labels_at(path: str) -> Labels:
+    """Read a file of labels, by path or URL; raises FileNotFoundError, else as `read_labels`."""
+    return read_labels(_text_of(path), path)
+
+
+def synsets_at(path: str) -> tuple[str, ...]:
+    """Read a file of class names, by path or URL; raises FileNotFoundError."""
+    return read_synsets(_text_of(path))
+
+
+def _text_of(path: str) -> str:
+    folder, _, name = path.rpartition("/")
+    return open_input(folder or ("/" if path.startswith("/") else ".")).read(name).decode()
 
 
 def _numbered(found: dict[str, str | None], synsets: Sequence[str] | None) -> dict[str, str | None]:

@@ -1,6 +1,6 @@
 """Copy a set of images from one storage to another, verify it, and resume interrupted copies.
 
-    report = stage("s3://bucket/imagenet/val", "/lustre/imagenet/val", labels=labels)
+    report = stage("s3://bucket/imagenet/val", "/lustre/imagenet/val", labels="val.csv")
 
 Every file is read once, decoded, written, and read back; its size and SHA-256 must equal those of
 what was read. A ledger below `.staged` in the target records finished files: a file is not copied
@@ -20,9 +20,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 
+from rayapp.config import ConfigError
 from rayapp.data.images import sources
 from rayapp.data.images.augment import problem_of
-from rayapp.data.images.labels import Labels, folders_of
+from rayapp.data.images.labels import Labels, folders_of, labels_at, synsets_at
 from rayapp.data.prepared import MAX_EXAMPLES
 from rayapp.data.sources import SourceError
 from rayapp.storage import Entry, Readable, Storage, StorageError, open_storage
@@ -31,6 +32,7 @@ from rayapp.storage.inputs import open_input
 LEDGER = ".staged"
 SEGMENT_FILES, SEGMENT_S = 5000, 10.0  # ledger intervals: most work that a resumed copy repeats
 BLOCK_BYTES = 8 * 2**20
+MOST_AT_ONCE = 512  # files
 UNLABELLED, NO_CLASS = "without a label", "in no folder of a class"
 Progress = Callable[[int, int], None]
 
@@ -52,7 +54,7 @@ class Done:
 
 
 @dataclass
-class Report:
+class Staged:
     """The result of a copy."""
 
     source: str
@@ -83,22 +85,28 @@ def stage(
     source: str,
     target: str,
     *,
-    labels: Labels | None = None,
-    synsets: Sequence[str] | None = None,
+    labels: Labels | str | None = None,
+    synsets: Sequence[str] | str | None = None,
     bad_images: float = 0.01,
     parallel: int = 32,
     progress: Progress | None = None,
-) -> Report:
-    """Copy the images of `source` to `target`; with `labels`, flat images go to class folders.
+) -> Staged:
+    """Copy the images of `source` to `target`, verify them, and resume a copy that was cut off.
 
-    `bad_images` is the share of files, 0-1, that may be unusable. `progress` is called with
-    (bytes done, bytes in all).
+    Both are folders or S3 URLs. With `labels`, flat images go to class folders; `synsets` are the
+    class names in the order of numeric labels. Both may be given as the path or URL of their file.
+    `bad_images` is the share of files, 0-1, that may be unusable. `parallel` is the number of
+    files at once. `progress` is called with (bytes done, bytes in all).
 
     Raises:
+        ConfigError: bad_images or parallel is out of range.
         SourceError: nothing is there, or too much of it is unusable.
         LabelError: labels and images do not belong together.
         StorageError: a storage says no, or what was read back is not what was written.
     """
+    _check_numbers(bad_images, parallel)
+    labels = labels_at(labels) if isinstance(labels, str) else labels
+    synsets = synsets_at(synsets) if isinstance(synsets, str) else synsets
     here, there = open_input(source), open_storage(target)
     _check_apart(here, there)
     entries = [one for one in here.list() if one.size and not sources.hidden(one.name)]
@@ -110,7 +118,7 @@ def stage(
     there.check_writable()
     ledger = _Ledger(there)
     present = {one.name: one for one in there.list() if not sources.hidden(one.name)}
-    report = Report(here.url, there.url)
+    report = Staged(here.url, there.url)
     wanted = {place for place in places.values() if place}
     foreign = sorted(present.keys() - wanted)
     report.foreign, report.foreign_examples = len(foreign), foreign[:MAX_EXAMPLES]
@@ -131,6 +139,16 @@ def stage(
                 raise TooManyBad(_too_many(report, len(entries), bad_images))
     report.classes = len(classes)
     return report
+
+
+def _check_numbers(bad_images: float, parallel: int) -> None:
+    problems = []
+    if not 0 <= bad_images <= 1:
+        problems.append(f"bad_images={bad_images} is not a share: set a number from 0 to 1")
+    if not 0 < parallel <= MOST_AT_ONCE:
+        problems.append(f"parallel={parallel} is not valid: set 1 to {MOST_AT_ONCE} files at once")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_apart(here: Readable, there: Storage) -> None:
@@ -198,7 +216,7 @@ def _ended(waiting: dict[Future[Done], Entry]) -> Iterator[tuple[Entry, Done, bo
         yield entry, future.result(), True
 
 
-def _count(report: Report, entry: Entry, done: Done, new: bool) -> None:
+def _count(report: Staged, entry: Entry, done: Done, new: bool) -> None:
     bad = [(entry.name, done.problem)] if done.problem else list(done.within)
     for place, problem in bad:
         report.bad[problem] += 1
@@ -212,7 +230,7 @@ def _count(report: Report, entry: Entry, done: Done, new: bool) -> None:
         report.there += 1
 
 
-def _too_many(report: Report, count: int, limit: float) -> str:
+def _too_many(report: Staged, count: int, limit: float) -> str:
     shown = "; ".join(f"{place} is {why}" for place, why in report.examples[:5])
     return (
         f"SOURCE={report.source} is unusable in {sum(report.bad.values()):,} of {count:,} files: "

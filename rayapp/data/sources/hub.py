@@ -28,7 +28,7 @@ def revision(path: str) -> str:
         return str(given)
     try:
         sha = HfApi().dataset_info(name, revision=given).sha
-    except Exception as error:  # the hub client raises many types; all mean "not to be had"
+    except Exception as error:  # the hub client raises many types; all mean that it cannot be read
         raise _missing(path, error) from error
     assert sha is not None, f"the hub gives {path} no commit"
     return str(sha)
@@ -76,6 +76,6 @@ def _parts(path: str) -> tuple[str, str | None, str | None, str | None]:
 def _missing(path: str, error: Exception) -> SourceError:
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return SourceError(
-        f"data.path={path} is not to be had from the hub: {first}. Give a file or folder that "
+        f"data.path={path} cannot be read from the hub: {first}. Give a file or folder that "
         "exists, or org/name:config@split"
     )

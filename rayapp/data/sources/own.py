@@ -31,7 +31,7 @@ def version(format: str) -> str:
     """Return a digest of the source of the function's package.
 
     Raises:
-        SourceError: it is not to be imported, or not a function.
+        SourceError: it cannot be imported, or is not a function.
     """
     try:
         return digest_of(FIELD, format)

@@ -26,6 +26,8 @@ from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.spec import AnySpec
 from rayapp.train.trainer import Trainer
 
+NOT_LOADED = " could not be loaded: "
+
 logger = logging.getLogger("rayapp.training")
 
 
@@ -113,7 +115,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, Loo
         load_checkpoint(storage, checkpoint.name, wanted)
     except marker.Damaged as damage:
         if dist.get_rank() == 0:
-            marker.refuse(storage, checkpoint.name, str(damage))
+            marker.refuse(storage, checkpoint.name, str(damage).partition(NOT_LOADED)[2])
         dist.barrier()
         raise StartAgain(f"{damage}; this checkpoint is not used again") from damage
     known = wanted.get("scales", {rank: {}})[rank]
@@ -219,7 +221,7 @@ def load_checkpoint(storage: Storage, name: str, tensors: Tensors) -> None:
             causes = [cause for cause, _ in error.failures.values()]
         damaged = any(isinstance(cause, Damaged) for cause in causes)
         raise (Damaged if damaged else CheckpointError)(
-            f"{storage.url}/{CHECKPOINTS}/{name} could not be loaded: {reason_of(error)}"
+            f"{CHECKPOINTS}/{name}{NOT_LOADED}{reason_of(error)}"
         ) from error
 
 
