@@ -291,10 +291,12 @@ def stream(
     return blocks(order, first_step, world, row_bytes, fields, fill, concurrency)
 
 
-def steps(shard: Shard, micro_batch: int, num_micro_batches: int) -> Iterator[StepRows]:
-    """Yield this rank's steps from its part of the stream."""
+def steps(
+    shard: Shard, micro_batch: int, num_micro_batches: int, source_ends: tuple[int, ...] = ()
+) -> Iterator[StepRows]:
+    """Yield this rank's steps from its part of the stream; `source_ends` is as in StepRows."""
     for step, arrays in parts(shard, FIELDS, micro_batch, num_micro_batches):
-        yield StepRows(step, **arrays)
+        yield StepRows(step, **arrays, source_ends=source_ends)
 
 
 def _fields(dtype: np.dtype[Any]) -> Fields:

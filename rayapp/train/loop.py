@@ -109,7 +109,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         }
         assert engine.record is not None, "this engine was made for single steps"
         busy_s = max(step_s - stall_s - eval_s, 1e-9)
-        yield engine.record(facts, totals.sums, update.sums.loss, busy_s)
+        yield engine.record(facts, totals.sums, update.sums, busy_s)
         if leave:
             engine.left = leave
             return
@@ -186,17 +186,19 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
     A bad step raises BadLoss instead, on all ranks, unless `engine.skip_bad`.
     """
     losses, summing, last = [], None, len(batch.rows) - 1
+    by_source = list[torch.Tensor]()
     for i in range(last + 1):
         engine.last_of_step(i == last)
         with engine.peaks.phase("forward"):
-            objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
+            objective, loss, *more = engine.model(**inputs(batch, i, engine.device))
         losses.append(loss.detach())
+        by_source += more[:1] if engine.by_source else []
         if i == last:  # overlaps the last backward pass
-            summing = StepSums(losses, engine.take_sums(), engine.take_counts())
+            summing = StepSums(losses, by_source, engine.take_sums(), engine.take_counts())
         with engine.peaks.phase("backward"):
             # Gradients are summed over ranks, never averaged: this is the only division.
             (objective / agreement.wait().weight).backward()
-        del objective, loss  # else this graph would live through the next forward pass
+        del objective, loss, more  # else this graph would live through the next forward pass
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
         assert summing is not None, "a step has a micro-batch, and every rank is in the group"
