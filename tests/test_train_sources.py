@@ -17,7 +17,11 @@ from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared, mixed
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps, sequential_batches, step_rows
+from rayapp.observe import figures, trackers, words
+from rayapp.observe import status as statuses
 from rayapp.order import Order
+from rayapp.report import folder as report
+from rayapp.report import tables
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
@@ -216,6 +220,44 @@ def test_an_own_loss_has_the_same_losses_by_source(
     lines, _ = train(spec_of(folder, "own", loss="test_train_own_code:nats"), folder, 1)
     first = one_and_two[0][0][0]
     assert lines[0]["loss_by_source"] == pytest.approx(first["loss_by_source"], rel=1e-5)
+
+
+def test_the_report_and_status_show_each_source(
+    folder: Path, one_and_two: list[tuple[list[Any], Any]]
+) -> None:
+    lines, _ = one_and_two[0]
+    spec = spec_of(folder, "of-1")
+    run = open_storage(spec.run_url)
+    run.write("config.yaml", spec.config.to_yaml().encode())
+    run.write("plan.json", json.dumps({"steps": STEPS, "data": spec.data.report()}).encode())
+    shown = {row[0]: row[-3:] for row in tables.sources(report.read(run))}
+    assert set(shown) == {str(folder / name) for name in SHARES}
+    for name, (counted, loss, held_out) in shown.items():
+        counts = [line["tokens_by_source"][name] for line in lines]
+        nats = [
+            (line["loss_by_source"][name] or 0.0) * count
+            for line, count in zip(lines, counts, strict=True)
+        ]
+        assert counted == words.amount(sum(counts))
+        assert loss == words.fixed(sum(nats) / sum(counts) if sum(counts) else None, 4)
+        assert held_out == words.fixed(lines[1]["eval_loss_by_source"][name], 4)
+    now = statuses.read(run)
+    told = figures.by_source(now)
+    words_name = str(folder / "words.txt")
+    share = lines[-1]["tokens_by_source"][words_name] / lines[-1]["tokens"]
+    (mine,) = [text for text in told if text.startswith(f"{words_name}: ")]
+    assert f"loss {lines[-1]['loss_by_source'][words_name]:.4f}, " in mine
+    assert mine.endswith(f" tokens ({share:.1%}) of the step")
+
+
+def test_trackers_show_each_source(folder: Path, one_and_two: list[tuple[list[Any], Any]]) -> None:
+    line = one_and_two[0][0][1]
+    shown = dict(trackers.scalars(line))
+    for path in map(str, (folder / name for name in SHARES)):
+        name = path.removeprefix("/")
+        assert shown[f"tokens_by_source/{name}"] == line["tokens_by_source"][path]
+        for figure in ("loss_by_source", "eval_loss_by_source"):
+            assert shown.get(f"{figure}/{name}") == line[figure][path]
 
 
 def test_a_mixture_of_one_source_has_no_losses_by_source(folder: Path) -> None:

@@ -60,6 +60,8 @@ class StepRows:
     """int64 [m, b], number of the row in the data set, EMPTY where there is none"""
     source_ends: tuple[int, ...] = ()
     """Of several sources: behind each, the number of rows up to there; else empty"""
+    ends_block: bool = False
+    """Whether the rows of the next step come in another block; the same on all ranks"""
 
     def sums(self) -> tuple[int, ...]:
         """Return loss-bearing tokens, tokens, attended pairs of tokens, and loss-bearing bytes.

@@ -126,6 +126,7 @@ class LanguageTrainer(Trainer):
             take_counts=self.parts.lm.routing.take,
             spikes=Spikes(config.train.spike_sigmas) if watched else None,
             by_source=bool(names),
+            may_wait=lambda batch: spec.order.more and batch.ends_block,
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
             skip_bad=config.train.on_spike == "skip",
         )

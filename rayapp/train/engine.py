@@ -108,6 +108,9 @@ class Engine:
     """Evaluate the held-out data; return figures named as in a record.
 
     All ranks call it together. If `interruptible`, it raises loop.Interrupted on all of them."""
+    may_wait: Callable[[Any], bool] = field(default=lambda batch: False)
+    """Whether the rows after this batch may still be being prepared, so that the ranks agree to go
+    on or to leave while they wait; the same on all ranks."""
     interruptible: bool = False
     """Whether an evaluation is given up when the ranks agree to leave."""
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
