@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from rayapp.observe.columns import Columns
-from rayapp.observe.gauges import AT_THE_END, COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
+from rayapp.observe.gauges import (
+    AT_THE_END,
+    COUNTED,
+    COUNTED_BY_SOURCE,
+    OF_A_SOURCE,
+    OF_A_STEP,
+    OF_THE_DRIVER,
+    Driver,
+    Pace,
+    Steps,
+)
 from rayapp.observe.goodput import account
 from rayapp.observe.metrics import ImageRecord, TokenRecord
 
@@ -26,7 +36,14 @@ Scrape = Callable[[str], dict[str, float]]
 
 def record(step: int, **values: Any) -> TokenRecord:
     numbers: dict[str, Any] = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
-    facts = {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "skipped": False}
+    facts: dict[str, Any] = {
+        "step": step,
+        "tokens": 64,
+        "workers": 2,
+        "attempt": 1,
+        "skipped": False,
+    }
+    facts |= dict.fromkeys([*OF_A_SOURCE, *COUNTED_BY_SOURCE])
     return TokenRecord(**numbers | facts | {"mfu": None, "eval_loss": None} | values)
 
 
