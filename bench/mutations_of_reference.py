@@ -8,7 +8,7 @@ from __future__ import annotations
 from mutated import Mutation
 
 NAMED = "tests/test_reference.py -k named"
-SEEN_BY_ONE = "objective, loss = self.loss(output.logits, None, labels)"
+SEEN_BY_ONE = "objective, loss = self.loss(output.logits, None, labels, **more)"
 PLAIN_ENTROPY = (
     "objective = nn.functional.cross_entropy(output.logits.float().flatten(0, 1), "
     'labels.flatten(), reduction="sum"); loss = objective.detach()'

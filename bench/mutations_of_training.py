@@ -74,8 +74,8 @@ TRAINING = (
     Mutation(
         "leave-without-save",
         LOOP,
-        "if totals.save or leave else",
-        "if totals.save else",
+        "saved = bool(totals.save or leave)",
+        "saved = bool(totals.save)",
         ONE_STEP,
     ),
     Mutation(

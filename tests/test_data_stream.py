@@ -332,6 +332,37 @@ def test_all_ranks_together_take_each_position_of_a_step_once(tmp_path: Path, wo
         assert sorted(taken) == expected
 
 
+def test_the_last_step_of_a_block_says_so(
+    ray_cluster: None, tmp_path: Path, short_windows: None
+) -> None:
+    prepared = random_rows(str(tmp_path))
+    order = Order.for_steps(prepared.num_rows("train"), 4, 2, 0, 7)
+    for taken in deal(prepared, order, 0, 2):
+        assert [batch.ends_block for batch in taken] == [False, True] * 3 + [True]
+
+
+def test_a_block_that_takes_long_does_not_end_the_stream(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of itself Ray Data fails after 30 minutes without a block; here, after two seconds."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    monkeypatch.setattr(context, "execution_no_progress_timeout_s", 2.0)
+    order = Order.for_steps(16, 4, 2, 0, 4)
+
+    def fill(step: int, rank: int, columns: stream.Arrays) -> None:
+        time.sleep(6.0)
+        columns["rows"][:] = step
+
+    def first_step(step: int, world: int) -> stream.Stream:
+        return stream.blocks(order, step, world, 8, {"rows": ((), np.int64)}, fill, 1, 1)
+
+    (given,) = stream.ExactOrder(first_step).configure({"train": 2}, 1)
+    taken = stream.parts(given["train"], ["rows"], order.micro_batch, order.num_micro_batches(1))
+    assert [step for step, _ in taken] == [2, 3]
+
+
 @pytest.mark.parametrize("world", [1, 2, 5])
 @pytest.mark.parametrize("micro_batch", [1, 4, 20])
 def test_sequential_batches_take_every_row_once(

@@ -218,6 +218,29 @@ def test_a_preparation_that_is_cut_off_tokenises_nothing_twice(
     assert contents(open_storage(prepared.url)) == contents(open_storage(expected.url))
 
 
+def test_the_state_of_a_preparation_says_window_and_bytes(
+    windowed: RowRecipe, tmp_path: Path, here: list[Any]
+) -> None:
+    made = Windows(windowed, root_of(tmp_path), seed=1)
+    whole = sum(unit.num_bytes for _, unit in made.jobs)
+    sizes = [made.jobs[index][1].num_bytes for index in made.order]
+    assert made.state(4) == (1, made.count, 0, whole)  # nothing is known of the rows
+    told: list[tuple[int, int, int, int]] = []
+    made.progress = lambda *_: told.append(made.state(10**6))
+    made.prepare()
+    numbers, lasts, done, totals = zip(*told, strict=True)
+    assert set(lasts) == {made.count} and set(totals) == {whole}
+    assert list(done) == sorted(done) and done[-1] == whole
+    packed = [number for number, task in enumerate(here) if task.packs]
+    assert [done[number] for number in packed] == [sum(sizes[:n]) for n in range(1, made.count + 1)]
+    assert [numbers[number] for number in packed] == [*range(2, made.count + 1), made.count]
+    first = made.whole[made.order[0]]["counts"]["train"]["rows"]
+    again = Windows(windowed, root_of(tmp_path / "again"), seed=1)
+    again.prepare(1)
+    assert again.state(2 * first)[:2] == (2, 2)
+    assert again.state(2 * first)[2:] == (sizes[0], sum(sizes[:2]))
+
+
 def test_other_seeds_and_windows_take_the_tokens(
     windowed: RowRecipe,
     tmp_path: Path,

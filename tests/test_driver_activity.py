@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,15 @@ from rayapp.driver import activity
 from rayapp.driver.activity import Heartbeat
 from rayapp.driver.main import main
 from rayapp.driver.output import Tail
-from rayapp.observe.activity import STARTING_WORKERS, TRAINING, Activity, Phases
-from rayapp.observe.run_folder import DONE, RANK_ACTIVITY
+from rayapp.observe.activity import (
+    STARTING_WORKERS,
+    TRAINING,
+    Activity,
+    Phases,
+    Reporter,
+    read_activity,
+)
+from rayapp.observe.run_folder import ACTIVITY, DONE, RANK_ACTIVITY
 from rayapp.storage import open_storage
 
 
@@ -69,6 +77,39 @@ def test_slow_steps_are_told_and_are_no_phases_of_the_journal(clock: list[float]
     assert shown.beat(TRAINING, 10.0, 22.0, "3 of 9 steps") == ["training, 0:12: 3 of 9 steps"]
     assert shown.beat("evaluating", 30.0, 31.0) == ["evaluating"]
     assert not shown.heartbeat.passed
+
+
+def test_what_goes_on_meanwhile_has_a_line_each_minute(clock: list[float]) -> None:
+    shown, beside = Shown(), "preparing window 3 of ~40, 1.20 GB of ~4.00 GB"
+    lines: list[str] = []
+    for second in range(0, 200, 5):
+        clock[0] = float(second)
+        shown.tail.add("stdout", "a line of a step\n")
+        before = len(shown.text.getvalue())
+        told = Activity(TRAINING, 0.0, f"step {second}", beside if second < 150 else "")
+        shown.heartbeat._beat(told, 10.0 + second)
+        lines += shown.text.getvalue()[before:].splitlines()
+    assert lines == [beside] * 2
+
+
+def test_what_goes_on_meanwhile_is_told_with_rank_0_and_in_status(tmp_path: Path) -> None:
+    shown, run = Shown(), open_storage(str(tmp_path))
+    told = {"phase": "waiting for rows that are being prepared", "began": 100.0, "detail": ""}
+    shown.phases.begin(TRAINING, "step 4/9")
+    shown.phases.beside = "preparing window 3 of 3"
+    shown.phases.current = replace(shown.phases.current, began=100.0)
+    run.write(RANK_ACTIVITY, json.dumps(told).encode())
+    reporter = Reporter(run, ACTIVITY, shown.phases)
+    reporter.store()
+    found = read_activity(run)
+    assert found is not None
+    expected = "waiting for rows that are being prepared, 0:21; preparing window 3 of 3"
+    assert found.text(121.0) == expected
+    shown.heartbeat._run = run
+    shown.heartbeat._of_workers = shown.phases.current
+    assert shown.heartbeat._activity().text(121.0) == expected
+    shown.phases.beside = ""
+    assert shown.heartbeat._activity().text(121.0) == expected.partition(";")[0]
 
 
 def test_phases_go_to_the_journal(clock: list[float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -44,7 +45,10 @@ def test_the_data_start_where_the_checkpoint_ends(
 
     monkeypatch.setattr(worker, "train_rank", train_rank)
     spec: Any = SimpleNamespace(
-        config=load(), run_url=str(tmp_path), steps=lambda shard, world: iter(steps)
+        config=load(),
+        order=SimpleNamespace(more=False),
+        run_url=str(tmp_path),
+        steps=lambda shard, world: iter(steps),
     )
     summary: Any = worker.work(spec)
     if checkpoint == 3:
@@ -69,7 +73,39 @@ def test_only_what_is_not_finite_is_told_as_a_bad_step(
 
     monkeypatch.setattr(worker, "train_rank", train_rank)
     spec: Any = SimpleNamespace(
-        config=load(), run_url=str(tmp_path), steps=lambda shard, world: iter(())
+        config=load(),
+        order=SimpleNamespace(more=False),
+        run_url=str(tmp_path),
+        steps=lambda shard, world: iter(()),
     )
     assert worker.work(spec) == {"status": "failed", "reason": "step 4: why"}
     assert told == ["bad step"] * (not finite)
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_first_rows_that_are_maybe_still_prepared_are_waited_for(
+    more: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without windows that follow, they come within cluster.collective_timeout_s or not at all."""
+    asked = threading.Event()
+
+    def rows() -> Iterator[Any]:
+        asked.wait(60)
+        yield SimpleNamespace(step=0)
+
+    def train_rank(spec: Any, context: RankContext) -> Any:
+        threading.Timer(1.0, asked.set).start()
+        return {"status": "done", "taken": [batch.step for batch in context.open_steps(0)]}
+
+    monkeypatch.setattr(worker, "train_rank", train_rank)
+    spec: Any = SimpleNamespace(
+        config=load(None, {"cluster.collective_timeout_s": "0.1"}),
+        order=SimpleNamespace(more=more),
+        run_url=str(tmp_path),
+        steps=lambda shard, world: rows(),
+    )
+    if more:
+        assert worker.work(spec) == {"status": "done", "taken": [0]}
+        return
+    with pytest.raises(RuntimeError, match="no rows came from Ray Data"):
+        worker.work(spec)

@@ -22,13 +22,24 @@ from rayapp.driver.stop import Stop
 from rayapp.driver.supervise import Command
 from rayapp.observe.columns import Columns
 from rayapp.observe.events import Journal
-from rayapp.observe.gauges import AT_THE_END, COUNTED, OF_A_STEP, OF_THE_DRIVER, Driver, Pace, Steps
+from rayapp.observe.gauges import (
+    AT_THE_END,
+    COUNTED,
+    COUNTED_BY_SOURCE,
+    OF_A_SOURCE,
+    OF_A_STEP,
+    OF_THE_DRIVER,
+    Driver,
+    Pace,
+    Steps,
+)
 from rayapp.observe.goodput import account
 from rayapp.observe.hooks import Hooks
 from rayapp.observe.metrics import ImageRecord, TokenRecord
 from rayapp.observe.result import RunFailed
 from rayapp.storage import open_storage
 
+OWN_TAGS = ("rank", "cause", "kind", "source", "le")
 FIELDS = {kind: kind.__dataclass_fields__.keys() for kind in (TokenRecord, ImageRecord)}
 KINDS = ("failure", "preemption", "resize")
 Scrape = Callable[[str], dict[str, float]]
@@ -36,7 +47,14 @@ Scrape = Callable[[str], dict[str, float]]
 
 def record(step: int, **values: Any) -> TokenRecord:
     numbers: dict[str, Any] = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
-    facts = {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "skipped": False}
+    facts: dict[str, Any] = {
+        "step": step,
+        "tokens": 64,
+        "workers": 2,
+        "attempt": 1,
+        "skipped": False,
+    }
+    facts |= dict.fromkeys([*OF_A_SOURCE, *COUNTED_BY_SOURCE])
     return TokenRecord(**numbers | facts | {"mfu": None, "eval_loss": None} | values)
 
 
@@ -70,7 +88,7 @@ def scrape() -> Iterator[Scrape]:
                 match = re.fullmatch(r"ray_rayapp_(\w+)\{(.*)\} (\S+)", line)
                 tags = dict(re.findall(r'(\w+)="([^"]*)"', match[2])) if match else {}
                 if match and tags["run"] == run:
-                    own = [tags[name] for name in ("rank", "cause", "kind", "le") if name in tags]
+                    own = [tags[name] for name in OWN_TAGS if name in tags]
                     name = ",".join([match[1], *own])
                     values[name] = values.get(name, 0.0) + float(match[3])
             return values
@@ -117,6 +135,19 @@ def test_a_step_is_told_by_rank_0_and_memory_by_each(scrape: Scrape) -> None:
     assert {name for name in found if name in OF_A_STEP} == told
     assert not [name for name in found if name.startswith(("bad_steps", "skipped_steps"))]
     assert len(found) < 60  # series; those of another rank are two
+
+
+def test_each_source_of_a_mixture_is_told(scrape: Scrape) -> None:
+    losses = {"a.jsonl": 2.0, "s3://b/c": 4.0}
+    told = Steps("mixed", 0)
+    told.step(record(1, loss_by_source=losses, tokens_by_source={"a.jsonl": 60, "s3://b/c": 4}))
+    losses |= {"a.jsonl": 1.5, "s3://b/c": None}
+    more = {"tokens_by_source": {"a.jsonl": 64, "s3://b/c": 0}}
+    told.step(record(2, loss_by_source=losses, eval_loss_by_source={"a.jsonl": 3.0}, **more))
+    told.step(record(3, skipped=True, **more))
+    values = {"loss_by_source,a.jsonl": 1.5, "loss_by_source,s3://b/c": 4.0}
+    values |= {"tokens_by_source_total,a.jsonl": 124, "tokens_by_source_total,s3://b/c": 4}
+    shown(scrape, "mixed", values | {"eval_loss_by_source,a.jsonl": 3.0})
 
 
 def test_what_is_not_finite_is_counted_not_told(scrape: Scrape) -> None:

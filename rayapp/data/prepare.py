@@ -247,7 +247,10 @@ def run_tasks(
 
     items = [{"number": n, "task": pickle.dumps(task)} for n, task in enumerate(tasks)]
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
-    for row in dataset.map(work, concurrency=concurrency, num_cpus=num_cpus).iter_rows():
+    mapped = dataset.map(work, concurrency=concurrency, num_cpus=num_cpus)
+    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
+    mapped.context.execution_no_progress_timeout_s = -1
+    for row in mapped.iter_rows():
         task = tasks[row["number"]]
         if row["problem"]:
             lost = _lost(recipe, task.origin, task.unit)

@@ -6,6 +6,7 @@ rows = prepared.rows("train")
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +57,13 @@ class Prepared:
     """Windows of the training rows, in the order of whose visits the shards are; 0: no windows."""
     known: int = 0
     """Windows that are prepared; the others follow."""
+
+    @property
+    def held_out_ends(self) -> tuple[int, ...]:
+        """The number of held-out rows up to the end of each source; empty unless several."""
+        if len(self.sources) < 2:
+            return ()
+        return tuple(itertools.accumulate(each["eval"]["rows"] for each in self.sources.values()))
 
     @property
     def windows_rows(self) -> tuple[tuple[int, ...], ...]:

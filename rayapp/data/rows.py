@@ -58,18 +58,33 @@ class StepRows:
     """int64 [m, b], place in the step, EMPTY where there is no row"""
     rows: np.ndarray[Any, Any]
     """int64 [m, b], number of the row in the data set, EMPTY where there is none"""
+    source_ends: tuple[int, ...] = ()
+    """Of several sources: behind each, the number of rows up to there; else empty"""
+    ends_block: bool = False
+    """Whether the rows of the next step come in another block; the same on all ranks"""
 
-    def sums(self) -> tuple[int, int, int, int]:
+    def sums(self) -> tuple[int, ...]:
         """Return loss-bearing tokens, tokens, attended pairs of tokens, and loss-bearing bytes.
 
-        A document of n tokens has n (n + 1) / 2 pairs.
+        Of several sources, the loss-bearing tokens of each follow. A document of n tokens has
+        n (n + 1) / 2 pairs.
         """
+        targets = (self.labels != IGNORE).sum(-1)  # [m, b]
         return (
-            int((self.labels != IGNORE).sum()),
+            int(targets.sum()),
             int((self.segments != 0).sum()),
             attended_pairs(self.segments),
             int(self.target_bytes.sum()),
+            *(int(targets[mine].sum()) for mine in self.of_source()),
         )
+
+    def of_source(self) -> np.ndarray[Any, Any]:
+        """Return whether each row is of each source, bool [sources, m, b].
+
+        A place without a row is of the first.
+        """
+        source = np.searchsorted(self.source_ends, self.rows, side="right")  # [m, b]
+        return source == np.arange(len(self.source_ends))[:, None, None]
 
     def digest(self) -> int:
         """Return the sum of the rows' digests, which include their positions in the step."""
@@ -88,7 +103,8 @@ class StepRows:
 
         Positions and boundaries are left out if no row holds more than one document: plain causal
         attention keeps rows apart in every model, and no token sees the padding after its row's.
-        `present` tells tokens from padding, if there are both.
+        `present` tells tokens from padding, if there are both; `of_source` tells the rows of each
+        source, bool [sources, b], if there are several.
         """
         segments = self.segments[i][rows]
         found: dict[str, np.ndarray[Any, Any] | int] = {
@@ -102,6 +118,8 @@ class StepRows:
         present = segments != 0
         if present.any() and not present.all():
             found["present"] = present
+        if self.source_ends:
+            found["of_source"] = self.of_source()[:, i][:, rows]
         return found
 
 
@@ -186,6 +204,7 @@ def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -
         records["target_bytes"].astype(np.int64).reshape(shape),
         np.where(ids == EMPTY, EMPTY, positions),
         ids,
+        order.source_ends,
     )
 
 
@@ -198,9 +217,12 @@ def local_steps(
 
 
 def sequential_batches(
-    rows: TokenRows, micro_batch: int, rank: int, world: int
+    rows: TokenRows, micro_batch: int, rank: int, world: int, source_ends: tuple[int, ...] = ()
 ) -> Iterator[StepRows]:
-    """Yield every row once, in order, one micro-batch at a time; all ranks yield equally often."""
+    """Yield every row once, in order, one micro-batch at a time; all ranks yield equally often.
+
+    `source_ends` is as in StepRows.
+    """
     count = -(-len(rows) // micro_batch)
     for first in range(0, count, world):
         ids = (first + rank) * micro_batch + np.arange(micro_batch)
@@ -214,4 +236,5 @@ def sequential_batches(
             records["target_bytes"].astype(np.int64)[None],
             ids[None],
             ids[None],
+            source_ends,
         )

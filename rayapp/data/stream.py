@@ -42,6 +42,9 @@ LEAST_CHUNKS = 8  # of a window
 MAX_STEPS_PER_CHUNK = 32
 LEAST_TASKS = 2
 PAUSE_S = 0.01
+# Ray Data fails by itself after 30 minutes without a block: a long evaluation, or a window of rows
+# that is still prepared, is no failure.
+NO_LIMIT = -1
 Arrays = dict[str, np.ndarray[Any, Any]]
 Fields = Mapping[str, tuple[tuple[int, ...], Any]]  # of a row: shape and dtype
 FIELDS = ("input_ids", "labels", "segments", "target_bytes", "positions", "rows")
@@ -235,6 +238,7 @@ def _lane(numbers: Numbers, read: Callable[[Arrays], Arrays], concurrency: int) 
     dataset.context.execution_options.preserve_order = True
     dataset.context.target_max_block_size = None  # a split block would go to two ranks
     dataset.context.enable_progress_bars = False
+    dataset.context.execution_no_progress_timeout_s = NO_LIMIT
     dataset.context.custom_execution_callback_classes = [Paced]
     return dataset
 
@@ -243,18 +247,24 @@ def parts(
     shard: Shard, names: Iterable[str], micro_batch: int, num_micro_batches: int
 ) -> Iterator[tuple[int, Arrays]]:
     """Yield (step, columns as [m, b, ...]) of a rank's steps from its part of the stream."""
-    size = micro_batch * num_micro_batches
     for block in shard.blocks():
-        for start in range(0, len(block["step"]), size):
-            part = slice(start, start + size)
-            step = int(block["step"][start])
-            if step == EMPTY:  # padding of the last chunk
-                return
-            shape = (num_micro_batches, micro_batch)
-            yield (
-                step,
-                {name: block[name][part].reshape(*shape, *block[name].shape[1:]) for name in names},
-            )
+        yield from _parts_of(block, names, micro_batch, num_micro_batches)
+
+
+def _parts_of(
+    block: Arrays, names: Iterable[str], micro_batch: int, num_micro_batches: int
+) -> Iterator[tuple[int, Arrays]]:
+    size = micro_batch * num_micro_batches
+    for start in range(0, len(block["step"]), size):
+        part = slice(start, start + size)
+        step = int(block["step"][start])
+        if step == EMPTY:  # padding of the last chunk
+            return
+        shape = (num_micro_batches, micro_batch)
+        yield (
+            step,
+            {name: block[name][part].reshape(*shape, *block[name].shape[1:]) for name in names},
+        )
 
 
 def steps_per_chunk(
@@ -291,10 +301,15 @@ def stream(
     return blocks(order, first_step, world, row_bytes, fields, fill, concurrency)
 
 
-def steps(shard: Shard, micro_batch: int, num_micro_batches: int) -> Iterator[StepRows]:
-    """Yield this rank's steps from its part of the stream."""
-    for step, arrays in parts(shard, FIELDS, micro_batch, num_micro_batches):
-        yield StepRows(step, **arrays)
+def steps(
+    shard: Shard, micro_batch: int, num_micro_batches: int, source_ends: tuple[int, ...] = ()
+) -> Iterator[StepRows]:
+    """Yield this rank's steps from its part of the stream; `source_ends` is as in StepRows."""
+    for block in shard.blocks():
+        every = [*_parts_of(block, FIELDS, micro_batch, num_micro_batches)]
+        for step, arrays in every:
+            ends = step == every[-1][0]
+            yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends)
 
 
 def _fields(dtype: np.dtype[Any]) -> Fields:

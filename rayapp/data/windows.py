@@ -13,6 +13,7 @@ preparation that is cut off goes on where it was, and other processes see window
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -56,6 +57,10 @@ class Windows:
         self.whole = whole_units(self.storage, len(self.jobs), recipe.seq_len)
         self.problem: str | None = None
         """Why the preparation in the thread has failed."""
+        self.ended = False
+        """Whether that thread has nothing left to do."""
+        self._begun: dict[int, int] = {}
+        """Bytes tokenised of each window that is not packed."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -94,8 +99,10 @@ class Windows:
         except Exception as error:  # of any kind: the run must not wait for rows for ever
             problem = str(error) or type(error).__name__
         with self._changed:
-            self.problem = problem
+            self.problem, self.ended = problem, True
             self._changed.notify_all()
+        if self.progress:
+            self.progress(0, 0)
 
     def prepare(self, rows: int | None = None, num_cpus: float | None = None) -> Prepared:
         """Prepare the windows that hold the first rows of the run, or all; needs a running Ray.
@@ -112,6 +119,8 @@ class Windows:
             tasks = list(self._tasks())
             of_tasks = (self.root.url, tasks, self.concurrency, num_cpus)
             for task in run_tasks(self.recipe, *of_tasks):
+                begun = self._begun.get(task.index, 0)
+                self._begun[task.index] = begun + task.unit.num_bytes
                 if task.packs:
                     summary = json.loads(self.storage.read(unit_name(task.index)))
                     with self._changed:
@@ -123,6 +132,21 @@ class Windows:
                 if self._closed or self.holds(rows):
                     break
         return self.prepared()
+
+    def state(self, rows: int) -> tuple[int, int, int, int]:
+        """Return how far the windows are that hold the first rows of the run.
+
+        These are the number of the window that is being prepared, from 1, that of the last, and the
+        bytes done and in all. The last two numbers are estimates unless all windows are needed.
+        """
+        known, held_out = self._known(), len(self.jobs) - self.count
+        ready = max(0, len(known) - held_out)
+        so_far = sum(unit["counts"]["train"]["rows"] for unit in known.values())
+        needed = math.ceil(rows * ready / so_far) if so_far else self.count
+        needed = min(max(needed, ready + 1), self.count)
+        sizes = {index: self.jobs[index][1].num_bytes for index in self.order[: held_out + needed]}
+        done = sum(s if i in known else self._begun.get(i, 0) for i, s in sizes.items())
+        return min(ready + 1, needed), needed, done, sum(sizes.values())
 
     def holds(self, rows: int | None) -> bool:
         """Return whether the first rows of the run, or all, are prepared."""

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -44,6 +45,7 @@ from rayapp.storage import Storage
 logger = logging.getLogger("rayapp.driver")
 
 SAY_EVERY_S = 10.0  # without any line
+BESIDE_EVERY_S = 60.0  # what goes on meanwhile has a line of its own
 POLL_S = 1.0
 READ_EVERY_S = 5.0  # rank 0's activity on S3
 
@@ -58,6 +60,7 @@ class Heartbeat:
         self._show: Callable[[str], None] = self._print
         self._shown = phases.current
         self._lines, self._at = tail.added, time.monotonic()
+        self._beside_at = self._at
         self._run: Storage | None = None
         self._of_workers: Activity | None = None
         self._read_at = 0.0
@@ -107,7 +110,7 @@ class Heartbeat:
 
     def _activity(self) -> Activity:
         """Return what the run does; the file of rank 0 is read at most every READ_EVERY_S on S3."""
-        own, run = self.phases.current, self._run
+        own, run = self.phases.told(), self._run
         if run is None or own.phase not in AT_WORK:
             self._of_workers = None
             return own
@@ -122,6 +125,7 @@ class Heartbeat:
             except OSError:  # an outage, which the renewals of the lease report
                 self._of_workers = own
         told = self._of_workers
+        told = None if told is None else replace(told, beside=own.beside)
         return own if told is None or told.phase in AT_WORK else told
 
     def _forget_last_workers(self, run: Storage) -> None:
@@ -147,6 +151,9 @@ class Heartbeat:
             self._status.update(escape(activity.text(now)))
         if self.tail.added != self._lines:
             self._lines, self._at = self.tail.added, at
+        if activity.beside and at - self._beside_at >= BESIDE_EVERY_S:
+            self._beside_at = at
+            self._show(activity.beside)
         other = activity.phase != self._shown.phase
         if not activity.phase or now - activity.began < LEAST_S:
             return

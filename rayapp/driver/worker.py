@@ -57,7 +57,7 @@ def work(spec: AnySpec) -> Summary:
     ):
 
         def open_steps(step: int) -> Iterator[Any]:
-            head = _first(first, spec.config.cluster.collective_timeout_s)
+            head = _first(first, _limit_s(spec))
             if head is None:
                 return iter(())
             if head.step != step:  # a checkpoint was committed or refused after the data started
@@ -93,8 +93,15 @@ def _name_in_logs(name: str) -> None:
         print(f"{LOG_PREFIX_ACTOR_NAME}{name}", file=stream, flush=True)
 
 
-def _first(rows: Future[Any], timeout_s: float) -> Any:
+def _limit_s(spec: AnySpec) -> float | None:
+    """Return the seconds that the first rows may take; None: they are maybe still prepared."""
+    return None if spec.order.more else spec.config.cluster.collective_timeout_s
+
+
+def _first(rows: Future[Any], timeout_s: float | None) -> Any:
     """Wait up to `timeout_s` seconds for this rank's first step; return it, or None at the end.
+
+    Without `timeout_s` it waits for ever.
 
     Raises:
         RuntimeError: they have not come in time.

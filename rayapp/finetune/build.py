@@ -71,6 +71,8 @@ class Head:
         weight: torch.Tensor | None,
         labels: torch.Tensor,
         bias: torch.Tensor | None = None,
+        *,
+        each: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sampling:
             assert weight is not None, "a model that computes its logits itself is not sampled"
@@ -83,7 +85,8 @@ class Head:
             return logits, logits
         if self.metric_sums is not None:
             self.metric_sums += token_sums(self.metrics, hidden, weight, labels, bias)
-        return self.loss(hidden, weight, labels, bias)
+        more = {} if each is None else {"each": each}
+        return self.loss(hidden, weight, labels, bias, **more)
 
 
 def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:

@@ -23,4 +23,6 @@ def steps(spec: LanguageSpec, shard: Shard, world: int) -> Iterator[StepRows]:
     """Yield a rank's batch of each step from its part of the stream."""
     from rayapp.data import stream
 
-    return stream.steps(shard, spec.order.micro_batch, spec.order.num_micro_batches(world))
+    order = spec.order
+    count = order.num_micro_batches(world)
+    return stream.steps(shard, order.micro_batch, count, order.source_ends)

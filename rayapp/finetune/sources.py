@@ -9,6 +9,7 @@ from rayapp.data.recipe import RowRecipe
 from rayapp.data.stream import spare_cpus
 from rayapp.data.windows import Windows
 from rayapp.observe.activity import Phases
+from rayapp.observe.words import number_of_bytes
 from rayapp.storage import Storage
 
 
@@ -41,15 +42,26 @@ def rows_of(
     needed = max(1, steps * config.rows_per_step)
     if first is None or windows.holds(needed):
         return windows.prepare(needed), None
+
+    def tell(done: int, total: int) -> None:
+        phases.beside = "" if windows.ended else preparing(windows, needed)
+
+    windows.progress = tell
     what = f"data.path={config.data.path}"
     windows.start(
         needed,
         lambda prepared: unusable(prepared, what, config.data.bad_rows),
         spare_cpus(config.cluster.min_workers),
     )
-    prepared = windows.wait_for(min(first, needed))
-    windows.progress = None  # the phases are those of the training from here on
-    return prepared, windows
+    return windows.wait_for(min(first, needed)), windows
+
+
+def preparing(windows: Windows, rows: int) -> str:
+    """Say which of the windows that hold the first rows of the run is being prepared."""
+    number, last, done, total = windows.state(rows)
+    about = "~" if last < windows.count else ""
+    size = f"{number_of_bytes(done)} of {about}{number_of_bytes(total)}"
+    return f"preparing window {number} of {about}{last}, {size}"
 
 
 def unusable(prepared: Prepared, what: str, limit: float) -> str | None:

@@ -8,7 +8,7 @@ rayapp.train.rank trains with it, with or without Ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at
 from rayapp.train.reading import read
 from rayapp.train.spec import LanguageSpec
+from rayapp.train.step_sums import Sums
 from rayapp.train.trainer import Trainer
 
 SAMPLE_TOKENS = 64
@@ -102,6 +103,7 @@ class LanguageTrainer(Trainer):
         """Return the loop's engine for a language model."""
         spec, config = self.spec, self.spec.config
         watched = config.train.on_spike != "none"
+        names = tuple(spec.data.sources) if spec.order.source_ends else ()
         engine = Engine(
             model=self.parts.lm,
             optimizers=self.parts.optimizers,
@@ -123,13 +125,20 @@ class LanguageTrainer(Trainer):
             take_sums=self.parts.lm.take_sums,
             take_counts=self.parts.lm.routing.take,
             spikes=Spikes(config.train.spike_sigmas) if watched else None,
-            record=partial(token_record, mfu_of(spec, self.parts, self.device)),
+            by_source=bool(names),
+            may_wait=lambda batch: spec.order.more and batch.ends_block,
+            record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
             skip_bad=config.train.on_spike == "skip",
         )
         if spec.data.held_out:
             rows, rank, world = spec.data.rows("eval"), dist.get_rank(), dist.get_world_size()
+            # The rows of data.eval_path are of no source.
+            mixed = () if config.data.eval_path else spec.data.held_out_ends
             engine.evaluate = lambda: held_out_losses(
-                engine, sequential_batches(rows, config.micro_batch, rank, world), self.parts.head
+                engine,
+                sequential_batches(rows, config.micro_batch, rank, world, mixed),
+                self.parts.head,
+                names if mixed else (),
             )
         return engine
 
@@ -160,19 +169,26 @@ class LanguageTrainer(Trainer):
 
 def token_record(
     mfu: Callable[[int, int, float], float | None],
+    names: Sequence[str],
     facts: dict[str, Any],
     sums: tuple[int, ...],
-    loss_sum: float,
+    losses: Sums,
     busy_s: float,
 ) -> TokenRecord:
     """Make a step's record from the loop's fields and the batch's sums (see `StepRows.sums`).
 
-    `busy_s` is the step's seconds without checkpoint stalls and evaluation.
+    `names` are those of the sources, if there are several. `busy_s` is the step's seconds without
+    checkpoint stalls and evaluation.
     """
-    targets, tokens, pairs, target_bytes = sums
+    targets, tokens, pairs, target_bytes, *of_sources = sums
+    if names:
+        facts = facts | {
+            "loss_by_source": per_token(names, losses.by_source, of_sources),
+            "tokens_by_source": dict(zip(names, of_sources, strict=True)),
+        }
     return TokenRecord(
         **facts,
-        loss_per_byte=loss_sum / target_bytes if target_bytes else None,
+        loss_per_byte=losses.loss / target_bytes if target_bytes else None,
         tokens=targets,
         tokens_per_s=tokens / busy_s,
         tokens_per_s_per_gpu=tokens / busy_s / facts["workers"],
@@ -180,18 +196,32 @@ def token_record(
     )
 
 
-def held_out_losses(engine: Engine, batches: Iterable[StepRows], head: Head) -> HeldOut:
+def per_token(
+    names: Sequence[str], nats: Sequence[float], tokens: Sequence[float]
+) -> dict[str, float | None]:
+    """Return the loss of each source in nats per token, None where it has no tokens."""
+    every = zip(names, nats, tokens, strict=True)
+    return {name: loss / count if count else None for name, loss, count in every}
+
+
+def held_out_losses(
+    engine: Engine, batches: Iterable[StepRows], head: Head, names: Sequence[str] = ()
+) -> HeldOut:
     """Return the held-out loss in nats per token and per byte, over all ranks' batches.
 
-    With eval.metrics, `eval_metrics` holds the mean of each over the loss-bearing tokens.
+    With eval.metrics, `eval_metrics` holds the mean of each over the loss-bearing tokens; with
+    names of sources, `eval_loss_by_source` holds the loss of each.
     """
 
-    def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
-        targets, target_bytes = (batch.labels[i] != IGNORE).sum(), batch.target_bytes[i].sum()
+    def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:
+        targets, target_bytes = (batch.labels[i] != IGNORE).sum(-1), batch.target_bytes[i].sum()
         sums = [] if head.metric_sums is None else head.metric_sums.tolist()
         if head.metric_sums is not None:
             head.metric_sums.zero_()
-        return [float(output[1]), float(targets), float(target_bytes), *sums]
+        if names:
+            counts = [float(targets[mine].sum()) for mine in batch.of_source()[:, i]]
+            sums = [*output[2].tolist(), *counts, *sums]
+        return [float(output[1]), float(targets.sum()), float(target_bytes), *sums]
 
     if head.metrics:
         head.metric_sums = torch.zeros(len(head.metrics), dtype=torch.float64)
@@ -201,10 +231,17 @@ def held_out_losses(engine: Engine, batches: Iterable[StepRows], head: Head) -> 
         head.metric_sums = None
     per_byte = loss / target_bytes if target_bytes else None
     found: HeldOut = {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
+    if names:
+        nats, counts, sums = (
+            sums[: len(names)],
+            sums[len(names) : 2 * len(names)],
+            sums[2 * len(names) :],
+        )
+        found["eval_loss_by_source"] = per_token(names, nats, counts)
     if head.metrics:
-        names = (name.rpartition(":")[2] for name in head.metrics)
+        functions = (name.rpartition(":")[2] for name in head.metrics)
         found["eval_metrics"] = {
-            name: value / max(targets, 1) for name, value in zip(names, sums, strict=True)
+            name: value / max(targets, 1) for name, value in zip(functions, sums, strict=True)
         }
     return found
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rayapp.jobs.page import points
 from rayapp.observe.columns import Columns
-from rayapp.observe.figures import figures, share_of_waiting
+from rayapp.observe.figures import by_source, figures, share_of_waiting
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
 
@@ -57,6 +57,7 @@ def render(name: str, status: str, now: Progress | None, steps: Columns) -> Grou
             row = names[start : start + 5]
             table.add_row(*(Text.assemble((f"{n} ", "dim"), values[n]) for n in row))
         parts.append(table)
+        parts += map(Text, by_source(now))
         if now.activity is not None and now.activity.phase:
             parts.append(Text(now.activity.text(time.time())))
         if now.reason:

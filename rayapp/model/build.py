@@ -31,16 +31,28 @@ class Loss(Protocol):
     """Compute summed (objective, cross-entropy) from hidden states; labels of -100 do not count."""
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor | None, labels: Tensor, bias: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor | None,
+        labels: Tensor,
+        bias: Tensor | None = None,
+        *,
+        each: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars.
 
         If the model computes its logits itself, they are passed as hidden [B, S, V], weight None.
+        `each`, zeros fp32 [B S], is filled with the cross-entropy of each label.
         """
 
 
 def no_loss(
-    hidden: Tensor, weight: Tensor | None, labels: Tensor, bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor | None,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    each: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Stand in for the loss of a model that is built only for its shapes."""
     raise AssertionError("this model was built for its shapes")
@@ -96,7 +108,8 @@ class LanguageModel(Wrapper):
         boundaries: Tensor | None = None,
         longest: int | None = None,
         present: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        of_source: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return (objective, cross-entropy) of a micro-batch, summed over labels that are not -100.
 
         Differentiate the objective: the loss's own, plus the router loss of a mixture of experts.
@@ -105,11 +118,15 @@ class LanguageModel(Wrapper):
         the plain causal kernel runs (no mask is built). `boundaries` are the same documents' edges
         with the rows laid end to end, `longest` is the longest document in tokens; kernels without
         a mask need both with position_ids. The router's loss is of the tokens that are `present`
-        (bool [B, S]), None for all.
+        (bool [B, S]), None for all. With `of_source` (bool [sources, B]: whether a row is of a
+        source), the cross-entropy of each source follows, fp64 [sources].
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
         inputs: dict[str, Any] = {"input_ids": input_ids}
+        num_rows, each = len(labels), None
+        if of_source is not None:
+            each = torch.zeros(labels.numel(), device=labels.device)
         if position_ids is not None and self.takes_positions:
             inputs["position_ids"] = position_ids
         if self.splits_documents:
@@ -126,26 +143,31 @@ class LanguageModel(Wrapper):
             inputs["output_router_logits"] = True
         if self.training and self.routing.experts and torch.is_grad_enabled():
             self.routing.begin(present, input_ids.device)
-        objective, loss, router_logits = self._run(inputs, labels)
+        objective, loss, router_logits = self._run(inputs, labels, each)
         self.routing.counting = False  # recomputation in the backward pass does not count
         if routed and router_logits:  # a mixture may have dense layers alone
             balance = routed(router_logits, present) * (labels != -100).sum()
             objective = objective + self.router_weight * balance
             if torch.is_grad_enabled():
                 self._router_sums.append(balance.detach())
-        return objective, loss
+        if of_source is None or each is None:
+            return objective, loss
+        return objective, loss, of_source.double() @ each.double().view(num_rows, -1).sum(1)
 
-    def _run(self, inputs: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def _run(
+        self, inputs: dict[str, Any], labels: Tensor, each: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
         """Return objective, cross-entropy and router logits."""
+        more = {} if each is None else {"each": each}
         if self.plain_head:
             output = self.hf.base_model(**inputs, use_cache=False)
             head = cast(nn.Linear, self.hf.get_output_embeddings())
             objective, loss = self.loss(
-                output.last_hidden_state, head.weight, labels, bias=head.bias
+                output.last_hidden_state, head.weight, labels, bias=head.bias, **more
             )
         else:
             output = self.hf(**inputs, use_cache=False)
-            objective, loss = self.loss(output.logits, None, labels)
+            objective, loss = self.loss(output.logits, None, labels, **more)
         return objective, loss, getattr(output, "router_logits", None)
 
     def take_sums(self) -> dict[str, Tensor]:

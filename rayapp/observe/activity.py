@@ -45,16 +45,21 @@ class Activity:
     began: float
     """Unix time in seconds."""
     detail: str = ""
+    beside: str = ""
+    """What goes on meanwhile."""
 
     def text(self, now: float) -> str:
         """Return a line about it; `now` is a Unix time in seconds.
 
         >>> Activity("tokenising a.txt", 100.0, "1.2 of 3.4 GB").text(now=121.0)
         'tokenising a.txt, 0:21: 1.2 of 3.4 GB'
+        >>> Activity("training", 100.0, "step 4/9", "preparing window 3 of ~40").text(now=101.0)
+        'training: step 4/9; preparing window 3 of ~40'
         """
         lasts_s = now - self.began
         lasts = f", {clock(lasts_s)}" if lasts_s >= SHOWN_S else ""
-        return f"{self.phase}{lasts}{self.detail and ': '}{self.detail}"
+        beside = self.beside and f"; {self.beside}"
+        return f"{self.phase}{lasts}{self.detail and ': '}{self.detail}{beside}"
 
 
 class Phases:
@@ -66,6 +71,12 @@ class Phases:
         self._ended = self.started
         self.current = Activity("", self.started)
         """Threads may read it at any time; its phase is empty before the first `begin`."""
+        self.beside = ""
+        """What goes on meanwhile, whatever the phase; a thread may set it."""
+
+    def told(self) -> Activity:
+        """Return the current activity with what goes on meanwhile."""
+        return replace(self.current, beside=self.beside) if self.beside else self.current
 
     def begin(self, phase: str, detail: str = "") -> None:
         """Say what the process does from now on; nothing changes if it says so already."""
@@ -114,7 +125,7 @@ class Reporter:
 
     def store(self) -> None:
         """Store the current activity if it is new and lasts, or its detail has changed."""
-        activity, now = self._phases.current, time.time()
+        activity, now = self._phases.told(), time.time()
         before = self._stored
         if activity == before or now - activity.began < LEAST_S:
             return
@@ -140,13 +151,14 @@ def read_activity(run: Storage) -> Activity | None:
 def of_workers(run: Storage, driver: Activity) -> Activity:
     """Return what rank 0 does if workers are at work and take no steps, else the driver's."""
     rank = _read(run, RANK_ACTIVITY) if driver.phase in AT_WORK else None
-    return driver if rank is None or rank.phase == TRAINING else rank
+    return driver if rank is None or rank.phase == TRAINING else replace(rank, beside=driver.beside)
 
 
 def _read(run: Storage, name: str) -> Activity | None:
     try:
         value: Any = json.loads(run.read(name))
-        return Activity(str(value["phase"]), float(value["began"]), str(value["detail"]))
+        phase, detail = str(value["phase"]), str(value["detail"])
+        return Activity(phase, float(value["began"]), detail, str(value.get("beside", "")))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -33,6 +33,20 @@ def figures(now: Progress) -> dict[str, str]:
     }
 
 
+def by_source(now: Progress) -> list[str]:
+    """Return a line for each source of the last step, if there are several."""
+    if now.line is None:
+        return []
+    line = now.line
+    losses, counts = line.get("loss_by_source") or {}, line.get("tokens_by_source") or {}
+    whole = sum(counts.values()) or 1
+    return [
+        f"{path}: loss {formed(losses.get(path), '.4f')}, {count:,} tokens "
+        f"({count / whole:.1%}) of the step"
+        for path, count in counts.items()
+    ]
+
+
 def share_of_waiting(steps: Columns) -> str:
     """Say how long the last steps took, and the shares of data waits and checkpoint stalls."""
     recent = steps["step_s"][-RECENT:].tolist()

@@ -68,6 +68,11 @@ COUNTED = {
     "checkpoint_stall_s": "Seconds that steps were held up by saving",
     "eval_s": "Seconds of held-out evaluations",
 }
+OF_A_SOURCE = {
+    "loss_by_source": "Nats per loss-bearing token of a source of several, in the last step",
+    "eval_loss_by_source": "Nats per token of its held-out rows, when last evaluated",
+}
+COUNTED_BY_SOURCE = {"tokens_by_source": "Loss-bearing tokens of a source trained on"}
 COUNTED_BY_RANK = {"data_wait_s": "Seconds that the rank has waited for its rows"}
 STEP_S_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 OF_THE_DRIVER = {
@@ -144,7 +149,9 @@ class Steps:
         self._counts = _counters(COUNTED_BY_RANK, tags | {"rank": self._rank})
         if self._first:
             self._gauges.add(OF_A_STEP)
+            self._gauges.add(OF_A_SOURCE, "source")
             self._counts |= _counters(COUNTED, tags)
+            self._counts |= _counters(COUNTED_BY_SOURCE, tags, "source")
             self._step_s = Histogram(
                 f"{PREFIX}_step_s",
                 "Wall time of a step, waiting and saving included",
@@ -167,12 +174,21 @@ class Steps:
         self._gauges.set({name: getattr(record, name, None) for name in OF_A_STEP})
         for name in ("tokens", "images") if not record.skipped else ():
             self._count(name, getattr(record, name, 0))
+        self._by_source(record)
         self._count("skipped_steps", int(record.skipped))
         self._count("checkpoint_stall_s", record.checkpoint_stall_s)
         self._count("eval_s", record.eval_s)
         self._step_s.observe(record.step_s)
         if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
             self.bad_step()
+
+    def _by_source(self, record: StepRecord) -> None:
+        for name in OF_A_SOURCE:
+            for source, value in (getattr(record, name, None) or {}).items():
+                self._gauges.set({name: value}, source=source)
+        for name in COUNTED_BY_SOURCE if not record.skipped else ():
+            for source, value in (getattr(record, name, None) or {}).items():
+                self._count(name, value, source=source)
 
     def bad_step(self) -> None:
         """Count a step that is not finite on rank 0; the worker calls it for one that ends a run.
@@ -182,9 +198,9 @@ class Steps:
         if self._first:
             self._count("bad_steps", 1)
 
-    def _count(self, name: str, value: float) -> None:
+    def _count(self, name: str, value: float, **tags: str) -> None:
         if value > 0:  # Ray's counters take no 0
-            self._counts[name].inc(value)
+            self._counts[name].inc(value, tags)
 
 
 class Driver:
@@ -287,10 +303,12 @@ class Pace:
         return min(found, default=None)
 
 
-def _counters(texts: Mapping[str, str], tags: dict[str, str]) -> dict[str, Counter]:
+def _counters(
+    texts: Mapping[str, str], tags: dict[str, str], *more_tags: str
+) -> dict[str, Counter]:
     from ray.util.metrics import Counter
 
     return {
-        name: Counter(f"{PREFIX}_{name}", text, tuple(tags)).set_default_tags(tags)
+        name: Counter(f"{PREFIX}_{name}", text, (*tags, *more_tags)).set_default_tags(tags)
         for name, text in texts.items()
     }

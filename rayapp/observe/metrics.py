@@ -86,6 +86,11 @@ class TokenRecord(StepRecord):
     eval_loss_per_byte: float | None = None
     eval_metrics: dict[str, float | None] | None = None
     """Means over the held-out tokens of the functions in eval.metrics, by their names."""
+    loss_by_source: dict[str, float | None] | None = None
+    """Of several sources, by their paths: nats per loss-bearing token of the source, None where the
+    step has none of it. The next two: these tokens, and the same loss of its held-out rows."""
+    tokens_by_source: dict[str, int] | None = None
+    eval_loss_by_source: dict[str, float | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

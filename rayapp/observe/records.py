@@ -83,6 +83,7 @@ class HeldOut(TypedDict, total=False):
     eval_loss: float | None
     eval_loss_per_byte: float | None
     eval_metrics: NotRequired[dict[str, float | None] | None]
+    eval_loss_by_source: NotRequired[dict[str, float | None] | None]
     eval_top1: float | None
     eval_top5: float | None
 
@@ -114,6 +115,8 @@ class MetricsLine(HeldOut):
     router_loss: NotRequired[float | None]
     expert_imbalance: NotRequired[float | None]
     tokens: NotRequired[int]
+    loss_by_source: NotRequired[dict[str, float | None] | None]
+    tokens_by_source: NotRequired[dict[str, int] | None]
     tokens_per_s: NotRequired[float]
     tokens_per_s_per_gpu: NotRequired[float]
     # In runs that count images.

@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import netrc
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -42,6 +43,7 @@ GROUPS = {
     "memory": ("peak_gib", "peak_forward_gib", "peak_backward_gib", "peak_optimizer_gib"),
     "run": ("epoch", *(unit.many for unit in UNITS), "workers", "attempt"),
 }
+BY_SOURCE = ("loss_by_source", "tokens_by_source", "eval_loss_by_source")
 NAMES = {field: f"{group}/{field}" for group, fields in GROUPS.items() for field in fields}
 SHOWN_BY_HPARAMS = (NAMES["loss"], NAMES["eval_loss"])
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
@@ -98,6 +100,21 @@ def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
     for name, value in (line.get("eval_metrics") or {}).items():
         if value is not None:
             yield f"metrics/{name}", float(value)
+    for figures in BY_SOURCE:
+        values: Any = line.get(figures)
+        for path, value in (values or {}).items():
+            if value is not None:
+                yield f"{figures}/{plain_name(path)}", float(value)
+
+
+def plain_name(path: str) -> str:
+    """Return a source's path as every tracker takes it in the name of a figure.
+
+    >>> plain_name("s3://bucket/a.jsonl"), plain_name("/data/b"), plain_name("org/set:en@train")
+    ('s3/bucket/a.jsonl', 'data/b', 'org/set:en_train')
+    """
+    parts = re.sub(r"[^\w./: -]", "_", path.replace("://", "/")).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", ".."))
 
 
 def settings(config: RunConfig) -> dict[str, object]:
@@ -212,8 +229,9 @@ class MLflow:
         """Send the new steps, as many per request as the API allows."""
         from mlflow.entities import Metric
 
-        per_request = MLFLOW_BATCH // len(NAMES)
         new = [line for line in lines if line["step"] > self._told]
+        most = max((sum(1 for _ in scalars(line)) for line in new), default=1)
+        per_request = max(1, MLFLOW_BATCH // most)
         for start in range(0, len(new), per_request):
             part = new[start : start + per_request]
             values = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -190,6 +191,11 @@ class Order:
         return cls(
             sum(sizes), rows_per_step, micro_batch, seed, num_steps, sizes=sizes, weights=weights
         )
+
+    @property
+    def source_ends(self) -> tuple[int, ...]:
+        """The number of rows up to the end of each source; empty unless there are several."""
+        return tuple(itertools.accumulate(self.sizes)) if len(self.sizes) > 1 else ()
 
     def rows(self, step: int) -> Ints:
         """Return the row ids of a step's global batch, int64[R]; -1 fills a short last step."""

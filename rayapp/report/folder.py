@@ -31,6 +31,7 @@ from rayapp.observe.records import (
     Validation,
 )
 from rayapp.observe.run_folder import CONFIG
+from rayapp.report import sources
 from rayapp.report.curves import NAMES, window_of
 from rayapp.storage import Storage
 
@@ -85,6 +86,8 @@ class ReportedRun:
     """metrics.jsonl by field: [steps], NaN where a line lacks the field."""
     held: list[Held]
     """In order of step."""
+    sources: dict[str, sources.SourceFigures] = field(default_factory=dict)
+    """By path, of a mixture of several."""
 
     @property
     def num_lines(self) -> int:
@@ -176,7 +179,7 @@ class ReportedRun:
     @property
     def num_recent(self) -> int:
         """Number of steps that are recent: 2 % of the run, but 10 at least."""
-        return min(self.num_lines, max(10, window_of(self.num_lines)))
+        return _num_recent(self.num_lines)
 
     def recent(self, name: str) -> float | None:
         """Return the mean of a field over the last steps; None if none of them has it."""
@@ -235,6 +238,10 @@ def read(storage: Storage) -> ReportedRun:
     if not events and not now.live and result:  # an older run: only result.json has its end
         status, reason = str(result.get("status", status)), result.get("reason")
     current: RunResult = cast(RunResult, {}) if now.live else result
+    by_source: dict[str, sources.SourceFigures] = {}
+    if config.get("data", {}).get("mixture"):
+        by_source = sources.read(storage, _num_recent(len(steps)))
+        sources.evaluated(by_source, current)
     return ReportedRun(
         name=str(config.get("run", {}).get("name") or storage.url.rstrip("/").rpartition("/")[2]),
         url=storage.url,
@@ -255,6 +262,7 @@ def read(storage: Storage) -> ReportedRun:
             statuses.read_validations(storage),
             current,
         ),
+        sources=by_source,
     )
 
 
@@ -275,6 +283,10 @@ def held_out(
             own = line.get("eval_metrics") or {}
             by_step[step] = Held(step, loss, line.get("eval_loss_per_byte"), *shares, own)
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _num_recent(num_lines: int) -> int:
+    return min(num_lines, max(10, window_of(num_lines)))
 
 
 def _has_own_metrics(config: Sections) -> bool:

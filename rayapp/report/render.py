@@ -62,6 +62,7 @@ def run_page(run: ReportedRun) -> bytes:
         rendered=run.plan.get("rendered", []),
         records=f"{data.get('records', 0):,}",
         sources=tables.sources(run),
+        sources_head=tables.SOURCES_HEAD,
         samples=run.result.get("samples") or [],
         experts=experts.balance(run),
         experts_head=experts.HEAD,

@@ -30,6 +30,11 @@ CAUSES = {
     "other": "other",
 }
 
+SOURCES_HEAD = [
+    *("path", "share of rows", "documents", "tokens", "fill", "unusable"),
+    *("trained on, tokens", "loss", "held-out loss"),
+]
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -313,7 +318,7 @@ def confusions(run: ReportedRun) -> list[list[str]]:
 
 
 def sources(run: ReportedRun) -> list[list[str]]:
-    """Return the parts of a mixture: path, share of the rows, documents, tokens, fill, bad rows."""
+    """Return the parts of a mixture, as SOURCES_HEAD names the cells."""
     parts = run.plan.get("data", {}).get("sources", {})
     mixture = run.config.get("data", {}).get("mixture") or {}
     whole = sum(mixture.values())
@@ -325,6 +330,9 @@ def sources(run: ReportedRun) -> list[list[str]]:
             words.amount(part["train"]["tokens"]),
             words.share(part["fill"]),
             words.number(sum(part["bad"].values()), 12),
+            words.amount(run.sources[path].tokens) if path in run.sources else words.UNKNOWN,
+            words.fixed(run.sources[path].loss, 4) if path in run.sources else words.UNKNOWN,
+            words.fixed(run.sources[path].held_out, 4) if path in run.sources else words.UNKNOWN,
         ]
         for path, part in parts.items()
     ]

@@ -16,6 +16,7 @@ from rayapp.observe.metrics import StepRecord
 from rayapp.observe.records import HeldOut, LoopState
 from rayapp.train.loss_spikes import WINDOW, Spikes
 from rayapp.train.memory_peaks import Peaks
+from rayapp.train.step_sums import Sums
 from rayapp.train.step_sync import STAY
 
 
@@ -45,7 +46,10 @@ class Batch(Protocol):
 
 @dataclass
 class Engine:
-    """What a step needs. `model(**inputs(...))` returns (objective, cross-entropy, ...) as sums."""
+    """What a step needs. `model(**inputs(...))` returns (objective, cross-entropy, ...) as sums.
+
+    Where `by_source`, the third is the cross-entropy of each source of the rows, fp64 [sources].
+    """
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -81,6 +85,7 @@ class Engine:
     take_counts: Callable[[], torch.Tensor | None] = field(default=lambda: None)
     """Return the tokens that each expert was given in the step's micro-batches on this rank,
     [layers, experts]; None without experts."""
+    by_source: bool = False
     experts: torch.Tensor | None = None
     """The sum of these counts over ranks and the steps of this attempt."""
     spikes: Spikes | None = None
@@ -92,9 +97,9 @@ class Engine:
     eval_owed: bool = False
     """Whether the last evaluation that was due was left out or given up."""
     unit: Unit = TOKENS
-    record: Callable[[dict[str, Any], tuple[int, ...], float, float], StepRecord] | None = None
-    """Make a step's record from (fields common to all kinds, sums of `Batch.sums` over ranks, sum
-    of losses, seconds without checkpoint stalls and evaluation)."""
+    record: Callable[[dict[str, Any], tuple[int, ...], Sums, float], StepRecord] | None = None
+    """Make a step's record from (fields common to all kinds, sums of `Batch.sums` over ranks, sums
+    of the losses, seconds without checkpoint stalls and evaluation)."""
     last_of_step: Callable[[bool], None] = field(default=lambda last: None)
     """Called before each micro-batch with whether it is the last of the step on this rank."""
     updated: Callable[[bool], None] = field(default=lambda skipped: None)
@@ -103,6 +108,9 @@ class Engine:
     """Evaluate the held-out data; return figures named as in a record.
 
     All ranks call it together. If `interruptible`, it raises loop.Interrupted on all of them."""
+    may_wait: Callable[[Any], bool] = field(default=lambda batch: False)
+    """Whether the rows after this batch may still be being prepared, so that the ranks agree to go
+    on or to leave while they wait; the same on all ranks."""
     interruptible: bool = False
     """Whether an evaluation is given up when the ranks agree to leave."""
     eval_due: Callable[[int], bool] = field(default=lambda step: False)

@@ -29,6 +29,7 @@ from rayapp.train.loss_spikes import LEVEL
 from rayapp.train.optimizer import clip, set_lr
 from rayapp.train.step_sums import StepSums, Sums
 from rayapp.train.step_sync import STAY, Agreement, Totals
+from rayapp.train.waiting import leave_now, leave_of, next_batch
 
 logger = logging.getLogger("rayapp.train.loop")
 
@@ -67,6 +68,7 @@ class Update(NamedTuple):
 def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
     """Run the steps and yield a record of each.
 
+    While rows are still being prepared, the ranks may leave as they wait for them: they save then.
     After a step, all ranks evaluate if it is due, then save if rank 0 said so. If they agree to
     leave (`leave_due` or `poll`), they skip the evaluation or give it up, save, yield the record of
     this step, set `engine.left` and end. The evaluation then follows the next attempt's first step.
@@ -76,13 +78,16 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
             skipped, after MAX_SKIPS of them in a row.
     """
     clock = time.perf_counter()
-    iterator = iter(steps)
+    iterator, before, saved = iter(steps), None, False
     while True:
         asked = time.perf_counter()
-        batch = next(iterator, None)
+        batch, engine.left = next_batch(engine, iterator, before)
         data_wait_s = time.perf_counter() - asked
-        if batch is None:
+        if engine.left and before is not None and not saved:
+            save(engine, before.step + 1)
+        if engine.left or batch is None:
             return
+        before = batch
         engine.phases.begin(TRAINING)
         agreement = agree(engine, batch)
         update = train_step(engine, batch, agreement)
@@ -97,7 +102,8 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         eval_s = time.perf_counter() - evaluated
         if engine.stalls:
             engine.stalls[-1] += update.waited_s
-        stall_s = update.waited_s + (save(engine, done) if totals.save or leave else 0.0)
+        saved = bool(totals.save or leave)
+        stall_s = update.waited_s + (save(engine, done) if saved else 0.0)
         now = time.perf_counter()
         step_s, clock = now - clock, now
         facts |= {
@@ -109,15 +115,10 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         }
         assert engine.record is not None, "this engine was made for single steps"
         busy_s = max(step_s - stall_s - eval_s, 1e-9)
-        yield engine.record(facts, totals.sums, update.sums.loss, busy_s)
+        yield engine.record(facts, totals.sums, update.sums, busy_s)
         if leave:
             engine.left = leave
             return
-
-
-def leave_of(engine: Engine, totals: Totals) -> int:
-    """Return STAY, STOP or MOVE, as rank 0 or the nodes' notices say; the same on all ranks."""
-    return totals.leave or (engine.poll() if totals.poll else STAY)
 
 
 def evaluate_or_leave(
@@ -186,17 +187,19 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
     A bad step raises BadLoss instead, on all ranks, unless `engine.skip_bad`.
     """
     losses, summing, last = [], None, len(batch.rows) - 1
+    by_source = list[torch.Tensor]()
     for i in range(last + 1):
         engine.last_of_step(i == last)
         with engine.peaks.phase("forward"):
-            objective, loss, *_ = engine.model(**inputs(batch, i, engine.device))
+            objective, loss, *more = engine.model(**inputs(batch, i, engine.device))
         losses.append(loss.detach())
+        by_source += more[:1] if engine.by_source else []
         if i == last:  # overlaps the last backward pass
-            summing = StepSums(losses, engine.take_sums(), engine.take_counts())
+            summing = StepSums(losses, by_source, engine.take_sums(), engine.take_counts())
         with engine.peaks.phase("backward"):
             # Gradients are summed over ranks, never averaged: this is the only division.
             (objective / agreement.wait().weight).backward()
-        del objective, loss  # else this graph would live through the next forward pass
+        del objective, loss, more  # else this graph would live through the next forward pass
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
         assert summing is not None, "a step has a micro-batch, and every rank is in the group"
@@ -297,13 +300,6 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int]]:
     dist.all_gather_object(gathered, losses, group=engine.control)
     rows = [pair for part in gathered for pair in part]
     return sorted(rows, key=lambda pair: (math.isfinite(pair[0]), -pair[0], pair[1]))
-
-
-def leave_now(engine: Engine) -> int:
-    """Agree with all ranks, outside of a step, on STAY, STOP or MOVE."""
-    leave, poll = engine.leave_due(), engine.poll_due()
-    asked = Agreement((0,), 0, save=False, leave=leave, poll=poll, group=engine.control)
-    return leave_of(engine, asked.wait())
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ def chunked_cross_entropy(
     chunk: int = 4096,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    each: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (objective, cross-entropy), sums in nats over labels that are not IGNORE.
 
@@ -41,7 +42,8 @@ def chunked_cross_entropy(
 
     Shapes: hidden [..., H], weight [V, H], labels [...] (already shifted: the label of a position
     is its next token), bias [V] -> fp32 scalars (fp64 for fp64). `chunk` is in tokens; 0 takes all
-    at once. Without a weight, `hidden` holds the logits [..., V].
+    at once. Without a weight, `hidden` holds the logits [..., V]. `each`, fp32 [labels], is filled
+    with the cross-entropy of each label, 0 where it is IGNORE.
     """
     tokens = labels.numel()
     objective, loss = _ChunkedCrossEntropy.apply(
@@ -53,6 +55,7 @@ def chunked_cross_entropy(
         z_loss,
         label_smoothing,
         torch.is_grad_enabled(),  # always False inside forward()
+        each,
     )
     return objective, loss
 
@@ -62,14 +65,19 @@ def liger_cross_entropy(
     weight: torch.Tensor | None,
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    each: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same with liger-kernel's fused kernel, which chooses its own chunks.
 
     It needs that package and a GPU (or Triton's interpreter); sums over chunks are fp32. Without a
-    weight there is nothing to fuse, and chunked_cross_entropy computes the loss.
+    weight there is nothing to fuse, and chunked_cross_entropy computes the loss. The kernel gives
+    no loss of a label: `each` is filled with NaN.
     """
     if weight is None:
-        return chunked_cross_entropy(hidden, None, labels)
+        return chunked_cross_entropy(hidden, None, labels, each=each)
+    if each is not None:
+        each.fill_(torch.nan)
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     tokens, none = labels.numel(), None
@@ -92,6 +100,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         z_loss: float,
         smoothing: float,
         grad_enabled: bool,
+        each: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Sums over chunks are fp32: bf16 would lose what each further chunk adds.
         sums = torch.promote_types(hidden.dtype, torch.float32)
@@ -112,7 +121,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logit_target = logits.gather(1, target).to(sums)
             log_p = torch.log_softmax(logits, 1, dtype=sums)  # [c, V]
             log_p_target = log_p.gather(1, target)
-            total -= torch.where(valid, log_p_target, 0).sum()
+            of_labels = torch.where(valid, log_p_target, 0)
+            total -= of_labels.sum()
+            if each is not None:
+                each[part] = -of_labels.squeeze(1)
             log_z = logit_target - log_p_target  # [c, 1]
             if z_loss or smoothing:
                 extra = smoothing * (log_p_target - log_p.mean(1, keepdim=True))
@@ -149,7 +161,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if saved is None else saved.to(gradient.dtype).mul_(gradient).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, None, bias, None, None, None, None
+        return hidden, weight, None, bias, *[None] * 5
 
 
 def _softmax_less_target(

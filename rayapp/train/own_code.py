@@ -35,12 +35,14 @@ def own_loss(
     *,
     function: TokenFunction,
     chunk: int = 4096,
+    each: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (objective, cross-entropy), sums over labels that are not IGNORE; fp32 scalars.
 
     Shapes: hidden [..., H], weight [V, H], labels [...], bias [V]; without a weight, `hidden` holds
     the logits [..., V]. The backward pass computes each chunk's logits again, so that at most
-    `chunk * V` exist at once.
+    `chunk * V` exist at once. `each`, zeros fp32 [labels], is filled with the cross-entropy of
+    each label.
 
     Raises:
         ValueError: the function does not return a number a token.
@@ -51,13 +53,17 @@ def own_loss(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = _logits(part, *head)
         with torch.no_grad():
-            loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+            loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
         return _of_tokens("train.loss", function, logits, wanted).sum(), loss
 
     objective, loss = 0.0 * hidden.sum(dtype=torch.float32), hidden.new_zeros((), dtype=torch.float)
+    all_of_them = []
     for part, wanted in _chunks(hidden, labels, chunk):
         more, of_labels = checkpoint(of_chunk, part, wanted, weight, bias, use_reentrant=False)
-        objective, loss = objective + more, loss + of_labels
+        objective, loss = objective + more, loss + of_labels.sum()
+        all_of_them.append(of_labels)
+    if each is not None and all_of_them:
+        each[labels.reshape(-1) != IGNORE] = torch.cat(all_of_them)
     return objective, loss
 
 

@@ -1,6 +1,6 @@
 """Sum a step's losses and counts over all ranks: one all-reduce that overlaps the backward pass.
 
-summing = StepSums(losses, engine.take_sums(), engine.take_counts())
+summing = StepSums(losses, by_source, engine.take_sums(), engine.take_counts())
 summing.wait().loss
 """
 
@@ -18,6 +18,8 @@ class Sums(NamedTuple):
     """The sums of a step over all ranks."""
 
     loss: float
+    by_source: list[float]
+    """The losses of each source, if there are several."""
     named: dict[str, float]
     counts: Tensor | None
     """Tokens that each expert was given, fp64 [layers, experts]; None without experts."""
@@ -29,10 +31,18 @@ class StepSums:
     """The all-reduce while it is under way."""
 
     def __init__(
-        self, losses: Sequence[Tensor], named: dict[str, Tensor], counts: Tensor | None
+        self,
+        losses: Sequence[Tensor],
+        by_source: Sequence[Tensor],
+        named: dict[str, Tensor],
+        counts: Tensor | None,
     ) -> None:
+        """Start the all-reduce of each micro-batch's loss, and of its losses by source."""
         self._names, self._shape = list(named), None if counts is None else counts.shape
         whole = torch.stack([torch.stack(list(losses)).double().sum(), *named.values()])
+        self._sources = len(by_source[0]) if by_source else 0
+        if by_source:
+            whole = torch.cat([whole, torch.stack(list(by_source)).sum(0)])
         if counts is not None:
             whole = torch.cat([whole, counts.double().flatten()])
         self._whole = whole
@@ -44,10 +54,11 @@ class StepSums:
         self._work.wait()
         numbers, counts = self._whole, None
         if self._shape is not None:
-            few = 1 + len(self._names)
+            few = 1 + len(self._names) + self._sources
             counts = self._whole[few:].view(self._shape)
             most = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
             numbers = torch.cat([self._whole[:few], most.amax()[None]])
         loss, *others = numbers.tolist()
         imbalance = others.pop() if counts is not None else None
-        return Sums(loss, dict(zip(self._names, others, strict=True)), counts, imbalance)
+        named = dict(zip(self._names, others, strict=False))
+        return Sums(loss, others[len(named) :], named, counts, imbalance)

@@ -36,6 +36,7 @@ from rayapp.train.engine import Engine
 from rayapp.train.loss_spikes import Spikes
 from rayapp.train.optimizer import lr_at, make_image_optimizer
 from rayapp.train.spec import ImageSpec
+from rayapp.train.step_sums import Sums
 from rayapp.train.trainer import Trainer
 from rayapp.vision.evaluation import Scores, evaluate
 from rayapp.vision.rows import transform_of
@@ -198,7 +199,7 @@ def image_record(
     mfu: Callable[[int, float], float | None],
     facts: dict[str, Any],
     sums: tuple[int, ...],
-    loss_sum: float,
+    losses: Sums,
     busy_s: float,
 ) -> ImageRecord:
     """Make a step's record from the loop's fields and the batch's sum, the number of images.

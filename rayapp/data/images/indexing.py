@@ -162,7 +162,10 @@ def _run_units(
 
     items = [{"number": number, "job": pickle.dumps(jobs[number])} for number in missing]
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
-    for row in dataset.map(work, concurrency=concurrency).iter_rows():
+    mapped = dataset.map(work, concurrency=concurrency)
+    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
+    mapped.context.execution_no_progress_timeout_s = -1
+    for row in mapped.iter_rows():
         yield int(row["number"])
 
 

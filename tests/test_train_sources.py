@@ -1,0 +1,266 @@
+"""The loss of each source of a mixture: against transformers, and for any number of workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from rayapp.config import from_dict
+from rayapp.data import prepare, sources, tokens
+from rayapp.data.prepared import Prepared, mixed
+from rayapp.data.recipe import RowRecipe
+from rayapp.data.rows import local_steps, sequential_batches, step_rows
+from rayapp.observe import figures, trackers, words
+from rayapp.observe import status as statuses
+from rayapp.order import Order
+from rayapp.report import folder as report
+from rayapp.report import tables
+from rayapp.storage import open_storage
+from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.spec import LanguageSpec
+
+STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 4, 32, 8, 2
+SHARES = {"digits.txt": 1.0, "rare.txt": 0.01, "words.txt": 3.0}
+TEXTS = {
+    "digits.txt": "".join(f"{i * i} {i}\n" for i in range(700)),
+    "rare.txt": "".join(f"{'xyz'[i % 3]}\n" for i in range(40)),
+    "words.txt": "".join(f"the {'abcdefgh'[i % 8] * (i % 5 + 1)} says no\n" for i in range(600)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three texts, and a model folder with its byte tokenizer."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=259,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        dtype="float32",
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder / "model")
+    tokens.byte_tokenizer().save_pretrained(folder / "model")
+    return folder
+
+
+def prepared_of(folder: Path, path: str) -> Prepared:
+    """Prepare in this process, without Ray."""
+    source = sources.find(path)
+    held_out = 0.0 if "rare" in path else 0.1
+    recipe = RowRecipe(
+        source=source,
+        eval_source=None,
+        kind="text",
+        tokenizer_url=str(folder / "model"),
+        tokenizer_digest="bytes",
+        pad_id=0,
+        seq_len=SEQ_LEN,
+        pack=True,
+        truncate=False,
+        eval_fraction=held_out,
+    )
+    root = open_storage(str(folder / "prepared"))
+    for index, unit in enumerate(sources.units(source, held_out)):
+        prepare.prepare_unit(recipe, root.url, recipe.fingerprint, "train", index, unit)
+    return prepare.prepare(recipe, root)
+
+
+def spec_of(folder: Path, name: str, shares: dict[str, float] = SHARES, **more: Any) -> Any:
+    weights = {str(folder / path): share for path, share in shares.items()}
+    parts = {path: prepared_of(folder, path) for path in weights}
+    data = mixed(open_storage(str(folder / "prepared")), parts, weights)
+    config = from_dict(
+        {
+            "run": {"name": name, "storage": str(folder / "runs"), "seed": 3},
+            "model": {"path": str(folder / "model")},
+            "data": {"mixture": weights, "seq_len": SEQ_LEN, "eval_fraction": 0.1},
+            "train": {
+                "tokens_per_step": ROWS * SEQ_LEN,
+                "micro_batch": MICRO_BATCH,
+                "max_steps": STEPS,
+                "lr": 3e-3,
+                "precision": "fp32",
+                "loss_chunk": 50,
+                **more,
+            },
+            "eval": {"every_steps": 2},
+        }
+    )
+    order = Order.for_mixture(data.sizes, data.weights, ROWS, MICRO_BATCH, 3, STEPS)
+    url = str(folder / "runs" / name)
+    return LanguageSpec("rayapp.finetune", config, data, order, url, str(folder / "model"))
+
+
+def worker(rank: int, world: int, spec: LanguageSpec, summary: str) -> None:
+    rows = spec.data.rows("train")
+    found = train_rank(
+        spec,
+        RankContext(
+            torch.device("cpu"), lambda step: local_steps(rows, spec.order, rank, world, step)
+        ),
+    )
+    if rank == 0:
+        Path(summary).write_text(json.dumps(found))
+
+
+def train(spec: LanguageSpec, folder: Path, world: int) -> tuple[list[Any], Any]:
+    """Run `world` processes; return the lines of metrics.jsonl and the summary."""
+    name = spec.config.run.name
+    summary = folder / f"{name}.json"
+    processes.spawn(worker, world, str(folder / f"{name}-meet"), spec, str(summary))
+    text = Path(spec.run_url, "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()], json.loads(summary.read_text())
+
+
+@pytest.fixture(scope="module")
+def one_and_two(folder: Path) -> list[tuple[list[Any], Any]]:
+    return [train(spec_of(folder, f"of-{world}"), folder, world) for world in (1, 2)]
+
+
+def whole(losses: dict[str, float | None], counts: dict[str, int]) -> float:
+    """Return the mean of the sources' losses, weighted by their tokens."""
+    nats = [(losses[name] or 0.0) * count for name, count in counts.items()]
+    return sum(nats) / sum(counts.values())
+
+
+def test_losses_by_source_add_up_to_the_loss(
+    folder: Path, one_and_two: list[tuple[list[Any], Any]]
+) -> None:
+    names = {str(folder / name) for name in SHARES}
+    for lines, _ in one_and_two:
+        for line in lines:
+            losses, counts = line["loss_by_source"], line["tokens_by_source"]
+            assert set(losses) == set(counts) == names
+            assert sum(counts.values()) == line["tokens"]
+            assert whole(losses, counts) == pytest.approx(line["loss"], rel=1e-6)
+            assert {name for name in names if losses[name] is None} == {
+                name for name in names if counts[name] == 0
+            }
+        # Some source has no row in some step, and differs from the others where it has.
+        assert any(loss is None for line in lines for loss in line["loss_by_source"].values())
+        assert abs(whole(losses, counts) - losses[str(folder / "digits.txt")]) > 0.01
+
+
+def test_losses_by_source_are_the_same_for_any_number_of_workers(
+    one_and_two: list[tuple[list[Any], Any]],
+) -> None:
+    (alone, last), (both, also_last) = one_and_two
+    for one, two in zip(alone, both, strict=True):
+        assert one["tokens_by_source"] == two["tokens_by_source"]
+        for name in ("loss_by_source", "eval_loss_by_source"):
+            assert one[name] == (None if two[name] is None else pytest.approx(two[name], rel=1e-5))
+    name = "eval_loss_by_source"
+    assert last[name] == pytest.approx(also_last[name], rel=1e-5)
+
+
+@torch.no_grad()
+def test_losses_by_source_are_those_of_transformers(
+    folder: Path, one_and_two: list[tuple[list[Any], Any]]
+) -> None:
+    """Of the first step's rows, by the model as it starts."""
+    spec = spec_of(folder, "oracle")
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    batch = step_rows(spec.data.rows("train"), spec.order, 0, 0, 1)
+    nats, counts = dict.fromkeys(spec.data.sources, 0.0), dict.fromkeys(spec.data.sources, 0)
+    for i, row in enumerate(batch.rows.ravel().tolist()):
+        name = list(spec.data.sources)[sum(row >= end for end in spec.order.source_ends)]
+        ids, labels, documents = (
+            torch.from_numpy(each.reshape(-1, SEQ_LEN)[i].astype("int64"))
+            for each in (batch.input_ids, batch.labels, batch.segments)
+        )
+        for document in documents[documents > 0].unique():  # one by one: none sees another
+            here = documents == document
+            logits = lm(input_ids=ids[here][None]).logits[0]
+            loss = F.cross_entropy(logits, labels[here], ignore_index=-100, reduction="sum")
+            nats[name] += float(loss)
+        counts[name] += int((labels != -100).sum())
+    line = one_and_two[0][0][0]
+    assert line["tokens_by_source"] == counts
+    expected = {name: nats[name] / n if n else None for name, n in counts.items()}
+    assert line["loss_by_source"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_held_out_losses_by_source_add_up(
+    folder: Path, one_and_two: list[tuple[list[Any], Any]]
+) -> None:
+    spec = spec_of(folder, "oracle")
+    sums = [
+        b.sums()[4:]
+        for b in sequential_batches(
+            spec.data.rows("eval"), MICRO_BATCH, 0, 1, spec.data.held_out_ends
+        )
+    ]
+    counts = dict(zip(spec.data.sources, map(sum, zip(*sums, strict=True)), strict=True))
+    assert counts[str(folder / "rare.txt")] == 0 and sum(map(bool, counts.values())) == 2
+    for lines, summary in one_and_two:
+        for found in (lines[1], summary):
+            losses = found["eval_loss_by_source"]
+            assert losses[str(folder / "rare.txt")] is None
+            assert whole(losses, counts) == pytest.approx(found["eval_loss"], rel=1e-6)
+        assert lines[0]["eval_loss_by_source"] is None
+
+
+def test_an_own_loss_has_the_same_losses_by_source(
+    folder: Path, one_and_two: list[tuple[list[Any], Any]]
+) -> None:
+    lines, _ = train(spec_of(folder, "own", loss="test_train_own_code:nats"), folder, 1)
+    first = one_and_two[0][0][0]
+    assert lines[0]["loss_by_source"] == pytest.approx(first["loss_by_source"], rel=1e-5)
+
+
+def test_the_report_and_status_show_each_source(
+    folder: Path, one_and_two: list[tuple[list[Any], Any]]
+) -> None:
+    lines, _ = one_and_two[0]
+    spec = spec_of(folder, "of-1")
+    run = open_storage(spec.run_url)
+    run.write("config.yaml", spec.config.to_yaml().encode())
+    run.write("plan.json", json.dumps({"steps": STEPS, "data": spec.data.report()}).encode())
+    shown = {row[0]: row[-3:] for row in tables.sources(report.read(run))}
+    assert set(shown) == {str(folder / name) for name in SHARES}
+    for name, (counted, loss, held_out) in shown.items():
+        counts = [line["tokens_by_source"][name] for line in lines]
+        nats = [
+            (line["loss_by_source"][name] or 0.0) * count
+            for line, count in zip(lines, counts, strict=True)
+        ]
+        assert counted == words.amount(sum(counts))
+        assert loss == words.fixed(sum(nats) / sum(counts) if sum(counts) else None, 4)
+        assert held_out == words.fixed(lines[1]["eval_loss_by_source"][name], 4)
+    now = statuses.read(run)
+    told = figures.by_source(now)
+    words_name = str(folder / "words.txt")
+    share = lines[-1]["tokens_by_source"][words_name] / lines[-1]["tokens"]
+    (mine,) = [text for text in told if text.startswith(f"{words_name}: ")]
+    assert f"loss {lines[-1]['loss_by_source'][words_name]:.4f}, " in mine
+    assert mine.endswith(f" tokens ({share:.1%}) of the step")
+
+
+def test_trackers_show_each_source(folder: Path, one_and_two: list[tuple[list[Any], Any]]) -> None:
+    line = one_and_two[0][0][1]
+    shown = dict(trackers.scalars(line))
+    for path in map(str, (folder / name for name in SHARES)):
+        name = path.removeprefix("/")
+        assert shown[f"tokens_by_source/{name}"] == line["tokens_by_source"][path]
+        for figure in ("loss_by_source", "eval_loss_by_source"):
+            assert shown.get(f"{figure}/{name}") == line[figure][path]
+
+
+def test_a_mixture_of_one_source_has_no_losses_by_source(folder: Path) -> None:
+    lines, summary = train(spec_of(folder, "single", {"words.txt": 1.0}), folder, 1)
+    assert lines[0]["loss_by_source"] is lines[0]["tokens_by_source"] is None
+    assert "eval_loss_by_source" not in summary
