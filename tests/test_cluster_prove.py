@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from proving import BIN, NAME, TASK, Site
+from proving import BIN, NAME, TASK, Hosts, Site
 from terraform import Cloud
 
 from rayapp.cluster.prove import page, steps
