@@ -76,11 +76,22 @@ def test_a_cluster_that_does_not_come_up_goes_down(
     assert all(f"-var=name={NAME}" in call for call in calls if "infra/base apply" in call)
 
 
-def test_a_run_that_is_not_accepted_ends_in_a_tear_down(account: Cloud, tmp_path: Path) -> None:
-    """On EKS with one host of three: the cluster comes up, its hosts do not."""
+def within(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process be one at the site."""
+    monkeypatch.chdir(site.folder)
+    for name, value in site.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MAKEFLAGS", f"-- BIN={BIN}")
+    monkeypatch.setattr("boto3.DEFAULT_SESSION", None)
+
+
+def test_a_cluster_without_its_hosts_goes_down(
+    account: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = Site(account, tmp_path)
-    done = site.prove("eks", "YES=1", "API_CIDRS=203.0.113.7/32")
-    assert done.returncode == 2
+    within(site, monkeypatch)
+    monkeypatch.setattr(steps, "LISTED_S", 0.0)
+    assert main(["eks", "--yes=1", "--api_cidrs=203.0.113.7/32"]) == 1
     found = rows(site.page("eks"))
     assert found[steps.UP] == (FAIL, "0 of 3 worker hosts run")
     calls = site.calls()
@@ -110,12 +121,8 @@ def test_what_a_failed_tear_down_leaves_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     site = Site(account, tmp_path, "infra/ecs apply", "infra/base destroy")
-    monkeypatch.chdir(tmp_path)
-    for name, value in site.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MAKEFLAGS", f"-- BIN={BIN}")
+    within(site, monkeypatch)
     monkeypatch.setattr(steps, "LEFT_S", 0.0)
-    monkeypatch.setattr("boto3.DEFAULT_SESSION", None)
     sns, go_down = account.client("sns"), steps.go_down
 
     def leaves_a_topic(proof: Proof) -> str:

@@ -102,8 +102,9 @@ class Hosts:
     def __init__(self, site: Site, home: str) -> None:
         self.site, self.home, self.stack = site, home, f"{NAME}-{home}"
         self.nodes = dict[str, subprocess.Popen[bytes]]()  # by instance; the head's is "head"
+        self.coming = dict[Path, subprocess.Popen[bytes]]()  # by log: their Ray is not up yet
         self.noticed = set[str]()
-        self.problems = list[str]()
+        self.problems, self.started = list[str](), 0
         self.token, self.temporary = secrets.token_hex(32), tempfile.mkdtemp()
         self.dashboard, self.gcs = free_port(), free_port()
         site.say(dashboard=self.dashboard, token=self.token)
@@ -117,7 +118,7 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        for node in self.nodes.values():
+        for node in [*self.nodes.values(), *self.coming.values()]:
             _lose(node)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
@@ -133,12 +134,16 @@ class Hosts:
         if not self._wanted():
             for instance in [name for name in self.nodes if name != "head"]:
                 ec2.terminate_instances(InstanceIds=[instance])
-            for name in list(self.nodes):
-                _lose(self.nodes.pop(name))
+            for known in (self.nodes, self.coming):
+                for name in list(known):
+                    _lose(known.pop(name))
             return
         if "head" not in self.nodes:
             head = {"port": self.gcs, "dashboard-port": self.dashboard, "num-cpus": 0}
-            self._start("head", {**head, "temp-dir": self.temporary})
+            log, self.nodes["head"] = self._start("head", {**head, "temp-dir": self.temporary})
+            while "Ray runtime started" not in log.read_text():
+                assert self.nodes["head"].poll() is None, log.read_text()
+                time.sleep(0.5)
         for host in self._notices() - self.noticed:
             self.noticed.add(host)
             self.nodes[host].terminate()
@@ -149,8 +154,15 @@ class Hosts:
             elif self.nodes[host].poll() is not None:
                 ec2.terminate_instances(InstanceIds=[host])
                 del self.nodes[host]
-        if len(self.nodes) - 1 < WORKERS:
-            self._start(self._launch(), {"address": f"127.0.0.1:{self.gcs}", "num-cpus": 3})
+        for log, node in list(self.coming.items()):
+            if "Ray runtime started" in log.read_text():
+                self.nodes[self._launch()] = self.coming.pop(log)
+            elif node.poll() is not None:  # Ray gives up a node that does not start within 30 s
+                del self.coming[log]
+        if len(self.nodes) - 1 + len(self.coming) < WORKERS:
+            options = {"address": f"127.0.0.1:{self.gcs}", "num-cpus": 3}
+            log, node = self._start("worker", options)
+            self.coming[log] = node
 
     def _wanted(self) -> bool:
         """Whether the stack asks for workers."""
@@ -192,25 +204,30 @@ class Hosts:
             found |= {arn.rpartition("/")[2] for arn in target["resourceArns"]}
         return found & self.nodes.keys()
 
-    def _start(self, name: str, options: Mapping[str, object]) -> None:
-        """Start a node of Ray with the rendered variables of its role."""
+    def _start(
+        self, role: str, options: Mapping[str, object]
+    ) -> tuple[Path, subprocess.Popen[bytes]]:
+        """Start a node of Ray with the rendered variables of its role; return its log, and it."""
         own = {"dashboard-agent-listen-port": free_port(), "metrics-export-port": free_port()}
         own |= {"runtime-env-agent-port": free_port(), "node-ip-address": "127.0.0.1"}
         arguments = [f"--{key}={value}" for key, value in {**options, **own}.items()]
         arguments += ["--object-store-memory=150000000"]
-        arguments += ["--head"] if name == "head" else []
-        with (self.site.folder / f"node-{name}.log").open("w") as output:
-            self.nodes[name] = subprocess.Popen(
+        arguments += ["--head"] if role == "head" else []
+        self.started += 1
+        log = self.site.folder / f"{role}-{self.started}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
                 [str(RAY), "start", "--block", "--disable-usage-stats", *arguments],
-                env={**self.site.environment, **self._variables("head" if name == "head" else "")},
+                env={**self.site.environment, **self._variables(role)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        return log, process
 
     def _variables(self, role: str) -> dict[str, str]:
         rendered = self.site.folder / "build" / f"{NAME}-us-west-2" / "ecs"
-        path = rendered / f"{role or 'worker'}.json"
+        path = rendered / f"{role}.json"
         found = {"RAY_AUTH_MODE": "token", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "100"}
         if path.exists():
             containers = json.loads(path.read_text())["containerDefinitions"]
@@ -227,10 +244,3 @@ def _lose(node: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
     node.wait(timeout=PATIENCE_S)
-
-
-def wait_until(true: Any, problem: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, problem()
-        time.sleep(0.5)

@@ -46,7 +46,7 @@ SETTINGS = {
     "train.schedule": "constant",
     "train.warmup_steps": "0",
     "train.precision": "fp32",
-    "checkpoint.every_steps": "20",
+    "checkpoint.every_steps": "10",
     "checkpoint.every_s": "none",
     "checkpoint.export": "false",
     "cluster.instance": "m5.xlarge",  # 3 CPUs for Ray: one worker and Ray Data
@@ -54,11 +54,12 @@ SETTINGS = {
     "cluster.resources": "{CPU: 2}",
     "cluster.max_failures": "5",
 }
-BEFORE_STEPS, AFTER_STEPS = 45, 30  # that are done before the first fault, and after each
-NODES_S = 1800.0  # until all hosts are there
+BEFORE_STEPS, AFTER_STEPS = 25, 15  # that are done before the first fault, and after each
+NODES_S = 1800.0  # until all hosts are there, and their Ray is up
+LISTED_S = 300.0  # until they are listed too
 RUN_S = 1800.0  # until a run has done what is waited for
 LEFT_S = 1200.0  # until what is destroyed is no longer listed
-LEFT_POLL_S = 15.0
+POLL_S = 15.0
 LOSS_APART = 0.01  # nats per token: sums over other numbers of workers, over some hundred steps
 
 UP, RUN = "the cluster comes up, with all its hosts", "a run trains and saves"
@@ -119,10 +120,12 @@ def come_up(proof: Proof) -> str:
         ready = "--for=condition=RayClusterProvisioned"
         words = ["kubectl", "--namespace", "rayapp", "wait", ready, f"--timeout={NODES_S:.0f}s"]
         proof.needs(proof.command([*words, "raycluster/rayapp"], proof.left_s), "kubectl wait")
-    hosts = account.workers()
-    if len(hosts) < WORKERS:
-        raise Failed(f"{len(hosts)} of {WORKERS} worker hosts run")
-    return f"{len(hosts)} worker hosts"
+    until = time.monotonic() + min(LISTED_S, proof.left_s)
+    while (hosts := len(account.workers())) < WORKERS:
+        if time.monotonic() > until:
+            raise Failed(f"{hosts} of {WORKERS} worker hosts run")
+        time.sleep(POLL_S)
+    return f"{hosts} worker hosts"
 
 
 def _submit(proof: Proof, name: str, **more: str) -> None:
@@ -274,7 +277,7 @@ def look_for_left(proof: Proof, found: list[str]) -> str:
             return f"no resource, role or log group of {proof.account.name}"
         if time.monotonic() > until:
             raise Failed(f"{len(found)} things are left, listed below")
-        time.sleep(LEFT_POLL_S)
+        time.sleep(POLL_S)
 
 
 def by_hand(proof: Proof, found: list[str], is_down: bool) -> list[str]:
