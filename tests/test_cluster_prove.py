@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from proving import BIN, NAME, TASK, Hosts, Site
-from terraform import Cloud
+from terraform import ROOT, Cloud
 
+from rayapp.cluster import Options
 from rayapp.cluster.prove import page, steps
-from rayapp.cluster.prove.__main__ import main
-from rayapp.cluster.prove.page import FAIL, NOT_RUN, PASS, Outcome, Step
+from rayapp.cluster.prove.__main__ import main, price
+from rayapp.cluster.prove.page import FAIL, NOT_RUN, PASS, ProofPage, Step
 from rayapp.cluster.prove.proof import Proof
 
 needs_terraform = pytest.mark.skipif(
@@ -30,14 +31,14 @@ def rows(text: str) -> dict[str, tuple[str, str]]:
 def test_a_page_tells_all_but_the_account() -> None:
     seen = "arn:aws:ec2:us-west-2:123456789012:instance/i-1 is | left"
     listed = [Step("up", PASS, 61.4), Step("run", FAIL, 2.0, seen), Step("down")]
-    outcome = Outcome("rayapp on ECS", {"region": "us-west-2"}, listed, ["make down-ecs NAME=x"])
+    outcome = ProofPage("rayapp on ECS", {"region": "us-west-2"}, listed, ["make down-ecs NAME=x"])
     text = page.text(outcome)
     assert text.startswith("# rayapp on ECS: FAIL\n") and "123456789012" not in text
     assert rows(text)["run"] == (FAIL, seen.replace("123456789012", "ACCOUNT").replace("|", "\\|"))
     assert rows(text)["down"] == (NOT_RUN, "") and "| up | PASS | 61 |" in text
     assert "- `make down-ecs NAME=x`" in text
     assert "123456789012" in page.text(outcome, masked=False)
-    assert Outcome("all", {}, [Step("up", PASS)]).result == PASS
+    assert ProofPage("all", {}, [Step("up", PASS)]).result == PASS
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +161,17 @@ def test_a_name_that_is_taken_is_refused(account: Cloud, tmp_path: Path) -> None
 
 def test_it_asks_before_it_starts(account: Cloud, tmp_path: Path) -> None:
     site = Site(account, tmp_path)
-    done = site.prove("ecs", "REGION=ap-south-1")
+    done = site.prove("ecs", answer="y")
+    assert "cost: at most 3.73 USD" in done.stdout and "nothing was started" in done.stdout
+    assert done.returncode == 2 and not site.calls()
+    done = site.prove("ecs", "REGION=ap-south-1", "YES=1")
     assert "region=ap-south-1 is impossible" in done.stderr and not site.calls()
+
+
+def test_the_price_in_the_docs_is_what_is_told() -> None:
+    (ecs, eks) = [price(home, Options())[1].split()[3] for home in ("ecs", "eks")]
+    text = (ROOT / "docs" / "ecs.md").read_text()
+    assert f"the most that it can cost ({ecs} USD; on EKS {eks})" in text
 
 
 @pytest.mark.full

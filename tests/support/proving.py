@@ -75,13 +75,15 @@ class Site:
             "TF_CLI_ARGS_destroy": "-parallelism=30",
         }
 
-    def prove(self, home: str, *variables: str) -> subprocess.CompletedProcess[str]:
-        """Run `make prove-HOME` as a user does."""
+    def prove(
+        self, home: str, *variables: str, answer: str = "yes"
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `make prove-HOME` as a user does, who answers its question."""
         return subprocess.run(
             ["make", f"BIN={BIN}", "-o", ".venv/.ready", f"prove-{home}", *variables],
             cwd=self.folder,
             env=self.environment,
-            input="yes\n",
+            input=f"{answer}\n",
             capture_output=True,
             text=True,
             timeout=2 * PATIENCE_S,
@@ -139,6 +141,10 @@ class Hosts:
                     _lose(known.pop(name))
             return
         if "head" not in self.nodes:
+            if self.home == "ecs":  # its agent hands it over
+                asked = {"Name": f"/{self.stack}/ray-token", "WithDecryption": True}
+                found = self.site.cloud.client("ssm").get_parameter(**asked)
+                self.token = found["Parameter"]["Value"]
             head = {"port": self.gcs, "dashboard-port": self.dashboard, "num-cpus": 0}
             log, self.nodes["head"] = self._start("head", {**head, "temp-dir": self.temporary})
             while "Ray runtime started" not in log.read_text():

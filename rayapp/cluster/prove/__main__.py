@@ -29,7 +29,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from rayapp.cluster import image
 from rayapp.cluster.options import Options, bucket, option_problems
 from rayapp.cluster.prove import page
-from rayapp.cluster.prove.account import Account
+from rayapp.cluster.prove.account import AwsAccount
 from rayapp.cluster.prove.proof import Proof
 from rayapp.cluster.prove.steps import SETTINGS, WORKERS, prove
 from rayapp.cluster.sizes import (
@@ -115,7 +115,7 @@ def price(home: str, options: Options) -> tuple[float, str]:
     )
 
 
-def _account(home: str, name: str, region: str) -> Account:
+def _account(home: str, name: str, region: str) -> AwsAccount:
     """Return the account of this machine's credentials.
 
     Raises:
@@ -128,10 +128,10 @@ def _account(home: str, name: str, region: str) -> Account:
         raise ConfigError(
             [f"no AWS account: {error}. Set credentials, as for the AWS CLI"]
         ) from None
-    return Account(name, home, region, number, client)
+    return AwsAccount(name, home, region, number, client)
 
 
-def _prove(account: Account, options: Options, asked: dict[str, str], rate: float) -> int:
+def _prove(account: AwsAccount, options: Options, asked: dict[str, str], rate: float) -> int:
     home, began = account.home, time.monotonic()
     folder = Path("build") / f"{account.name}-{account.region}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def _prove(account: Account, options: Options, asked: dict[str, str], rate: floa
         "cost": f"at most {hours * rate + OTHER_USD:.2f} USD for {hours:.1f} hours",
     }
     title = f"rayapp on {home.upper()}"
-    outcome = page.Outcome(title, facts, steps, by_hand)
+    outcome = page.ProofPage(title, facts, steps, by_hand)
     path = folder / f"prove-{home}.md"
     path.write_text(page.text(outcome), encoding="utf-8")
     print(f"\n{page.text(outcome, masked=False)}\nwritten to {path}: send it to the maintainers")

@@ -34,7 +34,7 @@ class Refused(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Account:
+class AwsAccount:
     """An account, and the stacks of one name in it; `client(service)` returns a boto3 client."""
 
     name: str

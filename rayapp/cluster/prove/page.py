@@ -25,7 +25,7 @@ class Step:
 
 
 @dataclass
-class Outcome:
+class ProofPage:
     """What a page tells."""
 
     title: str
@@ -41,7 +41,7 @@ class Outcome:
         return PASS if all(step.result == PASS for step in self.steps) else FAIL
 
 
-def text(outcome: Outcome, masked: bool = True) -> str:
+def text(outcome: ProofPage, masked: bool = True) -> str:
     """Return the page as Markdown; `masked` puts ACCOUNT where it has an account number."""
     lines = [f"# {outcome.title}: {outcome.result}", ""]
     lines += [f"- {name}: {value}" for name, value in outcome.facts.items()]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rayapp.cluster.prove.account import Account
+from rayapp.cluster.prove.account import AwsAccount
 from rayapp.observe import status
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.storage import Storage, open_storage
@@ -26,7 +26,7 @@ class Failed(RuntimeError):
 class Proof:
     """A proof that is under way."""
 
-    account: Account
+    account: AwsAccount
     bucket: str
     config: Path
     """The YAML file of the runs, which the cluster is rendered for."""
@@ -102,7 +102,8 @@ class Proof:
         """
         if code:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-            said = [line.strip() for line in lines if line.strip() and not line.startswith("make")]
+            ours = ("make", "$ ")  # what was called, not what it said
+            said = [line.strip() for line in lines if line.strip() and not line.startswith(ours)]
             raise Failed(f"{what} returned {code}: {' / '.join(said[-3:])[-400:]}")
 
     def wait(self, run: str, true: Callable[[status.Progress], bool], limit_s: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -128,14 +129,21 @@ def come_up(proof: Proof) -> str:
     return f"{hosts} worker hosts"
 
 
-def _submit(proof: Proof, name: str, **more: str) -> None:
-    """Submit a run as a user does, through `rayapp connect`."""
+def _rayapp(proof: Proof, *words: str) -> int:
+    """Run a command of rayapp as a user does, through `rayapp connect`; return its exit code."""
     account, rayapp = proof.account, [sys.executable, "-m", "rayapp"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]  # 8265 may be another cluster's
+    way = [*rayapp, "connect", account.home, f"--name={account.name}", f"--port={port}"]
+    way += [f"--region={account.region}", "--", *rayapp, *words]
+    return proof.command(way, proof.left_s)
+
+
+def _submit(proof: Proof, name: str, **more: str) -> None:
     fields = {"run.storage": proof.storage, "run.name": name, **more}
-    words = [*rayapp, "connect", account.home, f"--name={account.name}"]
-    words += [f"--region={account.region}", "--", *rayapp, "submit", str(proof.config)]
-    words += [f"--{field}={value}" for field, value in fields.items()]
-    proof.needs(proof.command(words, proof.left_s), "rayapp submit")
+    given = [f"--{field}={value}" for field, value in fields.items()]
+    proof.needs(_rayapp(proof, "submit", str(proof.config), *given), "rayapp submit")
 
 
 def train(proof: Proof) -> str:
@@ -208,11 +216,7 @@ def survive_loss(proof: Proof) -> str:
 
 def stop(proof: Proof) -> str:
     """Stop the run as a user does; it must have saved its last step."""
-    account, rayapp = proof.account, [sys.executable, "-m", "rayapp"]
-    words = [*rayapp, "connect", account.home, f"--name={account.name}"]
-    words += [f"--region={account.region}", "--", *rayapp, "stop"]
-    words += [f"{proof.storage}/{DISTURBED}"]
-    code = proof.command(words, proof.left_s)
+    code = _rayapp(proof, "stop", f"{proof.storage}/{DISTURBED}")
     result = json.loads(proof.folder(DISTURBED).read(RESULT))
     if result["status"] != STOPPED:
         proof.needs(code, "rayapp stop")
