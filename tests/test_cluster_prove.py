@@ -174,7 +174,8 @@ def test_the_price_in_the_docs_is_what_is_told() -> None:
     assert f"the most that it can cost ({ecs} USD; on EKS {eks})" in text
 
 
-@pytest.mark.full
+@pytest.mark.drill
+@pytest.mark.timeout(5400)
 @needs_terraform
 @pytest.mark.parametrize("home", ["ecs", "eks"])
 def test_z_all_of_a_proof(tmp_path: Path, home: str) -> None:

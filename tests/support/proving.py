@@ -86,7 +86,7 @@ class Site:
             input=f"{answer}\n",
             capture_output=True,
             text=True,
-            timeout=2 * PATIENCE_S,
+            timeout=6 * PATIENCE_S,
         )
 
     def page(self, home: str) -> str:

@@ -38,16 +38,16 @@ SETTINGS = {
     "run.name": DISTURBED,
     "model.path": "tiny",
     "data.path": "stdlib",
-    "data.seq_len": "256",
+    "data.seq_len": "128",
     "data.eval_fraction": "0",
-    "train.tokens_per_step": "4096",
-    "train.micro_batch": "2",  # 8 a step: each of 1, 2 or 3 workers has some
+    "train.tokens_per_step": "1024",
+    "train.micro_batch": "1",  # 8 a step: each of 1, 2 or 3 workers has some
     "train.max_steps": "100000",  # it is stopped long before
     "train.lr": "1e-4",
     "train.schedule": "constant",
     "train.warmup_steps": "0",
     "train.precision": "fp32",
-    "checkpoint.every_steps": "10",
+    "checkpoint.every_steps": "20",
     "checkpoint.every_s": "none",
     "checkpoint.export": "false",
     "cluster.instance": "m5.xlarge",  # 3 CPUs for Ray: one worker and Ray Data
@@ -55,13 +55,15 @@ SETTINGS = {
     "cluster.resources": "{CPU: 2}",
     "cluster.max_failures": "5",
 }
-BEFORE_STEPS, AFTER_STEPS = 25, 15  # that are done before the first fault, and after each
+BEFORE_STEPS, AFTER_STEPS = 45, 15  # that are done before the first fault, and after each
 NODES_S = 1800.0  # until all hosts are there, and their Ray is up
 LISTED_S = 300.0  # until they are listed too
 RUN_S = 1800.0  # until a run has done what is waited for
 LEFT_S = 1200.0  # until what is destroyed is no longer listed
 POLL_S = 15.0
-LOSS_APART = 0.01  # nats per token: sums over other numbers of workers, over some hundred steps
+# Nats per token. Sums over other numbers of workers differ in their last bits, and thousands of
+# steps amplify that. A step from other weights is some tenths off while the loss falls.
+LOSS_APART = 0.05
 
 UP, RUN = "the cluster comes up, with all its hosts", "a run trains and saves"
 NOTICE = "a spot notice: the run saves, loses no step and goes on"
