@@ -11,6 +11,7 @@
 # make up-eks CONFIG=run.yaml EMAIL=you@example.com API_CIDRS=203.0.113.7/32   the same on EKS;   make down-eks
 # make run-ecs CONFIG=run.yaml EMAIL=...   up, this one run, down, in one command;   make run-eks   the same on EKS
 # make down-base BUCKET=name      the results too
+# make prove-ecs   cluster, faults, comparison and tear-down on your account for a few dollars;   make prove-eks API_CIDRS=...
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -18,6 +19,7 @@ CONFIG ?=
 RENDER ?=
 API_CIDRS ?=
 EMAIL ?=
+YES ?=
 TAG ?= $(shell $(BIN)/python -m rayapp.cluster.image)
 NAME ?= rayapp
 REGION ?= us-west-2
@@ -31,7 +33,7 @@ ECS_VARS = -var-file=$(CURDIR)/$(OUT)/ecs/terraform.tfvars.json -var=rendered=$(
 EKS_VARS = -var-file=$(CURDIR)/$(OUT)/kuberay/terraform.tfvars.json -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 
 .PHONY: setup finetune vision test test-full test-image check check-infra security bench drills mutations image docs
-.PHONY: bucket address up-base up-ecs up-eks down-base down-ecs down-eks run-ecs run-eks
+.PHONY: bucket address up-base up-ecs up-eks down-base down-ecs down-eks run-ecs run-eks prove-ecs prove-eks
 
 setup: .venv/.dev
 
@@ -195,6 +197,16 @@ run-eks: new-eks
 	@trap '$(MAKE) down-eks $(DOWN)' EXIT; trap 'exit 130' INT TERM; $(MAKE) up-eks && \
 	kubectl --namespace rayapp wait --timeout=30m --for=condition=RayClusterProvisioned raycluster/rayapp && \
 	$(BIN)/python -m rayapp connect eks --name=$(NAME) -- $(SUBMIT)
+
+# Under a name of its own: at its end all of that name is destroyed, results and images too. YES=1 answers its question.
+PROVE = $(BIN)/python -m rayapp.cluster.prove $(@:prove-%=%) --name=$(patsubst rayapp,rayapp-prove,$(NAME)) --region=$(REGION) \
+  --email=$(or $(EMAIL),nobody) --api_cidrs=$(API_CIDRS) --args="$(ARGS)" --yes=$(YES)
+
+prove-ecs: .venv/.ready
+	@$(PROVE)
+
+prove-eks: .venv/.ready
+	@$(PROVE)
 
 # Without the bucket's name it fails while there are results, images or not.
 down-base:

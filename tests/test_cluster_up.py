@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -220,3 +221,14 @@ def test_a_run_does_not_take_a_cluster_that_is_up(tmp_path: Path) -> None:
     done = tools.make("run-ecs")
     assert done.returncode != 0 and "rayapp-ecs is up already" in done.stderr
     assert not [call for call in tools.calls() if "apply" in call or "destroy" in call]
+
+
+@pytest.mark.parametrize("stack", ["base", "ecs", "eks"])
+def test_the_provider_is_locked_for_every_platform(stack: str) -> None:
+    """One hash of a zip for each platform of the release, and its manifest: HashiCorp has 14."""
+    lock = (ROOT / "infra" / stack / ".terraform.lock.hcl").read_text()
+    asked = (ROOT / "infra" / stack / "versions.tf").read_text()
+    (version,) = re.findall(r'^  version     = "(.+)"$', lock, re.M)
+    assert f'version = "{version}"' in asked and f'constraints = "{version}"' in lock
+    assert len(set(re.findall(r'"zh:[0-9a-f]{64}"', lock))) == 15
+    assert lock == (ROOT / "infra" / "base" / ".terraform.lock.hcl").read_text()

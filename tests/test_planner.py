@@ -192,6 +192,28 @@ def test_a_checkpoint_is_parameters_and_moments() -> None:
 # Answers.
 
 
+@pytest.mark.parametrize(("steps", "keep"), [(200, 2), (5_000, 3), (40_000, 1)])
+def test_what_checkpoints_cost_in_s3(steps: int, keep: int) -> None:
+    """Against a ledger of every checkpoint: written, kept, deleted, and gone a day after."""
+    found = planner.plan(config(train={"max_steps": steps}, checkpoint={"keep": keep}))
+    saving, hours = found.saving, found.hours
+    assert saving is not None and hours is not None and saving.usd is not None
+    every = saving.every_s / 3600
+    written = [every * number for number in range(1, int(hours.value / every) + 1)]
+    gone = [
+        written[n + keep] + 24 if n + keep < len(written) else hours.value
+        for n in range(len(written))
+    ]
+    room = sum(end - start for start, end in zip(written, gone, strict=True))
+    gb = saving.size_gib * 2**30 / 1e9
+    assert saving.usd == pytest.approx(room * gb * 0.023 / 730)
+    assert saving.usd_per_month == pytest.approx(keep * gb * 0.023)
+    assert found.as_dict()["checkpoint"]["usd"] == saving.usd
+    endless = planner.plan(config(train={"max_steps": None}, checkpoint={"keep": keep}))
+    assert endless.saving is not None and endless.saving.usd is None
+    assert endless.saving.usd_per_month == saving.usd_per_month
+
+
 def test_the_answer_has_the_keys_of_plan_json() -> None:
     found = planner.plan(config()).as_dict()
     for key in ("peak_gib", "step_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "hours"):

@@ -43,6 +43,7 @@ from rayapp.cluster.preflight.facts import (
     Speed,
 )
 from rayapp.cluster.preflight.findings import Finding, Requirements
+from rayapp.cluster.preflight.interfaces import listed, reached_at
 from rayapp.config import Config
 from rayapp.hardware import INSTANCES, Instance, instance
 from rayapp.jobs import SubmitOptions, prepare
@@ -331,6 +332,32 @@ def test_sockets_where_there_is_efa_fail() -> None:
     only(
         assess(known, Requirements()), known.nodes[1].name, "EFA", "socket"
     )  # its devices say it is there
+
+
+def test_an_address_of_one_link_alone_is_named() -> None:
+    """As ECS's tasks have one, the same in each: the ranks would call themselves."""
+    known = with_node(
+        healthy(2, instance("g5.12xlarge")), 1, reached_at={"nccl": ("ecs-eth0", "169.254.172.2")}
+    )
+    found = only(assess(known, Requirements()), known.nodes[1].name, "169.254.172.2 on ecs-eth0")
+    assert "NCCL_SOCKET_IFNAME" in found.fix
+    gloo = with_node(healthy(2, None), 0, reached_at={"nccl": ("e", "169.254.1.1")})
+    assert assess(gloo, Requirements()) == []  # it is not NCCL that is used
+    alone = healthy(1, instance("g5.12xlarge"))
+    alone = with_node(alone, 0, reached_at={"nccl": ("e", "169.254.1.1")})
+    assert assess(alone, Requirements()) == []
+
+
+def test_the_interface_that_a_backend_takes() -> None:
+    """By the listing of a task of ECS with awsvpc; the rule is NCCL's."""
+    task = [("lo", "127.0.0.1"), ("ecs-eth0", "169.254.172.2"), ("eth0", "10.0.1.5")]
+    assert reached_at("nccl", task, {}) == task[1]
+    for asked in ("eth0", "=eth0", "^ecs,lo", "eth,ib"):
+        assert reached_at("nccl", task, {"NCCL_SOCKET_IFNAME": asked}) == task[2]
+    assert reached_at("gloo", task, {"GLOO_SOCKET_IFNAME": "eth0"}) == task[2]
+    assert reached_at("nccl", [("lo", "127.0.0.1"), ("docker0", "172.17.0.1")], {}) is not None
+    assert reached_at("nccl", task, {"NCCL_SOCKET_IFNAME": "ib"}) is None
+    assert ("lo", "127.0.0.1") in listed()
 
 
 def test_gpus_that_are_missing_broken_or_others_are_named() -> None:

@@ -43,6 +43,12 @@ RECOVERY_S = 30.0
 # pixel of the model's input. One core of this project's machine took 2.1 ms at 224 pixels and
 # 6.6 ms at 600, with two operations of RandAugment (docs/plan.md); a vCPU counts as half a core.
 DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
+# S3 Standard, the first 50 TB, us-east-1 and us-west-2: USD per 1e9 bytes and month of 730 hours
+# (aws.amazon.com/s3/pricing, as known in 2025). Requests are not counted.
+S3_USD_PER_GB_MONTH, MONTH_HOURS = 0.023, 730.0
+# Hours in which a deleted checkpoint still takes room: infra/modules/storage keeps versions of
+# runs/ for a day.
+DELETED_HOURS = 24.0
 # Seconds from the command to the first step, added to every run. Estimate.
 START_S = 120.0
 
@@ -78,6 +84,11 @@ class Saving:
     upload_s: float
     every_s: float
     """The cheapest interval by Daly's formula, but no shorter than an upload or a stall."""
+    usd_per_month: float = 0.0
+    """What the checkpoints that are kept cost in S3."""
+    usd: float | None = None
+    """What all checkpoints cost in S3 until the run ends, and the deleted ones until they are gone;
+    None: the run's hours are unknown."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +229,7 @@ def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
     saving = _saving(question)
     goodput = _goodput(question, saving)
     hours = _hours(plan, rate, goodput)
+    saving = _stored(saving, question.keep, None if hours is None else hours.value)
     cost = usd = None
     if question.usd_per_hour is None:
         name = question.instance.name if question.instance else "the instance"
@@ -309,6 +321,21 @@ def _saving(question: Question) -> Saving:
     mtbf_s = 3600 * question.mtbf_hours / question.workers
     daly = math.sqrt(2 * stall * mtbf_s) - stall
     return Saving(size / GIB, stall, upload, max(daly, upload, stall))
+
+
+def _stored(saving: Saving, keep: int, hours: float | None) -> Saving:
+    """Add what checkpoints cost in S3, one every `saving.every_s` seconds, `keep` of them kept."""
+    per_hour = saving.size_gib * GIB / 1e9 * S3_USD_PER_GB_MONTH / MONTH_HOURS
+    month = keep * per_hour * MONTH_HOURS
+    if hours is None:
+        return replace(saving, usd_per_month=month)
+    every = saving.every_s / 3600
+    count = math.floor(hours / every)
+    kept = min(count, keep)
+    # Each waits for `keep` newer ones, is deleted, and takes room for DELETED_HOURS more.
+    spent = (count - kept) * (keep * every + DELETED_HOURS)
+    spent += sum(hours - (count - newer) * every for newer in range(kept))
+    return replace(saving, usd_per_month=month, usd=spent * per_hour)
 
 
 def _goodput(question: Question, saving: Saving) -> float:

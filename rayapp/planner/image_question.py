@@ -75,6 +75,7 @@ def ask_images(
         region=region,
         usd_per_hour=price_of(config, instance, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
+        keep=config.checkpoint.keep,
         capacity_gib=None if instance is not None else capacity_gib,
         epoch_rows=images,
         spare_cpus=None if instance is None else spare_cpus(instance, nodes, workers),

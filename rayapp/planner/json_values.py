@@ -44,6 +44,6 @@ class Forecast(TypedDict, total=False):
     steps: int | None
     tokens_per_step: int
     images_per_step: int
-    checkpoint: dict[str, float] | None
+    checkpoint: dict[str, float | None] | None
     goodput: float | None
     reasons: list[str]

@@ -57,7 +57,8 @@ class Question:
     """Mean time between failures of one worker."""
     capacity_gib: float | None = None
     """GiB available to a worker, as its machine reports; None: the instance's memory."""
-
+    keep: int = 2
+    """Committed checkpoints that are kept."""
     epoch_rows: int | None = None
     """Training images per epoch, if known."""
     spare_cpus: int | None = None
@@ -169,6 +170,7 @@ def ask(
         region=region,
         usd_per_hour=price_of(config, instance, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
+        keep=config.checkpoint.keep,
         capacity_gib=None if instance is not None else capacity_gib,
     )
 

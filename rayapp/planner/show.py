@@ -174,6 +174,12 @@ def _time(console: Console, plan: Answer) -> None:
             f"{saving.upload_s:.0f} s to upload; one every {saving.every_s / 60:.0f} min costs "
             f"least; goodput {plan.goodput:.1%}",
         )
+        run = "" if saving.usd is None else f"${saving.usd:,.2f} for the run, "
+        _say(
+            console,
+            f"storing   checkpoints in S3 cost {run}then ${saving.usd_per_month:,.2f} a month for "
+            f"the {plan.question.keep} that are kept",
+        )
 
 
 def _figures(plan: Answer) -> str:

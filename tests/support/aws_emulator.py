@@ -291,6 +291,20 @@ def _whole_service(original: Any, self: Any) -> Any:
     return answer
 
 
+if os.environ.get("EMULATED_TASK"):  # every service has this task, which runs
+
+    @action(EC2ContainerServiceResponse)
+    def list_tasks(self: Any) -> Any:
+        return ActionResult({"taskArns": [os.environ["EMULATED_TASK"]]})
+
+    @action(EC2ContainerServiceResponse)
+    def describe_tasks(self: Any) -> Any:
+        arn = os.environ["EMULATED_TASK"]
+        containers = [{"name": "ray", "runtimeId": f"{arn.rpartition('/')[2]}-1"}]
+        task = {"taskArn": arn, "lastStatus": "RUNNING", "containers": containers}
+        return ActionResult({"tasks": [task]})
+
+
 # --- SSM: the name of every parameter that is read is known -----------------------------------
 
 

@@ -58,7 +58,11 @@ class Cloud:
             "CHECKPOINT_DISABLE": "1",
             "TF_IN_AUTOMATION": "1",
         }
-        shutil.copytree(ROOT / "infra", folder / "infra", ignore=shutil.ignore_patterns(".terra*"))
+        shutil.copytree(
+            ROOT / "infra",
+            folder / "infra",
+            ignore=shutil.ignore_patterns(".terraform", "*.tfstate*"),
+        )
         for stack in ("base", "ecs", "eks"):
             (folder / "infra" / stack / "emulator_override.tf").write_text(OVERRIDE)
         self.log = folder / "emulator.log"

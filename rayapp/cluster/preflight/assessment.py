@@ -41,6 +41,7 @@ def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
         *_versions(facts),
         *(finding for node in facts.nodes for finding in _node(node, facts, required)),
         *_speeds(facts),
+        *network.addresses(facts),
         *network.efa(facts, required),
         *network.collectives(facts, required),
         *network.links(facts, required),

@@ -45,6 +45,8 @@ class NodeFacts:
     """The hard limit, to which Ray raises its soft limit."""
     memlock_bytes: int | None
     """None: no limit."""
+    reached_at: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Interface and address that nccl and gloo take; without an entry it is not known."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rayapp.cluster.preflight.facts import ClusterFacts, Link
 from rayapp.cluster.preflight.findings import Finding, Requirements, size
+from rayapp.cluster.preflight.interfaces import VARIABLES, link_local
 
 # Lowest accepted share of the network rate that EC2 states. Two p6-b300 reach 0.94 of it in
 # nccl-tests (AWS's samples, 2026); with one of 4 network cards lost that is 0.70, which must fail.
@@ -39,6 +40,22 @@ def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
                 "Use an image with aws-ofi-nccl and libfabric (LD_LIBRARY_PATH), expose "
                 "/dev/infiniband, let the security group pass all traffic within itself, and "
                 "unset FI_PROVIDER and NCCL_NET",
+            )
+
+
+def addresses(facts: ClusterFacts) -> Iterator[Finding]:
+    """Report nodes that would tell the others an address of one link alone, which none reaches."""
+    variable = VARIABLES[facts.backend]
+    for node in facts.nodes if len(facts.nodes) > 1 else ():
+        found = node.facts.reached_at.get(facts.backend) if node.facts else None
+        if found and link_local(found[1]):
+            yield Finding(
+                node.name,
+                f"{facts.backend} takes an address that no other node reaches",
+                f"{found[1]} on {found[0]}",
+                f"an address such as {node.address}",
+                f"Set {variable} to the interface of {node.address}, e.g. {variable}=eth0, where "
+                "the node's Ray is started",
             )
 
 

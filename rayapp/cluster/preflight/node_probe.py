@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.cluster.preflight.facts import Device, NodeFacts, Probe
+from rayapp.cluster.preflight.interfaces import VARIABLES, reached_at
 from rayapp.hardware import GIB
 from rayapp.jobs import secrets
 from rayapp.storage import StorageError, open_storage
@@ -51,6 +52,11 @@ class NodeProbe:
             disk_free_bytes=usage.free,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
+            reached_at={
+                backend: found
+                for backend in VARIABLES
+                if (found := reached_at(backend)) is not None
+            },
         )
 
     def probe(self, url: str, mark: str) -> Probe:

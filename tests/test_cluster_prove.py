@@ -1,0 +1,199 @@
+"""`make prove-*`: the order of what it does, its page, and that it always tears down."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from proving import BIN, NAME, TASK, Hosts, Site
+from terraform import ROOT, Cloud
+
+from rayapp.cluster import Options
+from rayapp.cluster.prove import page, steps
+from rayapp.cluster.prove.__main__ import main, price
+from rayapp.cluster.prove.page import FAIL, NOT_RUN, PASS, ProofPage, Step
+from rayapp.cluster.prove.proof import Proof
+
+needs_terraform = pytest.mark.skipif(
+    shutil.which("terraform") is None, reason="terraform is not installed"
+)
+
+
+def rows(text: str) -> dict[str, tuple[str, str]]:
+    """Return {step: (result, what was seen)} of a page."""
+    found = re.findall(r"^\| (.+?) \| (PASS|FAIL|not run) \| \d* \| (.*) \|$", text, re.M)
+    return {name: (result, seen) for name, result, seen in found}
+
+
+def test_a_page_tells_all_but_the_account() -> None:
+    seen = "arn:aws:ec2:us-west-2:123456789012:instance/i-1 is | left"
+    listed = [Step("up", PASS, 61.4), Step("run", FAIL, 2.0, seen), Step("down")]
+    outcome = ProofPage("rayapp on ECS", {"region": "us-west-2"}, listed, ["make down-ecs NAME=x"])
+    text = page.text(outcome)
+    assert text.startswith("# rayapp on ECS: FAIL\n") and "123456789012" not in text
+    assert rows(text)["run"] == (FAIL, seen.replace("123456789012", "ACCOUNT").replace("|", "\\|"))
+    assert rows(text)["down"] == (NOT_RUN, "") and "| up | PASS | 61 |" in text
+    assert "- `make down-ecs NAME=x`" in text
+    assert "123456789012" in page.text(outcome, masked=False)
+    assert ProofPage("all", {}, [Step("up", PASS)]).result == PASS
+
+
+@pytest.fixture(scope="module")
+def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    cloud = emulated(tmp_path_factory.mktemp("account"))
+    yield cloud
+    cloud.end()
+
+
+def emulated(folder: Path) -> Cloud:
+    """Return an account whose services have their tasks at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOTO_ECS_SERVICE_RUNNING", "3")
+        patch.setenv("EMULATED_TASK", TASK)
+        return Cloud(folder)
+
+
+@pytest.mark.parametrize("home", ["ecs", "eks"])
+def test_a_cluster_that_does_not_come_up_goes_down(
+    account: Cloud, tmp_path: Path, home: str
+) -> None:
+    site = Site(account, tmp_path, f"infra/{home} apply")
+    done = site.prove(home, "YES=1", "API_CIDRS=203.0.113.7/32")
+    assert done.returncode == 2, done.stderr  # make's code of a command that failed
+    assert "cost: at most " in done.stdout and "USD/h with 1 x m6i.2xlarge and 3 x" in done.stdout
+    found = rows(site.page(home))
+    assert list(found)[:2] == [steps.UP, steps.RUN] and list(found)[-2:] == [steps.DOWN, steps.LEFT]
+    assert found[steps.UP][0] == FAIL and "stand-in: terraform fails here" in found[steps.UP][1]
+    assert {found[name][0] for name in list(found)[1:-2]} == {NOT_RUN}
+    assert found[steps.DOWN][0] == PASS and found[steps.LEFT][0] == PASS
+    assert site.page(home).startswith(f"# rayapp on {home.upper()}: FAIL")
+    assert "To remove by hand" not in site.page(home)
+    calls = site.calls()
+    assert [call for call in calls if "infra/base destroy" in call]
+    assert not [call for call in calls if "TF_WORKSPACE=rayapp-us" in call]
+    assert all(f"-var=name={NAME}" in call for call in calls if "infra/base apply" in call)
+
+
+def within(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process be one at the site."""
+    monkeypatch.chdir(site.folder)
+    for name, value in site.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MAKEFLAGS", f"-- BIN={BIN}")
+    monkeypatch.setattr("boto3.DEFAULT_SESSION", None)
+
+
+def test_a_cluster_without_its_hosts_goes_down(
+    account: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(account, tmp_path)
+    within(site, monkeypatch)
+    monkeypatch.setattr(steps, "LISTED_S", 0.0)
+    assert main(["eks", "--yes=1", "--api_cidrs=203.0.113.7/32"]) == 1
+    found = rows(site.page("eks"))
+    assert found[steps.UP] == (FAIL, "0 of 3 worker hosts run")
+    calls = site.calls()
+    places = [
+        next(number for number, call in enumerate(calls) if part in call)
+        for part in (
+            "infra/base apply",
+            "-target=aws_eks_cluster.this",
+            "kubectl --request-timeout=30s version",
+            "ecr describe-images",
+            "helm upgrade --install kuberay-operator",
+            f"kubectl apply -k build/{NAME}-us-west-2/kuberay/cluster",
+            "condition=RayClusterProvisioned",
+            "kubectl delete",
+            "infra/eks destroy",
+            "infra/base destroy",
+        )
+    ]
+    assert places == sorted(places), calls
+    assert found[steps.DOWN][0] == PASS and found[steps.LEFT][0] == PASS
+
+
+def test_what_a_failed_tear_down_leaves_is_named(
+    account: Cloud,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    site = Site(account, tmp_path, "infra/ecs apply", "infra/base destroy")
+    within(site, monkeypatch)
+    monkeypatch.setattr(steps, "LEFT_S", 0.0)
+    sns, go_down = account.client("sns"), steps.go_down
+
+    def leaves_a_topic(proof: Proof) -> str:
+        tags = [{"Key": "Project", "Value": NAME}]
+        sns.create_topic(Name="alarms", Tags=tags)
+        return go_down(proof)
+
+    monkeypatch.setattr(steps, "go_down", leaves_a_topic)
+    arn = "arn:aws:sns:us-west-2:123456789012:alarms"
+    try:
+        assert main(["ecs", "--yes=1"]) == 1
+    finally:
+        sns.delete_topic(TopicArn=arn)
+    text, found = site.page("ecs"), rows(site.page("ecs"))
+    assert found[steps.DOWN][0] == FAIL and "make down-base returned" in found[steps.DOWN][1]
+    assert len([call for call in site.calls() if "infra/base destroy" in call]) == 2
+    assert found[steps.LEFT] == (FAIL, "1 things are left, listed below")
+    hand = text.partition("## To remove by hand")[2]
+    assert f"- `make down-ecs NAME={NAME} REGION=us-west-2`" in hand
+    assert f"make down-base NAME={NAME} REGION=us-west-2 BUCKET={NAME}-ACCOUNT-us-west-2" in hand
+    assert "- `arn:aws:sns:us-west-2:ACCOUNT:alarms`" in hand
+    assert arn in capsys.readouterr().out  # with the account, for whom it is
+
+
+def test_a_name_that_is_taken_is_refused(account: Cloud, tmp_path: Path) -> None:
+    topic = account.client("sns").create_topic(
+        Name="mine", Tags=[{"Key": "Project", "Value": f"{NAME}-eks"}]
+    )["TopicArn"]
+    site = Site(account, tmp_path)
+    done = site.prove("ecs", "YES=1")
+    account.client("sns").delete_topic(TopicArn=topic)
+    assert f"name={NAME} is taken: 1 things have its tags, e.g. {topic}" in done.stderr
+    assert not site.calls()
+
+
+def test_it_asks_before_it_starts(account: Cloud, tmp_path: Path) -> None:
+    site = Site(account, tmp_path)
+    done = site.prove("ecs", answer="y")
+    assert "cost: at most 3.73 USD" in done.stdout and "nothing was started" in done.stdout
+    assert done.returncode == 2 and not site.calls()
+    done = site.prove("ecs", "REGION=ap-south-1", "YES=1")
+    assert "region=ap-south-1 is impossible" in done.stderr and not site.calls()
+
+
+def test_the_price_in_the_docs_is_what_is_told() -> None:
+    (ecs, eks) = [price(home, Options())[1].split()[3] for home in ("ecs", "eks")]
+    text = (ROOT / "docs" / "ecs.md").read_text()
+    assert f"the most that it can cost ({ecs} USD; on EKS {eks})" in text
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(5400)
+@needs_terraform
+@pytest.mark.parametrize("home", ["ecs", "eks"])
+def test_z_all_of_a_proof(tmp_path: Path, home: str) -> None:
+    """With Terraform itself: hosts are nodes of Ray here, S3 is the emulator's."""
+    (tmp_path / "account").mkdir()
+    (tmp_path / "site").mkdir()
+    cloud = emulated(tmp_path / "account")
+    try:
+        site = Site(cloud, tmp_path / "site", terraform=True)
+        with Hosts(site, home) as hosts:
+            done = site.prove(home, "API_CIDRS=203.0.113.7/32")
+        text = site.page(home)
+        assert done.returncode == 0, f"{text}\n{done.stderr[-2000:]}\n{hosts.problems}"
+    finally:
+        cloud.end()
+    found = rows(text)
+    print(text)
+    assert {result for result, _ in found.values()} == {PASS}
+    assert "0 steps lost" in found[steps.NOTICE][1]
+    assert "digests equal" in found[steps.SAME][1]
+    assert len(hosts.noticed) == 1
