@@ -5,6 +5,7 @@ Train
   data       how records become documents, and which tokens bear loss
   prepare    tokenise and pack a run's data beforehand, on CPUs alone
   plan       will it fit, how long will it take, what will it cost
+  presets    published shapes of models, for plans and tests
   finetune   fine-tune a language model, here or on a running Ray cluster
   vision     train an image classifier
   stage      copy images to where they are trained on, verified

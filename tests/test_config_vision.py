@@ -27,7 +27,7 @@ SURFACE = {
     "data": "path format eval_path eval_fraction size eval_crop crop_scale flip randaugment mixup"
     " cutmix mean std count bad_images workers",
     "train": "images_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
-    " warmup_steps momentum betas weight_decay label_smoothing ema on_spike spike_sigmas grad_clip"
+    " warmup_steps schedule_from momentum betas weight_decay label_smoothing ema on_spike spike_sigmas grad_clip"
     " precision channels_last compile",
     "parallel": "strategy replicas sync_batch_norm",
     "data.randaugment": "layers magnitude",
@@ -128,3 +128,11 @@ def test_every_problem_is_reported_at_once() -> None:
     assert len(caught.value.problems) == 4
     for name in ("train.lr=-1", "data.flip=2", "data.size=big", "Did you mean model"):
         assert name in found
+
+
+def test_what_a_classifier_lacks_is_refused_with_a_way() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {"model.init_from": "first"}, VisionConfig)
+    (problem,) = caught.value.problems
+    assert problem.startswith("model.init_from=first is not available: a classifier begins with an")
+    assert problem.endswith("Set model.path=RUN/model")

@@ -46,7 +46,8 @@ LANGUAGES = ("sh", "console", "python", "yaml", "text")
 FOREIGN = ("aws", "kubectl", "helm", "hf", "curl", "terraform", "pip", "git", "tensorboard")
 ACCOUNT = re.compile(r"(up|down|run|prove)-\w+|bucket|image")
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-CHEAP = ("init", "data", "plan", "list", "status", "du", "report", "completion", "--version")
+CHEAP = ("init", "data", "plan", "presets", "list", "status", "du", "report", "completion")
+CHEAP += ("--version",)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from test_train_loop import config_of, inputs, prepared_of, worker  # noqa: F401
 
 from rayapp.config import Config, ConfigError
 from rayapp.driver.checks import same_run
-from rayapp.finetune.growth import check_order, stages_of
+from rayapp.driver.growth import schedule_problem, stages_of
+from rayapp.finetune.growth import check_order
 from rayapp.finetune.prepare import order_of
-from rayapp.finetune.start import schedule_problem
 from rayapp.order import EMPTY, Order
 from rayapp.storage import open_storage
 from rayapp.train.spec import LanguageSpec
@@ -61,7 +61,9 @@ def test_a_finished_run_goes_on(inputs: Path) -> None:  # noqa: F811
         new = config.model_copy(
             update={"train": config.train.model_copy(update={"epochs": epochs})}
         )
-        order = order_of(new, prepared, stages_of(run, prepared, new.rows_per_step))
+        order = order_of(
+            new, prepared, stages_of(run, prepared.fingerprint, rows, new.rows_per_step)
+        )
         check_order(run, prepared, order)
         spec = LanguageSpec("rayapp.finetune", new, prepared, order, run.url, f"{inputs}/model")
         summary = str(inputs / f"grown-{epochs}.json")

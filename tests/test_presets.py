@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from pathlib import Path
 
@@ -9,10 +11,13 @@ import pytest
 import torch
 
 from rayapp import model, presets
+from rayapp.__main__ import main
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.shape import Shape, has_formula, shape_of
+from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.train.reading import read
 
+PAGE = Path(__file__).parent.parent / "docs" / "presets.md"
 SCALED = ("granite",)  # families that scale their logits
 NAMES = sorted(path.parent.name for path in presets.FOLDER.glob("*/config.json"))
 
@@ -96,3 +101,55 @@ def test_the_text_counts_what_is_published() -> None:
         for name in ("README.md", "CHANGELOG.md")
     ]
     assert told == [[str(published)]] * 2
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> dict[str, list[dict[str, object]]]:
+    assert main(["presets", "--json"]) == 0
+    found: dict[str, list[dict[str, object]]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_command_lists_what_models_and_plans_are_made_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = listed(capsys)
+    assert [row["preset"] for row in found["language"]] == list(presets.PRESETS)
+    for row in found["language"]:
+        name = str(row["preset"])
+        preset, config = presets.PRESETS[name], model.resolve(name).config
+        assert row["parameters"] == (preset.parameters or planned(name).parameters)
+        assert row["context"] == config.max_position_embeddings
+        assert (row["family"], row["licence"]) == (config.model_type, preset.licence)
+        assert row["source"] == preset.source
+    assert [row["preset"] for row in found["images"]] == list(IMAGE_PRESETS)
+    for row in found["images"]:
+        image = IMAGE_PRESETS[str(row["preset"])]
+        assert (row["family"], row["parameters"]) == (image.model_type, image.parameters)
+        assert (row["gmacs"], row["pixels"]) == (image.gmacs, image.size)
+    assert main(["presets"]) == 0
+    told = capsys.readouterr().out
+    for row in [*found["language"], *found["images"]]:
+        assert re.search(rf"^{row['preset']} .* {row['parameters']:,} ", told, re.MULTILINE)
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """Return rows as a table of Markdown."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    for row in rows:
+        values = [f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()]
+        lines.append([f"`{values[0]}`", *values[1:]])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def test_the_page_lists_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    found, page = listed(capsys), PAGE.read_text(encoding="utf-8")
+    wanted = page
+    for kind, rows in found.items():
+        begin = f"<!-- {kind}: made by the test -->\n"
+        before, _, rest = wanted.partition(begin)
+        wanted = before + begin + table(rows) + "<!-- end -->" + rest.partition("<!-- end -->")[2]
+    if os.environ.get("GOLDEN") == "write":
+        PAGE.write_text(wanted, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == wanted, "if meant so, GOLDEN=write"
+    navigation = (PAGE.parents[1] / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f": {PAGE.name}\n" in navigation

@@ -54,6 +54,7 @@ def both(
         precision="fp32" if fp32 else "bf16",
         accumulates=accumulation > 1,
         lora_rank=None if lora is None else lora.rank,
+        lora_experts=() if lora is None else lora.target_parameters,
         on_cpu=True,
     )
     planned = peak_memory(layout).total
@@ -71,6 +72,8 @@ def both(
         ("qwen3-0.6b", 8, {"activation_checkpointing": "selective"}),
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16)}),
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
+        ("llama3.1-70b", 8, {"lora": Lora(rank=16)}),  # wide blocks: the forward is the peak
+        ("llama3.1-70b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
         ("dolly-v2-7b", 8, {}),
         ("mixtral-8x7b", 32, {}),
     ],
@@ -78,6 +81,40 @@ def both(
 def test_the_formula_is_what_the_step_takes(name: str, world: int, more: dict[str, Any]) -> None:
     traced, planned, shards, planned_shards = both(name, world, 1, 1024, layers=4, **more)
     assert planned == pytest.approx(traced, rel=0.05)
+    assert shards == pytest.approx(planned_shards, rel=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"activation_checkpointing": "full"},
+        {"lora": Lora(rank=16)},
+        {"lora": Lora(rank=16), "activation_checkpointing": "full"},
+    ],
+    ids=["all", "all-full", "lora", "lora-full"],
+)
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"tiny"}))
+def test_a_few_layers_of_every_preset(name: str, more: dict[str, Any]) -> None:
+    layers = 6 if name.startswith("gemma3") else 4  # every sixth attends to all
+    traced, planned, shards, planned_shards = both(name, 8, 1, 2048, layers=layers, **more)
+    assert planned == pytest.approx(traced, rel=0.10)
+    assert shards == pytest.approx(planned_shards, rel=0.01)
+
+
+EXPERTS = ("down_proj", "gate_up_proj")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"])
+def test_adapters_of_experts(name: str, checkpointing: str) -> None:
+    lora = Lora(rank=16, target_parameters=EXPERTS)
+    traced, planned, shards, planned_shards = both(
+        name, 8, 1, 2048, layers=4, activation_checkpointing=checkpointing, lora=lora
+    )
+    assert planned == pytest.approx(traced, rel=0.10)
     assert shards == pytest.approx(planned_shards, rel=0.01)
 
 

@@ -33,9 +33,13 @@ from transformers import (
 from rayapp.config import ConfigError, VisionConfig, load
 from rayapp.data.images import Images, local_steps, step_images
 from rayapp.data.images import load as load_images
+from rayapp.driver.checks import same_run
+from rayapp.driver.growth import schedule_problem, stages_of
 from rayapp.observe import metrics
+from rayapp.order import EMPTY
 from rayapp.storage import open_storage
 from rayapp.train import schedule
+from rayapp.train.checkpoint import commit
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.loop import BadLoss
 from rayapp.train.rank import RankContext, train_rank
@@ -43,7 +47,7 @@ from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sync import STAY, STOP
 from rayapp.vision import check as checks
 from rayapp.vision import trainer
-from rayapp.vision.prepare import order_of
+from rayapp.vision.prepare import order_of, plan_of
 from rayapp.vision.rows import transform_of
 
 STEPS, CLASSES, BATCH = 12, 4, 12
@@ -443,6 +447,40 @@ def test_a_resume_is_bitwise_and_at_any_number_of_workers(folder: Path, images: 
 
 
 # ---- What comes out ----------------------------------------------------------------------------
+
+
+def test_a_finished_run_may_be_made_longer(folder: Path, images: Images) -> None:
+    """One epoch, its last step short; a second with a schedule of its own."""
+    fields = {"train__max_steps": "none", "train__images_per_step": 18, "train__warmup_steps": 1}
+    once = config_of(folder, "grown", train__epochs=1, **fields)
+    run, count = open_storage(f"{folder}/runs/grown"), images.counts["train"]
+    assert count % 18
+    first = order_of(once, images)
+    done, cursor = first.num_steps, first.cursor(first.num_steps, images.fingerprint)
+    run.write("config.yaml", once.to_yaml().encode())
+    run.write("plan.json", json.dumps(plan_of(once, images, first, parameters=0)).encode())
+    state = json.dumps({"step": done, "cursor": vars(cursor)}).encode()
+    name = commit.claim(run, done, state)
+    run.write(f"checkpoints/{name}/.metadata", b"")
+    commit.commit(run, name, done, state, {".metadata": commit.Digest().file()})
+
+    twice = {**fields, "train__epochs": 2}
+    with pytest.raises(ConfigError, match=rf"with model.path={run.url}/model$"):
+        same_run(run, config_of(folder, "grown", **twice))  # of a cosine, the end is in every step
+    late = config_of(folder, "grown", train__schedule_from=done + 1, **twice)
+    ahead = schedule_problem(late, run)
+    assert ahead is not None and ahead.endswith(f"Set train.schedule_from={done}")
+    longer = config_of(folder, "grown", train__schedule_from=done, train__lr=0.02, **twice)
+    assert same_run(run, longer) == "interrupted" and schedule_problem(longer, run) is None
+    stages = stages_of(run, images.fingerprint, count, longer.rows_per_step)
+    assert stages == ((done, count),)
+    second = order_of(longer, images, stages)
+    steps = range(second.num_steps)
+    seen = [int(row) for step in steps for row in second.rows(step) if row != EMPTY]
+    assert sorted(seen[:count]) == sorted(seen[count:]) == list(range(count))
+    assert [second.rows(n).tolist() for n in range(done)] == [
+        first.rows(n).tolist() for n in range(done)
+    ]
 
 
 def test_what_is_exported_opens_in_transformers_and_classifies_alike(

@@ -2,7 +2,7 @@
 
 first.py     init, completion
 data.py      data, prepare
-planning.py  plan
+planning.py  plan, presets
 staging.py   stage
 clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
@@ -19,6 +19,7 @@ COMMANDS = {  # name: module and function
     "data": "cli.data.data",
     "prepare": "cli.data.prepare",
     "plan": "cli.planning.plan",
+    "presets": "cli.planning.presets",
     "stage": "cli.staging.stage",
     "preflight": "cli.jobs.preflight",
     "submit": "cli.jobs.submit",

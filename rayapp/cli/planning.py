@@ -1,4 +1,4 @@
-"""rayapp plan: what a run would take, before it is paid for."""
+"""rayapp plan and presets: what a run would take, and the shapes that need no download."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import read_object
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
+from rayapp.planner.shape import shape_of
+from rayapp.presets import PRESETS as LANGUAGE
+from rayapp.presets import config_of
+from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.storage import open_storage
 
 PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
@@ -26,6 +30,12 @@ PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
   --images=N           training images of a classifier, where the config has no data.count
   --usd_per_hour=D     price of one instance, e.g. spot, instead of the list's
   --trace              also run the real step on fake tensors (imports torch; seconds to minutes)"""
+
+LISTED = """rayapp presets [--json]
+
+Lists the published shapes that model.path can name. They have no weights.
+
+  --json   print everything as JSON"""
 
 NVIDIA = "/proc/driver/nvidia/version"  # is there where the driver of a GPU is loaded
 
@@ -122,3 +132,62 @@ def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:
     traced = trace.trace_config(config, layout)
     planned = peak_memory(replace(layout, on_cpu=True)).total
     return {"peak_gib": traced.peak_bytes / GIB, "planned_gib": planned / GIB}
+
+
+def presets(argv: list[str]) -> int:
+    """List the presets; see LISTED."""
+    if "--help" in argv or "-h" in argv:
+        print(LISTED)
+        return Exit.DONE
+    from rayapp.config import arguments
+
+    _, asked = arguments.read_plain(arguments.flags(argv, {"json"}), "", {"json": "false"})
+    kinds = {"language": _language_presets(), "images": _image_presets()}
+    if asked["json"] == "true":
+        print(json.dumps(kinds, indent=2))
+    else:
+        print("\n\n".join(map(_columns, kinds.values())))
+    return Exit.DONE
+
+
+def _language_presets() -> list[dict[str, Any]]:
+    """Return a row for each preset; one without a published count is counted by its formula."""
+    rows = []
+    for name, preset in LANGUAGE.items():
+        config = config_of(name)
+        rows.append(
+            {
+                "preset": name,
+                "family": config["model_type"],
+                "parameters": preset.parameters or shape_of(config).parameters,
+                "context": config["max_position_embeddings"],
+                "licence": preset.licence,
+                "source": preset.source,
+            }
+        )
+    return rows
+
+
+def _image_presets() -> list[dict[str, Any]]:
+    return [
+        {
+            "preset": name,
+            "family": preset.model_type,
+            "parameters": preset.parameters,
+            "gmacs": preset.gmacs,
+            "pixels": preset.size,
+        }
+        for name, preset in IMAGE_PRESETS.items()
+    ]
+
+
+def _columns(rows: list[dict[str, Any]]) -> str:
+    """Return rows as aligned columns, numbers to the right."""
+    texts = [dict(zip(rows[0], rows[0], strict=True))]
+    texts += [{k: f"{v:,}" if isinstance(v, int) else str(v) for k, v in r.items()} for r in rows]
+    width = {key: max(len(text[key]) for text in texts) for key in rows[0]}
+    side = {key: "<" if isinstance(value, str) else ">" for key, value in rows[0].items()}
+    return "\n".join(
+        "  ".join(f"{value:{side[key]}{width[key]}}" for key, value in text.items()).rstrip()
+        for text in texts
+    )

@@ -24,8 +24,8 @@ from rayapp.config.fields import (
     mapping,
 )
 from rayapp.config.lora import Lora
+from rayapp.config.sections import SCHEDULE, RunConfig
 from rayapp.config.sections import Eval as SharedEval
-from rayapp.config.sections import RunConfig
 from rayapp.config.text import shown
 
 
@@ -203,16 +203,7 @@ class Config(RunConfig):
         "train.on_spike",
         "train.spike_sigmas",
     )
-    GROWTH: ClassVar[tuple[str, ...]] = (
-        "train.max_steps",
-        "train.epochs",
-        "train.schedule",
-        "train.decay",
-        "train.min_lr",
-        "train.lr",
-        "train.warmup_steps",
-        "train.schedule_from",
-    )
+    GROWTH: ClassVar[tuple[str, ...]] = SCHEDULE
 
     model: Model = Model()
     data: Data = Data()

@@ -192,6 +192,8 @@ def _explain(kind: type[RunConfig], error: Any) -> str:
 
 def _explain_unknown(kind: type[RunConfig], location: list[str], value: Any) -> str:
     field, section = ".".join(location), ".".join(location[:-1])
+    if why := kind.ABSENT.get(field):
+        return f"{field}={shown(value)} is not available: {why}"
     known = [*kind.model_fields, *fields(kind)]
     beside = [name for name in known if name.rpartition(".")[0] == section]
     for candidates in (beside, known):

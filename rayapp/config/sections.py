@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from json import dumps
 from typing import Annotated, Any, ClassVar, Self
@@ -135,6 +135,19 @@ class Origin:
         return self.run if self.step is None else f"{self.run}@{self.step}"
 
 
+# What may change where a run is made longer.
+SCHEDULE = (
+    "train.max_steps",
+    "train.epochs",
+    "train.schedule",
+    "train.decay",
+    "train.min_lr",
+    "train.lr",
+    "train.warmup_steps",
+    "train.schedule_from",
+)
+
+
 class RunConfig(Section):
     """A run; what it trains gives `model`, `data`, `train` and `parallel` their fields."""
 
@@ -147,6 +160,9 @@ class RunConfig(Section):
 
     GROWTH: ClassVar[tuple[str, ...]] = ()
     """Fields with which a run may be made longer, where `growth_problem` finds nothing wrong."""
+
+    ABSENT: ClassVar[Mapping[str, str]] = {}
+    """Fields that another kind of run has and this one has not, with the reason."""
 
     run: Run = Run()
     model: Section = Section()

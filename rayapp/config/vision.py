@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
@@ -17,7 +17,7 @@ from rayapp.config.fields import (
     comma_list,
     mapping,
 )
-from rayapp.config.sections import RunConfig
+from rayapp.config.sections import SCHEDULE, RunConfig
 from rayapp.config.text import shown
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -102,6 +102,9 @@ class ImageTrain(Section):
     """Share of the steps, 0-1, over which wsd falls."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
+    schedule_from: int = Field(default=0, ge=0)
+    """Steps done when the schedule begins: a run that is made longer may have a new one, with a
+    warm-up and an end of its own, for the steps to come."""
     momentum: Beta = 0.9
     """Of sgd (Nesterov's) and lars."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.999)
@@ -152,6 +155,11 @@ class VisionConfig(RunConfig):
         "train.on_spike",
         "train.spike_sigmas",
     )
+    GROWTH: ClassVar[tuple[str, ...]] = SCHEDULE
+    ABSENT: ClassVar[Mapping[str, str]] = {
+        "model.init_from": "a classifier begins with an exported folder, which has batch-norm's "
+        "statistics and the averaged weights. Set model.path=RUN/model",
+    }
 
     task: Literal["vision"] = "vision"
     """What is trained."""
@@ -207,6 +215,11 @@ class VisionConfig(RunConfig):
                 f"data.std={', '.join(map(str, data.std))} is not a divisor: a channel's deviation "
                 "is 0. Set numbers above 0",
             )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Images of one optimizer step, over all workers."""
+        return self.train.images_per_step
 
     @property
     def micro_batches_per_step(self) -> int:

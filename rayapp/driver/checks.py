@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from rayapp import config as configs
 from rayapp.config import ConfigError, Run, RunConfig
 from rayapp.config.code import CodeError, digest_of, load_code
 from rayapp.driver.budget import budget_problems
+from rayapp.driver.growth import growth_problem
 from rayapp.observe import trackers
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import INTERRUPTED, PREPARED, RAY
 from rayapp.observe.status import read_plan, read_result, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
-from rayapp.train.checkpoint.marker import NoneUsable, resume_point, steps_done
+from rayapp.train.checkpoint.marker import NoneUsable, resume_point
 
 MAX_WORKERS_PER_CORE = 4  # when training on CPUs: more workers would only share the same cores
 
@@ -119,46 +119,6 @@ def code_digests(
         if before.get(field, digest) != digest
     ]
     return found
-
-
-def growth_problem(run: Storage, before: Any, config: Any, changed: str) -> str | None:
-    """Return why a run cannot go on with this length and schedule; None if it can.
-
-    It may be made longer, and its schedule changed, as long as the learning rates of the steps that
-    it has done stay what they were; those before `schedule_from` are of no concern to the new one.
-    """
-    from rayapp.train.optimizer import lr_at
-
-    plan, done = read_plan(run), steps_done(run)
-    planned: int = plan.get("steps") or 0
-    rows = plan["data"]["train"]["rows"] if "data" in plan else 0
-    train, per_step = config.train, config.rows_per_step
-    by_epochs = -(-(train.epochs or 1) * rows // per_step)
-    steps: int = by_epochs if train.max_steps is None else train.max_steps
-    if steps < planned:
-        return (
-            f"run.name={config.run.name} cannot shrink: {run.url} holds a run of {planned} steps, "
-            f"and this one has {steps}. Set train.max_steps or train.epochs higher, or another "
-            "run.name"
-        )
-
-    def rate(each: Any, step: int, num_steps: int) -> float | None:
-        if step < each.schedule_from:
-            return None
-        settings = {"peak": each.lr, "schedule": each.schedule, "warmup_steps": each.warmup_steps}
-        settings |= {"first": each.schedule_from, "decay": each.decay}
-        return lr_at(step, num_steps=num_steps, floor=each.min_lr, **settings)
-
-    begun = range(train.schedule_from, done)
-    if all(rate(before.train, n, planned) == rate(train, n, steps) for n in begun):
-        return None
-    grows = f"cannot grow from {planned} to {steps} steps" if steps > planned else "is taken"
-    return (
-        f"run.name={config.run.name} {grows}: with train.schedule={train.schedule} the "
-        f"{done} steps of {run.url} would have had other learning rates ({changed}). Set "
-        f"train.schedule_from={done} for a schedule of the steps to come, or another run.name with "
-        f"model.init_from={run.url}"
-    )
 
 
 def check_resumable(run: Storage) -> None:

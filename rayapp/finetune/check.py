@@ -17,9 +17,10 @@ from rayapp import model, planner
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.driver import checks, command
+from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
-from rayapp.finetune.start import schedule_problem, shape_problem, with_adapter, with_origin
+from rayapp.finetune.start import shape_problem, with_adapter, with_origin
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
 from rayapp.storage import StorageError, open_storage

@@ -1,6 +1,5 @@
-"""Go on with a run that was made longer: the rows of the steps done stay what they were.
+"""Check that a run that was made longer goes on with the rows that it began with.
 
-stages = stages_of(run, prepared, rows_per_step)
 check_order(run, prepared, order)          # by the digests in metrics.jsonl
 """
 
@@ -14,21 +13,6 @@ from rayapp.observe.run_folder import METRICS
 from rayapp.order import Cursor, Order, combine
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import latest
-
-
-def stages_of(run: Storage, prepared: Prepared, rows_per_step: int) -> tuple[tuple[int, int], ...]:
-    """Return where the run has ended before with a short last step, by its newest checkpoint."""
-    newest, _ = latest(run)
-    if newest is None:
-        return ()
-    stages = tuple((steps, rows) for steps, rows in newest.state.get("stages", ()))
-    cursor = Cursor.from_dict(newest.state["cursor"])
-    position = cursor.epoch * prepared.num_rows("train") + cursor.row
-    steps, rows = stages[-1] if stages else (0, 0)
-    if cursor.fingerprint != prepared.fingerprint:  # the ranks refuse it by name
-        return stages
-    short = position < rows + (newest.step - steps) * rows_per_step
-    return (*stages, (newest.step, position)) if short else stages
 
 
 def check_order(run: Storage, prepared: Prepared, order: Order) -> None:

@@ -19,6 +19,7 @@ from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Windows
+from rayapp.driver.growth import stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import growth, micro_batch, preview, show, sources
 from rayapp.finetune.build import model_shape
@@ -54,7 +55,8 @@ def prepare(
     shape = model_shape(ready.model, config, len(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
-    order = order_of(config, prepared, growth.stages_of(ready.run, prepared, config.rows_per_step))
+    of_data = prepared.fingerprint, prepared.num_rows("train")
+    order = order_of(config, prepared, stages_of(ready.run, *of_data, config.rows_per_step))
     growth.check_order(ready.run, prepared, order)
     parameters, trainable = count_parameters(shape, config.model.lora)
     there = on_what_is_there(config)

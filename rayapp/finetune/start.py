@@ -209,17 +209,6 @@ def _differences(config: Config, run: Storage, origin: Origin) -> list[str]:
     return [f"{of}: it trained adapters on another base. {'; '.join(wrong)}"] if wrong else []
 
 
-def schedule_problem(config: Config, run: Storage) -> str | None:
-    """Return why the schedule cannot begin at train.schedule_from; None if it can."""
-    first, done = config.train.schedule_from, steps_done(run)
-    if first <= done:
-        return None
-    return (
-        f"train.schedule_from={first} is ahead of the run: {done} steps are done in {run.url}, and "
-        f"the next ones would have no learning rate. Set train.schedule_from={done}"
-    )
-
-
 def shape_problem(config: Config, run: Storage, shape: Any) -> str | None:
     """Return why the checkpoint in model.init_from does not fill a model of this shape, or None."""
     origin = config.origin

@@ -41,6 +41,10 @@ class Measured:
     """Bytes of gradients and other values beside the kept ones at the peak of a backward pass."""
     largest_backward: float
     """Both together, of the block where they are the most."""
+    forward: float
+    """Bytes at the peak of a block's forward pass beside those that it keeps."""
+    forward_alone: float
+    """Bytes at the peak of a forward pass that keeps nothing, its input left out."""
     results: float
     """Bytes of the results of matrix products and attention."""
     selective_share: float

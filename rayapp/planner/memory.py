@@ -3,8 +3,10 @@
     peak = peak_memory(Layout(shape, shards=8, micro_batch=2, seq_len=8192, checkpointing="full"))
     peak.terms["activations"], peak.total, peak.phase
 
-Memory is computed at five moments of a step, and the largest is the peak: the loss (all
-activations are kept and logits exist), the start of the blocks' backward (recomputed activations
+Memory is computed at seven moments of a step, and the largest is the peak: the start (the root and
+the first block are copied out of what was gathered), the forward of the last block but one (three
+blocks are gathered), the loss (all activations are kept and logits exist), the
+start of the blocks' backward (recomputed activations
 and gradients on top), its end (gradients of all blocks exist), the backward of the root (embedding,
 head and final norm), and the optimizer's step. The bytes that a block keeps for its backward are
 counted operation by operation from transformers' modules and PyTorch's autograd.
@@ -254,6 +256,8 @@ def _moments(layout: Layout) -> list[Peak]:
     adapters = 0.0 if trains_all else float(layout.trainable)
     block = shape.block_parameters + adapters / shape.layers  # what one all-gather delivers
     blocks_stay = layout.strategy in ("shard_grad_op", "no_shard")
+    # A forward pass holds the buffer of an all-gather until the next one is copied out of its own.
+    buffer = e * block if layout.shards > 1 else 0.0
     root = e * shape.root_parameters  # stays gathered for the whole micro-batch
     gathered = (e * (shape.all_blocks_parameters + adapters) if blocks_stay else 0.0) + root
     two_blocks = 0.0 if blocks_stay else 2 * e * block  # the current one and the prefetched one
@@ -267,7 +271,19 @@ def _moments(layout: Layout) -> list[Peak]:
         "gradients": accumulated,
         "activations": activations + final_norm,
         "logits": _logit_bytes(layout),
-        "gathers": gathered + two_blocks / 2,
+        "gathers": gathered + two_blocks / 2 + buffer,
+    }
+
+    start = {
+        "gradients": accumulated,
+        "activations": tokens * e * hidden * 1.0,
+        "gathers": root + e * block + ((root + buffer) if layout.shards > 1 else 0.0),
+    }
+    # The forward of the last block but one: its buffer, its parameters, the next block's buffer.
+    forward = {
+        "gradients": accumulated,
+        "activations": activations - kept_bytes(layout) * tokens + _forward_bytes(layout) * tokens,
+        "gathers": gathered + two_blocks / 2 + buffer * (1 if blocks_stay else 2),
     }
 
     # A block's backward: recomputed activations, gradients of activations and of weights.
@@ -291,6 +307,8 @@ def _moments(layout: Layout) -> list[Peak]:
     }
 
     moments = {
+        "start": start,
+        "forward": forward,
         "loss": loss,
         "backward": backward,
         "end of backward": backward_end,
@@ -309,6 +327,21 @@ def _largest_block_bytes(layout: Layout) -> float:
     """Return what the block that keeps the most keeps of a token, without checkpointing."""
     measured = layout.shape.measured
     return block_bytes(layout) if measured is None or layout.compiled else measured.largest_kept
+
+
+def _forward_bytes(layout: Layout) -> float:
+    """Return the bytes per token that a block's forward makes beside what it keeps, at its most."""
+    shape, e, kept = layout.shape, layout.element, layout.checkpointing == "none"
+    if shape.measured:
+        return shape.measured.forward if kept else shape.measured.forward_alone
+    adapted = layout.lora_rank is not None
+    inner = e * shape.intermediate * shape.active_experts
+    if kept:  # of a wide layer, the results of its matrix and of its adapter, before their sum
+        return inner if adapted else 0.0
+    wide = 3 if shape.gated else 2  # the activation, the other matrix and their product
+    if shape.experts > 1:  # both matrices are one product; each expert's rows are copied
+        return 4 * inner + e * shape.hidden * (2 + shape.active_experts)
+    return (wide + (1 if adapted else 0)) * inner + 2 * e * shape.hidden
 
 
 def _in_flight_bytes(layout: Layout) -> float:

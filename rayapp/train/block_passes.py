@@ -31,6 +31,8 @@ class Counted:
     largest_kept: float = 0.0
     in_flight: float = 0.0
     largest_backward: float = 0.0
+    forward: float = 0.0
+    forward_alone: float = 0.0
     results: float = 0.0
     kept_flops: float = 0.0
     traffic: float = 0.0
@@ -61,6 +63,10 @@ class BlockPass:
     shared: dict[int, int]
     """Bytes of what it keeps and other blocks may keep too, by storage."""
     in_flight: int
+    forward: int
+    """Bytes at the peak of its forward pass beside those that it keeps."""
+    forward_alone: int
+    """Bytes at the peak of a forward pass that keeps nothing, its input left out."""
     attention: list[tuple[float, int | None]]
     sizes: tuple[int, ...]
     """Bytes of each tensor that it keeps for its backward pass, in the order of use."""
@@ -88,6 +94,8 @@ def total_of(blocks: Mapping[int, BlockPass], kinds: Mapping[int, int], length: 
         largest_kept=max(block.kept for block in blocks.values()) / length,
         in_flight=max(block.in_flight for block in blocks.values()) / length,
         largest_backward=max(b.kept + b.in_flight for b in blocks.values()) / length,
+        forward=max(block.forward for block in blocks.values()) / length,
+        forward_alone=max(block.forward_alone for block in blocks.values()) / length,
         results=total(lambda block: block.counted.results),
         kept_flops=total(lambda block: block.counted.kept_flops),
         traffic=total(lambda block: block.counted.traffic),
@@ -96,6 +104,7 @@ def total_of(blocks: Mapping[int, BlockPass], kinds: Mapping[int, int], length: 
 
 def block_pass(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> BlockPass:
     """Run one block forward and backward, without the gradients of its weights."""
+    alone = _forward_alone(block, hidden_size, args, kwargs)
     args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
     hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     hidden.requires_grad_()
@@ -117,6 +126,7 @@ def block_pass(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> Bl
                 leaf for leaf in tree_leaves(block(*args, **kwargs)) if isinstance(leaf, Tensor)
             )
         attention, kept = list(ATTENDED), sum(own.values())
+        forward = max(0, counted.peak - kept)
         counted.counts = False
         gradient, into = torch.empty_like(output), get_gradient_edge(hidden)
         result = get_gradient_edge(output)
@@ -124,7 +134,16 @@ def block_pass(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> Bl
         counted.peak = counted.alive
         torch.autograd.grad([result], [into], [gradient])
     in_flight = max(0, counted.peak - kept)
-    return BlockPass(counted, kept, shared, in_flight, attention, tuple(own.values()))
+    sizes = tuple(own.values())
+    return BlockPass(counted, kept, shared, in_flight, forward, alone, attention, sizes)
+
+
+def _forward_alone(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> int:
+    """Return the bytes at the peak of a forward pass that keeps nothing, its input left out."""
+    counted = Operations(hidden_size)
+    with torch.no_grad(), counted:
+        block(*args, **kwargs)
+    return counted.peak
 
 
 def _detached(tensor: Tensor) -> Tensor:

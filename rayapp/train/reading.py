@@ -239,6 +239,8 @@ def _with_counts(
         largest_kept=counted.largest_kept,
         in_flight=counted.in_flight,
         largest_backward=counted.largest_backward,
+        forward=counted.forward,
+        forward_alone=counted.forward_alone,
         results=counted.results,
         selective_share=counted.kept_flops / counted.flops,
         traffic=counted.traffic,

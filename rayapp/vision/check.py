@@ -10,6 +10,7 @@ from rayapp.config import ConfigError, VisionConfig
 from rayapp.data.images import shapes, sources
 from rayapp.data.sources import SourceError
 from rayapp.driver import checks, command
+from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import gpus_have_bf16
 from rayapp.model.classifier import classifier_problems, shape_of_classifier
 from rayapp.observe.run_folder import PREPARED
@@ -72,6 +73,8 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Che
     if problem and not config.cluster.ignore_plan:
         raise ConfigError([problem])
     run = open_storage(config.run.storage) / config.run.name
+    if problem := schedule_problem(config, run):
+        raise ConfigError([problem])
     return CheckedImageRun(config, run, source, eval_source)
 
 

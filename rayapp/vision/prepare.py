@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -10,6 +11,7 @@ from rayapp.config import ConfigError, VisionConfig
 from rayapp.data import images as data_images
 from rayapp.data.images import ImageRecipe, Images
 from rayapp.data.sources import SourceError
+from rayapp.driver.growth import stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.model import num_parameters
 from rayapp.model.classifier import build_classifier, shape_of_classifier
@@ -36,7 +38,8 @@ def prepare(
         raise ConfigError([problem])
     phases.end("data")
     phases.begin("planning")
-    order = order_of(config, images)
+    of_data = images.fingerprint, images.counts["train"]
+    order = order_of(config, images, stages_of(run, *of_data, config.rows_per_step))
     shape, _ = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
     classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
     parameters = num_parameters(classifier)
@@ -85,14 +88,16 @@ def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Image
     return images
 
 
-def order_of(config: VisionConfig, images: Images) -> Order:
-    """Return the order of the run's images."""
+def order_of(
+    config: VisionConfig, images: Images, stages: tuple[tuple[int, int], ...] = ()
+) -> Order:
+    """Return the order of the run's images; `stages` are those of a run that has grown."""
     train = config.train
     sizes = (train.images_per_step, train.micro_batch, config.run.seed)
     count = images.counts["train"]
     if train.max_steps is None:
-        return Order.for_epochs(count, *sizes, train.epochs or 1)
-    return Order.for_steps(count, *sizes, train.max_steps)
+        return Order.for_epochs(count, *sizes, train.epochs or 1, stages)
+    return replace(Order.for_steps(count, *sizes, train.max_steps), stages=stages)
 
 
 def plan_of(config: VisionConfig, images: Images, order: Order, parameters: int) -> Plan:

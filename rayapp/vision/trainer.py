@@ -96,6 +96,7 @@ class ImageTrainer(Trainer):
                 warmup_steps=train.warmup_steps,
                 floor=train.min_lr,
                 decay=train.decay,
+                first=train.schedule_from,
             ),
             device=self.device,
             grad_clip=train.grad_clip,
