@@ -23,6 +23,7 @@ YES ?=
 TAG ?= $(shell $(BIN)/python -m rayapp.cluster.image)
 NAME ?= rayapp
 REGION ?= us-west-2
+unexport PYTHONDONTWRITEBYTECODE  # each process would compile rayapp again
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # A cluster is known by its name and its region: each has its own state and rendered files.
 STATE = $(NAME)-$(REGION)
