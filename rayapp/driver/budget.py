@@ -6,7 +6,7 @@ budget.check()                           # asks the run to stop once a budget is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rayapp.config import ConfigError, Place, Run, RunConfig
 from rayapp.driver.stop import Stop
@@ -28,12 +28,15 @@ def budget_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def unknown_nodes(config: RunConfig, places: Sequence[Place]) -> list[str]:
-    """Return why the cost is not known on a cluster with nodes of these places."""
+def unknown_nodes(config: RunConfig, places: Callable[[], Sequence[Place]]) -> list[str]:
+    """Return why the cost is not known on a cluster with nodes of these places.
+
+    They are asked for only where cluster.instance is a list and the run has a budget.
+    """
     least = config.cluster.min_workers
     if config.run.max_usd is None or len(config.cluster.choices) < 2:
         return []
-    if machines(config, least, places)["usd_per_hour"] is not None:
+    if machines(config, least, places())["usd_per_hour"] is not None:
         return []
     return [
         f"run.max_usd={config.run.max_usd:g} is impossible: no nodes for {least} workers say which "
