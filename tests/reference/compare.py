@@ -101,14 +101,16 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
         opened = PeftModel.from_pretrained(base, folder)
         ours, theirs = get_peft_model_state_dict(opened), get_peft_model_state_dict(expected.model)
         first = dict.fromkeys(theirs, torch.zeros(()))
-        found += [f"adapter: {text}" for text in _apart(ours, theirs, first, {})]
+        of_adapters = {_peft_name(name): mask for name, mask in rounding.items()}
+        found += [f"adapter: {text}" for text in _apart(ours, theirs, first, of_adapters)]
         settings = json.loads((folder / "adapter_config.json").read_text())
         asked = (settings["use_dora"], settings["use_rslora"])
         if asked != (lora["dora"], lora["rslora"]):
             found.append(f"adapter_config.json has use_dora, use_rslora = {asked}")
         if not lora["merge"]:
             return found
-        expected.model = expected.model.merge_and_unload()
+        # Of the adapters compared above: a merge spreads each of their elements over a row.
+        expected.model = opened.merge_and_unload()
     model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:
         found.append(f"model/ opens with {report}")
@@ -117,6 +119,11 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
         found.append("model/ has another dtype than the base")
     theirs = {name: t.to(model.dtype) for name, t in expected.model.state_dict().items()}
     return found + _apart(model.state_dict(), theirs, before, rounding)
+
+
+def _peft_name(name: str) -> str:
+    """Return the name that peft gives a parameter in a state dict."""
+    return name.replace("vector.default.weight", "vector").replace(".default.", ".")
 
 
 def _stored(folder: Path) -> dict[str, torch.Tensor]:

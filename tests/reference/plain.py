@@ -221,7 +221,9 @@ class Optimizer:
         # sqrt(v_hat) + eps of AdamW as a share of the gradient's norm, the smallest of all steps;
         # no step counts for an element before its first gradient.
         self.divisors = {
-            id(p): torch.full_like(p.data, math.inf) for p, _, muon, _ in self.parameters if not muon
+            id(p): torch.full_like(p.data, math.inf)
+            for p, _, muon, _ in self.parameters
+            if not muon
         }
 
     @torch.no_grad()
