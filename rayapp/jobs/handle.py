@@ -18,10 +18,9 @@ from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.client import Unreachable
 from rayapp.jobs.remote import RemoteJob
-from rayapp.jobs.results import Result, config_of, own_config_of, result_of
+from rayapp.jobs.results import Result, config_of, dataframe_of, own_config_of, result_of
 from rayapp.jobs.steps import LiveSteps
 from rayapp.jobs.submission import Again, changed, send, shipment_again
-from rayapp.observe import metrics
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
     DONE,
@@ -195,10 +194,8 @@ class Job:
         return reason
 
     def metrics(self) -> pandas.DataFrame:
-        """Return metrics.jsonl as a DataFrame, one row per step."""
-        import pandas
-
-        return pandas.DataFrame(metrics.read(self.run))
+        """Return metrics.jsonl as a DataFrame, one row per step; before the first, no row."""
+        return dataframe_of(self.run)
 
     def logs(self, attempt: int | None = None, rank: int | None = None) -> str:
         """Return the driver's output, or of a kept attempt its log or one rank's error."""

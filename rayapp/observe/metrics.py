@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import cast
 
 from rayapp.observe import segments
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.records import MetricsLine, Sample
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
@@ -91,6 +91,8 @@ class TokenRecord(StepRecord):
     step has none of it. The next two: these tokens, and the same loss of its held-out rows."""
     tokens_by_source: dict[str, int] | None = None
     eval_loss_by_source: dict[str, float | None] | None = None
+    eval_samples: list[Sample] | None = None
+    """The prompts of eval.prompts with the likeliest tokens after them."""
 
 
 @dataclass(frozen=True, kw_only=True)

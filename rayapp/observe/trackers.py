@@ -151,10 +151,14 @@ class TensorBoard:
     def write(self, lines: Sequence[MetricsLine]) -> None:
         """Add an event for each step; copy the file to S3 at intervals if the run is there."""
         from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import text
 
         for line in lines:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(line)]
             self._add(Summary(value=values), line["step"], line["time"])
+            for number, pair in enumerate(line.get("eval_samples") or ()):
+                shown = text(f"answer/{number}", _verbatim("".join(pair)))
+                self._add(shown, line["step"], line["time"])
         self._file.flush()
         if time.monotonic() >= self._due:
             self._store()
