@@ -159,7 +159,7 @@ class Observer:
         until = time.monotonic() + CLOSE_S
         self._stop.set()
         self._thread.join(CLOSE_S)
-        self._driver.close(self._status)
+        self._driver.close()
         for told in self._told:
             told.close(self._status, self._samples, until)
 
@@ -205,7 +205,7 @@ class Observer:
             None if newest is None else (newest.step, newest.at_s),
             checkpoint_every_s=self._pace.checkpoint_every_s(),
             planned_step_s=self._planned_step_s,
-            calibrated_step_s=found.step_s if (found := calibrate(steps)) else None,
+            calibrated_step_s=fitted.step_s if (fitted := calibrate(steps)) else None,
             cost_at_end_usd=cost_at_end_usd(sums, left_s(steps, self._num_steps)),
         )
         took_s = time.monotonic() - began

@@ -252,20 +252,20 @@ def held_out_losses(
     finally:
         head.metric_sums = None
     per_byte = loss / target_bytes if target_bytes else None
-    found: HeldOut = {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
+    held_out: HeldOut = {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
     if names:
         nats, counts, sums = (
             sums[: len(names)],
             sums[len(names) : 2 * len(names)],
             sums[2 * len(names) :],
         )
-        found["eval_loss_by_source"] = per_token(names, nats, counts)
+        held_out["eval_loss_by_source"] = per_token(names, nats, counts)
     if head.metrics:
         functions = (name.rpartition(":")[2] for name in head.metrics)
-        found["eval_metrics"] = {
+        held_out["eval_metrics"] = {
             name: value / max(targets, 1) for name, value in zip(functions, sums, strict=True)
         }
-    return found
+    return held_out
 
 
 def mfu_of(

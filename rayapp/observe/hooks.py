@@ -59,7 +59,7 @@ def opened(config: RunConfig, run: str) -> list[object]:
     Raises:
         ConfigError: one cannot be imported or made, or has none of METHODS.
     """
-    found, problems = list[object](), list[str]()
+    hooks, problems = list[object](), list[str]()
     for name in config.run.hooks:
         try:
             hook = load_code("run.hooks", name)(config, run)
@@ -70,7 +70,7 @@ def opened(config: RunConfig, run: str) -> list[object]:
             why = f"{type(error).__name__}: {last_line(error)}"
             problems.append(f"run.hooks={name} failed when it was called with (config, run): {why}")
             continue
-        found.append(hook)
+        hooks.append(hook)
         if not any(hasattr(hook, method) for method in METHODS):
             problems.append(
                 f"run.hooks={name} is without effect: what it returns has none of "
@@ -78,7 +78,7 @@ def opened(config: RunConfig, run: str) -> list[object]:
             )
     if problems:
         raise ConfigError(problems)
-    return found
+    return hooks
 
 
 class Hooks:

@@ -116,10 +116,10 @@ def read(storage: Storage) -> list[MetricsLine]:
     Of a long run `rayapp.observe.columns` holds less. Lines that are not readable are left out: a
     process that was killed leaves a partial last line.
     """
-    found = list[MetricsLine]()
+    lines = list[MetricsLine]()
     for start, data in segments.blocks(storage):
-        found += [line for _, line in lines_of(data, start, storage, len(found))]
-    return found
+        lines += [line for _, line in lines_of(data, start, storage, len(lines))]
+    return lines
 
 
 def last(storage: Storage) -> MetricsLine | None:

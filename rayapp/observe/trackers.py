@@ -71,24 +71,24 @@ class Tracker(Protocol):
 
 def problems(config: RunConfig) -> list[str]:
     """Return which trackers cannot work, as they lack a package, a server or a key."""
-    found = []
+    trackers = []
     for name in config.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
-            found.append(
+            trackers.append(
                 f"run.trackers={name} is not installed: there is no package {PACKAGES[name]} where "
                 f"the driver runs. Run `pip install {INSTALL[name]}`, or leave {name} out"
             )
         elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
-            found.append(
+            trackers.append(
                 "run.trackers=mlflow is without a server: MLFLOW_TRACKING_URI is not set. "
                 "Export it, e.g. https://mlflow.example.com, where the command runs"
             )
         elif name == "wandb" and not _wandb_may_start():
-            found.append(
+            trackers.append(
                 "run.trackers=wandb is without a key: WANDB_API_KEY is not set, and nobody is "
                 "there to be asked. Export it, or WANDB_MODE=offline, where the command runs"
             )
-    return found
+    return trackers
 
 
 def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
@@ -214,8 +214,8 @@ class MLflow:
 
         self._client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        earlier = self._client.get_experiment_by_name(name)
+        experiment = earlier.experiment_id if earlier else self._client.create_experiment(name)
         tagged = f"tags.`{PROJECT}.run` = '{run.url}'"
         runs = self._client.search_runs([experiment], tagged, max_results=1)
         if runs:

@@ -105,16 +105,16 @@ def find(path: str, format: str = "auto") -> ImageSource:
 def units(source: ImageSource) -> list[tuple[ImageFile, ...]]:
     """Group the files into runs of up to UNIT_BYTES (more if there would be many), by size only."""
     limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
-    found: list[tuple[ImageFile, ...]] = []
+    runs: list[tuple[ImageFile, ...]] = []
     run: list[ImageFile] = []
     held = 0
     for file in source.files:
         if run and held + file.size > limit:
-            found.append(tuple(run))
+            runs.append(tuple(run))
             run, held = [], 0
         run.append(file)
         held += file.size
-    return [*found, tuple(run)] if run else found
+    return [*runs, tuple(run)] if run else runs
 
 
 def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[FoundFiles]:
@@ -183,9 +183,9 @@ def _read_tar(storage: Readable, name: str) -> Iterator[FoundFiles]:
 
 def _labelled(waiting: list[FoundFiles], label: str | None) -> Iterator[FoundFiles]:
     """Give the images of a sample the label of the file beside them, if it has one."""
-    for found in waiting:
-        own = found.label if label is None else label
-        yield FoundFiles(found.file, found.offset, found.name, own, found.data)
+    for image in waiting:
+        own = image.label if label is None else label
+        yield FoundFiles(image.file, image.offset, image.name, own, image.data)
 
 
 def _label_of(ending: str, data: bytes) -> str | None:
