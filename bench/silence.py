@@ -4,8 +4,8 @@
         configs/tiny_cpu.yaml --run.storage=FOLDER
 
 The command runs at nice 19, with --busy other processes on each core (if they are at nice 0 and
-never wait, 1 % of a core is left for it; --nice=0 shares the cores evenly). Printed are the longest gaps
-between two lines of its output, in seconds, with the line before and the line after each.
+never wait, 1 % of a core is left for it; --nice=0 shares the cores evenly). Printed are the longest
+gaps between two lines of its output, in seconds, with the line before and the line after each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def timed_lines(command: list[str], nice: int) -> tuple[list[tuple[float, str]], int]:
-    """Run a command at a niceness; return (seconds since its start, line) of its output, and its code.
+    """Run a command; return (seconds since its start, line) of its output, and its exit code.
 
     The first line is its start and the last is its end.
     """
