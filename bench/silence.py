@@ -1,10 +1,11 @@
 """Show the longest silences in the log of a run on a slow machine.
 
-    python bench/silence.py [--busy=1] -- python -m rayapp.finetune configs/tiny_cpu.yaml \
-        --run.storage=FOLDER
+    python bench/silence.py [--busy=1] [--nice=19] -- python -m rayapp.finetune \
+        configs/tiny_cpu.yaml --run.storage=FOLDER
 
-The command runs at nice 19, with --busy other processes on each core. Printed are the longest gaps
-between two lines of its output, in seconds, with the line before and the line after each.
+The command runs at nice 19, with --busy other processes on each core (if they are at nice 0 and
+never wait, 1 % of a core is left for it; --nice=0 shares the cores evenly). Printed are the longest
+gaps between two lines of its output, in seconds, with the line before and the line after each.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def main() -> int:
     """Run the command and print its gaps; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--busy", type=int, default=1, help="other processes on each core")
+    parser.add_argument("--nice", type=int, default=19, help="of the command")
     parser.add_argument("command", nargs="+")
     asked = parser.parse_args()
     hogs = [
@@ -32,7 +34,7 @@ def main() -> int:
         for _ in range(asked.busy * (os.cpu_count() or 1))
     ]
     try:
-        lines, code = timed_lines(asked.command)
+        lines, code = timed_lines(asked.command, asked.nice)
     finally:
         for hog in hogs:
             hog.kill()
@@ -47,15 +49,15 @@ def main() -> int:
     return code
 
 
-def timed_lines(command: list[str]) -> tuple[list[tuple[float, str]], int]:
-    """Run a command at nice 19; return (seconds since its start, line) of its output, and its code.
+def timed_lines(command: list[str], nice: int) -> tuple[list[tuple[float, str]], int]:
+    """Run a command; return (seconds since its start, line) of its output, and its exit code.
 
     The first line is its start and the last is its end.
     """
     began = time.monotonic()
     lines = [(0.0, "(start)")]
     process = subprocess.Popen(
-        ["nice", "-n", "19", *command],
+        ["nice", "-n", str(nice), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

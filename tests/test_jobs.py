@@ -205,6 +205,13 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
         assert not any("passwords" in name or name == "file" for name in archive.namelist())
 
 
+def test_a_checkout_is_sent_without_what_no_job_needs() -> None:
+    _, names = package._pack(ROOT)
+    folders = {name.split("/")[0] for name in names}
+    assert {"rayapp", "configs", "cluster", "examples"} <= folders
+    assert not folders & {"tests", "docs", "bench", "infra"}
+
+
 def test_what_is_no_text_is_refused_by_name() -> None:
     options = SubmitOptions(env={"N": 1}, tags={"on": True})  # type: ignore[dict-item]
     with pytest.raises(ConfigError) as error:

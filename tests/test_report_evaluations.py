@@ -30,7 +30,7 @@ def test_answers_stand_in_a_table_of_step_and_prompt(tmp_path: Path) -> None:
     assert evaluations.head(read.held) == ["step", "def a", "<b>"]
     rows = evaluations.answers(read.held)
     assert [row[0] for row in rows] == ["2", "4", "5", f"{run.step:,}"]
-    assert rows[0] == ["2", "_2()", "<i>2\n"] and rows[2] == ["5", " 5", ""]
+    assert rows[0] == ["2", "_2()", "<i>2"] and rows[2] == ["5", " 5", ""]
     report.write(run.run)
     page = run.run.read(REPORT).decode()
     assert "<td>_4()</td>" in page and "<td>&lt;i&gt;4" in page and "<td>_end()</td>" in page

@@ -44,6 +44,8 @@ def continued(
     Raises:
         Interrupted: `leave`, which all ranks call before each token, does not answer STAY.
     """
+    if not prompts:
+        return []
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     limit = getattr(parts.lm.hf.config, "max_position_embeddings", None) or 2**30
     ids: list[list[int]] = [list(parts.tokenizer(prompt)["input_ids"]) for prompt in prompts]

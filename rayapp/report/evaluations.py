@@ -6,6 +6,7 @@ answers(held), head(held)                           # the table of step and prom
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ MARKS = b'"eval_metrics": {', b'"eval_samples": ['  # of the lines that are pars
 FIGURES = ("step", "eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
 MOST_ROWS = 12  # of the table of answers
 MOST_OF_PROMPT = 160  # characters
+WHITE = "(white space alone)"
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,21 @@ def answers(held: Sequence[Held]) -> list[list[str]]:
     kept = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).round().astype(int))
     prompts = _prompts(held)
     return [
-        [f"{rows[k].step:,}", *(dict(rows[k].samples).get(prompt, "") for prompt in prompts)]
+        [f"{rows[k].step:,}", *(shown(dict(rows[k].samples).get(prompt, "")) for prompt in prompts)]
         for k in kept.tolist()
     ]
+
+
+def shown(answer: str) -> str:
+    """Return an answer without white space at its end, and with one of several empty lines.
+
+    A model that has learned little often repeats white space.
+
+    >>> shown("a\\n \\n\\n\\n  b\\n\\n"), shown("\\n\\n"), shown("")
+    ('a\\n\\n  b', '(white space alone)', '')
+    """
+    text = re.sub(r"\n(?:[^\S\n]*\n)+", "\n\n", answer.rstrip())
+    return text or (WHITE if answer else "")
 
 
 def _prompts(held: Sequence[Held]) -> list[str]:
