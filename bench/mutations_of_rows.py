@@ -43,7 +43,7 @@ ROWS = (
     Mutation(
         "rows-of-a-window-that-is-not-known",
         SEQUENCE,
-        "if self.more and len(positions) and positions[-1] >= self.num_rows:",
+        "if self.more and self.follow[source] and len(places) and places[-1] >= size:",
         "if False:",
         "tests/test_order_windows.py",
     ),

@@ -109,9 +109,9 @@ def test_a_run_of_windows_prepares_those_that_its_steps_need(
         return prepare.order_of(asked, prepared), prepared
 
     few, of_few = order_and_rows(max_steps=5)
-    assert 0 < of_few.known < of_few.windows and few.more
+    assert (0,) < of_few.known < of_few.windows and few.more
     whole, of_whole = order_and_rows(epochs=1)
-    assert of_whole.known == of_whole.windows > 3 and not whole.more
+    assert of_whole.known == of_whole.windows > (3,) and not whole.more
     assert of_whole.epoch_rows == whole.num_rows == len(of_whole.rows("train"))
     assert of_few.epoch_rows == pytest.approx(whole.num_rows, rel=0.5)
     for step in range(5):

@@ -3,8 +3,9 @@
     rows = prepared.rows("train")
     for batch in local_steps(rows, order, rank=0, world=2, first_step=0): ...
 
-A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`), numbered
-consecutively: row n is record n - first of the shard whose rows start at `first`. Each row is one
+A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`): row n is
+record n - first of the shard whose rows start at `first`. Shards are numbered consecutively, unless
+`firsts` says otherwise. Each row is one
 contiguous read, from a memory map or by a ranged GET, so reading in any order costs the same. A
 record is followed by its xxh3, which is checked at each read; shards named .bin, which an earlier
 version wrote, have none.
@@ -126,15 +127,31 @@ class StepRows:
 class TokenRows:
     """The rows of one split, by number."""
 
-    def __init__(self, storage: Storage, shards: Sequence[tuple[str, int]], seq_len: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        shards: Sequence[tuple[str, int]],
+        seq_len: int,
+        firsts: Sequence[int] | None = None,
+    ) -> None:
+        """`shards` are (name, rows); `firsts` is the number of the first row of each, ascending."""
         self.storage, self.shards = storage, list(shards)
         self.seq_len, self.dtype = seq_len, row_dtype(seq_len)
-        self._ends = np.cumsum([count for _, count in self.shards], dtype=np.int64)
+        counts = np.array([count for _, count in self.shards], np.int64)
+        self._len = int(counts.sum())
+        self._firsts = np.cumsum(counts) - counts if firsts is None else np.array(firsts, np.int64)
         self._maps: dict[str, np.ndarray[Any, Any]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._len
+
+    def numbers(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the numbers of rows at places in [0, len): int64 [n] -> [n]."""
+        counts = np.array([count for _, count in self.shards], np.int64)
+        ends = np.cumsum(counts)
+        shard = np.searchsorted(ends, places, side="right")
+        return self._firsts[shard] + places - (ends - counts)[shard]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": {}, "_pool": None}
@@ -148,11 +165,10 @@ class TokenRows:
         records = np.zeros(len(ids), self.dtype)
         records["labels"] = IGNORE
         present = np.flatnonzero(ids != EMPTY)
-        shard_of = np.searchsorted(self._ends, ids[present], side="right")
+        shard_of = np.searchsorted(self._firsts, ids[present], side="right") - 1
         places = []  # (slot of the answer, shard, number within it)
         for slot, shard in zip(present.tolist(), shard_of.tolist(), strict=True):
-            name, count = self.shards[shard]
-            places.append((slot, name, int(ids[slot] - self._ends[shard]) + count))
+            places.append((slot, self.shards[shard][0], int(ids[slot] - self._firsts[shard])))
         if self.storage.local_path() is not None:
             for slot, name, index in places:
                 records[slot] = self._checked(name, index, self._map(name)[index])

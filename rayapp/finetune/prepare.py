@@ -18,7 +18,7 @@ from rayapp.data.prepared import Prepared, load, mixed
 from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
-from rayapp.data.windows import Windows
+from rayapp.data.windows import Preparation
 from rayapp.driver.growth import stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import growth, micro_batch, preview, show, sources
@@ -27,7 +27,6 @@ from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
-from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
@@ -40,7 +39,7 @@ TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 def prepare(
     ready: CheckedLanguageRun, gpus: bool, console: Console, phases: Phases
-) -> tuple[LanguageSpec, Windows | None]:
+) -> tuple[LanguageSpec, Preparation | None]:
     """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec.
 
     Return the preparation of the windows that follow too, if some do.
@@ -148,7 +147,7 @@ def prepare_rows(
     tokenizer: Any,
     phases: Phases,
     first: int | None = None,
-) -> tuple[Prepared, Windows | None]:
+) -> tuple[Prepared, Preparation | None]:
     """Make the rows of every source, or take those of an earlier run.
 
     With `first`, return when so many rows are made, if the others can follow: the second value
@@ -158,8 +157,6 @@ def prepare_rows(
         ConfigError: data cannot be read, more records are unusable than data.bad_rows allows, or
             nothing is left.
     """
-    data = config.data
-    field = "data.mixture" if data.mixture else "data.path"
     root = open_storage(config.run.storage) / PREPARED
     recipes = {
         entry.path: _recipe(ready, config, entry, tokenizer_url, tokenizer)
@@ -167,20 +164,17 @@ def prepare_rows(
     }
     if (begun := _begun(ready, config, recipes, root)) is not None:
         return begun, None
-    rest: Windows | None = None
+    rest: Preparation | None = None
+    problems: list[str] = []
     made: dict[str, Prepared] = {}
-    problems = []
-    for path, recipe in recipes.items():
-        size = number_of_bytes(recipe.source.num_bytes)
-        phases.begin(f"tokenising {path}{sources.why_all(config)}", size)
+    if sources.by_windows(config):
         try:
-            prepared, rest = sources.rows_of(config, recipe, root, phases, first)
-            made[path] = prepared
+            made, rest = sources.prepare_windows(config, recipes, root, phases, first)
         except SourceError as error:
             problems.append(str(error))
-            continue
-        problem = sources.unusable(prepared, f"{field}={path}", data.bad_rows)
-        problems += [problem] if problem else []
+    else:
+        made = sources.prepare_each(config, recipes, root, phases, problems)
+    problems += sources.unusable_sources(config, made)
     if problems:
         raise ConfigError(problems)
     return _joined(config, root, made), rest
@@ -252,8 +246,7 @@ def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], 
         order = Order.for_epochs(rows, *sizes, train.epochs or 1, stages)
     else:
         order = replace(Order.for_steps(rows, *sizes, train.max_steps), stages=stages)
-    more = prepared.known < prepared.windows
-    return replace(order, windows=prepared.windows_rows, more=more)
+    return replace(order, windows=prepared.windows_rows, follow=prepared.follow)
 
 
 def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:

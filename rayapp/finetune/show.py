@@ -53,11 +53,12 @@ def plan(
         f"{epochs:.2f} epochs",
     }
     if prepared.windows:
-        later = f"; {prepared.known} are prepared" if order.more else ""
-        lines["windows"] = f"{prepared.windows} of about {data.window_bytes:,} bytes{later}"
-    for path, part in report.get("sources", {}).items():
+        later = f"; {sum(prepared.known)} are prepared" if order.more else ""
+        lines["windows"] = f"{sum(prepared.windows)} of about {data.window_bytes:,} bytes{later}"
+    parts = report.get("sources", {}).items()
+    for (path, part), epoch in zip(parts, prepared.rows_of_sources, strict=False):
         share = data.mixture[path] / sum(data.mixture.values())
-        passes = share * order.num_steps * rows / part["train"]["rows"]
+        passes = share * order.num_steps * rows / epoch
         lines[f"source {path}"] = (
             f"{share:.1%} of the rows; {part['train']['documents']:,} documents, "
             f"{part['train']['tokens']:,} tokens -> {part['train']['rows']:,} rows, "
