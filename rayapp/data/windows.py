@@ -115,7 +115,8 @@ class Windows:
         known = self._known()
         trained = sum(self._size(index) for index in known if index < self.count)
         per_byte = _rows(known) / trained if trained else 0.0
-        before, found = float(_rows(known)), []
+        found: list[tuple[float, int]] = []
+        before = float(_rows(known))
         for index in self.order:
             if index in self.whole:
                 before += 0 if index in known else self.whole[index]["counts"]["train"]["rows"]
@@ -265,7 +266,7 @@ class Preparation:
         A source alone has all of its tasks: the first rows end them. Beside others it has those
         that the run is estimated to need, so that none is done in vain while others go on.
         """
-        asked = [None] if len(self.sources) == 1 else rows
+        asked = None if len(self.sources) == 1 else rows
         missing = [
             (share, source, index)
             for source, (windows, count) in enumerate(self._with(asked))
