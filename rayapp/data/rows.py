@@ -133,7 +133,7 @@ class Place(NamedTuple):
     """In the answer."""
     name: str
     """Of the shard."""
-    index: int
+    number: int
     """In the shard."""
 
 
@@ -193,7 +193,7 @@ class TokenRows:
             size = stored_bytes(each[0].name, self.seq_len)
             stored = np.frombuffer(chunk, np.uint8).reshape(-1, size)
             for slot, name, index in each:
-                records[slot] = self._checked(name, index, stored[index - each[0].index])
+                records[slot] = self._checked(name, index, stored[index - each[0].number])
         return records
 
     def _ranges(self, places: list[Place]) -> list[list[Place]]:
@@ -202,8 +202,8 @@ class TokenRows:
         for place in sorted(places, key=lambda place: place[1:]):
             if ranges and ranges[-1][-1].name == place.name:
                 size = stored_bytes(place.name, self.seq_len)
-                gap = (place.index - ranges[-1][-1].index - 1) * size
-                if gap <= GAP_BYTES and (place.index - ranges[-1][0].index) * size < RANGE_BYTES:
+                gap = (place.number - ranges[-1][-1].number - 1) * size
+                if gap <= GAP_BYTES and (place.number - ranges[-1][0].number) * size < RANGE_BYTES:
                     ranges[-1].append(place)
                     continue
             ranges.append([place])
@@ -211,7 +211,7 @@ class TokenRows:
 
     def _fetched(self, places: list[Place]) -> bytes:
         size = stored_bytes(places[0].name, self.seq_len)
-        first, count = places[0].index, places[-1].index - places[0].index + 1
+        first, count = places[0].number, places[-1].number - places[0].number + 1
         return self.storage.read(places[0].name, first * size, count * size)
 
     def _checked(self, name: str, index: int, stored: np.ndarray[Any, Any]) -> Any:

@@ -258,7 +258,8 @@ class Preparation:
         return [each.prepared() for each in self.sources]
 
     def _with(self, rows: Sequence[int] | None) -> Iterator[tuple[Windows, int | None]]:
-        yield from zip(self.sources, rows or [None] * len(self.sources), strict=True)
+        asked: Sequence[int | None] = rows or [None] * len(self.sources)
+        yield from zip(self.sources, asked, strict=True)
 
     def _tasks(self, rows: Sequence[int] | None) -> list[UnitTask]:
         """Return the next tasks, those that are needed first in front.
