@@ -131,7 +131,7 @@ def jobs_of(recipe: RowRecipe) -> list[Job]:
     else:
         units = sources.windows(recipe.source, fraction, recipe.window_bytes)
     jobs = [("train", unit) for unit in units]
-    if recipe.eval_source is not None:
+    if recipe.eval_source is not None and not recipe.packing:
         jobs += [("eval", unit) for unit in sources.units(recipe.eval_source, 1.0)]
     return jobs
 
@@ -172,6 +172,7 @@ def prepare_unit(
     source, store = _source_and_store(recipe, root, origin)
     fraction = _fraction(recipe) if origin == "train" else 1.0
     evaluated = origin == "eval" or recipe.window_bytes is None or index == 0
+    evaluated = evaluated and not recipe.packing
     account = UnitAccount(source)
     with ExitStack() as stack:
         rows = UnitRows(recipe, storage, index, stack)

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from rayapp.storage import Storage, open_storage
 SPLITS = ("train", "eval")
 USED = "USED"  # written anew whenever a run takes the rows; its time is that of the last use
 BLOCKS = "blocks.txt"  # the blocks of tokens that the rows were made of, below the token folder
-NOT_STORED = ("sizes", "weights", "sources", "places", "windows", "known")  # in no manifest
+# Fields that no manifest has.
+NOT_STORED = ("sizes", "weights", "sources", "places", "windows", "known", "packings")
 MAX_EXAMPLES = 16  # reasons whose first record is named
 MAX_REASONS = 5  # reasons in one line
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
@@ -54,11 +55,13 @@ class Prepared:
     notes: dict[str, int] = field(default_factory=dict)
     """Records that are used, but of which something is left out, by what it is."""
     places: tuple[str, ...] = ()
-    """Folder of each source of a mixture, below `url`."""
+    """Folder of each source of a mixture, or of each packing, below `url`."""
     windows: tuple[int, ...] = ()
     """Windows of each source, in the order of whose visits its shards are; empty: no windows."""
     known: tuple[int, ...] = ()
     """Windows of each source that are prepared; the others follow."""
+    packings: tuple[int, ...] = ()
+    """Rows of each packing, if there are several; the counts are those of the first."""
 
     @property
     def held_out_ends(self) -> tuple[int, ...]:
@@ -96,6 +99,11 @@ class Prepared:
     def epoch_rows(self) -> int:
         """Rows of an epoch; an estimate while there are windows that are not prepared."""
         return sum(self.rows_of_sources)
+
+    @property
+    def turn_rows(self) -> int:
+        """Rows after which the same rows come again: `Order.num_rows`."""
+        return sum(self.packings) or self.num_rows("train")
 
     @property
     def rows_of_sources(self) -> tuple[int, ...]:
@@ -245,6 +253,29 @@ def rows_of_windows(
         )
     ]
     return TokenRows(storage, [*itertools.chain(*sources)], seq_len, firsts)
+
+
+def repacked(root: Storage, packings: Sequence[Prepared]) -> Prepared:
+    """Return several packings under `root` as one data set; its rows are those of each in turn."""
+    first = packings[0]
+    shards = {
+        split: [
+            (f"{part.fingerprint}/{name}", rows)
+            for part in parts
+            for name, rows in part.shards[split]
+        ]
+        for split, parts in (("train", packings), ("eval", packings[:1]))
+    }
+    parts = first.parts | {"packings": len(packings)}
+    return replace(
+        first,
+        url=root.url,
+        fingerprint=fingerprint(parts),
+        parts=parts,
+        shards=shards,
+        places=tuple(part.fingerprint for part in packings),
+        packings=tuple(part.num_rows("train") for part in packings),
+    )
 
 
 def duplicate_share(units: Iterable[np.ndarray[Any, Any]], limit: int = MAX_HASHES) -> float:

@@ -14,7 +14,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError, Lora
 from rayapp.data import heads, tokens
 from rayapp.data.control import CONTROL
-from rayapp.data.prepared import Prepared, load, mixed
+from rayapp.data.prepared import Prepared, load, mixed, repacked
 from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
@@ -54,7 +54,7 @@ def prepare(
     shape = model_shape(ready.model, config, len(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
-    of_data = prepared.fingerprint, prepared.num_rows("train")
+    of_data = prepared.fingerprint, prepared.turn_rows
     order = order_of(config, prepared, stages_of(ready.run, *of_data, config.rows_per_step))
     growth.check_order(ready.run, prepared, order)
     parameters, trainable = count_parameters(shape, config.model.lora)
@@ -164,6 +164,10 @@ def prepare_rows(
     }
     if (begun := _begun(ready, config, recipes, root)) is not None:
         return begun, None
+    count = config.data.packings
+    if count > 1:
+        (recipe,) = recipes.values()
+        recipes = {f"packing {n + 1} of {count}": replace(recipe, packing=n) for n in range(count)}
     rest: Preparation | None = None
     problems: list[str] = []
     made: dict[str, Prepared] = {}
@@ -207,6 +211,8 @@ def _recipe(
 
 def _joined(config: Config, root: Storage, made: dict[str, Prepared]) -> Prepared:
     data = config.data
+    if data.packings > 1:
+        return repacked(root, list(made.values()))
     return made[data.path] if not data.mixture else mixed(root, made, data.mixture)
 
 
@@ -214,6 +220,8 @@ def _begun(
     ready: CheckedLanguageRun, config: Config, recipes: dict[str, RowRecipe], root: Storage
 ) -> Prepared | None:
     """Return the rows of an earlier version with which this run has begun, if it has; else None."""
+    if config.data.packings > 1:
+        return None  # as no earlier version had
     newest, _ = latest(ready.run)
     if newest is not None:
         began = newest.state["cursor"]["fingerprint"]
@@ -237,15 +245,16 @@ def _begun(
 
 def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], ...] = ()) -> Order:
     """Return the order of the run's rows; `stages` are those of a run that has grown."""
-    rows, train, seed = prepared.num_rows("train"), config.train, config.run.seed
+    rows, train, seed = prepared.turn_rows, config.train, config.run.seed
     sizes = (config.rows_per_step, config.micro_batch, seed)
     if prepared.weights:
         assert train.max_steps is not None, "the config refuses a mixture without max_steps"
         order = Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
     elif train.max_steps is None:
-        order = Order.for_epochs(rows, *sizes, train.epochs or 1, stages)
+        order = Order.for_epochs(rows, *sizes, train.epochs or 1, stages, prepared.packings)
     else:
-        order = replace(Order.for_steps(rows, *sizes, train.max_steps), stages=stages)
+        order = Order.for_steps(rows, *sizes, train.max_steps)
+        order = replace(order, stages=stages, packings=prepared.packings)
     return replace(order, windows=prepared.windows_rows, follow=prepared.follow)
 
 

@@ -50,6 +50,17 @@ def check_windows(
         )
 
 
+def check_packings(
+    packings: tuple[int, ...], sizes: tuple[int, ...], windows: tuple[tuple[int, ...], ...]
+) -> None:
+    """Refuse packings that are not of all rows of one source, or that are windows too."""
+    if packings and (sizes != (sum(packings),) or windows):
+        raise ValueError(
+            f"packings={packings} are not those of {sizes} rows with windows={windows}: one source "
+            "without windows has packings, of all its rows. Set packings that sum to them"
+        )
+
+
 def not_a_divisor(micro_batch: int, rows_per_step: int) -> str:
     """Return the error text for micro-batches that do not fill a step."""
     small = [d for d in range(1, math.isqrt(rows_per_step) + 1) if rows_per_step % d == 0]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from rayapp.order.bijection import MAX_ROWS, Ints, outside, permutation
-from rayapp.order.fitting import check_mixture, check_windows, not_a_divisor
+from rayapp.order.fitting import check_mixture, check_packings, check_windows, not_a_divisor
+from rayapp.order.packings import packed_in_turn
 from rayapp.order.shares import mixture, taken
 from rayapp.order.windows import windowed
 
@@ -20,6 +21,8 @@ MAX_STEPS = 2**31  # also of rows per step, so that every position fits an int64
 
 # row          one packed sequence, by its number in the data set: [0, num_rows), or in a mixture of
 #              windows from source * SOURCE_ROWS on, which does not depend on what is known
+# packing      one way in which the documents make rows: epochs take several in turn, and those of
+#              one turn are an epoch of num_rows here, so that cursors know no packings
 # position     a place in the global sequence: epoch 0 is [0, num_rows), epoch 1 the next num_rows
 # step         one optimizer step: positions [step * rows_per_step, (step + 1) * rows_per_step)
 # micro-batch  one forward and backward: `micro_batch` positions of a step that lie side by side
@@ -82,6 +85,9 @@ class Order:
     windows: tuple[tuple[int, ...], ...] = ()
     """Rows of each window of each source, in the order of the visits (see rayapp.order.windows);
     empty: the rows of a source are shuffled at once."""
+    packings: tuple[int, ...] = ()
+    """Rows of each packing, which are numbered one packing after another, and which epochs take in
+    turn; empty: all epochs have the same rows."""
     follow: tuple[bool, ...] = ()
     """Whether windows of each source follow whose rows are not known: those that are known make its
     size. Empty: none follow."""
@@ -102,6 +108,7 @@ class Order:
             check_mixture(self.sizes, self.weights, self.num_rows, self.total_rows)
         sizes = self.sizes or (self.num_rows,)
         check_windows(self.windows, self.follow, sizes, self.total_rows)
+        check_packings(self.packings, sizes, self.windows)
         if self.total_rows is not None:
             if self.total_rows < 1:
                 raise ValueError(
@@ -126,15 +133,20 @@ class Order:
         seed: int,
         epochs: int,
         stages: tuple[tuple[int, int], ...] = (),
+        packings: tuple[int, ...] = (),
     ) -> Order:
-        """Train on every row exactly `epochs` times; the very last step may be short."""
+        """Train on every row exactly `epochs` times; the very last step may be short.
+
+        Of several packings, each epoch takes every row of one of them once.
+        """
         if epochs < 1:
             raise ValueError(outside("epochs", epochs, 1, None))
-        total_rows = epochs * num_rows
+        turns, rest = divmod(epochs, max(1, len(packings)))
+        total_rows = turns * num_rows + sum(packings[:rest])
         steps, rows = stages[-1] if stages else (0, 0)
         num_steps = steps + _ceil_div(total_rows - rows, max(rows_per_step, 1))
         sizes = (num_rows, rows_per_step, micro_batch, seed, num_steps, total_rows)
-        return cls(*sizes, stages=stages)
+        return cls(*sizes, stages=stages, packings=packings)
 
     @classmethod
     def for_steps(
@@ -303,6 +315,8 @@ class Order:
         """Return the rows of a source at places of one of its epochs: [n] -> [n]."""
         if self.windows and epoch == 0:
             return windowed(places, self.windows[source], self.seed)
+        if self.packings:
+            return packed_in_turn(places, self.packings, self.seed, epoch)
         return permutation(places, size, self.seed, epoch)
 
     def _mixed_row_ids(self, positions: Ints) -> Ints:

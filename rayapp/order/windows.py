@@ -51,9 +51,9 @@ def window_of(sizes: Sequence[int], window_size: int) -> Ints:
     return chosen
 
 
-def shuffled(size: int, window: int) -> Ints:
-    """Return the documents of a window in the order in which they are packed: [size]."""
-    return permute(np.arange(size), size, round_keys("documents", 0, window))
+def shuffled(size: int, window: int, packing: int = 0) -> Ints:
+    """Return the documents of a window or unit in the order in which they are packed: [size]."""
+    return permute(np.arange(size), size, round_keys("documents", packing, window))
 
 
 def visits(num_windows: int, seed: int) -> list[int]:
