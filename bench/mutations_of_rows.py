@@ -142,8 +142,8 @@ ROWS = (
     Mutation(
         "first-row-of-a-shard-misread",
         DATA_ROWS,
-        'np.searchsorted(self._ends, ids[present], side="right")',
-        'np.searchsorted(self._ends, ids[present], side="left")',
+        'np.searchsorted(self._firsts, ids[present], side="right")',
+        'np.searchsorted(self._firsts, ids[present], side="left")',
         "tests/test_data_stream.py -k 'by_number or take_each'",
     ),
     Mutation(

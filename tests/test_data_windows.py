@@ -33,7 +33,7 @@ from rayapp.data.prepare import jobs_of
 from rayapp.data.prepared import Prepared
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import cutting
-from rayapp.data.windows import Preparation, Progress, Windows
+from rayapp.data.windows import Preparation, WindowProgress, Windows
 from rayapp.order import Order, visits
 from rayapp.storage import Storage, open_storage
 
@@ -230,10 +230,10 @@ def test_the_state_of_a_preparation_says_window_and_bytes(
     made = Windows(windowed, root_of(tmp_path), seed=1)
     whole = sum(unit.num_bytes for _, unit in made.jobs)
     sizes = [made.jobs[index][1].num_bytes for index in made.order]
-    assert made.progress(4) == Progress(
+    assert made.progress(4) == WindowProgress(
         0, made.count, made.count, 0, whole
     )  # of rows none is known
-    told: list[Progress] = []
+    told: list[WindowProgress] = []
     Preparation([made], progress=lambda *_: told.append(made.progress(10**6))).prepare()
     ready, lasts, _, done, totals = zip(*map(astuple, told), strict=True)
     assert set(lasts) == {made.count} and set(totals) == {whole}
@@ -244,7 +244,7 @@ def test_the_state_of_a_preparation_says_window_and_bytes(
     first = made.whole[made.order[0]]["counts"]["train"]["rows"]
     again = Windows(windowed, root_of(tmp_path / "again"), seed=1)
     prepare(again, 1)
-    assert again.progress(2 * first) == Progress(1, 2, again.count, sizes[0], sum(sizes[:2]))
+    assert again.progress(2 * first) == WindowProgress(1, 2, again.count, sizes[0], sum(sizes[:2]))
     assert again.progress(first).needed == 1
 
 

@@ -33,7 +33,7 @@ Check = Callable[[list[Prepared]], str | None]
 
 
 @dataclass(frozen=True)
-class Progress:
+class WindowProgress:
     """How far the windows are that hold the first rows of a run."""
 
     ready: int
@@ -79,7 +79,7 @@ class Windows:
         if task.packs:
             self.whole[task.index] = json.loads(self.storage.read(unit_name(task.index)))
 
-    def progress(self, rows: int) -> Progress:
+    def progress(self, rows: int) -> WindowProgress:
         """Return how far the windows are that hold the first rows of the run."""
         known = self._known()
         ready, so_far = self._ready(known), _rows(known)
@@ -87,7 +87,7 @@ class Windows:
         needed = min(max(needed, ready + (not self.holds(rows))), self.count)
         asked = self.order[: len(self.held_out) + needed]
         done = sum(self._size(i) if i in known else self._begun.get(i, 0) for i in asked)
-        return Progress(ready, needed, self.count, done, sum(map(self._size, asked)))
+        return WindowProgress(ready, needed, self.count, done, sum(map(self._size, asked)))
 
     def holds(self, rows: int | None) -> bool:
         """Return whether the first rows of the run, or all, are prepared."""
@@ -249,10 +249,10 @@ class Preparation:
         """Return whether the first rows of each source, or all, are prepared."""
         return all(each.holds(count) for each, count in self._with(rows))
 
-    def state(self, rows: Sequence[int]) -> Progress:
+    def state(self, rows: Sequence[int]) -> WindowProgress:
         """Return how far the windows of all sources are that hold the first rows of the run."""
         each = [windows.progress(count) for windows, count in zip(self.sources, rows, strict=True)]
-        return Progress(*map(sum, zip(*map(astuple, each), strict=True)))
+        return WindowProgress(*map(sum, zip(*map(astuple, each), strict=True)))
 
     def _prepared(self) -> list[Prepared]:
         return [each.prepared() for each in self.sources]
