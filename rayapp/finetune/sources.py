@@ -76,10 +76,10 @@ def prepare_windows(
     if first is None or windows.holds(needed):
         return dict(zip(recipes, windows.prepare(needed), strict=True)), None
 
-    def tell(done: int, total: int) -> None:
+    def show(done: int, total: int) -> None:
         phases.beside = "" if windows.ended else preparing(windows, needed)
 
-    windows.progress = tell
+    windows.progress = show
     check = partial(_unusable_source, config, list(recipes))
     windows.start(needed, check, spare_cpus(config.cluster.min_workers))
     at_first = _rows_of_sources(config, list(recipes), first)
