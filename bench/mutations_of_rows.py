@@ -43,7 +43,7 @@ ROWS = (
     Mutation(
         "rows-of-a-window-that-is-not-known",
         SEQUENCE,
-        "if self.more and len(positions) and positions[-1] >= self.num_rows:",
+        "if self.more and self.follow[source] and len(places) and places[-1] >= size:",
         "if False:",
         "tests/test_order_windows.py",
     ),
@@ -142,8 +142,8 @@ ROWS = (
     Mutation(
         "first-row-of-a-shard-misread",
         DATA_ROWS,
-        'np.searchsorted(self._ends, ids[present], side="right")',
-        'np.searchsorted(self._ends, ids[present], side="left")',
+        'np.searchsorted(self._firsts, ids[present], side="right")',
+        'np.searchsorted(self._firsts, ids[present], side="left")',
         "tests/test_data_stream.py -k 'by_number or take_each'",
     ),
     Mutation(

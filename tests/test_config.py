@@ -32,7 +32,7 @@ SURFACE = {
     "run": "name storage seed trackers hooks max_usd max_hours",
     "model": "path adapter init_from from_scratch tokenizer attention lora overrides",
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
-    " truncate eval_path eval_fraction bad_rows window_bytes workers",
+    " packings truncate eval_path eval_fraction bad_rows window_bytes workers",
     "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
     " warmup_steps schedule_from weight_decay betas z_loss label_smoothing router_loss on_spike"
     " spike_sigmas grad_clip precision compile loss loss_chunk loss_kernel",

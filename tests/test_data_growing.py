@@ -16,6 +16,7 @@ from test_data_prepare import recipe, tokenised, tokenizer_url  # noqa: F401  fi
 from test_data_windows import (  # noqa: F401  fixtures
     in_this_process,
     order_of,
+    prepare,
     root_of,
     small_parts,
     windowed,
@@ -27,13 +28,13 @@ from rayapp.data.prepared import Prepared
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps, step_rows
 from rayapp.data.sources import SourceError
-from rayapp.data.windows import Windows
+from rayapp.data.windows import Preparation, Windows
 from rayapp.order import combine
 
 STEPS, SEED = 40, 5
 
 
-def no_problem(prepared: Prepared) -> None:
+def no_problem(prepared: list[Prepared]) -> None:
     return None
 
 
@@ -50,7 +51,7 @@ def digests(prepared: Prepared, world: int) -> list[str]:
 
 
 def expected(recipe: RowRecipe, path: Path) -> list[str]:  # noqa: F811
-    prepared = Windows(recipe, root_of(path), SEED).prepare()
+    prepared = prepare(Windows(recipe, root_of(path), SEED))
     order = order_of(prepared, STEPS, SEED)
     steps = local_steps(prepared.rows("train"), order, 0, 1, 0)
     return [combine([batch.digest()]) for batch in steps]
@@ -81,10 +82,10 @@ def test_steps_are_the_same_while_windows_are_prepared(
     world: int,
 ) -> None:
     """They come as soon as their window is there, and wait for it."""
-    begun = Windows(windowed, root_of(tmp_path / "meanwhile"), SEED)
-    begun.start(4 * STEPS, no_problem, 2)
-    first = begun.wait_for(4)
-    assert first.known == 1 < first.windows
+    begun = Preparation([Windows(windowed, root_of(tmp_path / "meanwhile"), SEED)])
+    begun.start([4 * STEPS], no_problem, 2)
+    (first,) = begun.wait_for([4])
+    assert first.known == (1,) < first.windows
     rows = GrowingRows(first, order_of(first, STEPS, SEED))
     in_first = first.num_rows("train") // 4
     for step in range(in_first):
@@ -95,7 +96,7 @@ def test_steps_are_the_same_while_windows_are_prepared(
     assert late.is_alive(), "the next window was not waited for"
     gate.release(100)
     late.join(60)
-    assert not late.is_alive() and rows.known == 2
+    assert not late.is_alive() and rows.known == [2]
     found = digests(first, world)
     gate.release(100)
     assert found == expected(windowed, tmp_path / "beforehand")
@@ -108,11 +109,11 @@ def test_tasks_in_other_processes_take_what_is_known_with_them(
     gate: threading.Semaphore,
 ) -> None:
     gate.release(100)
-    first = Windows(windowed, root_of(tmp_path), SEED).prepare(4)
-    Windows(windowed, root_of(tmp_path), SEED).prepare()
+    first = prepare(Windows(windowed, root_of(tmp_path), SEED), 4)
+    prepare(Windows(windowed, root_of(tmp_path), SEED))
     rows = pickle.loads(pickle.dumps(GrowingRows(first, order_of(first, STEPS, SEED))))
     whole = Windows(windowed, root_of(tmp_path), SEED).prepared()
-    assert first.known == 1 and not order_of(whole, STEPS, SEED).more
+    assert first.known == (1,) and not order_of(whole, STEPS, SEED).more
     assert rows.at(10**6)[1] == order_of(whole, STEPS, SEED)
     assert rows.rows.shards == whole.shards["train"]
 
@@ -127,13 +128,13 @@ def test_a_preparation_that_fails_is_told(
         raise SourceError("a.jsonl is not JSON")
 
     monkeypatch.setattr(windows, "run_tasks", run)
-    begun = Windows(windowed, root_of(tmp_path), SEED)
-    begun.start(10**6, no_problem, 2)
+    begun = Preparation([Windows(windowed, root_of(tmp_path), SEED)])
+    begun.start([10**6], no_problem, 2)
     assert begun._thread is not None
     begun._thread.join(60)
     assert begun.problem == "a.jsonl is not JSON"
     with pytest.raises(SourceError, match="is not JSON"):
-        begun.wait_for(4)
+        begun.wait_for([4])
 
 
 def test_what_is_not_to_be_trained_on_is_told_at_the_end(
@@ -142,11 +143,11 @@ def test_what_is_not_to_be_trained_on_is_told_at_the_end(
     gate: threading.Semaphore,
 ) -> None:
     gate.release(100)
-    begun = Windows(windowed, root_of(tmp_path), SEED)
-    begun.start(10**6, lambda prepared: f"{prepared.known} windows are bad", 2)
+    begun = Preparation([Windows(windowed, root_of(tmp_path), SEED)])
+    begun.start([10**6], lambda every: f"{every[0].known} windows are bad", 2)
     assert begun._thread is not None
     begun._thread.join(60)
-    assert begun.problem == f"{begun.count} windows are bad"
+    assert begun.problem == f"({begun.sources[0].count},) windows are bad"
 
 
 def test_a_driver_that_is_killed_while_it_prepares_changes_nothing(
@@ -169,17 +170,17 @@ def test_a_driver_that_is_killed_while_it_prepares_changes_nothing(
             raise RuntimeError("killed")
 
         monkeypatch.setattr(windows, "run_tasks", run)
-        begun = Windows(windowed, root, SEED)
-        begun.start(10**6, no_problem, 2)
+        begun = Preparation([Windows(windowed, root, SEED)])
+        begun.start([10**6], no_problem, 2)
         assert begun._thread is not None
         begun._thread.join(60)
         assert begun.problem == "killed"
     monkeypatch.setattr(windows, "run_tasks", in_this_process)
-    begun = Windows(windowed, root, SEED)
-    known = begun.prepared().known
-    assert 0 < known < begun.count
-    begun.start(10**6, no_problem, 2)
-    assert digests(begun.wait_for(4), 2) == whole
+    begun = Preparation([Windows(windowed, root, SEED)])
+    (of_first,) = begun.sources
+    assert (0,) < of_first.prepared().known < (of_first.count,)
+    begun.start([10**6], no_problem, 2)
+    assert digests(*begun.wait_for([4]), 2) == whole
     assert begun._thread is not None
     begun._thread.join(60)
     assert begun.problem is None and sum(tokenised) == once

@@ -6,8 +6,8 @@ Run: python -m pytest tests/test_data_windows.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from rayapp.data.prepare import jobs_of
 from rayapp.data.prepared import Prepared
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import cutting
-from rayapp.data.windows import Windows
+from rayapp.data.windows import Preparation, WindowProgress, Windows
 from rayapp.order import Order, visits
 from rayapp.storage import Storage, open_storage
 
@@ -47,11 +47,18 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_this_process(
-    made: RowRecipe, url: str, tasks: list[windows.UnitTask], *_: Any
+    recipes: Sequence[RowRecipe], url: str, tasks: list[windows.UnitTask], *_: Any
 ) -> Iterator[windows.UnitTask]:
     for task in tasks:
+        made = recipes[task.source]
         task.run(made, url, made.fingerprint)
         yield task
+
+
+def prepare(made: Windows, rows: int | None = None) -> Prepared:
+    """Prepare the windows of one source that hold the first rows, or all."""
+    (prepared,) = Preparation([made]).prepare(None if rows is None else [rows])
+    return prepared
 
 
 @pytest.fixture
@@ -81,8 +88,7 @@ def root_of(path: Path) -> Storage:
 
 def order_of(prepared: Prepared, steps: int, seed: int) -> Order:
     order = Order.for_steps(prepared.num_rows("train"), 4, 2, seed, steps)
-    more = prepared.known < prepared.windows
-    return replace(order, windows=prepared.windows_rows, more=more)
+    return replace(order, windows=prepared.windows_rows, follow=prepared.follow)
 
 
 def batches(prepared: Prepared, steps: int, seed: int) -> list[bytes]:
@@ -133,8 +139,8 @@ def test_every_document_is_trained_on_once(
 ) -> None:
     source = write_jsonl(tmp_path / "kind.jsonl", [VALUES[kind](n) for n in range(200)])
     made = replace(windowed, source=source, kind=kind)
-    prepared = Windows(made, root_of(tmp_path), seed=1).prepare()
-    assert prepared.known == prepared.windows >= 3
+    prepared = prepare(Windows(made, root_of(tmp_path), seed=1))
+    assert prepared.known == prepared.windows >= (3,)
     rows = prepared.rows("train").read(np.arange(prepared.num_rows("train")))
     found = Counter(segments_of(rows))
     expected = expected_documents(made)
@@ -151,7 +157,7 @@ def test_documents_of_a_row_are_from_distant_places(
 ) -> None:
     """Of a unit of neighbours, 500 bytes, they are within 20 of the 300 documents."""
     windowed = replace(windowed, seq_len=96)
-    prepared = Windows(windowed, root_of(tmp_path), seed=1).prepare()
+    prepared = prepare(Windows(windowed, root_of(tmp_path), seed=1))
     tokenizer = tokens.load_tokenizer(windowed.tokenizer_url)
     distances = []
     for row in prepared.rows("train").read(np.arange(prepared.num_rows("train"))):
@@ -167,16 +173,16 @@ def test_windows_that_a_run_needs_are_prepared_in_the_order_of_its_visits(
 ) -> None:
     order = visits(len(sources.windows(windowed.source, 0.1, WINDOW)), seed=5)
     made = Windows(windowed, root_of(tmp_path), seed=5)
-    prepared = made.prepare(rows=1)
-    assert [task.index for task in here if task.packs] == [0] and prepared.known == 1
+    prepared = prepare(made, 1)
+    assert [task.index for task in here if task.packs] == [0] and prepared.known == (1,)
     assert [name for name, _ in prepared.shards["train"]] == ["train-00000.rows"]
     few = prepared.num_rows("train")
-    assert made.prepare(rows=few) == prepared
-    more = made.prepare(rows=few + 1)
-    assert more.known == 2 and more.shards["train"][1][0] == f"train-{order[1]:05d}.rows"
-    whole = made.prepare()
+    assert prepare(made, few) == prepared
+    more = prepare(made, few + 1)
+    assert more.known == (2,) and more.shards["train"][1][0] == f"train-{order[1]:05d}.rows"
+    whole = prepare(made)
     packed = [task.index for task in here if task.packs]
-    assert packed == order and whole.windows == whole.known == len(order)
+    assert packed == order and whole.windows == whole.known == (len(order),)
     assert [name for name, _ in whole.shards["train"]] == [f"train-{n:05d}.rows" for n in order]
 
 
@@ -184,8 +190,8 @@ def test_batches_are_the_same_whatever_is_prepared(
     windowed: RowRecipe, tmp_path: Path, here: list[Any]
 ) -> None:
     for seed in (1, 2):
-        whole = Windows(windowed, root_of(tmp_path / "whole"), seed).prepare()
-        begun = Windows(windowed, root_of(tmp_path / f"begun {seed}"), seed).prepare(rows=41)
+        whole = prepare(Windows(windowed, root_of(tmp_path / "whole"), seed))
+        begun = prepare(Windows(windowed, root_of(tmp_path / f"begun {seed}"), seed), 41)
         steps = begun.num_rows("train") // 4
         assert begun.known < begun.windows and steps >= 10
         assert batches(begun, steps, seed) == batches(whole, steps, seed)
@@ -198,7 +204,7 @@ def test_a_preparation_that_is_cut_off_tokenises_nothing_twice(
     here: list[Any],
     tokenised: list[int],  # noqa: F811
 ) -> None:
-    expected = Windows(windowed, root_of(tmp_path / "expected"), seed=1).prepare()
+    expected = prepare(Windows(windowed, root_of(tmp_path / "expected"), seed=1))
     whole = sum(tokenised)
     tokenised.clear()
     root = root_of(tmp_path / "out")
@@ -211,8 +217,8 @@ def test_a_preparation_that_is_cut_off_tokenises_nothing_twice(
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            Windows(windowed, root, seed=1, progress=cut).prepare()
-    prepared = Windows(windowed, root, seed=1).prepare()
+            Preparation([Windows(windowed, root, seed=1)], progress=cut).prepare()
+    prepared = prepare(Windows(windowed, root, seed=1))
     assert sum(tokenised) == whole
     assert replace(prepared, url=expected.url) == expected
     assert contents(open_storage(prepared.url)) == contents(open_storage(expected.url))
@@ -224,21 +230,22 @@ def test_the_state_of_a_preparation_says_window_and_bytes(
     made = Windows(windowed, root_of(tmp_path), seed=1)
     whole = sum(unit.num_bytes for _, unit in made.jobs)
     sizes = [made.jobs[index][1].num_bytes for index in made.order]
-    assert made.state(4) == (1, made.count, 0, whole)  # nothing is known of the rows
-    told: list[tuple[int, int, int, int]] = []
-    made.progress = lambda *_: told.append(made.state(10**6))
-    made.prepare()
-    numbers, lasts, done, totals = zip(*told, strict=True)
+    assert made.progress(4) == WindowProgress(
+        0, made.count, made.count, 0, whole
+    )  # of rows none is known
+    told: list[WindowProgress] = []
+    Preparation([made], progress=lambda *_: told.append(made.progress(10**6))).prepare()
+    ready, lasts, _, done, totals = zip(*map(astuple, told), strict=True)
     assert set(lasts) == {made.count} and set(totals) == {whole}
     assert list(done) == sorted(done) and done[-1] == whole
     packed = [number for number, task in enumerate(here) if task.packs]
     assert [done[number] for number in packed] == [sum(sizes[:n]) for n in range(1, made.count + 1)]
-    assert [numbers[number] for number in packed] == [*range(2, made.count + 1), made.count]
+    assert [ready[number] for number in packed] == [*range(1, made.count + 1)]
     first = made.whole[made.order[0]]["counts"]["train"]["rows"]
     again = Windows(windowed, root_of(tmp_path / "again"), seed=1)
-    again.prepare(1)
-    assert again.state(2 * first)[:2] == (2, 2)
-    assert again.state(2 * first)[2:] == (sizes[0], sum(sizes[:2]))
+    prepare(again, 1)
+    assert again.progress(2 * first) == WindowProgress(1, 2, again.count, sizes[0], sum(sizes[:2]))
+    assert again.progress(first).needed == 1
 
 
 def test_other_seeds_and_windows_take_the_tokens(
@@ -248,13 +255,13 @@ def test_other_seeds_and_windows_take_the_tokens(
     tokenised: list[int],  # noqa: F811
 ) -> None:
     root = root_of(tmp_path)
-    Windows(windowed, root, seed=1).prepare()
+    prepare(Windows(windowed, root, seed=1))
     tokenised.clear()
     here.clear()
-    Windows(windowed, root, seed=2).prepare()
+    prepare(Windows(windowed, root, seed=2))
     assert not here
     for changed in ({"window_bytes": 3000}, {"seq_len": 32}, {"eval_fraction": 0.3}):
-        Windows(replace(windowed, **changed), root, seed=1).prepare()
+        prepare(Windows(replace(windowed, **changed), root, seed=1))
     assert not tokenised and here
 
 
@@ -272,11 +279,11 @@ def test_a_file_that_is_held_out_is_prepared_before_the_first_window(
     values = [VALUES["text"](n) for n in range(300, 340)]
     held_out = write_jsonl(tmp_path / "held.jsonl", values)
     made = replace(windowed, eval_source=held_out, eval_fraction=0.0)
-    prepared = Windows(made, root_of(tmp_path), seed=1).prepare(rows=1)
+    prepared = prepare(Windows(made, root_of(tmp_path), seed=1), 1)
     count = len([job for job in jobs_of(made) if job[0] == "eval"])
-    assert count > 1 and prepared.known == 1
+    assert count > 1 and prepared.known == (1,)
     assert [task.origin for task in here if task.packs] == ["eval"] * count + ["train"]
-    every = Windows(made, root_of(tmp_path), seed=1).prepare()
+    every = prepare(Windows(made, root_of(tmp_path), seed=1))
     assert every.num_rows("eval") == prepared.num_rows("eval") > 0
 
 
@@ -284,8 +291,8 @@ def test_a_file_that_is_held_out_is_prepared_before_the_first_window(
 def test_ray_makes_the_same_windows(
     windowed: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Windows(windowed, root_of(tmp_path / "ray"), 3, 2).prepare()
+    (made,) = Preparation([Windows(windowed, root_of(tmp_path / "ray"), 3)], 2).prepare()
     monkeypatch.setattr(windows, "run_tasks", in_this_process)
-    expected = Windows(windowed, root_of(tmp_path / "here"), 3).prepare()
+    expected = prepare(Windows(windowed, root_of(tmp_path / "here"), 3))
     assert replace(made, url=expected.url) == expected
     assert contents(open_storage(made.url)) == contents(open_storage(expected.url))

@@ -136,38 +136,58 @@ class WindowsDrill(Drill):
         return {path: path.stat().st_mtime_ns for path in found if len(path.name) == 32}
 
 
-class Beforehand(WindowsDrill):
-    PROGRAM = "-mrayapp"
-    MODULE = "prepare"
+class MixtureDrill(WindowsDrill):
+    """A run of these records and 3 MB of text, of which few windows are needed."""
+
+    def inputs(self, folder: Path) -> dict[str, Any]:
+        text = folder / "long.txt"
+        text.write_text(TEXT * 25)
+        return {"data.mixture": json.dumps({str(self.data(folder)): 5, str(text): 1})}
+
+
+def tokens_by_source(drill: Drill) -> list[dict[str, int]]:
+    """Return what each step tells of the sources, by the names of their files."""
+    told = (line.get("tokens_by_source") or {} for line in drill.lines())
+    return [{Path(path).name: count for path, count in each.items()} for each in told]
 
 
 @pytest.mark.drill
-def test_windows_prepared_meanwhile_and_kills_change_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("kind", [WindowsDrill, MixtureDrill])
+def test_windows_prepared_meanwhile_and_kills_change_nothing(
+    tmp_path: Path, kind: type[WindowsDrill]
+) -> None:
     """A driver killed while it prepares, after the first steps, and later; a worker too."""
-    beforehand = folder / "beforehand"
+
+    class Beforehand(kind):  # type: ignore[misc, valid-type]
+        PROGRAM = "-mrayapp"
+        MODULE = "prepare"
+
+    folder, beforehand = tmp_path, tmp_path / "beforehand"
     beforehand.mkdir()
     Beforehand(beforehand, "whole").end(0)
-    whole = WindowsDrill(beforehand, "whole")
+    whole = kind(beforehand, "whole")
     written = whole.blocks()
     whole.end(0)
     assert whole.blocks() == written, "all was prepared"
 
     blocks: dict[Path, int] = {}
-    drill = WindowsDrill(folder, "meanwhile")
+    drill = kind(folder, "meanwhile")
     drill.wait_until(lambda: bool(drill.blocks()))
     drill.kill("driver")
     assert not drill.lines()
     for step in (6, 25):
         blocks |= drill.blocks()
-        drill = WindowsDrill(folder, "meanwhile")
+        drill = kind(folder, "meanwhile")
         drill.wait_for_checkpoint(step)
         drill.kill("driver")
     blocks |= drill.blocks()
-    drill = WindowsDrill(folder, "meanwhile")
+    drill = kind(folder, "meanwhile")
     drill.wait_for_step(40)
     os.kill(drill.workers()[-1], signal.SIGKILL)
     drill.end(0)
     assert_same(drill.lines(), whole.lines())
+    assert tokens_by_source(drill) == tokens_by_source(whole)
+    assert all(map(len, tokens_by_source(whole))) == (kind is MixtureDrill)
     after = drill.blocks()
     assert {path: after[path] for path in blocks} == blocks, "a block was made twice"
 

@@ -12,12 +12,13 @@ import pytest
 from test_data_prepare import VALUES, make, write_jsonl
 from test_data_windows import in_this_process
 
-from rayapp.config import from_dict
+from rayapp.config import ConfigError, from_dict
 from rayapp.data import prepare as rows
 from rayapp.data import tokens, windows
+from rayapp.data.growing import GrowingRows
 from rayapp.data.prepared import Prepared
 from rayapp.data.sources import cutting
-from rayapp.finetune import prepare
+from rayapp.finetune import prepare, sources
 from rayapp.finetune.check import Input
 from rayapp.observe.activity import Phases
 from rayapp.order import Order
@@ -109,9 +110,9 @@ def test_a_run_of_windows_prepares_those_that_its_steps_need(
         return prepare.order_of(asked, prepared), prepared
 
     few, of_few = order_and_rows(max_steps=5)
-    assert 0 < of_few.known < of_few.windows and few.more
+    assert (0,) < of_few.known < of_few.windows and few.more
     whole, of_whole = order_and_rows(epochs=1)
-    assert of_whole.known == of_whole.windows > 3 and not whole.more
+    assert of_whole.known == of_whole.windows > (3,) and not whole.more
     assert of_whole.epoch_rows == whole.num_rows == len(of_whole.rows("train"))
     assert of_few.epoch_rows == pytest.approx(whole.num_rows, rel=0.5)
     for step in range(5):
@@ -119,3 +120,56 @@ def test_a_run_of_windows_prepares_those_that_its_steps_need(
         assert taken.tolist() == whole.rows(step).tolist()
         ours, theirs = of_few.rows("train").read(taken), of_whole.rows("train").read(taken)
         assert (ours["input_ids"] == theirs["input_ids"]).all()
+
+
+def test_a_mixture_of_windows_begins_with_the_first_of_each_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prepared beforehand, or while it trains, it has the same steps and counts."""
+    monkeypatch.setattr(windows, "run_tasks", in_this_process)
+    monkeypatch.setattr(cutting, "PART_BYTES", 128)
+    monkeypatch.setattr(sources, "spare_cpus", lambda workers: 2)
+    shares = {"a.jsonl": 3.0, "b.jsonl": 1.0}
+    ready = ready_run(tmp_path, "a.jsonl")
+    other = write_jsonl(tmp_path / "b.jsonl", [VALUES["chat"](n) for n in range(90, 150)])
+    ready.inputs = (Input("b.jsonl", 1.0, "chat", other, None), *ready.inputs)
+    data = ready.config.data.model_copy(update={"window_bytes": 1000, "mixture": shares})
+    update = {"max_steps": 6, "tokens_per_step": 64, "micro_batch": 2}
+    train = ready.config.train.model_copy(update=update)
+    config = ready.config.model_copy(update={"data": data, "train": train})
+    url, tokenizer = prepare.shared_tokenizer(ready, Phases())
+    phases = Phases()
+    first, rest = prepare.prepare_rows(ready, config, url, tokenizer, phases, first=4)
+    assert rest is not None and phases.current.phase == "tokenising 2 sources together"
+    assert rest._thread is not None
+    rest._thread.join(60)
+    assert rest.ended and rest.problem is None and phases.beside == ""
+    beforehand, none = prepare.prepare_rows(ready, config, url, tokenizer, Phases())
+    assert none is None and beforehand.known >= first.known
+    assert beforehand.known < beforehand.windows, "no more than the steps need"
+    assert beforehand.fingerprint == first.fingerprint and len(first.folders) == 2
+    whole, began = (prepare.order_of(config, each) for each in (beforehand, first))
+    growing = GrowingRows(first, began)
+    for step in range(6):
+        rows_of_step, order = growing.at(step)
+        assert order.rows(step).tolist() == whole.rows(step).tolist()
+        ours = rows_of_step.read(order.rows(step))
+        assert (ours == beforehand.rows("train").read(whole.rows(step))).all()
+    estimates = beforehand.rows_of_sources
+    assert sum(estimates) == beforehand.epoch_rows > beforehand.num_rows("train")
+
+
+def test_what_is_wrong_with_a_source_of_windows_is_told_of_that_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "run_tasks", in_this_process)
+    ready = ready_run(tmp_path, "a.jsonl")
+    bad = write_jsonl(tmp_path / "b.jsonl", [{"messages": 3}] * 9 + [VALUES["chat"](1)])
+    ready.inputs = (*ready.inputs, Input("b.jsonl", 1.0, "chat", bad, None))
+    shares = {"a.jsonl": 3.0, "b.jsonl": 1.0}
+    data = ready.config.data.model_copy(update={"window_bytes": 2**20, "mixture": shares})
+    train = ready.config.train.model_copy(update={"max_steps": 2, "tokens_per_step": 64})
+    config = ready.config.model_copy(update={"data": data, "train": train})
+    url, tokenizer = prepare.shared_tokenizer(ready, Phases())
+    with pytest.raises(ConfigError, match=r"data\.mixture=b\.jsonl is unusable in 90"):
+        prepare.prepare_rows(ready, config, url, tokenizer, Phases())

@@ -110,7 +110,7 @@ def test_the_first_epoch_goes_through_one_window_after_another(
 def test_a_step_depends_on_its_windows_and_those_before(
     known: list[int], later: list[int], others: list[int], seed: int
 ) -> None:
-    begun = replace(order_of(known, seed=seed), more=True)
+    begun = replace(order_of(known, seed=seed), follow=(True,))
     for step in range(sum(known) // 4):
         if step < begun.num_steps:
             taken = begun.rows(step).tolist()
@@ -119,11 +119,11 @@ def test_a_step_depends_on_its_windows_and_those_before(
 
 
 def test_a_step_of_a_window_that_is_not_known_is_refused() -> None:
-    begun = replace(order_of([6], steps=3), more=True)
+    begun = replace(order_of([6], steps=3), follow=(True,))
     assert len(begun.rows(0)) == 4
     with pytest.raises(ValueError, match=r"position 7 has no row yet.*num_rows=6"):
         begun.rows(1)
-    assert replace(begun, more=False).rows(1).tolist() != []  # the next epoch follows
+    assert replace(begun, follow=(False,)).rows(1).tolist() != []  # the next epoch follows
 
 
 @given(some_windows, some_windows, st.integers(0, 12))
@@ -131,24 +131,10 @@ def test_a_step_of_a_window_that_is_not_known_is_refused() -> None:
 def test_cursors_are_the_same_whatever_is_known(
     known: list[int], later: list[int], step: int
 ) -> None:
-    begun, whole = replace(order_of(known), more=True), order_of(known + later)
+    begun, whole = replace(order_of(known), follow=(True,)), order_of(known + later)
     cursor = begun.cursor(step, "f")
     assert cursor == whole.cursor(step, "f") == Cursor(0, 4 * step, 3, "f")
     assert begun.step_of(cursor) == whole.step_of(cursor) == step
-
-
-@given(st.lists(some_windows, min_size=2, max_size=3), seeds)
-@settings(deadline=None, max_examples=60)
-def test_each_source_of_a_mixture_has_its_windows(every: list[list[int]], seed: int) -> None:
-    sizes = [sum(windows) for windows in every]
-    order = Order.for_mixture(sizes, [1.0] * len(sizes), 8, 8, seed, 40)
-    order = replace(order, windows=tuple(map(tuple, every)))
-    taken = np.concatenate([order.rows(step) for step in range(40)])
-    first = 0
-    for size, windows in zip(sizes, every, strict=True):
-        mine = taken[(taken >= first) & (taken < first + size)][:size] - first
-        assert mine.tolist() == windowed(np.arange(len(mine)), windows, seed).tolist()
-        first += size
 
 
 @pytest.mark.parametrize(
@@ -156,8 +142,9 @@ def test_each_source_of_a_mixture_has_its_windows(every: list[list[int]], seed: 
     [
         ({"windows": ((3, 4),)}, "are not those of"),
         ({"windows": ((3, 3), (2, 2))}, "are not those of"),
-        ({"more": True}, "only the windows of one source"),
-        ({"windows": ((6, 4),), "more": True, "total_rows": 100}, "only the windows of one source"),
+        ({"follow": (True,)}, "each source has windows"),
+        ({"windows": ((6, 4),), "follow": (False, True)}, "each source has windows"),
+        ({"windows": ((6, 4),), "follow": (True,), "total_rows": 100}, "steps end the run"),
     ],
 )
 def test_windows_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -56,7 +56,7 @@ def run(
 ) -> tuple[list[str], dict[str, Any]]:
     """Train on two ranks while windows may follow; return the steps' digests and the summary."""
     spec = spec_of(config_of(folder, name, max_steps=STEPS), folder, STEPS)
-    order = replace(spec.order, windows=((spec.order.num_rows,),), more=True)
+    order = replace(spec.order, windows=((spec.order.num_rows,),), follow=(True,))
     spec = replace(spec, order=order)
     open_storage(spec.run_url).delete(STOP)
     summary = folder / f"{name}.json"

@@ -99,7 +99,8 @@ def prepare(argv: list[str]) -> int:
 def summary(prepared: Prepared) -> str:
     """Return a line about rows that are prepared."""
     counts = prepared.counts["train"]
-    windows = f", {prepared.known} of {prepared.windows} windows" if prepared.windows else ""
+    known, every = sum(prepared.known), sum(prepared.windows)
+    windows = f", {known} of {every} windows" if every else ""
     return (
         f"prepared: {counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
         f"{counts['rows']:,} rows{windows}, {prepared.held_out:,} held out, in {prepared.url}"

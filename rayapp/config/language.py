@@ -83,6 +83,9 @@ class Data(Section):
     """Tokens in a row."""
     pack: bool = True
     """Put several documents in a row (attention never crosses them); false: one piece a row."""
+    packings: int = Field(default=1, ge=1, le=64)
+    """Ways to put documents together in rows: epochs take them in turn, and each takes the room of
+    all rows. 1: every epoch has the same rows."""
     truncate: bool = False
     """Cut documents longer than seq_len; false splits them, so that no token is lost."""
     eval_path: OptionalStr = None
@@ -271,6 +274,13 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("data.mixture", "data.path"),
             f"data.path={shown(data.path)} is in conflict: data.mixture also names the data. "
             "Remove one of the two, or put the path into the mixture",
+        )
+    if data.packings > 1 and (data.mixture or data.window_bytes is not None or not data.pack):
+        field = "mixture" if data.mixture else "pack" if not data.pack else "window_bytes"
+        yield (
+            ("data.packings", f"data.{field}"),
+            f"data.packings={data.packings} is in conflict: with data.{field}="
+            f"{shown(getattr(data, field))} rows are packed in one way. Set data.packings=1",
         )
     # The default is no wish, also where a file that to_yaml() wrote spells it out.
     if data.eval_path is not None and data.eval_fraction not in (0, Data().eval_fraction):

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from functools import lru_cache
 
-from rayapp.data.prepared import Prepared, unit_name
+from rayapp.data.prepared import Prepared, rows_of_windows, unit_name
 from rayapp.data.rows import TokenRows
 from rayapp.order import Order, visits
 from rayapp.storage import open_storage
@@ -24,27 +24,43 @@ class GrowingRows:
 
     def __init__(self, prepared: Prepared, order: Order) -> None:
         self.prepared, self.order = prepared, order
-        self.rows, self.known = prepared.rows("train"), prepared.known
+        self.rows, self.known = prepared.rows("train"), list(prepared.known)
+        self._shards = prepared.shards_of_windows
 
     def at(self, step: int) -> tuple[TokenRows, Order]:
         """Return rows and order that have a step; they are longer from call to call."""
-        needed, shards = (step + 1) * self.order.rows_per_step, list(self.rows.shards)
-        while self.order.more and self.order.num_rows < needed:
-            index = visits(self.prepared.windows, self.order.seed)[self.known]
-            self.known += 1
-            count = 0
-            if (shard := _shard_of(self.prepared.url, index)) is not None:
-                shards.append(shard)
-                count = shard[1]
-            self.order = replace(
-                self.order,
-                num_rows=self.order.num_rows + count,
-                windows=((*self.order.windows[0], count),),
-                more=self.known < self.prepared.windows,
-            )
-        if len(shards) > len(self.rows.shards):
-            self.rows = TokenRows(self.rows.storage, shards, self.rows.seq_len)
+        if self.order.more:
+            known = sum(self.known)
+            for source, rows in enumerate(self.order.needed(step)):
+                self._extend(source, rows)
+            if sum(self.known) > known:
+                self._renew()
         return self.rows, self.order
+
+    def _extend(self, source: int, rows: int) -> None:
+        """Wait until the windows of a source have so many rows, or are all known."""
+        folder = f"{self.prepared.places[source]}/" if self.prepared.places else ""
+        windows, shards = self.prepared.windows[source], self._shards[source]
+        while self.known[source] < windows and sum(count for _, count in shards) < rows:
+            index = visits(windows, self.order.seed)[self.known[source]]
+            shard = _shard_of(f"{self.prepared.url}/{folder}".rstrip("/"), index)
+            self.known[source] += 1
+            if shard is not None:
+                name, count = shard
+                shards.append((folder + name, count))
+
+    def _renew(self) -> None:
+        windows = tuple(tuple(count for _, count in shards) for shards in self._shards)
+        sizes = tuple(map(sum, windows))
+        pairs = zip(self.known, self.prepared.windows, strict=True)
+        self.order = replace(
+            self.order,
+            num_rows=sum(sizes),
+            sizes=sizes if self.order.sizes else (),
+            windows=windows,
+            follow=tuple(known < count for known, count in pairs),
+        )
+        self.rows = rows_of_windows(self.rows.storage, self._shards, self.rows.seq_len)
 
 
 @lru_cache(maxsize=2**16)

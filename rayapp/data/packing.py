@@ -21,7 +21,7 @@ rows. `segments` marks the documents of a row; attention and positions follow it
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -91,6 +91,9 @@ def row_dtype(seq_len: int) -> np.dtype[np.void]:
             ("target_bytes", "<u4"),
         ]
     )
+
+
+COUNTS = ("num_documents", "num_empty", "num_split", "num_truncated", "cut_tokens", "num_tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,6 +198,20 @@ def lay_out(
         num_truncated=int(np.count_nonzero(kept < num_positions)),
         cut_tokens=int((num_positions - kept).sum()),
         num_tokens=int(kept.sum()),
+    )
+
+
+def in_groups(layouts: Sequence[RowLayout]) -> RowLayout:
+    """Put the rows of groups of documents one after another."""
+    rows = np.cumsum([0, *(layout.num_rows for layout in layouts)])
+    pairs = zip(layouts, rows[:-1], strict=True)
+    return RowLayout(
+        seq_len=layouts[0].seq_len,
+        starts=np.concatenate([layout.starts for layout in layouts]),
+        lengths=np.concatenate([layout.lengths for layout in layouts]),
+        row_of=np.concatenate([layout.row_of + first for layout, first in pairs]),
+        num_rows=int(rows[-1]),
+        **{name: sum(getattr(layout, name) for layout in layouts) for name in COUNTS},
     )
 
 

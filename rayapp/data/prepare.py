@@ -20,7 +20,7 @@ import json
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -83,7 +83,7 @@ def prepare(
         first = int.from_bytes(os.urandom(4)) % len(missing)
         missing = missing[first:] + missing[:first]
     tasks = [UnitTask(index, *jobs[index]) for index in missing]
-    for task in run_tasks(recipe, root.url, tasks, concurrency):
+    for task in run_tasks([recipe], root.url, tasks, concurrency):
         finished += task.unit.num_bytes
         if progress:
             progress(finished, total)
@@ -112,9 +112,11 @@ class UnitTask:
     """The unit, or a part of its blocks."""
     packs: bool = True
     """It writes the rows of a unit; else it makes tokens alone."""
+    source: int = 0
+    """Which of several recipes it is of."""
 
     def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
-        """Do it; rows go to `folder` of the URL."""
+        """Do it by its recipe; rows go to `folder` of the URL."""
         if self.packs:
             prepare_unit(recipe, url, folder, self.origin, self.index, self.unit)
         else:
@@ -129,7 +131,7 @@ def jobs_of(recipe: RowRecipe) -> list[Job]:
     else:
         units = sources.windows(recipe.source, fraction, recipe.window_bytes)
     jobs = [("train", unit) for unit in units]
-    if recipe.eval_source is not None:
+    if recipe.eval_source is not None and not recipe.packing:
         jobs += [("eval", unit) for unit in sources.units(recipe.eval_source, 1.0)]
     return jobs
 
@@ -170,6 +172,7 @@ def prepare_unit(
     source, store = _source_and_store(recipe, root, origin)
     fraction = _fraction(recipe) if origin == "train" else 1.0
     evaluated = origin == "eval" or recipe.window_bytes is None or index == 0
+    evaluated = evaluated and not recipe.packing
     account = UnitAccount(source)
     with ExitStack() as stack:
         rows = UnitRows(recipe, storage, index, stack)
@@ -214,7 +217,7 @@ def _hashes_name(index: int) -> str:
 
 
 def run_tasks(
-    recipe: RowRecipe,
+    recipes: Sequence[RowRecipe],
     url: str,
     tasks: list[UnitTask],
     concurrency: int | None,
@@ -228,19 +231,16 @@ def run_tasks(
         return
     import ray.data
 
-    def bare(source: sources.DataSource) -> sources.DataSource:
-        """Drop the list of files, which may be long: a unit names its own."""
-        return replace(source, files=())
-
-    held_out = bare(recipe.eval_source) if recipe.eval_source else None
-    light = replace(recipe, source=bare(recipe.source), eval_source=held_out)
+    # With the folder of its rows, whose name is made from the files too.
+    light = [(_without_files(recipe), recipe.fingerprint) for recipe in recipes]
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         if _attempts() >= MAX_ATTEMPTS:  # Ray itself retries without limit
             return {"number": row["number"], "problem": LOST}
         task: UnitTask = pickle.loads(row["task"])
         try:
-            task.run(light, url, recipe.fingerprint)
+            recipe, folder = light[task.source]
+            task.run(recipe, url, folder)
         except sources.SourceError as error:  # Ray Data would wrap it
             return {"number": row["number"], "problem": str(error)}
         return {"number": row["number"], "problem": ""}
@@ -253,9 +253,15 @@ def run_tasks(
     for row in mapped.iter_rows():
         task = tasks[row["number"]]
         if row["problem"]:
-            lost = _lost(recipe, task.origin, task.unit)
+            lost = _lost(recipes[task.source], task.origin, task.unit)
             raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
         yield task
+
+
+def _without_files(recipe: RowRecipe) -> RowRecipe:
+    """Drop the lists of files, which may be long: a unit names its own."""
+    held_out = replace(recipe.eval_source, files=()) if recipe.eval_source else None
+    return replace(recipe, source=replace(recipe.source, files=()), eval_source=held_out)
 
 
 def _attempts() -> int:

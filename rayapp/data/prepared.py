@@ -10,20 +10,21 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from rayapp.data.report import Counts, DataReport, summed
 from rayapp.data.rows import TokenRows, stored_bytes
-from rayapp.order import fingerprint
+from rayapp.order import SOURCE_ROWS, fingerprint
 from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")
 USED = "USED"  # written anew whenever a run takes the rows; its time is that of the last use
 BLOCKS = "blocks.txt"  # the blocks of tokens that the rows were made of, below the token folder
-NOT_STORED = ("sizes", "weights", "sources", "windows", "known")  # fields that no manifest has
+# Fields that no manifest has.
+NOT_STORED = ("sizes", "weights", "sources", "places", "windows", "known", "packings")
 MAX_EXAMPLES = 16  # reasons whose first record is named
 MAX_REASONS = 5  # reasons in one line
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
@@ -53,10 +54,14 @@ class Prepared:
     """The report of each source of a mixture, by its path."""
     notes: dict[str, int] = field(default_factory=dict)
     """Records that are used, but of which something is left out, by what it is."""
-    windows: int = 0
-    """Windows of the training rows, in the order of whose visits the shards are; 0: no windows."""
-    known: int = 0
-    """Windows that are prepared; the others follow."""
+    places: tuple[str, ...] = ()
+    """Folder of each source of a mixture, or of each packing, below `url`."""
+    windows: tuple[int, ...] = ()
+    """Windows of each source, in the order of whose visits its shards are; empty: no windows."""
+    known: tuple[int, ...] = ()
+    """Windows of each source that are prepared; the others follow."""
+    packings: tuple[int, ...] = ()
+    """Rows of each packing, if there are several; the counts are those of the first."""
 
     @property
     def held_out_ends(self) -> tuple[int, ...]:
@@ -68,25 +73,56 @@ class Prepared:
     @property
     def windows_rows(self) -> tuple[tuple[int, ...], ...]:
         """Rows of each window that has some, of each source: `Order.windows`."""
+        each = self.shards_of_windows
+        return tuple(tuple(rows for _, rows in shards) for shards in each)
+
+    @property
+    def shards_of_windows(self) -> list[list[tuple[str, int]]]:
+        """The training shards of each source, one of each window that has rows, with their rows."""
         if not self.windows:
-            return ()
-        shards, sizes = [], iter([count for _, count in self.shards["train"]])
-        for size in self.sizes or (self.num_rows("train"),):
-            mine: list[int] = []
-            while sum(mine) < size:
-                mine.append(next(sizes))
-            shards.append(tuple(mine))
-        return tuple(shards)
+            return []
+        found, shards = [], iter(self.shards["train"])
+        for size in self._sizes:
+            mine: list[tuple[str, int]] = []
+            while sum(rows for _, rows in mine) < size:
+                mine.append(next(shards))
+            found.append(mine)
+        return found
+
+    @property
+    def follow(self) -> tuple[bool, ...]:
+        """Whether windows of each source are not prepared: `Order.follow`."""
+        pairs = zip(self.known, self.windows, strict=True)
+        return tuple(known < windows for known, windows in pairs)
 
     @property
     def epoch_rows(self) -> int:
         """Rows of an epoch; an estimate while there are windows that are not prepared."""
-        rows = self.num_rows("train")
-        return round(rows * self.windows / self.known) if self.known else rows
+        return sum(self.rows_of_sources)
+
+    @property
+    def turn_rows(self) -> int:
+        """Rows after which the same rows come again: `Order.num_rows`."""
+        return sum(self.packings) or self.num_rows("train")
+
+    @property
+    def rows_of_sources(self) -> tuple[int, ...]:
+        """Training rows of each source: estimates while some of its windows are not prepared."""
+        if not self.windows:
+            return self._sizes
+        each = zip(self._sizes, self.windows, self.known, strict=True)
+        return tuple(round(rows * windows / max(known, 1)) for rows, windows, known in each)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.sizes or (self.num_rows("train"),)
 
     def rows(self, split: str) -> TokenRows:
         """Open the rows of `train` or `eval`."""
-        return TokenRows(open_storage(self.url), self.shards[split], self.seq_len)
+        storage = open_storage(self.url)
+        if split == "train" and self.windows:
+            return rows_of_windows(storage, self.shards_of_windows, self.seq_len)
+        return TokenRows(storage, self.shards[split], self.seq_len)
 
     def num_rows(self, split: str) -> int:
         """Number of rows of a split."""
@@ -95,10 +131,7 @@ class Prepared:
     @property
     def folders(self) -> list[str]:
         """Names of the folders that hold the rows; a mixture has one for each source."""
-        if not self.weights:
-            return [self.fingerprint]
-        names = (name for shards in self.shards.values() for name, _ in shards)
-        return sorted({name.partition("/")[0] for name in names})
+        return sorted({*self.places}) or [self.fingerprint]
 
     @property
     def held_out(self) -> int:
@@ -171,7 +204,8 @@ def load(storage: Storage) -> Prepared | None:
 def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, float]) -> Prepared:
     """Return a mixture of prepared data sets under `root`; its rows are those of each part in turn.
 
-    `parts` are sorted by path. Nothing is written: a part may be in several mixtures.
+    Rows of windows have the numbers of `rows_of_windows`. `parts` are sorted by path. Nothing is
+    written: a part may be in several mixtures.
     """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     bad: Counter[str] = Counter()
@@ -201,8 +235,46 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         weights=tuple(weights[path] for path in parts),
         sources={path: part.report() for path, part in parts.items()},
         notes=dict(notes),
-        windows=sum(part.windows for part in parts.values()),
-        known=sum(part.known for part in parts.values()),
+        places=tuple(part.fingerprint for part in parts.values()),
+        windows=tuple(count for part in parts.values() for count in part.windows),
+        known=tuple(count for part in parts.values() for count in part.known),
+    )
+
+
+def rows_of_windows(
+    storage: Storage, sources: Sequence[Sequence[tuple[str, int]]], seq_len: int
+) -> TokenRows:
+    """Return the rows of each source's windows, those of source j from j * SOURCE_ROWS on."""
+    firsts = [
+        source * SOURCE_ROWS + end - rows
+        for source, shards in enumerate(sources)
+        for end, (_, rows) in zip(
+            itertools.accumulate(rows for _, rows in shards), shards, strict=True
+        )
+    ]
+    return TokenRows(storage, [*itertools.chain(*sources)], seq_len, firsts)
+
+
+def repacked(root: Storage, packings: Sequence[Prepared]) -> Prepared:
+    """Return several packings under `root` as one data set; its rows are those of each in turn."""
+    first = packings[0]
+    shards = {
+        split: [
+            (f"{part.fingerprint}/{name}", rows)
+            for part in parts
+            for name, rows in part.shards[split]
+        ]
+        for split, parts in (("train", packings), ("eval", packings[:1]))
+    }
+    parts = first.parts | {"packings": len(packings)}
+    return replace(
+        first,
+        url=root.url,
+        fingerprint=fingerprint(parts),
+        parts=parts,
+        shards=shards,
+        places=tuple(part.fingerprint for part in packings),
+        packings=tuple(part.num_rows("train") for part in packings),
     )
 
 

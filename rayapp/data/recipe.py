@@ -37,15 +37,19 @@ class RowRecipe:
     """data.special_tokens."""
     window_bytes: int | None = None
     """data.window_bytes."""
+    packing: int = 0
+    """Which of several ways to pack: see data.packings."""
     version: int | None = None
     """Of the rows, where not that of this rayapp."""
 
     def parts(self) -> dict[str, object]:
         """Return the named parts of the fingerprint: if any changes, the data set is another."""
         windows = {} if self.window_bytes is None else {"window_bytes": self.window_bytes}
+        packing = {"packing": self.packing} if self.packing else {}
         return (
             self._rendering()
             | windows
+            | packing
             | {
                 "files": self.source.digest(),
                 "eval_files": self.eval_source.digest() if self.eval_source else None,

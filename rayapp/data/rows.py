@@ -3,9 +3,10 @@
     rows = prepared.rows("train")
     for batch in local_steps(rows, order, rank=0, world=2, first_step=0): ...
 
-A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`), numbered
-consecutively: row n is record n - first of the shard whose rows start at `first`. Each row is one
-contiguous read, from a memory map or by a ranged GET, so reading in any order costs the same. A
+A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`): row n is
+record n - first of the shard whose rows start at `first`. Shards are numbered consecutively, unless
+`firsts` says otherwise. A row is contiguous:
+it is read from a memory map, or by a ranged GET, which takes the rows that lie close by too. A
 record is followed by its xxh3, which is checked at each read; shards named .bin, which an earlier
 version wrote, have none.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -25,6 +26,8 @@ from rayapp.order import EMPTY, Order, row_digest
 from rayapp.storage import Storage, StorageError
 
 READERS = 16  # concurrent ranged GETs
+GAP_BYTES = 16_384  # between two rows, read in vain: it takes less time than another GET
+RANGE_BYTES = 8 * 2**20
 CHECKED = ".rows"  # the end of the names of shards with checksums
 CHECKSUM = np.dtype("<u8")
 
@@ -123,18 +126,45 @@ class StepRows:
         return found
 
 
+class Place(NamedTuple):
+    """Where a row is, and where it goes."""
+
+    slot: int
+    """In the answer."""
+    name: str
+    """Of the shard."""
+    number: int
+    """In the shard."""
+
+
 class TokenRows:
     """The rows of one split, by number."""
 
-    def __init__(self, storage: Storage, shards: Sequence[tuple[str, int]], seq_len: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        shards: Sequence[tuple[str, int]],
+        seq_len: int,
+        firsts: Sequence[int] | None = None,
+    ) -> None:
+        """`shards` are (name, rows); `firsts` is the number of the first row of each, ascending."""
         self.storage, self.shards = storage, list(shards)
         self.seq_len, self.dtype = seq_len, row_dtype(seq_len)
-        self._ends = np.cumsum([count for _, count in self.shards], dtype=np.int64)
+        counts = np.array([count for _, count in self.shards], np.int64)
+        self._len = int(counts.sum())
+        self._firsts = np.cumsum(counts) - counts if firsts is None else np.array(firsts, np.int64)
         self._maps: dict[str, np.ndarray[Any, Any]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._len
+
+    def numbers(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the numbers of rows at places in [0, len): int64 [n] -> [n]."""
+        counts = np.array([count for _, count in self.shards], np.int64)
+        ends = np.cumsum(counts)
+        shard = np.searchsorted(ends, places, side="right")
+        return self._firsts[shard] + places - (ends - counts)[shard]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": {}, "_pool": None}
@@ -148,25 +178,41 @@ class TokenRows:
         records = np.zeros(len(ids), self.dtype)
         records["labels"] = IGNORE
         present = np.flatnonzero(ids != EMPTY)
-        shard_of = np.searchsorted(self._ends, ids[present], side="right")
-        places = []  # (slot of the answer, shard, number within it)
+        shard_of = np.searchsorted(self._firsts, ids[present], side="right") - 1
+        places: list[Place] = []
         for slot, shard in zip(present.tolist(), shard_of.tolist(), strict=True):
-            name, count = self.shards[shard]
-            places.append((slot, name, int(ids[slot] - self._ends[shard]) + count))
+            places.append(Place(slot, self.shards[shard][0], int(ids[slot] - self._firsts[shard])))
         if self.storage.local_path() is not None:
             for slot, name, index in places:
                 records[slot] = self._checked(name, index, self._map(name)[index])
             return records
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READERS)
-        chunks = self._pool.map(lambda place: self._fetched(*place[1:]), places)
-        for (slot, name, index), chunk in zip(places, chunks, strict=True):
-            records[slot] = self._checked(name, index, np.frombuffer(chunk, np.uint8))
+        ranges = self._ranges(places)
+        for each, chunk in zip(ranges, self._pool.map(self._fetched, ranges), strict=True):
+            size = stored_bytes(each[0].name, self.seq_len)
+            stored = np.frombuffer(chunk, np.uint8).reshape(-1, size)
+            for slot, name, index in each:
+                records[slot] = self._checked(name, index, stored[index - each[0].number])
         return records
 
-    def _fetched(self, name: str, index: int) -> bytes:
-        size = stored_bytes(name, self.seq_len)
-        return self.storage.read(name, index * size, size)
+    def _ranges(self, places: list[Place]) -> list[list[Place]]:
+        """Group places that one GET reads: neighbours in a shard, or nearly."""
+        ranges: list[list[Place]] = []
+        for place in sorted(places, key=lambda place: place[1:]):
+            if ranges and ranges[-1][-1].name == place.name:
+                size = stored_bytes(place.name, self.seq_len)
+                gap = (place.number - ranges[-1][-1].number - 1) * size
+                if gap <= GAP_BYTES and (place.number - ranges[-1][0].number) * size < RANGE_BYTES:
+                    ranges[-1].append(place)
+                    continue
+            ranges.append([place])
+        return ranges
+
+    def _fetched(self, places: list[Place]) -> bytes:
+        size = stored_bytes(places[0].name, self.seq_len)
+        first, count = places[0].number, places[-1].number - places[0].number + 1
+        return self.storage.read(places[0].name, first * size, count * size)
 
     def _checked(self, name: str, index: int, stored: np.ndarray[Any, Any]) -> Any:
         """Return the record in stored bytes, uint8 [stored_bytes]."""

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from rayapp.data import sources
-from rayapp.data.packing import IGNORE, Document, filled, lay_out, row_dtype
+from rayapp.data.packing import IGNORE, Document, filled, in_groups, lay_out, row_dtype
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import Counts, UnitSummary
@@ -21,6 +21,7 @@ from rayapp.order import shuffled
 from rayapp.storage import Storage
 
 WINDOW_TOKENS = 2**20  # of a stream that are packed at once
+GROUP = 1024  # documents that a later packing packs together
 WINDOW_BYTES = 4 * 2**20  # of rows that are made and written at once
 
 
@@ -58,15 +59,22 @@ class UnitRows:
         """Pack a spool's documents, and write the rows in windows."""
         recipe, lengths = self.recipe, np.array(spool.lengths, np.int64)
         firsts = np.cumsum(lengths) - lengths
-        if recipe.window_bytes is not None:
-            order = shuffled(len(lengths), self.index)
+        if recipe.window_bytes is not None or recipe.packing:
+            order = shuffled(len(lengths), self.index, recipe.packing)
             lengths, firsts = lengths[order], firsts[order]
-        layout = lay_out(
-            lengths,
-            recipe.seq_len,
-            best_fit=recipe.pack,
-            truncate=recipe.truncate,
-            firsts=firsts,
+        # Of documents of different lengths, best fit makes the same rows in any order.
+        groups = max(1, len(lengths) // GROUP) if recipe.packing else 1
+        layout = in_groups(
+            [
+                lay_out(
+                    lengths[group],
+                    recipe.seq_len,
+                    best_fit=recipe.pack,
+                    truncate=recipe.truncate,
+                    firsts=firsts[group],
+                )
+                for group in np.array_split(np.arange(len(lengths)), groups)
+            ]
         )
         if layout.num_rows and split not in self.shards:
             self.shards[split] = name = f"{split}-{self.index:05d}{CHECKED}"

@@ -1,10 +1,11 @@
-"""Prepare a source window by window, in the order in which a run visits them.
+"""Prepare sources window by window, in the order in which a run visits them.
 
-    windows = Windows(recipe, storage / ".prepared", seed)
-    prepared = windows.prepare(rows=10_000)      # or all, if there are fewer
+    windows = [Windows(recipe, storage / ".prepared", seed) for recipe in recipes]
+    preparation = Preparation(windows)
+    every = preparation.prepare([10_000, 300])    # rows of each source, or all, if there are fewer
 
-    windows.start(rows=10_000, check=refuse)     # or: the same in a thread
-    prepared = windows.wait_for(rows=32)         # before the first step
+    preparation.start([10_000, 300], check=refuse, cpus=8)     # or: the same in a thread
+    every = preparation.wait_for([32, 1])                      # before the first step
 
 Each window is a unit of the recipe (rayapp.data.prepare), and done when its summary is stored. So a
 preparation that is cut off goes on where it was, and other processes see windows as they come.
@@ -15,8 +16,8 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from rayapp.data.prepare import UnitTask, jobs_of, merge, run_tasks, whole_units
 from rayapp.data.prepared import USED, Prepared, unit_name
@@ -28,44 +29,157 @@ from rayapp.storage import Storage
 
 BLOCKS_OF_TASK = 4  # of tokens
 
+Check = Callable[[list[Prepared]], str | None]
+
+
+@dataclass(frozen=True)
+class WindowProgress:
+    """How far the windows are that hold the first rows of a run."""
+
+    ready: int
+    needed: int
+    """An estimate unless it is `of`."""
+    of: int
+    """Windows in all."""
+    done: int
+    """Bytes."""
+    total: int
+    """Bytes of those that are needed; an estimate as they are."""
+
 
 class Windows:
     """The windows of a source, of which some are prepared."""
 
-    def __init__(
-        self,
-        recipe: RowRecipe,
-        root: Storage,
-        seed: int,
-        concurrency: int | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """Find what is prepared. `progress` is called with (bytes done, bytes in all).
+    def __init__(self, recipe: RowRecipe, root: Storage, seed: int) -> None:
+        """Find what is prepared.
 
         Raises:
             SourceError: the data cannot be read.
         """
-        self.recipe, self.root, self.concurrency = recipe, root, concurrency
-        self.progress = progress
+        self.recipe, self.root = recipe, root
         self.storage = root / recipe.fingerprint
         self.storage.write(USED, b"")
         self.jobs = jobs_of(recipe)
         self.count = sum(origin == "train" for origin, _ in self.jobs)
-        held_out = list(range(self.count, len(self.jobs)))
+        self.held_out = list(range(self.count, len(self.jobs)))
         """Units of the files that are held out: a run evaluates on all of them."""
-        self.order = [*held_out, *(visits(self.count, seed) if self.count else [])]
+        self.order = [*self.held_out, *(visits(self.count, seed) if self.count else [])]
         self.whole = whole_units(self.storage, len(self.jobs), recipe.seq_len)
+        self._begun: dict[int, int] = {}
+        """Bytes tokenised of each window that is not packed."""
+
+    def bytes_left(self) -> int:
+        """Return the bytes of the windows that are not prepared."""
+        return sum(self._size(index) for index in self.order if index not in self.whole)
+
+    def end(self, task: UnitTask) -> None:
+        """Note that a task is done."""
+        begun = self._begun.get(task.index, 0)
+        self._begun[task.index] = begun + task.unit.num_bytes
+        if task.packs:
+            self.whole[task.index] = json.loads(self.storage.read(unit_name(task.index)))
+
+    def progress(self, rows: int) -> WindowProgress:
+        """Return how far the windows are that hold the first rows of the run."""
+        known = self._known()
+        ready, so_far = self._ready(known), _rows(known)
+        needed = math.ceil(rows * ready / so_far) if so_far else self.count
+        needed = min(max(needed, ready + (not self.holds(rows))), self.count)
+        asked = self.order[: len(self.held_out) + needed]
+        done = sum(self._size(i) if i in known else self._begun.get(i, 0) for i in asked)
+        return WindowProgress(ready, needed, self.count, done, sum(map(self._size, asked)))
+
+    def holds(self, rows: int | None) -> bool:
+        """Return whether the first rows of the run, or all, are prepared."""
+        known = self._known()
+        if len(known) == len(self.jobs):
+            return True
+        if rows is None or not all(index in known for index in self.held_out):
+            return False
+        return _rows(known) >= rows
+
+    def prepared(self) -> Prepared:
+        """Return the windows that are prepared, up to the first that is not."""
+        known = self._known()
+        merged = merge(self.recipe, self.storage, known)
+        return replace(merged, windows=(self.count,), known=(self._ready(known),))
+
+    def missing(self, rows: int | None) -> list[tuple[float, int]]:
+        """Return (share of the run before it is needed, unit) of the units that are missing.
+
+        Of a run that does not take all, these are the units that its rows are estimated to be in:
+        one at least, and only one while no window is known by which to estimate.
+        """
+        if self.holds(rows):
+            return []
+        known = self._known()
+        trained = sum(self._size(index) for index in known if index < self.count)
+        per_byte = _rows(known) / trained if trained else 0.0
+        found: list[tuple[float, int]] = []
+        before = float(_rows(known))
+        for index in self.order:
+            if index in self.whole:
+                before += 0 if index in known else self.whole[index]["counts"]["train"]["rows"]
+                continue
+            share = 0.0 if rows is None else before / max(rows, 1)
+            held_out = index >= self.count
+            after_one = any(other < self.count for _, other in found)
+            if rows is not None and after_one and (share >= 1 or not per_byte):
+                break
+            found.append((0.0 if held_out else share, index))
+            before += 0 if held_out else self._size(index) * per_byte
+        return found
+
+    def tasks(self, index: int) -> Iterator[UnitTask]:
+        """Yield the tasks of a unit: the tokens first."""
+        origin, unit = self.jobs[index]
+        for first in range(0, len(unit.blocks), BLOCKS_OF_TASK):
+            blocks = unit.blocks[first : first + BLOCKS_OF_TASK]
+            pieces = tuple(piece for block in blocks for _, piece in block.taken)
+            share = unit.num_bytes * len(blocks) // len(unit.blocks)
+            part = replace(unit, pieces=pieces, blocks=blocks, num_bytes=share)
+            yield UnitTask(index, origin, part, packs=False)
+        yield UnitTask(index, origin, replace(unit, num_bytes=0))
+
+    def _known(self) -> dict[int, UnitSummary]:
+        found = {}
+        for index in self.order:
+            if index not in self.whole:
+                break
+            found[index] = self.whole[index]
+        return found
+
+    def _ready(self, known: dict[int, UnitSummary]) -> int:
+        return max(0, len(known) - len(self.held_out))
+
+    def _size(self, index: int) -> int:
+        return self.jobs[index][1].num_bytes
+
+
+def _rows(units: dict[int, UnitSummary]) -> int:
+    return sum(unit["counts"]["train"]["rows"] for unit in units.values())
+
+
+class Preparation:
+    """Prepares the windows of one source, or of those of a mixture."""
+
+    def __init__(
+        self,
+        sources: Sequence[Windows],
+        concurrency: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Run at most `concurrency` tasks; call `progress` with (bytes done, bytes in all)."""
+        self.sources, self.concurrency, self.progress = list(sources), concurrency, progress
         self.problem: str | None = None
         """Why the preparation in the thread has failed."""
         self.ended = False
         """Whether that thread has nothing left to do."""
-        self._begun: dict[int, int] = {}
-        """Bytes tokenised of each window that is not packed."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def start(self, rows: int, check: Callable[[Prepared], str | None], cpus: int) -> None:
+    def start(self, rows: Sequence[int], check: Check, cpus: int) -> None:
         """Begin to prepare the first rows of the run in a thread, in tasks beside the training.
 
         `check` returns why all that was prepared is not to be trained on, or None. At most `cpus`
@@ -77,8 +191,8 @@ class Windows:
         self._thread = threading.Thread(target=self._run, args=args, name="windows", daemon=True)
         self._thread.start()
 
-    def wait_for(self, rows: int) -> Prepared:
-        """Wait until the thread has prepared the first rows of the run, and return the windows.
+    def wait_for(self, rows: Sequence[int]) -> list[Prepared]:
+        """Wait until the thread has prepared the first rows of the run; return each source's.
 
         Raises:
             SourceError: as `prepare`.
@@ -87,13 +201,13 @@ class Windows:
             self._changed.wait_for(lambda: self.problem is not None or self.holds(rows))
         if self.problem is not None:
             raise SourceError(self.problem)
-        return self.prepared()
+        return self._prepared()
 
     def close(self) -> None:
         """End the thread after the task that ends next."""
         self._closed = True
 
-    def _run(self, rows: int, check: Callable[[Prepared], str | None]) -> None:
+    def _run(self, rows: Sequence[int], check: Check) -> None:
         try:
             problem = check(self.prepare(rows, num_cpus=0))
         except Exception as error:  # of any kind: the run must not wait for rows for ever
@@ -104,8 +218,10 @@ class Windows:
         if self.progress:
             self.progress(0, 0)
 
-    def prepare(self, rows: int | None = None, num_cpus: float | None = None) -> Prepared:
-        """Prepare the windows that hold the first rows of the run, or all; needs a running Ray.
+    def prepare(
+        self, rows: Sequence[int] | None = None, num_cpus: float | None = None
+    ) -> list[Prepared]:
+        """Prepare the windows that hold the first rows of each source, or all; needs a running Ray.
 
         Each task reserves `num_cpus` in Ray, by default one.
 
@@ -113,75 +229,53 @@ class Windows:
             SourceError: the data cannot be read, or a part of them ends every process that reads
                 it.
         """
-        total = sum(unit.num_bytes for _, unit in self.jobs)
-        left = sum(unit.num_bytes for n, (_, unit) in enumerate(self.jobs) if n not in self.whole)
-        if not self.holds(rows):
-            tasks = list(self._tasks())
-            of_tasks = (self.root.url, tasks, self.concurrency, num_cpus)
-            for task in run_tasks(self.recipe, *of_tasks):
-                begun = self._begun.get(task.index, 0)
-                self._begun[task.index] = begun + task.unit.num_bytes
-                if task.packs:
-                    summary = json.loads(self.storage.read(unit_name(task.index)))
-                    with self._changed:
-                        self.whole[task.index] = summary
-                        self._changed.notify_all()
+        total = sum(unit.num_bytes for each in self.sources for _, unit in each.jobs)
+        left = sum(each.bytes_left() for each in self.sources)
+        while not (self._closed or self.holds(rows)):
+            of_tasks = (self._tasks(rows), self.concurrency, num_cpus)
+            recipes = [each.recipe for each in self.sources]
+            for task in run_tasks(recipes, self.sources[0].root.url, *of_tasks):
+                with self._changed:
+                    self.sources[task.source].end(task)
+                    self._changed.notify_all()
                 left -= task.unit.num_bytes
                 if self.progress:
                     self.progress(total - left, total)
                 if self._closed or self.holds(rows):
                     break
-        return self.prepared()
+        return self._prepared()
 
-    def state(self, rows: int) -> tuple[int, int, int, int]:
-        """Return how far the windows are that hold the first rows of the run.
+    def holds(self, rows: Sequence[int] | None) -> bool:
+        """Return whether the first rows of each source, or all, are prepared."""
+        return all(each.holds(count) for each, count in self._with(rows))
 
-        These are the number of the window that is being prepared, from 1, that of the last, and the
-        bytes done and in all. The last two numbers are estimates unless all windows are needed.
+    def state(self, rows: Sequence[int]) -> WindowProgress:
+        """Return how far the windows of all sources are that hold the first rows of the run."""
+        each = [windows.progress(count) for windows, count in zip(self.sources, rows, strict=True)]
+        return WindowProgress(*map(sum, zip(*map(astuple, each), strict=True)))
+
+    def _prepared(self) -> list[Prepared]:
+        return [each.prepared() for each in self.sources]
+
+    def _with(self, rows: Sequence[int] | None) -> Iterator[tuple[Windows, int | None]]:
+        asked: Sequence[int | None] = rows or [None] * len(self.sources)
+        yield from zip(self.sources, asked, strict=True)
+
+    def _tasks(self, rows: Sequence[int] | None) -> list[UnitTask]:
+        """Return the next tasks, those that are needed first in front.
+
+        A source alone has all of its tasks: the first rows end them. Beside others it has those
+        that the run is estimated to need, so that none is done in vain while others go on.
         """
-        known, held_out = self._known(), len(self.jobs) - self.count
-        ready = max(0, len(known) - held_out)
-        so_far = sum(unit["counts"]["train"]["rows"] for unit in known.values())
-        needed = math.ceil(rows * ready / so_far) if so_far else self.count
-        needed = min(max(needed, ready + 1), self.count)
-        sizes = {index: self.jobs[index][1].num_bytes for index in self.order[: held_out + needed]}
-        done = sum(s if i in known else self._begun.get(i, 0) for i, s in sizes.items())
-        return min(ready + 1, needed), needed, done, sum(sizes.values())
-
-    def holds(self, rows: int | None) -> bool:
-        """Return whether the first rows of the run, or all, are prepared."""
-        known = self._known()
-        if len(known) == len(self.jobs):
-            return True
-        if rows is None or not all(index in known for index in self.order[: -self.count]):
-            return False
-        return sum(unit["counts"]["train"]["rows"] for unit in known.values()) >= rows
-
-    def prepared(self) -> Prepared:
-        """Return the windows that are prepared, up to the first that is not."""
-        known = self._known()
-        merged = merge(self.recipe, self.storage, known)
-        ready = max(0, len(known) - (len(self.jobs) - self.count))
-        return replace(merged, windows=self.count, known=ready)
-
-    def _known(self) -> dict[int, UnitSummary]:
-        found = {}
-        for index in self.order:
-            if index not in self.whole:
-                break
-            found[index] = self.whole[index]
-        return found
-
-    def _tasks(self) -> Iterator[UnitTask]:
-        """Yield the tasks of the units that are missing: of each, the tokens first."""
-        for index in self.order:
-            if index in self.whole:
-                continue
-            origin, unit = self.jobs[index]
-            for first in range(0, len(unit.blocks), BLOCKS_OF_TASK):
-                blocks = unit.blocks[first : first + BLOCKS_OF_TASK]
-                pieces = tuple(piece for block in blocks for _, piece in block.taken)
-                share = unit.num_bytes * len(blocks) // len(unit.blocks)
-                part = replace(unit, pieces=pieces, blocks=blocks, num_bytes=share)
-                yield UnitTask(index, origin, part, packs=False)
-            yield UnitTask(index, origin, replace(unit, num_bytes=0))
+        asked = None if len(self.sources) == 1 else rows
+        missing = [
+            (share, source, index)
+            for source, (windows, count) in enumerate(self._with(asked))
+            for share, index in windows.missing(count)
+        ]
+        ordered = sorted(missing, key=lambda each: each[0])  # stable: a source's visits keep order
+        return [
+            replace(task, source=source)
+            for _, source, index in ordered
+            for task in self.sources[source].tasks(index)
+        ]

@@ -69,8 +69,8 @@ def _wrong(folder: Storage, what: str) -> model.WrongExport:
 def _probe(spec: LanguageSpec) -> list[torch.Tensor]:
     """Return the first tokens of the first documents of a few training rows, each [1, n]."""
     every = spec.data.rows("train")
-    numbers = np.unique(np.linspace(0, len(every) - 1, ROWS).astype(np.int64))
-    records = every.read(numbers)
+    places = np.unique(np.linspace(0, len(every) - 1, ROWS).astype(np.int64))
+    records = every.read(every.numbers(places))
     return [
         torch.from_numpy(ids[segments == 1][:TOKENS].astype(np.int64))[None]
         for ids, segments in zip(records["input_ids"], records["segments"], strict=True)

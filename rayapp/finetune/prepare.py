@@ -14,11 +14,11 @@ from rayapp import model
 from rayapp.config import Config, ConfigError, Lora
 from rayapp.data import heads, tokens
 from rayapp.data.control import CONTROL
-from rayapp.data.prepared import Prepared, load, mixed
+from rayapp.data.prepared import Prepared, load, mixed, repacked
 from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
-from rayapp.data.windows import Windows
+from rayapp.data.windows import Preparation
 from rayapp.driver.growth import stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import growth, micro_batch, preview, show, sources
@@ -27,7 +27,6 @@ from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
-from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
@@ -40,7 +39,7 @@ TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 
 def prepare(
     ready: CheckedLanguageRun, gpus: bool, console: Console, phases: Phases
-) -> tuple[LanguageSpec, Windows | None]:
+) -> tuple[LanguageSpec, Preparation | None]:
     """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec.
 
     Return the preparation of the windows that follow too, if some do.
@@ -55,7 +54,7 @@ def prepare(
     shape = model_shape(ready.model, config, len(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
-    of_data = prepared.fingerprint, prepared.num_rows("train")
+    of_data = prepared.fingerprint, prepared.turn_rows
     order = order_of(config, prepared, stages_of(ready.run, *of_data, config.rows_per_step))
     growth.check_order(ready.run, prepared, order)
     parameters, trainable = count_parameters(shape, config.model.lora)
@@ -148,7 +147,7 @@ def prepare_rows(
     tokenizer: Any,
     phases: Phases,
     first: int | None = None,
-) -> tuple[Prepared, Windows | None]:
+) -> tuple[Prepared, Preparation | None]:
     """Make the rows of every source, or take those of an earlier run.
 
     With `first`, return when so many rows are made, if the others can follow: the second value
@@ -158,8 +157,6 @@ def prepare_rows(
         ConfigError: data cannot be read, more records are unusable than data.bad_rows allows, or
             nothing is left.
     """
-    data = config.data
-    field = "data.mixture" if data.mixture else "data.path"
     root = open_storage(config.run.storage) / PREPARED
     recipes = {
         entry.path: _recipe(ready, config, entry, tokenizer_url, tokenizer)
@@ -167,20 +164,21 @@ def prepare_rows(
     }
     if (begun := _begun(ready, config, recipes, root)) is not None:
         return begun, None
-    rest: Windows | None = None
+    count = config.data.packings
+    if count > 1:
+        (recipe,) = recipes.values()
+        recipes = {f"packing {n + 1} of {count}": replace(recipe, packing=n) for n in range(count)}
+    rest: Preparation | None = None
+    problems: list[str] = []
     made: dict[str, Prepared] = {}
-    problems = []
-    for path, recipe in recipes.items():
-        size = number_of_bytes(recipe.source.num_bytes)
-        phases.begin(f"tokenising {path}{sources.why_all(config)}", size)
+    if sources.by_windows(config):
         try:
-            prepared, rest = sources.rows_of(config, recipe, root, phases, first)
-            made[path] = prepared
+            made, rest = sources.prepare_windows(config, recipes, root, phases, first)
         except SourceError as error:
             problems.append(str(error))
-            continue
-        problem = sources.unusable(prepared, f"{field}={path}", data.bad_rows)
-        problems += [problem] if problem else []
+    else:
+        made = sources.prepare_each(config, recipes, root, phases, problems)
+    problems += sources.unusable_sources(config, made)
     if problems:
         raise ConfigError(problems)
     return _joined(config, root, made), rest
@@ -213,6 +211,8 @@ def _recipe(
 
 def _joined(config: Config, root: Storage, made: dict[str, Prepared]) -> Prepared:
     data = config.data
+    if data.packings > 1:
+        return repacked(root, list(made.values()))
     return made[data.path] if not data.mixture else mixed(root, made, data.mixture)
 
 
@@ -220,6 +220,8 @@ def _begun(
     ready: CheckedLanguageRun, config: Config, recipes: dict[str, RowRecipe], root: Storage
 ) -> Prepared | None:
     """Return the rows of an earlier version with which this run has begun, if it has; else None."""
+    if config.data.packings > 1:
+        return None  # as no earlier version had
     newest, _ = latest(ready.run)
     if newest is not None:
         began = newest.state["cursor"]["fingerprint"]
@@ -243,17 +245,17 @@ def _begun(
 
 def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], ...] = ()) -> Order:
     """Return the order of the run's rows; `stages` are those of a run that has grown."""
-    rows, train, seed = prepared.num_rows("train"), config.train, config.run.seed
+    rows, train, seed = prepared.turn_rows, config.train, config.run.seed
     sizes = (config.rows_per_step, config.micro_batch, seed)
     if prepared.weights:
         assert train.max_steps is not None, "the config refuses a mixture without max_steps"
         order = Order.for_mixture(prepared.sizes, prepared.weights, *sizes, train.max_steps)
     elif train.max_steps is None:
-        order = Order.for_epochs(rows, *sizes, train.epochs or 1, stages)
+        order = Order.for_epochs(rows, *sizes, train.epochs or 1, stages, prepared.packings)
     else:
-        order = replace(Order.for_steps(rows, *sizes, train.max_steps), stages=stages)
-    more = prepared.known < prepared.windows
-    return replace(order, windows=prepared.windows_rows, more=more)
+        order = Order.for_steps(rows, *sizes, train.max_steps)
+        order = replace(order, stages=stages, packings=prepared.packings)
+    return replace(order, windows=prepared.windows_rows, follow=prepared.follow)
 
 
 def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:

@@ -53,14 +53,17 @@ def plan(
         f"{epochs:.2f} epochs",
     }
     if prepared.windows:
-        later = f"; {prepared.known} are prepared" if order.more else ""
-        lines["windows"] = f"{prepared.windows} of about {data.window_bytes:,} bytes{later}"
-    for path, part in report.get("sources", {}).items():
+        later = f"; {sum(prepared.known)} are prepared" if order.more else ""
+        lines["windows"] = f"{sum(prepared.windows)} of about {data.window_bytes:,} bytes{later}"
+    parts = report.get("sources", {}).items()
+    for number, (path, part) in enumerate(parts):
         share = data.mixture[path] / sum(data.mixture.values())
-        passes = share * order.num_steps * rows / part["train"]["rows"]
+        passes = share * order.num_steps * rows / prepared.rows_of_sources[number]
+        every = prepared.windows[number] if order.more else 0
+        later = f" in {prepared.known[number]} of {every} windows" if every else ""
         lines[f"source {path}"] = (
             f"{share:.1%} of the rows; {part['train']['documents']:,} documents, "
-            f"{part['train']['tokens']:,} tokens -> {part['train']['rows']:,} rows, "
+            f"{part['train']['tokens']:,} tokens -> {part['train']['rows']:,} rows{later}, "
             f"{passes:.2f} epochs"
         )
     if report["bad"]:

@@ -1,67 +1,121 @@
-"""Make the rows of one source of a run: all, or those of the first windows while others follow."""
+"""Make the rows of a run's sources: all, or those of the first windows while others follow."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
 
 from rayapp.config import Config
 from rayapp.data import prepare
 from rayapp.data.prepared import Prepared, reasons
 from rayapp.data.recipe import RowRecipe
+from rayapp.data.sources import SourceError
 from rayapp.data.stream import spare_cpus
-from rayapp.data.windows import Windows
+from rayapp.data.windows import Preparation, Windows
 from rayapp.observe.activity import Phases
 from rayapp.observe.words import number_of_bytes
+from rayapp.order import taken
 from rayapp.storage import Storage
 
-
-def why_all(config: Config) -> str:
-    """Return why windows do not begin to train before all are there, as part of a phase."""
-    if config.data.window_bytes is None or _begins_early(config):
-        return ""
-    why = "of a mixture" if config.data.mixture else "without train.max_steps"
-    return f" (all windows before the first step, {why})"
+Made = dict[str, Prepared]  # by the path of the source
 
 
-def _begins_early(config: Config) -> bool:
-    return config.train.max_steps is not None and not config.data.mixture
+def prepare_each(
+    config: Config,
+    recipes: Mapping[str, RowRecipe],
+    root: Storage,
+    phases: Phases,
+    problems: list[str],
+) -> Made:
+    """Prepare all rows of one source after another; add what is wrong to `problems`."""
+    made: Made = {}
+    why = " (all windows before the first step, without train.max_steps)"
+    why = "" if config.data.window_bytes is None else why
+    for path, recipe in recipes.items():
+        size = number_of_bytes(recipe.source.num_bytes)
+        phases.begin(f"tokenising {path}{why}", size)
+        workers = config.data.workers, phases.bytes_done
+        try:
+            if recipe.window_bytes is None:
+                made[path] = prepare.prepare(recipe, root, *workers)
+            else:
+                windows = Windows(recipe, root, config.run.seed)
+                (made[path],) = Preparation([windows], *workers).prepare()
+        except SourceError as error:
+            problems.append(str(error))
+    return made
 
 
-def rows_of(
-    config: Config, recipe: RowRecipe, root: Storage, phases: Phases, first: int | None
-) -> tuple[Prepared, Windows | None]:
-    """Prepare the rows of a source; of windows, those that the run needs, or the first of them.
+def by_windows(config: Config) -> bool:
+    """Return whether a run begins with its first windows, and takes those that its steps need."""
+    return config.data.window_bytes is not None and config.train.max_steps is not None
+
+
+def prepare_windows(
+    config: Config,
+    recipes: Mapping[str, RowRecipe],
+    root: Storage,
+    phases: Phases,
+    first: int | None,
+) -> tuple[Made, Preparation | None]:
+    """Prepare the windows that the run needs of all sources.
+
+    With `first`, return when the first so many rows of the run are made, and what goes on to make
+    the others, if others follow.
 
     Raises:
         SourceError: the data cannot be read.
     """
-    workers, steps = config.data.workers, config.train.max_steps
-    if recipe.window_bytes is None:
-        return prepare.prepare(recipe, root, workers, phases.bytes_done), None
-    windows = Windows(recipe, root, config.run.seed, workers, phases.bytes_done)
-    if steps is None or not _begins_early(config):
-        return windows.prepare(), None
-    needed = max(1, steps * config.rows_per_step)
+    size = number_of_bytes(sum(recipe.source.num_bytes for recipe in recipes.values()))
+    what = next(iter(recipes)) if len(recipes) == 1 else f"{len(recipes)} sources together"
+    phases.begin(f"tokenising {what}", size)
+    sources = [Windows(recipe, root, config.run.seed) for recipe in recipes.values()]
+    windows = Preparation(sources, config.data.workers, phases.bytes_done)
+    assert config.train.max_steps is not None, "the rows that are needed are not known"
+    needed = _rows_of_sources(config, list(recipes), config.train.max_steps * config.rows_per_step)
     if first is None or windows.holds(needed):
-        return windows.prepare(needed), None
+        return dict(zip(recipes, windows.prepare(needed), strict=True)), None
 
     def show(done: int, total: int) -> None:
         phases.beside = "" if windows.ended else preparing(windows, needed)
 
     windows.progress = show
-    what = f"data.path={config.data.path}"
-    windows.start(
-        needed,
-        lambda prepared: unusable(prepared, what, config.data.bad_rows),
-        spare_cpus(config.cluster.min_workers),
-    )
-    return windows.wait_for(min(first, needed)), windows
+    check = partial(_unusable_source, config, list(recipes))
+    windows.start(needed, check, spare_cpus(config.cluster.min_workers))
+    at_first = _rows_of_sources(config, list(recipes), first)
+    least = [min(rows, most) for rows, most in zip(at_first, needed, strict=True)]
+    return dict(zip(recipes, windows.wait_for(least), strict=True)), windows
 
 
-def preparing(windows: Windows, rows: int) -> str:
+def _rows_of_sources(config: Config, paths: list[str], rows: int) -> list[int]:
+    """Return how many rows of each source are among the first of the run, at least one."""
+    weights = config.data.mixture
+    in_order = sorted(paths)  # as a mixture has them
+    counts = taken([weights[path] for path in in_order], rows, config.run.seed) if weights else ()
+    by_path = dict(zip(in_order, counts, strict=True)) if weights else dict.fromkeys(paths, rows)
+    return [max(1, by_path[path]) for path in paths]
+
+
+def preparing(windows: Preparation, rows: list[int]) -> str:
     """Say which of the windows that hold the first rows of the run is being prepared."""
-    number, last, done, total = windows.state(rows)
-    about = "~" if last < windows.count else ""
-    size = f"{number_of_bytes(done)} of {about}{number_of_bytes(total)}"
-    return f"preparing window {number} of {about}{last}, {size}"
+    state = windows.state(rows)
+    about = "~" if state.needed < state.of else ""
+    size = f"{number_of_bytes(state.done)} of {about}{number_of_bytes(state.total)}"
+    number = min(state.ready + 1, state.needed)
+    return f"preparing window {number} of {about}{state.needed}, {size}"
+
+
+def _unusable_source(config: Config, paths: list[str], every: list[Prepared]) -> str | None:
+    """Return why the sources of a run cannot be trained on, None if they can."""
+    return "; ".join(unusable_sources(config, dict(zip(paths, every, strict=True)))) or None
+
+
+def unusable_sources(config: Config, made: Made) -> list[str]:
+    """Return why each source that cannot be trained on cannot be."""
+    field = "data.mixture" if config.data.mixture else "data.path"
+    limit = config.data.bad_rows
+    found = (unusable(prepared, f"{field}={path}", limit) for path, prepared in made.items())
+    return [problem for problem in found if problem]
 
 
 def unusable(prepared: Prepared, what: str, limit: float) -> str | None:

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from rayapp.order.bijection import permutation
 from rayapp.order.digest import combine, differences, fingerprint, row_digest
-from rayapp.order.sequence import EMPTY, Cursor, Order
-from rayapp.order.shares import mixture
+from rayapp.order.sequence import EMPTY, SOURCE_ROWS, Cursor, Order
+from rayapp.order.shares import mixture, taken
 from rayapp.order.windows import shuffled, visits, window_of
 
 __all__ = [
     "EMPTY",
+    "SOURCE_ROWS",
     "Cursor",
     "Order",
     "combine",
@@ -35,6 +36,7 @@ __all__ = [
     "permutation",
     "row_digest",
     "shuffled",
+    "taken",
     "visits",
     "window_of",
 ]

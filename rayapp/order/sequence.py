@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,13 +10,19 @@ from typing import Any
 import numpy as np
 
 from rayapp.order.bijection import MAX_ROWS, Ints, outside, permutation
-from rayapp.order.shares import mixture, shares_and_block
+from rayapp.order.fitting import check_mixture, check_packings, check_windows, not_a_divisor
+from rayapp.order.packings import packed_in_turn
+from rayapp.order.shares import mixture, taken
 from rayapp.order.windows import windowed
 
 EMPTY = -1  # the row id of a position that holds no row
+SOURCE_ROWS = 10**12  # from the first row of a source to that of the next, in a mixture of windows
 MAX_STEPS = 2**31  # also of rows per step, so that every position fits an int64
 
-# row          one packed sequence, by its number in the data set: [0, num_rows)
+# row          one packed sequence, by its number in the data set: [0, num_rows), or in a mixture of
+#              windows from source * SOURCE_ROWS on, which does not depend on what is known
+# packing      one way in which the documents make rows: epochs take several in turn, and those of
+#              one turn are an epoch of num_rows here, so that cursors know no packings
 # position     a place in the global sequence: epoch 0 is [0, num_rows), epoch 1 the next num_rows
 # step         one optimizer step: positions [step * rows_per_step, (step + 1) * rows_per_step)
 # micro-batch  one forward and backward: `micro_batch` positions of a step that lie side by side
@@ -80,8 +85,12 @@ class Order:
     windows: tuple[tuple[int, ...], ...] = ()
     """Rows of each window of each source, in the order of the visits (see rayapp.order.windows);
     empty: the rows of a source are shuffled at once."""
-    more: bool = False
-    """Whether windows follow whose rows are not known: those that are known make `num_rows`."""
+    packings: tuple[int, ...] = ()
+    """Rows of each packing, which are numbered one packing after another, and which epochs take in
+    turn; empty: all epochs have the same rows."""
+    follow: tuple[bool, ...] = ()
+    """Whether windows of each source follow whose rows are not known: those that are known make its
+    size. Empty: none follow."""
 
     def __post_init__(self) -> None:
         for name, high in {
@@ -94,10 +103,12 @@ class Order:
             if not low <= getattr(self, name) <= high:
                 raise ValueError(outside(name, getattr(self, name), low, high))
         if self.rows_per_step % self.micro_batch:
-            raise ValueError(_not_a_divisor(self.micro_batch, self.rows_per_step))
+            raise ValueError(not_a_divisor(self.micro_batch, self.rows_per_step))
         if self.weights:
-            self._check_mixture()
-        self._check_windows()
+            check_mixture(self.sizes, self.weights, self.num_rows, self.total_rows)
+        sizes = self.sizes or (self.num_rows,)
+        check_windows(self.windows, self.follow, sizes, self.total_rows)
+        check_packings(self.packings, sizes, self.windows)
         if self.total_rows is not None:
             if self.total_rows < 1:
                 raise ValueError(
@@ -113,39 +124,6 @@ class Order:
                     f"Set num_steps={most} or fewer, or total_rows=None"
                 )
 
-    def _check_mixture(self) -> None:
-        shares_and_block(self.weights)
-        if len(self.sizes) != len(self.weights) or sum(self.sizes) != self.num_rows:
-            raise ValueError(
-                f"sizes={self.sizes} are not those of a mixture of num_rows={self.num_rows} and "
-                f"weights={self.weights}: each source has one of both. Set sizes that sum to it"
-            )
-        for size, weight in zip(self.sizes, self.weights, strict=True):
-            if weight and not size:
-                raise ValueError(
-                    f"sizes={self.sizes} leave a source without rows, and weights={self.weights} "
-                    "ask for some of it. Set that weight to 0"
-                )
-        if self.total_rows is not None:
-            raise ValueError(
-                f"total_rows={self.total_rows} is not for a mixture, whose sources end at "
-                "different times. Set total_rows=None"
-            )
-
-    def _check_windows(self) -> None:
-        sizes = self.sizes or (self.num_rows,)
-        if self.windows and tuple(map(sum, self.windows)) != sizes:
-            raise ValueError(
-                f"windows={self.windows} are not those of {sizes} rows: each source has windows of "
-                "all its rows. Set windows that sum to them"
-            )
-        if self.more and (len(self.windows) != 1 or self.total_rows is not None):
-            raise ValueError(
-                f"more={self.more} is in conflict with windows={self.windows}, "
-                f"total_rows={self.total_rows}: only the windows of one source may follow later. "
-                "Set more=False"
-            )
-
     @classmethod
     def for_epochs(
         cls,
@@ -155,15 +133,20 @@ class Order:
         seed: int,
         epochs: int,
         stages: tuple[tuple[int, int], ...] = (),
+        packings: tuple[int, ...] = (),
     ) -> Order:
-        """Train on every row exactly `epochs` times; the very last step may be short."""
+        """Train on every row exactly `epochs` times; the very last step may be short.
+
+        Of several packings, each epoch takes every row of one of them once.
+        """
         if epochs < 1:
             raise ValueError(outside("epochs", epochs, 1, None))
-        total_rows = epochs * num_rows
+        turns, rest = divmod(epochs, max(1, len(packings)))
+        total_rows = turns * num_rows + sum(packings[:rest])
         steps, rows = stages[-1] if stages else (0, 0)
         num_steps = steps + _ceil_div(total_rows - rows, max(rows_per_step, 1))
         sizes = (num_rows, rows_per_step, micro_batch, seed, num_steps, total_rows)
-        return cls(*sizes, stages=stages)
+        return cls(*sizes, stages=stages, packings=packings)
 
     @classmethod
     def for_steps(
@@ -185,7 +168,8 @@ class Order:
         """Train on rows of several sources in the shares of their weights.
 
         Each source has its own epochs: none of its rows repeats before all have come once. An epoch
-        of the cursor is as many rows as all sources have together.
+        of the cursor is as many rows as all sources have together. Windows change which row of a
+        source comes at a position, and never which source.
         """
         sizes, weights = tuple(sizes), tuple(weights)
         return cls(
@@ -193,9 +177,20 @@ class Order:
         )
 
     @property
+    def more(self) -> bool:
+        """Whether windows follow whose rows are not known."""
+        return any(self.follow)
+
+    @property
     def source_ends(self) -> tuple[int, ...]:
-        """The number of rows up to the end of each source; empty unless there are several."""
-        return tuple(itertools.accumulate(self.sizes)) if len(self.sizes) > 1 else ()
+        """The row after the numbers of each source; empty unless there are several."""
+        apart = (SOURCE_ROWS,) * len(self.sizes) if self.windows else self.sizes
+        return tuple(itertools.accumulate(apart)) if len(self.sizes) > 1 else ()
+
+    def needed(self, step: int) -> tuple[int, ...]:
+        """Return how many rows of each source the steps up to this one take, repeated ones too."""
+        rows = (step + 1) * self.rows_per_step
+        return taken(self.weights, rows, self.seed) if self.weights else (rows,)
 
     def rows(self, step: int) -> Ints:
         """Return the row ids of a step's global batch, int64[R]; -1 fills a short last step."""
@@ -300,11 +295,7 @@ class Order:
         ids = np.full(len(positions), EMPTY, dtype=np.int64)
         if limit is not None:
             positions = positions[: np.searchsorted(positions, limit)]
-        if self.more and len(positions) and positions[-1] >= self.num_rows:
-            raise ValueError(
-                f"position {positions[-1]} has no row yet: the windows that are known have "
-                f"num_rows={self.num_rows}. Wait for the next one"
-            )
+        self._check_known(0, positions, self.num_rows)
         epochs, places = np.divmod(positions, self.num_rows)
         present, starts = np.unique(epochs, return_index=True)
         bounds = [*starts.tolist(), len(positions)]
@@ -312,10 +303,20 @@ class Order:
             ids[low:high] = self._epoch_rows(0, places[low:high], self.num_rows, epoch)
         return ids
 
+    def _check_known(self, source: int, places: Ints, size: int) -> None:
+        """Refuse places of a source, ascending, in windows that are not known."""
+        if self.more and self.follow[source] and len(places) and places[-1] >= size:
+            raise ValueError(
+                f"position {places[-1]} has no row yet: the windows of source {source} that are "
+                f"known have num_rows={size}. Wait for the next one"
+            )
+
     def _epoch_rows(self, source: int, places: Ints, size: int, epoch: int) -> Ints:
         """Return the rows of a source at places of one of its epochs: [n] -> [n]."""
         if self.windows and epoch == 0:
             return windowed(places, self.windows[source], self.seed)
+        if self.packings:
+            return packed_in_turn(places, self.packings, self.seed, epoch)
         return permutation(places, size, self.seed, epoch)
 
     def _mixed_row_ids(self, positions: Ints) -> Ints:
@@ -325,31 +326,15 @@ class Order:
         first = 0
         for source, size in enumerate(self.sizes):
             here = np.flatnonzero(sources == source)
+            self._check_known(source, items[here], size)
             epochs = items[here] // max(size, 1)
             for epoch in np.unique(epochs).tolist():
                 slots = here[epochs == epoch]
                 places = items[slots] - epoch * size
                 ids[slots] = first + self._epoch_rows(source, places, size, epoch)
-            first += size
+            first += SOURCE_ROWS if self.windows else size
         return ids
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _not_a_divisor(micro_batch: int, rows_per_step: int) -> str:
-    small = [d for d in range(1, math.isqrt(rows_per_step) + 1) if rows_per_step % d == 0]
-    divisors = sorted({*small, *(rows_per_step // d for d in small)})
-    below = [d for d in divisors if d < micro_batch][-1:]
-    above = [d for d in divisors if d > micro_batch][:1]
-    lower = rows_per_step // micro_batch * micro_batch
-    multiples = [rows for rows in (lower, lower + micro_batch) if rows]
-    return (
-        f"micro_batch={micro_batch} is illegal: rows_per_step={rows_per_step} is not a multiple of "
-        f"it. Set micro_batch={_either(below + above)}, or rows_per_step={_either(multiples)}"
-    )
-
-
-def _either(values: list[int]) -> str:
-    return " or ".join(map(str, values))

@@ -50,6 +50,20 @@ def mixture(weights: Sequence[float], positions: Ints, seed: int) -> tuple[Ints,
     return sources, items
 
 
+def taken(weights: Sequence[float], count: int, seed: int) -> tuple[int, ...]:
+    """Return how many of the first `count` positions each source has.
+
+    >>> taken([3, 1], 4097, seed=0)
+    (3073, 1024)
+    """
+    shares, block = shares_and_block(weights)
+    blocks, rest = divmod(count, block)
+    ends = [math.floor(share * blocks * block) for share in shares]
+    begun = _block_sources(shares, block, blocks, seed, np.arange(rest))
+    more = np.bincount(begun, minlength=len(weights)).tolist()
+    return tuple(end - start + n for start, end, n in zip(ends, ends[1:], more, strict=False))
+
+
 def _block_sources(shares: list[Fraction], block: int, k: int, seed: int, offsets: Ints) -> Ints:
     """Return the source at each offset of block k: [n] -> [n]."""
     ends = [

@@ -14,6 +14,16 @@ decides in which order the windows are visited, and the order of rows within eac
 
 The first epoch visits the windows in turn: where a row of a window comes depends on the sizes of
 this window and of those before it, and on nothing else. Later epochs shuffle all rows at once.
+
+In a mixture each source has windows of its own. The weights and the seed decide which source a
+position is of, and which item of that source it takes: the n-th, for n = 0, 1, 2, ... on end
+(rayapp.order.shares). No window changes that, so each batch has the shares of a mixture without
+windows. Item n of a source is place n of its first epoch as long as it has so many rows: its row
+depends on the sizes of that source's windows up to this row, and on no other source. A later epoch
+needs the size of the source, and so all of its windows. Rows of source j are numbered from
+j * 10^12 on, since the sizes of the sources before it may be unknown. So the rows of a step are a
+function of the seed, the weights and the sizes of the windows that its items lie in or come after:
+neither workers, nor kills, nor the time at which a window is ready are among its arguments.
 """
 
 from __future__ import annotations
@@ -41,9 +51,9 @@ def window_of(sizes: Sequence[int], window_size: int) -> Ints:
     return chosen
 
 
-def shuffled(size: int, window: int) -> Ints:
-    """Return the documents of a window in the order in which they are packed: [size]."""
-    return permute(np.arange(size), size, round_keys("documents", 0, window))
+def shuffled(size: int, window: int, packing: int = 0) -> Ints:
+    """Return the documents of a window or unit in the order in which they are packed: [size]."""
+    return permute(np.arange(size), size, round_keys("documents", packing, window))
 
 
 def visits(num_windows: int, seed: int) -> list[int]:

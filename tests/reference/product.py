@@ -105,8 +105,9 @@ def iterations_in_fp32() -> Any:
     return mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor)
 
 
-def _in_this_process(recipe: Any, url: str, tasks: Any, *_: Any) -> Iterator[Any]:
+def _in_this_process(recipes: Any, url: str, tasks: Any, *_: Any) -> Iterator[Any]:
     for task in tasks:
+        recipe = recipes[task.source]
         task.run(recipe, url, recipe.fingerprint)
         yield task
 

@@ -73,8 +73,7 @@ class Drill:
         self.run = open_storage(f"{self.storage}/{name}")
         self.attempts_before = max((line["attempt"] for line in self.lines()), default=0)
         self.temporary = tempfile.mkdtemp()
-        data = self.data(folder)
-        arguments = {"run.storage": self.storage, "run.name": name, "data.path": data}
+        arguments = {"run.storage": self.storage, "run.name": name, **self.inputs(folder)}
         command = [sys.executable, self.PROGRAM, self.MODULE]
         for field, value in {**arguments, **self.SETTINGS, **(more or {})}.items():
             command.append(f"--{field}={value}")
@@ -86,6 +85,10 @@ class Drill:
             self.process = subprocess.Popen(
                 command, env=variables, stdout=output, stderr=subprocess.STDOUT
             )
+
+    def inputs(self, folder: Path) -> dict[str, Any]:
+        """Return the fields that name what is trained on."""
+        return {"data.path": self.data(folder)}
 
     def data(self, folder: Path) -> Path:
         """Write what is trained on; return where it is."""
