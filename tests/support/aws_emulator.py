@@ -24,7 +24,12 @@ os.environ.setdefault("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 import moto.eks.urls as eks_urls
 from moto.applicationautoscaling.responses import ApplicationAutoScalingResponse
-from moto.autoscaling.models import FakeScalingPolicy, autoscaling_backends
+from moto.autoscaling.models import (
+    AutoScalingBackend,
+    FakeAutoScalingGroup,
+    FakeScalingPolicy,
+    autoscaling_backends,
+)
 from moto.autoscaling.responses import AutoScalingResponse
 from moto.budgets.responses import BudgetsResponse
 from moto.core.responses import ActionResult, EmptyResult
@@ -218,7 +223,7 @@ def _with_its_hosts(original: Any, self: Any) -> Any:
     group, wanted = groups.get(f"{cluster}-{service}"), self._get_param("desiredCount")
     if group is None or wanted is None:
         return answer
-    kinds = _without(self)
+    kinds = _without(self.current_account, self.region)
     if wanted and {group.instance_type, f"?{group.instance_type}"} & kinds:
         if group.instance_type in kinds:
             _tell(group, wanted, "Failed")
@@ -232,8 +237,8 @@ def _with_its_hosts(original: Any, self: Any) -> Any:
     return answer
 
 
-def _without(self: Any) -> set[str]:
-    parameter = ssm_backends[self.current_account][self.region].get_parameter(WITHOUT)
+def _without(account: str, region: str) -> set[str]:
+    parameter = ssm_backends[account][region].get_parameter(WITHOUT)
     return set(parameter.value.split(",")) if parameter else set()
 
 
@@ -517,7 +522,75 @@ def _nodegroup_with_settings(original: Any, self: Any) -> Any:
     group = self.eks_backend.describe_nodegroup(_cluster(self), self._get_param("nodegroupName"))
     group.update_config = self._get_param("updateConfig") or {"maxUnavailable": 1}
     group.node_repair_config = self._get_param("nodeRepairConfig")
+    if group.launch_template:
+        _hosts_of(group, self.current_account, self.region)
     return answer
+
+
+# The Auto Scaling group of a node group; `kind` is the instance type that EKS gives it. Its hosts
+# come when Auto Scaling is told of them, not with the node group: some tests play the hosts.
+_template_type = FakeAutoScalingGroup.instance_type
+FakeAutoScalingGroup.instance_type = property(
+    lambda self: getattr(self, "kind", None) or _template_type.__get__(self)
+)
+_template_image = FakeAutoScalingGroup.image_id
+FakeAutoScalingGroup.image_id = property(
+    lambda self: "ami-12c6146b" if hasattr(self, "kind") else _template_image.__get__(self)
+)
+
+
+def _hosts_of(group: Nodegroup, account: str, region: str) -> None:
+    """Make a node group's Auto Scaling group."""
+    name = group.resources["autoScalingGroups"][0]["name"]
+    template = {"LaunchTemplateId": group.launch_template["id"]}
+    most = group.scaling_config["maxSize"]
+    made = autoscaling_backends[account][region].create_auto_scaling_group(
+        name=name,
+        availability_zones=[],
+        desired_capacity=0,
+        min_size=0,
+        max_size=most,
+        launch_config_name="",
+        launch_template=template,
+        vpc_zone_identifier=",".join(group.subnets),
+        default_cooldown=None,
+        health_check_period=None,
+        health_check_type=None,
+        load_balancers=[],
+        target_group_arns=[],
+        placement_group=None,
+        termination_policies=[],
+        tags=[],
+    )
+    made.kind, made.nodegroup = (group.instance_types or [""])[0], group
+
+
+@fill(AutoScalingBackend, "set_desired_capacity")
+def _nodes(original: Any, self: Any, name: str, wanted: int) -> None:
+    """Let a node group's hosts come, or say why they do not."""
+    group = self.autoscaling_groups[name]
+    if not hasattr(group, "nodegroup"):
+        return original(self, name, wanted)
+    kinds = _without(self.account_id, self.region_name)
+    if wanted and {group.kind, f"?{group.kind}"} & kinds:
+        if group.kind in kinds:
+            _tell(group, wanted, "Failed")
+        group.desired_capacity = wanted  # it goes on trying
+    else:
+        original(self, name, wanted)
+        _tell(group, wanted, "Successful")
+    group.nodegroup.scaling_config = {**group.nodegroup.scaling_config, "desiredSize": wanted}
+
+
+@fill(EKSResponse, "delete_nodegroup")
+def _nodegroup_with_its_hosts(original: Any, self: Any) -> Any:
+    name = self._get_param("nodegroupName")
+    group = self.eks_backend.describe_nodegroup(_cluster(self), name)
+    groups = autoscaling_backends[self.current_account][self.region].autoscaling_groups
+    gone = groups.pop(group.resources["autoScalingGroups"][0]["name"], None)
+    if gone is not None:
+        gone.set_desired_capacity(0)
+    return original(self)
 
 
 # --- FSx: a life cycle, links to S3 -----------------------------------------------------------
