@@ -46,6 +46,7 @@ from moto.eks.responses import EKSResponse
 from moto.fsx.models import FileSystem
 from moto.fsx.responses import FSxResponse
 from moto.iam.access_control import IAMPolicyStatement, IAMRequestBase, PermissionResult
+from moto.s3.models import FakeDeleteMarker
 from moto.s3.responses import ACTION_MAP, S3Response
 from moto.server import main
 from moto.ssm.models import ssm_backends
@@ -677,6 +678,13 @@ def delete_data_repository_association(self: Any) -> str:
     store(self.fsx_backend, "links").pop(name, None)
     answer = {"AssociationId": name, "Lifecycle": "DELETING", "DeleteDataInFileSystem": False}
     return json.dumps(answer)
+
+
+# --- S3: a bucket with versions is emptied -----------------------------------------------------
+
+# moto disposes of every version of a key that it forgets, and its delete markers lack the method:
+# emptying a bucket whose versioning has been suspended would be an error 500.
+FakeDeleteMarker.dispose = lambda self, garbage=False: None
 
 
 # --- IAM: conditions; what S3 asks of ListBucket -----------------------------------------------
