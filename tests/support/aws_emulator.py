@@ -310,6 +310,19 @@ if os.environ.get("EMULATED_TASK"):  # every service has this task, which runs
         task = {"taskArn": arn, "lastStatus": "RUNNING", "containers": containers}
         return ActionResult({"tasks": [task]})
 
+    @fill(EC2ContainerServiceResponse, "describe_services")
+    def _with_running_hosts(original: Any, self: Any) -> Any:
+        """A task of a worker runs where a host of its service does; whoever plays them has tags."""
+        cluster = self._get_param("cluster")
+        running = ec2_backends[self.current_account][self.region].all_running_instances()
+        names = [
+            {tag["key"]: tag["value"] for tag in one.get_tags()}.get("Name") for one in running
+        ]
+        for service in self.ecs_backend.services.values():
+            count = names.count(f"{cluster}-{service.name}")
+            service.running_count = 1 if service.name == "head" else count
+        return original(self)
+
 
 # --- SSM: the name of every parameter that is read is known -----------------------------------
 
