@@ -167,6 +167,7 @@ up-eks: address .venv/.ready
 	kubectl apply -k $(OUT)/kuberay/cluster
 	kubectl --namespace rayapp wait --timeout=20m --for=condition=HeadPodReady raycluster/rayapp
 	$(TF)/eks apply $(EKS_VARS)
+	$(CAPACITY) eks --name=$(NAME) --region=$(REGION)
 
 down-ecs:
 	$(TF)/ecs destroy $(ECS_VARS)
@@ -196,7 +197,6 @@ run-ecs: new-ecs
 
 run-eks: new-eks
 	@trap '$(MAKE) down-eks $(DOWN)' EXIT; trap 'exit 130' INT TERM; $(MAKE) up-eks && \
-	kubectl --namespace rayapp wait --timeout=30m --for=condition=RayClusterProvisioned raycluster/rayapp && \
 	$(BIN)/python -m rayapp connect eks --name=$(NAME) -- $(SUBMIT)
 
 # Under a name of its own: at its end all of that name is destroyed, results and images too. YES=1 answers its question.

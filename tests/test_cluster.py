@@ -213,6 +213,7 @@ BREAKS: dict[str, tuple[Callable[[dict[str, Any]], Any], bool]] = {
         lambda c: _worker(c)["template"]["spec"].update(terminationGracePeriodSeconds=30),
         False,
     ),
+    "labels for ray start": (lambda c: _worker(c)["rayStartParams"].update(labels="a=b"), False),
     "KubeRay's shell": (lambda c: _worker(c)["template"]["metadata"].pop("annotations"), False),
 }
 
@@ -571,10 +572,12 @@ def test_all_problems_at_once() -> None:
     assert len(text.splitlines()) == 4, text
 
 
-def test_a_list_is_refused_on_eks() -> None:
-    assert "cluster.instance is impossible as a list on EKS" in refused(
-        "kuberay", {"cluster.instance": LIST}
-    )
+@pytest.mark.parametrize("component", ["kueue", "autoscaling"])
+def test_what_sees_one_group_takes_no_list(component: str) -> None:
+    nodes = "autoscaled" if component == "autoscaling" else "fixed"
+    asked = {"components": (component,), "nodes": nodes}
+    text = refused("kuberay", {"cluster.instance": LIST}, **asked)
+    assert text.startswith(f"component {component} is impossible where cluster.instance is a list")
 
 
 def test_the_lustre_component_needs_its_file_system() -> None:

@@ -6,17 +6,13 @@ Terraform applies what is rendered for a list to the emulator, which refuses som
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from nodes import Node, cluster
 from patience import PATIENCE_S
+from priced import CHOICES, costs_the_third
 from terraform import ACCOUNT, REGION, Cloud, mirror
 
 from rayapp.__main__ import main
@@ -25,11 +21,8 @@ from rayapp.cluster.capacity import start
 from rayapp.cluster.connect import NotReachable
 from rayapp.cluster.preflight.findings import requirements_of
 from rayapp.config import RunConfig, load
-from rayapp.observe.goodput import read_events
-from rayapp.storage import open_storage
 
 TYPES = ("m7i.4xlarge", "c6i.4xlarge", "r6i.4xlarge")
-CHOICES = "[m7i.4xlarge, c6i.4xlarge:spot@0.25, r6i.4xlarge@1.5]"
 WITHOUT = "/emulator/without"
 FIRST, SECOND, THIRD = (
     [f"worker-{number}-{name}-us-west-2{zone}" for zone in "ab"]
@@ -157,7 +150,7 @@ def hosts(cloud: Cloud) -> list[str]:
 def test_the_last_of_many_groups_starts(account: Cloud) -> None:
     refuse(account, *TYPES)
     said = list[str]()
-    assert start("rayapp", account.client, PATIENCE_S, said.append) == MORE[0]
+    assert start("ecs", "rayapp", account.client, PATIENCE_S, said.append) == MORE[0]
     assert [line.partition(" ")[0] for line in said] == [*FIRST, *SECOND, *THIRD, MORE[0]]
     assert "sufficient r6i.4xlarge capacity" in said[5] and "(us-west-2b)" in said[5]
     assert wanted(account) == {MORE[0]: (2, 2)} and hosts(account) == ["m5.large"] * 2
@@ -168,7 +161,7 @@ def test_one_of_two_that_are_wanted_ends(account: Cloud) -> None:
     refuse(account)
     asked = {"cluster": "rayapp-ecs", "service": FIRST[1]}
     account.client("ecs").update_service(**asked, desiredCount=2)
-    assert start("rayapp", account.client, PATIENCE_S, print) == FIRST[1]
+    assert start("ecs", "rayapp", account.client, PATIENCE_S, print) == FIRST[1]
     assert wanted(account) == {FIRST[1]: (2, 2)} and hosts(account) == ["m7i.4xlarge"] * 2
 
 
@@ -178,8 +171,8 @@ def test_a_group_that_says_nothing_is_not_waited_for_without_end(account: Cloud)
     account.client("ecs").update_service(**asked, desiredCount=2)
     said = list[str]()
     with pytest.raises(NotReachable, match=r"no group of cluster\.instance can be had: worker-1"):
-        start("rayapp", account.client, 0.3, said.append)
-    assert said[0] == f"{FIRST[1]} cannot be had: 0 of 2 tasks run after 0 s"
+        start("ecs", "rayapp", account.client, 0.3, said.append)
+    assert said[0] == f"{FIRST[1]} cannot be had: 0 of 2 workers run after 0 s"
     assert len(said) == 12 and wanted(account) == {} and hosts(account) == []
 
 
@@ -188,7 +181,7 @@ def test_a_cluster_for_one_type_has_nothing_to_choose(account: Cloud) -> None:
     ecs.create_cluster(clusterName="other-ecs")
     made = {"cluster": "other-ecs", "taskDefinition": "worker"}
     ecs.create_service(**made, serviceName="worker-on-demand", desiredCount=0)
-    assert start("other", account.client, PATIENCE_S, print) is None
+    assert start("ecs", "other", account.client, PATIENCE_S, print) is None
 
 
 def test_a_cluster_that_is_not_there(
@@ -198,8 +191,8 @@ def test_a_cluster_that_is_not_there(
     assert main(["capacity", "ecs", "--name=none"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("failed: ") and "Cluster not found" in err and "Traceback" not in err
-    assert main(["capacity", "eks"]) == 2
-    assert "eks is unknown: there is no such cluster to start. Set ecs" in capsys.readouterr().err
+    assert main(["capacity", "k8s"]) == 2
+    assert "k8s is unknown: there is no such cluster to start. Set ecs" in capsys.readouterr().err
 
 
 def test_a_preflight_requires_no_type_of_a_list() -> None:
@@ -220,7 +213,7 @@ def test_a_list_starts_nothing_by_itself(cloud: Cloud) -> None:
 def test_the_third_starts_where_two_are_refused(cloud: Cloud) -> None:
     refuse(cloud, *TYPES[:2])
     said = list[str]()
-    assert start("rayapp", cloud.client, PATIENCE_S, said.append) == THIRD[0]
+    assert start("ecs", "rayapp", cloud.client, PATIENCE_S, said.append) == THIRD[0]
     assert [line.partition(" ")[0] for line in said] == [*FIRST, *SECOND, THIRD[0]]
     assert said[1].endswith(
         "cannot be had: We currently do not have sufficient m7i.4xlarge capacity in the "
@@ -233,7 +226,7 @@ def test_the_third_starts_where_two_are_refused(cloud: Cloud) -> None:
     asked = {"cluster": "rayapp-ecs", "service": THIRD[0]}
     cloud.client("ecs").update_service(**asked, desiredCount=1)  # as before a larger config
     again = list[str]()
-    assert start("rayapp", cloud.client, PATIENCE_S, again.append) == THIRD[0]
+    assert start("ecs", "rayapp", cloud.client, PATIENCE_S, again.append) == THIRD[0]
     assert wanted(cloud) == {THIRD[0]: (2, 2)}
     assert again == said[-1:]  # what is up stays, whatever else there is room for
     done = cloud.plan("ecs")
@@ -248,7 +241,7 @@ def test_a_group_whose_hosts_do_not_come_back_is_left(cloud: Cloud) -> None:
     asked = {"cluster": "rayapp-ecs", "service": THIRD[0]}
     cloud.client("ecs").update_service(**asked, desiredCount=2)  # ECS tries to replace them
     said = list[str]()
-    assert start("rayapp", cloud.client, PATIENCE_S, said.append) == FIRST[0]
+    assert start("ecs", "rayapp", cloud.client, PATIENCE_S, said.append) == FIRST[0]
     assert said[0].startswith(f"{THIRD[0]} cannot be had: We currently do not have")
     assert wanted(cloud) == {FIRST[0]: (2, 2)} and hosts(cloud) == ["m7i.4xlarge"] * 2
 
@@ -280,38 +273,4 @@ def test_a_run_costs_what_started(cloud: Cloud, tmp_path: Path) -> None:
     task = ecs.describe_task_definition(taskDefinition=service["taskDefinition"])["taskDefinition"]
     command = task["containerDefinitions"][0]["command"]
     (label,) = [word for word in command if word.startswith("--labels=")]
-    with cluster(tmp_path) as nodes:
-        nodes.append(Node(tmp_path / "worker.log", cpus=2, seats=1, head=nodes[0], more=[label]))
-        settings = {
-            "run.name": "priced",
-            "run.storage": str(tmp_path),
-            "run.max_usd": 100,
-            "cluster.instance": CHOICES,
-            "cluster.workers": 1,
-            "cluster.address": nodes[0].address,
-            "data.seq_len": 64,
-            "train.tokens_per_step": 256,
-            "train.micro_batch": 4,
-            "train.max_steps": 2,
-            "checkpoint.export": "false",
-        }
-        options = [f"--{name}={value}" for name, value in settings.items()]
-        done = subprocess.run(
-            [sys.executable, "-m", "rayapp.finetune", *options],
-            cwd=tmp_path,
-            env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    run = open_storage(str(tmp_path / "priced"))
-    told: list[Any] = [event for event in read_events(run) if "instance" in event]
-    assert {(each["nodes"], each["instance"], each["usd_per_hour"]) for each in told} == {
-        (1, "r6i.4xlarge@1.5", 1.5)
-    }
-    ended = read_events(run)[-1]["time"]
-    result = json.loads(run.read("result.json"))
-    assert result["cost_usd"] == pytest.approx(1.5 * (ended - told[0]["time"]) / 3600, rel=0.01)
-    assert json.loads(run.read("plan.json"))["instance"] == "r6i.4xlarge"
-    assert "  - r6i.4xlarge@1.5\n" in run.read("config.yaml").decode()  # the list, for the next
+    costs_the_third(tmp_path, label)

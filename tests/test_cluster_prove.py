@@ -14,8 +14,9 @@ from terraform import ROOT, Cloud
 from rayapp.cluster import Options
 from rayapp.cluster.prove import page, steps
 from rayapp.cluster.prove.__main__ import main, price
+from rayapp.cluster.prove.account import AwsAccount
 from rayapp.cluster.prove.page import FAIL, NOT_RUN, PASS, ProofPage, Step
-from rayapp.cluster.prove.proof import Proof
+from rayapp.cluster.prove.proof import Failed, Proof
 
 needs_terraform = pytest.mark.skipif(
     shutil.which("terraform") is None, reason="terraform is not installed"
@@ -39,6 +40,44 @@ def test_a_page_tells_all_but_the_account() -> None:
     assert "- `make down-ecs NAME=x`" in text
     assert "123456789012" in page.text(outcome, masked=False)
     assert ProofPage("all", {}, [Step("up", PASS)]).result == PASS
+
+
+TOLD_BY_TERRAFORM = """
+$ make --no-print-directory down-base
+Destroy complete? No.
+╷
+│ Error: deleting S3 Bucket (rayapp-prove): BucketNotEmpty
+│ 
+│   with module.storage.aws_s3_bucket.this,
+╵
+make: *** [Makefile:1: down-base] Error 1
+"""
+
+
+def test_what_terraform_says_is_told_without_its_frame(account: Cloud, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(TOLD_BY_TERRAFORM)
+    own = AwsAccount(NAME, "ecs", "us-west-2", "123456789012", account.client)
+    proof = Proof(own, "bucket", tmp_path / "config", {}, tmp_path / "log", 0.0)
+    with pytest.raises(Failed) as raised:
+        proof.needs(2, "make down-base")
+    assert str(raised.value) == (
+        "make down-base returned 2: Destroy complete? No. / Error: deleting S3 Bucket "
+        "(rayapp-prove): BucketNotEmpty / with module.storage.aws_s3_bucket.this,"
+    )
+
+
+def test_a_bucket_with_versions_can_be_emptied(account: Cloud) -> None:
+    """As Terraform destroys it: its versioning is suspended first."""
+    s3, name = account.client("s3"), "with-versions"
+    s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
+    s3.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    s3.put_object(Bucket=name, Key="a", Body=b"1")
+    s3.delete_object(Bucket=name, Key="a")
+    s3.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Suspended"})
+    told = s3.list_object_versions(Bucket=name)
+    for one in told.get("Versions", []) + told.get("DeleteMarkers", []):
+        s3.delete_object(Bucket=name, Key="a", VersionId=one["VersionId"])
+    s3.delete_bucket(Bucket=name)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +116,12 @@ def test_a_cluster_that_does_not_come_up_goes_down(
     assert all(f"-var=name={NAME}" in call for call in calls if "infra/base apply" in call)
 
 
-def within(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process be one at the site."""
+def within(site: Site, monkeypatch: pytest.MonkeyPatch, *make: str) -> None:
+    """Have this process be one at the site; `make` are variables of make."""
     monkeypatch.chdir(site.folder)
     for name, value in site.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MAKEFLAGS", f"-- BIN={BIN}")
+    monkeypatch.setenv("MAKEFLAGS", " ".join(["--", f"BIN={BIN}", *make]))
     monkeypatch.setattr("boto3.DEFAULT_SESSION", None)
 
 
@@ -90,7 +129,7 @@ def test_a_cluster_without_its_hosts_goes_down(
     account: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = Site(account, tmp_path)
-    within(site, monkeypatch)
+    within(site, monkeypatch, "CAPACITY=true")  # Terraform's stand-in makes no nodes to wait for
     monkeypatch.setattr(steps, "LISTED_S", 0.0)
     assert main(["eks", "--yes=1", "--api_cidrs=203.0.113.7/32"]) == 1
     found = rows(site.page("eks"))

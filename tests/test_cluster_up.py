@@ -100,7 +100,8 @@ def test_eks_comes_up_from_an_address(tmp_path: Path) -> None:
         for number, call in enumerate(tools.calls())
         if "infra/eks apply" in call and "-target" not in call
     ]
-    assert whole == len(tools.calls()) - 1
+    assert whole == len(tools.calls()) - 2
+    assert tools.calls()[-1] == "capacity eks --name=rayapp --region=us-west-2"
     waits = tools.calls()[tools.place("kubectl --namespace rayapp wait")]
     assert "HeadPodReady raycluster/rayapp" in waits
     assert "--wait" in tools.calls()[tools.place("kuberay-operator --repo")]
@@ -181,10 +182,12 @@ def test_ecs_is_up_when_its_workers_run(tmp_path: Path) -> None:
     assert tools.place("infra/ecs apply") == len(tools.calls()) - 2
 
 
-def test_a_run_without_hosts_is_not_sent(tmp_path: Path) -> None:
-    tools = Tools(tmp_path, NOT_PUSHED, "capacity ecs")
-    assert tools.make("run-ecs").returncode != 0
-    assert tools.place("capacity ecs") < tools.place("infra/ecs destroy")
+@pytest.mark.parametrize("home", ["ecs", "eks"])
+def test_a_run_without_hosts_is_not_sent(tmp_path: Path, home: str) -> None:
+    tools = Tools(tmp_path, NOT_PUSHED, f"capacity {home}")
+    assert tools.make(f"run-{home}", "API_CIDRS=203.0.113.7/32").returncode != 0
+    assert tools.place(f"capacity {home}") < tools.place(f"infra/{home} destroy")
+    assert not [call for call in tools.calls() if "get secret" in call]
 
 
 def test_an_image_is_pushed_once(tmp_path: Path) -> None:

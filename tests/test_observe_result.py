@@ -38,25 +38,53 @@ from rayapp.observe.ending import (
     STORAGE,
     Ending,
     ending_of,
+    memory_kill,
     reason_of,
     tracebacks,
 )
-from rayapp.observe.result import RunFailed, best_interval_s, result_of
+from rayapp.observe.result import RunFailed, best_interval_s, result_of, stored
 from rayapp.storage import StorageError, open_storage
 from rayapp.storage.local import LOCAL_REASONS
 from rayapp.train.checkpoint.marker import CheckpointError
 
+# As Ray 2.60 said it of an actor in a control group of 1.6 GB, whose memory was used up within a
+# second: the group's oom_kill was 1 then (2026-11-26).
+KILLED = (
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker "
+    "exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some "
+    "common causes include: (1) the process was killed by the OOM killer due to high memory usage, "
+    "(2) ray stop --force was called, or (3) the worker crashed unexpectedly due to SIGSEGV or "
+    "another unexpected error. If the process was killed by the kernel OOM killer (verifiable by "
+    "checking for OOM in dmesg of the OOMing node), consider enabling resource isolation via "
+    "--enable-resource-isolation to prevent node deaths by resource contention and significant "
+    "loss of progress by uninformed kernel OOM killing."
+)
+# As Ray 2.60's raylet forms it, where its memory monitor ends a worker.
+MONITORED = (
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node was 1.5GB / "
+    "1.6GB.\nRefer to the documentation on how to address the out of memory issue."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(KILLED, "Linux's OOM killer"), (MONITORED, "the node was low on memory, so Ray ended")],
+)
+def test_a_worker_that_memory_ended_says_so_and_what_helps(text: str, why: str) -> None:
+    error = WorkerGroupError("1 worker failed", {3: RayActorError(error_msg=text)})
+    reason = reason_of(error)
+    assert reason.startswith("rank 3: the ") and why in reason
+    assert "lower train.micro_batch, data.seq_len or data.workers" in reason
+    last = {"step": 4, "time": 2.0}
+    ending = ending_of(error, last, 1.0)
+    assert (ending.kind, ending.cause, ending.final) == (FAILURE, STEP, False)
+
 
 def test_a_death_explains_the_errors_of_the_ranks_around_it() -> None:
-    died = RayActorError(
-        error_msg="The actor is dead because its worker process has died. Worker exit type: "
-        "SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code "
-        "2. End of file. Some common causes include: (1) it was killed by the OOM killer"
-    )
+    died = RayActorError(error_msg=KILLED)
     collateral = RuntimeError("Traceback ...\n  all_reduce\nConnection closed by peer")
     error = WorkerGroupError("2 workers failed", {0: collateral, 1: died})
-    said = "rank 1: Worker unexpectedly exits with a connection error code 2. End of file"
-    assert reason_of(error) == said
+    assert reason_of(error) == f"rank 1: {memory_kill(KILLED)}"
     alone = WorkerGroupError("1 worker failed", {2: collateral})
     assert reason_of(alone) == "rank 2: Connection closed by peer"
     assert reason_of(ValueError("one\ntwo")) == "two"
@@ -199,6 +227,18 @@ def test_what_a_run_came_to(tmp_path: Path) -> None:
     assert result["wall_s"] == pytest.approx(50.0) and result["cost_usd"] is None
     assert result["step_s"] == {"planned": 9.0, "calibrated": None, "measured": None}
     assert result["start_s"] == {"data": 1.0, "first_step": 2.0}
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert result["storage"] == {"gib": size / 2**30, "usd_per_month": None}
     found = result["checkpoint"]
     assert (found["stall_s"], found["commit_s"]) == (0.6, 3.0)
     assert abs(found["best_every_s"] - math.sqrt(2 * 0.6 * 250 * 3600)) < 1.0
+
+
+def test_what_s3_keeps_has_a_price(s3_bucket: str) -> None:
+    run = open_storage(f"s3://{s3_bucket}/runs/one")
+    run.write("checkpoints/step-1/shard", b"0" * 2**20)
+    run.write("metrics.jsonl", b"1" * 2**20)
+    open_storage(f"s3://{s3_bucket}/runs/other").write("shard", b"0" * 2**20)
+    kept = stored(run)
+    assert kept["gib"] == pytest.approx(2 / 1024)
+    assert kept["usd_per_month"] == pytest.approx(0.023 * 2 / 1024)

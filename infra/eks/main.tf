@@ -164,6 +164,13 @@ resource "aws_placement_group" "this" {
   strategy = "cluster"
 }
 
+# Each group of a list in order of preference has its own: only one of them has nodes.
+resource "aws_placement_group" "preferred" {
+  for_each = { for name, group in var.workers : name => group if group.preferred }
+  name     = "${local.stack}-${each.key}"
+  strategy = "cluster"
+}
+
 # Ray head, operator and add-ons: no GPU, always there.
 module "system" {
   source             = "../modules/eks_nodes"
@@ -200,10 +207,10 @@ module "nodes" {
   min_nodes          = 0
   nodes              = each.value.nodes
   max_nodes          = each.value.max_nodes
-  autoscaled         = each.value.autoscaled
+  scaled_elsewhere   = each.value.autoscaled || each.value.preferred
   market             = each.value.market
   reservation_id     = each.value.reservation_id
-  placement_group    = each.value.reservation_id != null ? null : aws_placement_group.this.name
+  placement_group    = each.value.reservation_id != null ? null : each.value.preferred ? aws_placement_group.preferred[each.key].name : aws_placement_group.this.name
   subnet_id          = module.network.subnet_id
   security_group_ids = [aws_eks_cluster.this.vpc_config[0].cluster_security_group_id, module.network.nodes_security_group_id]
   node_role_arn      = aws_iam_role.node.arn
@@ -211,7 +218,8 @@ module "nodes" {
   depends_on         = [aws_eks_addon.network, aws_iam_role_policy_attachment.node]
 }
 
-# Idle GPUs go; EKS drains their nodes, and SIGTERM saves a run that is still there. Applying again brings them back.
+# Idle GPUs go; EKS drains their nodes, and SIGTERM saves a run that is still there. Applying again brings them back;
+# of a list, `rayapp capacity` does.
 # Nodes that the cluster autoscaler adds follow the pods, which Ray's autoscaler takes away.
 resource "aws_autoscaling_policy" "idle" {
   for_each               = { for name, group in var.workers : name => group if !group.autoscaled }

@@ -134,6 +134,7 @@ variable "workers" {
     nodes          = number
     max_nodes      = number
     autoscaled     = optional(bool, false)
+    preferred      = optional(bool, false)
     market         = optional(string, "on-demand")
     reservation_id = optional(string)
   }))

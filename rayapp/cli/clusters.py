@@ -74,14 +74,14 @@ def _account(region: str) -> str | None:
         return None
 
 
-CAPACITY = """rayapp capacity ecs [--name=rayapp] [--region=us-west-2] [--wait_s=1800]
+CAPACITY = """rayapp capacity ecs|eks [--name=rayapp] [--region=us-west-2] [--wait_s=1800]
 
   --name=NAME    that of infra/base, as `make up-*` takes it; --region=NAME
-  --wait_s=S     how long the tasks of a group may take to run
+  --wait_s=S     how long the workers of a group may take to run
 
 Waits until the head and the workers run, and says why hosts do not start. Where cluster.instance is
-a list, it starts the first of it that EC2 has room for, in the first zone that has it: a group for
-which there is none is ended, and the next one starts."""
+a list, it starts the first of it that EC2 has room for, on ECS in the first zone that has it: a
+group for which there is none is ended, and the next one starts. EKS: in kubectl's context."""
 
 
 def capacity(argv: list[str]) -> int:
@@ -93,18 +93,21 @@ def capacity(argv: list[str]) -> int:
     from botocore.exceptions import BotoCoreError, ClientError
 
     from rayapp.cluster.capacity import start
-    from rayapp.cluster.connect import NotReachable, wait_for_tasks
+    from rayapp.cluster.connect import HOMES, NotReachable, wait_for_tasks
+    from rayapp.cluster.node_groups import wait_for_pods
     from rayapp.config import arguments
 
-    if argv[0] != "ecs":
-        raise ConfigError([f"{argv[0]} is unknown: there is no such cluster to start. Set ecs"])
+    home = argv[0]
+    if home not in HOMES:
+        raise ConfigError([f"{home} is unknown: there is no such cluster to start. Set ecs or eks"])
     known = {"name": "rayapp", "region": "us-west-2", "wait_s": "1800"}
     _, asked = arguments.read(argv[1:], known)
     seconds = arguments.number("wait_s", asked["wait_s"])
     client, say = partial(boto3.client, region_name=asked["region"]), partial(print, flush=True)
     try:
-        start(asked["name"], client, seconds, say)
-        wait_for_tasks(asked["name"], client, seconds, say)
+        start(home, asked["name"], client, seconds, say)
+        wait = wait_for_tasks if home == "ecs" else wait_for_pods
+        wait(asked["name"], client, seconds, say)
     except (NotReachable, BotoCoreError, ClientError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import Storage, StorageError, open_storage
 
 UNREADABLE = "unreadable"
+AWS_SETTINGS = os.path.expanduser("~/.aws/config")
 READS_AT_ONCE = 16  # runs of a folder that `list` reads at the same time
 
 
@@ -58,7 +60,33 @@ def runs(argv: list[str]) -> int:
     for row in rows:
         if row["updated_s"] is None and row["reason"]:  # its folder has told nothing
             print(f"{row['run']}: {row['reason']}")
+    for line in _idle():
+        print(line)
     return Exit.DONE
+
+
+def _idle() -> list[str]:
+    """Return a line for each cluster that is paid for in vain; none where no AWS answers."""
+    if not (os.environ.get("AWS_DEFAULT_REGION") or os.path.exists(AWS_SETTINGS)):
+        return []
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    from rayapp.cluster.idle import idle_clusters
+
+    session = boto3.Session()
+    if session.region_name is None or session.get_credentials() is None:
+        return []
+    patience = Config(connect_timeout=2, read_timeout=10, retries={"total_max_attempts": 1})
+    client = partial(session.client, config=patience)
+    try:
+        account = str(client("sts").get_caller_identity()["Account"])
+        return idle_clusters(account, session.region_name, client, open_storage)
+    except BotoCoreError:  # there is no way to AWS from here
+        return []
+    except (ClientError, StorageError) as error:
+        return [f"whether clusters stand idle is not known: {error}"]
 
 
 @command("rayapp status RUN [--storage=URL] [--address=URL] [--json]")

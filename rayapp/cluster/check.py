@@ -118,6 +118,8 @@ def _cluster_rules(spec: Mapping[str, Any]) -> Iterator[str]:
         known = [count for count in counts if isinstance(count, int)]
         if known != sorted(known):
             yield f"{name}: replicas is not between minReplicas and maxReplicas"
+        if "labels" in group.get("rayStartParams", {}):
+            yield f"{name}: KubeRay refuses labels in rayStartParams; use `labels` of the group"
         template = group.get("template", {})
         overwritten = template.get("metadata", {}).get("annotations", {})
         if overwritten.get("ray.io/overwrite-container-cmd") != "true":

@@ -124,6 +124,13 @@ def activities_of(hosts: str, client: Callable[[str], Any], most: int) -> list[A
     return list(client("autoscaling").describe_scaling_activities(**asked)["Activities"])
 
 
+def scaling_group(hosts: str, client: Callable[[str], Any]) -> Any:
+    """Return an Auto Scaling group, as Auto Scaling describes it."""
+    asked = {"AutoScalingGroupNames": [hosts]}
+    (told,) = client("autoscaling").describe_auto_scaling_groups(**asked)["AutoScalingGroups"]
+    return told
+
+
 def refusal(activities: list[Any]) -> str | None:
     """Return EC2's words on the first of some activities that failed; None if none has."""
     failed = [one for one in activities if one["StatusCode"] == "Failed"]

@@ -1,6 +1,6 @@
 """Find the machines of a config's cluster; refuse those on which it could not run.
 
-options = bought("ecs", config, options, problems)
+options = bought(config, options, problems)
 head, fleets = machines_of("ecs", config, options, problems)
 """
 
@@ -21,10 +21,10 @@ SYSTEM_CPUS, SYSTEM_MIB = 2, 4096
 IMAGE_CAPABILITY = 7.5
 
 
-def bought(platform: str, config: RunConfig, options: Options, problems: list[str]) -> Options:
+def bought(config: RunConfig, options: Options, problems: list[str]) -> Options:
     """Return the options with the market that cluster.instance names, where it names one.
 
-    Adds to `problems` what contradicts it, and a list where there is nothing to choose from it.
+    Adds to `problems` what contradicts it.
     """
     choices = config.cluster.choices
     default = options.market == "on-demand" and options.reservation is None
@@ -36,10 +36,10 @@ def bought(platform: str, config: RunConfig, options: Options, problems: list[st
                 "Set one of the two"
             )
         return options if market is None else replace(options, market=market)
-    if platform != "ecs":
+    for component in sorted({"autoscaling", "kueue"} & set(options.components)):
         problems.append(
-            "cluster.instance is impossible as a list on EKS: all its worker pods are of one size. "
-            "Set one of them"
+            f"component {component} is impossible where cluster.instance is a list: it sees one "
+            "group of workers. Set one of them, or leave the component out"
         )
     if not default:
         problems.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from rayapp.cluster import image
+from rayapp.cluster import alternatives, image
 from rayapp.cluster.check import check_task_definition
 from rayapp.cluster.machines import bought, machines_of
 from rayapp.cluster.options import COMPONENTS, Options, bucket, option_problems, stack
@@ -24,8 +25,9 @@ from rayapp.cluster.sizes import (
     Fleet,
     Node,
     cost_line,
+    machine_variables,
 )
-from rayapp.config import INSTANCE_LABEL, MARKET_LABEL, ConfigError, RunConfig
+from rayapp.config import ConfigError, RunConfig
 from rayapp.config.text import flatten, shipped
 
 ROOT = shipped("cluster")
@@ -53,17 +55,25 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
         ConfigError: with every problem.
     """
     problems = option_problems(platform, options)
-    options = bought(platform, config, options, problems)
+    options = bought(config, options, problems)
     machines = machines_of(platform, config, options, problems)
     if machines is None or problems:
         raise ConfigError(problems)
     head, fleets = machines
     each = [_values(platform, config, options, head, workers) for workers in fleets]
-    if len(fleets) > 1:
-        files, groups = _ecs_of_a_list(each, fleets)
-    else:
+    groups = dict[str, dict[str, object]]()
+    if len(fleets) == 1:
         one = _ecs if platform == "ecs" else partial(_kuberay, config, options, fleets[0])
-        files, groups = one(each[0]), {}
+        files = one(each[0])
+    elif platform == "ecs":
+        files, groups = alternatives.tasks([_ecs(values) for values in each], fleets)
+    else:
+        made = list[dict[str, str]]()
+        for number, (values, workers) in enumerate(zip(each, fleets, strict=True), start=1):
+            values |= alternatives.pods_values(number, workers)
+            own = replace(options, market=workers.choice.place[1])
+            made.append(_kuberay(config, own, workers, values))
+        files, groups = alternatives.pods(made, fleets)
     variables = _terraform(platform, options, head, fleets[0])
     if groups:
         variables["workers"] = groups
@@ -79,7 +89,7 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
         ConfigError: the machines cannot be placed; with every problem.
     """
     problems: list[str] = []
-    options = bought(platform, config, options, problems)
+    options = bought(config, options, problems)
     machines = machines_of(platform, config, options, problems)
     if machines is None or problems:
         raise ConfigError(problems)
@@ -92,6 +102,8 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
 
 def paths_of_this_machine(config: RunConfig) -> list[str]:
     """Return a line for each path of the config that a pod does not have, unless it is a hub id."""
+    if len(config.cluster.choices) > 1:  # there is no folder `job`
+        return []
     values = flatten(config.model_dump(mode="json"))
     given = {field: values.get(field) for field in ("data.path", "data.eval_path")}
     return [
@@ -131,7 +143,10 @@ def _values(
         "health_timeout_ms": HEALTH_TIMEOUT_MS,
         "health_failures": HEALTH_FAILURES,
         "instance": worker.instance.name,
+        "group": "workers",
+        "group_index": 0,
         "nodes": workers.max_nodes,
+        "replicas": workers.max_nodes,
         "min_nodes": workers.min_nodes,
         "max_nodes": workers.max_nodes,
         "worker_cpus": worker.cpus,
@@ -185,34 +200,6 @@ def _ecs(values: Values) -> dict[str, str]:
     return files
 
 
-def _ecs_of_a_list(
-    each: list[Values], fleets: list[Fleet]
-) -> tuple[dict[str, str], dict[str, dict[str, object]]]:
-    """Return the task definitions, one of workers for each instance type, and Terraform's groups.
-
-    Ray's nodes have their type and market as labels, by which a run knows what it costs.
-    """
-    files, groups = dict[str, str](), dict[str, dict[str, object]]()
-    for number, (values, workers) in enumerate(zip(each, fleets, strict=True), start=1):
-        rendered, (name, market) = _ecs(values), workers.choice.place
-        definition = json.loads(rendered.pop("worker.json"))
-        definition["family"] += f"-{number}"
-        label = f"--labels={INSTANCE_LABEL}={name},{MARKET_LABEL}={market}"
-        definition["containerDefinitions"][0]["command"].append(label)
-        rendered[f"worker-{number}.json"] = json.dumps(definition, indent=2) + "\n"
-        files = rendered | files
-        groups[f"{number}-{name.replace('.', '-')}-{market}"] = {
-            **_machine(workers.worker, WORKER_DISK_GIB),
-            "nodes": 0,
-            "max_nodes": workers.max_nodes,
-            "market": market,
-            "reservation_id": None,
-            "task": f"worker-{number}",
-            "preferred": True,
-        }
-    return files, groups
-
-
 def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values) -> dict[str, str]:
     """Return kustomize folders: `cluster` is a RayCluster that stays, `job` a run with its own."""
     chosen = [name for name in COMPONENTS if name in options.components]
@@ -224,6 +211,8 @@ def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values
         common.append("drain")
     if values["worker_gpus"]:
         chosen.append("gpu")
+    if "lustre" in chosen:
+        chosen.append("lustre-head")
     if values["worker_efa"]:
         chosen.append("efa")
     storage = config.run.storage
@@ -274,7 +263,7 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
     """Return Terraform's variables of a stack: name, region, head and workers."""
     worker = workers.worker
     group = {
-        **_machine(worker, WORKER_DISK_GIB),
+        **machine_variables(worker, WORKER_DISK_GIB),
         "nodes": 0 if options.nodes == "autoscaled" else workers.max_nodes,
         "max_nodes": workers.max_nodes,
         "market": options.market,
@@ -287,15 +276,6 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
         "name": options.name,
         "region": options.region,
         **stack_only,
-        "head": _machine(head, HEAD_DISK_GIB),
+        "head": machine_variables(head, HEAD_DISK_GIB),
         "workers": {options.market if platform == "ecs" else "workers": group},
-    }
-
-
-def _machine(machine: Node, disk_gib: int) -> dict[str, object]:
-    return {
-        "instance_type": machine.instance.name,
-        "gpus": machine.instance.gpus,
-        "interfaces": list(machine.interfaces),
-        "disk_gib": disk_gib,
     }

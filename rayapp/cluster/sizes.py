@@ -74,6 +74,16 @@ def _interfaces(instance: Instance, efa: bool) -> tuple[str, ...]:
     return first + ("efa-only",) * rest
 
 
+def machine_variables(machine: Node, disk_gib: int) -> dict[str, object]:
+    """Return what Terraform needs to know of a machine."""
+    return {
+        "instance_type": machine.instance.name,
+        "gpus": machine.instance.gpus,
+        "interfaces": list(machine.interfaces),
+        "disk_gib": disk_gib,
+    }
+
+
 def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
     """Return how many machines the config's workers need; None, and `problems`, if they do not fit.
 

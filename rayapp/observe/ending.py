@@ -35,6 +35,11 @@ NETWORK_WORDS = (
 # Errors of ranks whose peers have failed.
 FOLLOW_ON_WORDS = (*NETWORK_WORDS, "DistBackendError", "NCCL", "Timed out waiting")
 NODE_WORDS = ("its node has died", "node was terminated", "unexpected system error on the node")
+# Ray's, where its memory monitor ends a worker, and where a worker's process is just gone.
+MONITOR_WORDS, SILENT_WORDS = "running low on memory", "Worker unexpectedly exits with a connection"
+LESS_MEMORY = (
+    "lower train.micro_batch, data.seq_len or data.workers, or take nodes with more memory"
+)
 # Messages of full and read-only disks: Python's, Ray's and torch's, and those of our storage.
 FINAL = tuple(
     words
@@ -148,6 +153,27 @@ def causes(error: Exception) -> list[BaseException]:
     return list(_deaths(error).values()) or [error]
 
 
+def memory_kill(text: str) -> str | None:
+    """Return what Ray's words on a worker's death mean for its memory, None if nothing.
+
+    The kernel's OOM killer leaves no word; Ray then lists it as the first of its guesses.
+
+    >>> memory_kill("1 worker(s) were killed due to the node running low on memory.")[:53]
+    'the node was low on memory, so Ray ended the process:'
+    >>> memory_kill("ValueError: no such file") is None
+    True
+    """
+    if MONITOR_WORDS in text:
+        return f"the node was low on memory, so Ray ended the process: {LESS_MEMORY}"
+    if SILENT_WORDS in text:
+        return (
+            "the process was killed or crashed without a word; Linux's OOM killer kills so where "
+            "the memory of the node or its container is used up (`dmesg` there says it): then "
+            f"{LESS_MEMORY}"
+        )
+    return None
+
+
 def _deaths(error: Exception) -> dict[int, BaseException]:
     """Return the error that ended each worker, by rank."""
     failures = getattr(error, "worker_failures", None) or {}
@@ -155,5 +181,7 @@ def _deaths(error: Exception) -> dict[int, BaseException]:
 
 
 def _reason(error: BaseException) -> str:
+    if (killed := memory_kill(str(error))) is not None:
+        return killed
     text = last_line(error).split(" Some common causes include")[0]
     return text.rpartition("Worker exit detail: ")[2].rstrip(".")

@@ -300,6 +300,14 @@ class CheckpointCost(TypedDict):
     best_every_s: float | None
 
 
+class Stored(TypedDict):
+    """What a run keeps in its folder when it ends, and what that costs from then on."""
+
+    gib: float
+    usd_per_month: float | None
+    """S3's list price; None for a folder that is not on S3."""
+
+
 class StepSeconds(TypedDict):
     """Seconds of a step: as planned, by the run's first ten steps, and measured on later steps."""
 
@@ -327,6 +335,7 @@ class RunResult(Summary, total=False):
     start_s: dict[str, float]
     wall_s: float
     cost_usd: float | None
+    storage: Stored
     versions: dict[str, str]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from rayapp.config import RunConfig
 from rayapp.config.fields import unit_of
+from rayapp.hardware import GIB, S3_USD_PER_GIB_MONTH
 from rayapp.observe import metrics
 from rayapp.observe.columns import ACCOUNTED, Array, Columns
 from rayapp.observe.goodput import account, commands
@@ -19,6 +20,7 @@ from rayapp.observe.records import (
     Event,
     RunResult,
     StepSeconds,
+    Stored,
     Summary,
 )
 from rayapp.observe.run_folder import FAILED, RESULT
@@ -91,9 +93,17 @@ def result_of(
         "start_s": restart_s,
         "wall_s": sums.wall_s,
         "cost_usd": sums.cost_usd,
+        "storage": stored(run),
         "versions": _versions(),
     }
     return cast(RunResult, values)  # some names are made of the unit's
+
+
+def stored(run: Storage) -> Stored:
+    """Return how much is in a run's folder, and S3's price of it."""
+    gib = sum(entry.size for entry in run.list()) / GIB
+    on_s3 = run.local_path() is None
+    return {"gib": gib, "usd_per_month": gib * S3_USD_PER_GIB_MONTH if on_s3 else None}
 
 
 def step_s(run: Storage, steps: Columns) -> StepSeconds:

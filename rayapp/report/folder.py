@@ -190,6 +190,11 @@ class ReportedRun:
         return self.account.cost_usd if self.account else self.result.get("cost_usd")
 
     @property
+    def storage_usd_per_month(self) -> float | None:
+        """S3's price of what it kept when it ended; None before, and elsewhere."""
+        return self.result["storage"]["usd_per_month"] if "storage" in self.result else None
+
+    @property
     def interruptions(self) -> list[Interruption]:
         """Dicts of time, kind, reason, step, workers, lost_steps and to_first_step_s."""
         if self.account:

@@ -81,7 +81,7 @@ def _headline(run: ReportedRun) -> list[Figure]:
         ),
         Figure("MFU", words.share(run.rate("mfu")), "of the hardware's peak FLOP/s"),
         Figure("Goodput", words.share((run.goodput or {}).get("step")), "of the time in steps"),
-        Figure("Cost", words.dollars(run.cost_usd), _usd_per_1m(run) or price),
+        Figure("Cost", words.dollars(run.cost_usd), _cost_note(run, _usd_per_1m(run) or price)),
         Figure(
             "Steps",
             words.number(run.step or None, 12),
@@ -93,6 +93,12 @@ def _headline(run: ReportedRun) -> list[Figure]:
             ),
         ),
     ]
+
+
+def _cost_note(run: ReportedRun, price: str) -> str:
+    month = run.storage_usd_per_month
+    kept = [] if month is None else [f"{words.dollars(month)} a month for what S3 keeps of it"]
+    return "; ".join([*filter(None, [price]), *kept])
 
 
 def _held_figures(run: ReportedRun) -> list[Figure]:

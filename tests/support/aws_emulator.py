@@ -24,7 +24,12 @@ os.environ.setdefault("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 import moto.eks.urls as eks_urls
 from moto.applicationautoscaling.responses import ApplicationAutoScalingResponse
-from moto.autoscaling.models import FakeScalingPolicy, autoscaling_backends
+from moto.autoscaling.models import (
+    AutoScalingBackend,
+    FakeAutoScalingGroup,
+    FakeScalingPolicy,
+    autoscaling_backends,
+)
 from moto.autoscaling.responses import AutoScalingResponse
 from moto.budgets.responses import BudgetsResponse
 from moto.core.responses import ActionResult, EmptyResult
@@ -41,6 +46,7 @@ from moto.eks.responses import EKSResponse
 from moto.fsx.models import FileSystem
 from moto.fsx.responses import FSxResponse
 from moto.iam.access_control import IAMPolicyStatement, IAMRequestBase, PermissionResult
+from moto.s3.models import FakeDeleteMarker
 from moto.s3.responses import ACTION_MAP, S3Response
 from moto.server import main
 from moto.ssm.models import ssm_backends
@@ -218,7 +224,7 @@ def _with_its_hosts(original: Any, self: Any) -> Any:
     group, wanted = groups.get(f"{cluster}-{service}"), self._get_param("desiredCount")
     if group is None or wanted is None:
         return answer
-    kinds = _without(self)
+    kinds = _without(self.current_account, self.region)
     if wanted and {group.instance_type, f"?{group.instance_type}"} & kinds:
         if group.instance_type in kinds:
             _tell(group, wanted, "Failed")
@@ -232,8 +238,8 @@ def _with_its_hosts(original: Any, self: Any) -> Any:
     return answer
 
 
-def _without(self: Any) -> set[str]:
-    parameter = ssm_backends[self.current_account][self.region].get_parameter(WITHOUT)
+def _without(account: str, region: str) -> set[str]:
+    parameter = ssm_backends[account][region].get_parameter(WITHOUT)
     return set(parameter.value.split(",")) if parameter else set()
 
 
@@ -303,6 +309,19 @@ if os.environ.get("EMULATED_TASK"):  # every service has this task, which runs
         containers = [{"name": "ray", "runtimeId": f"{arn.rpartition('/')[2]}-1"}]
         task = {"taskArn": arn, "lastStatus": "RUNNING", "containers": containers}
         return ActionResult({"tasks": [task]})
+
+    @fill(EC2ContainerServiceResponse, "describe_services")
+    def _with_running_hosts(original: Any, self: Any) -> Any:
+        """A task of a worker runs where a host of its service does; whoever plays them has tags."""
+        cluster = self._get_param("cluster")
+        running = ec2_backends[self.current_account][self.region].all_running_instances()
+        names = [
+            {tag["key"]: tag["value"] for tag in one.get_tags()}.get("Name") for one in running
+        ]
+        for service in self.ecs_backend.services.values():
+            count = names.count(f"{cluster}-{service.name}")
+            service.running_count = 1 if service.name == "head" else count
+        return original(self)
 
 
 # --- SSM: the name of every parameter that is read is known -----------------------------------
@@ -517,7 +536,75 @@ def _nodegroup_with_settings(original: Any, self: Any) -> Any:
     group = self.eks_backend.describe_nodegroup(_cluster(self), self._get_param("nodegroupName"))
     group.update_config = self._get_param("updateConfig") or {"maxUnavailable": 1}
     group.node_repair_config = self._get_param("nodeRepairConfig")
+    if group.launch_template:
+        _hosts_of(group, self.current_account, self.region)
     return answer
+
+
+# The Auto Scaling group of a node group; `kind` is the instance type that EKS gives it. Its hosts
+# come when Auto Scaling is told of them, not with the node group: some tests play the hosts.
+_template_type = FakeAutoScalingGroup.instance_type
+FakeAutoScalingGroup.instance_type = property(
+    lambda self: getattr(self, "kind", None) or _template_type.__get__(self)
+)
+_template_image = FakeAutoScalingGroup.image_id
+FakeAutoScalingGroup.image_id = property(
+    lambda self: "ami-12c6146b" if hasattr(self, "kind") else _template_image.__get__(self)
+)
+
+
+def _hosts_of(group: Nodegroup, account: str, region: str) -> None:
+    """Make a node group's Auto Scaling group."""
+    name = group.resources["autoScalingGroups"][0]["name"]
+    template = {"LaunchTemplateId": group.launch_template["id"]}
+    most = group.scaling_config["maxSize"]
+    made = autoscaling_backends[account][region].create_auto_scaling_group(
+        name=name,
+        availability_zones=[],
+        desired_capacity=0,
+        min_size=0,
+        max_size=most,
+        launch_config_name="",
+        launch_template=template,
+        vpc_zone_identifier=",".join(group.subnets),
+        default_cooldown=None,
+        health_check_period=None,
+        health_check_type=None,
+        load_balancers=[],
+        target_group_arns=[],
+        placement_group=None,
+        termination_policies=[],
+        tags=[],
+    )
+    made.kind, made.nodegroup = (group.instance_types or [""])[0], group
+
+
+@fill(AutoScalingBackend, "set_desired_capacity")
+def _nodes(original: Any, self: Any, name: str, wanted: int) -> None:
+    """Let a node group's hosts come, or say why they do not."""
+    group = self.autoscaling_groups[name]
+    if not hasattr(group, "nodegroup"):
+        return original(self, name, wanted)
+    kinds = _without(self.account_id, self.region_name)
+    if wanted and {group.kind, f"?{group.kind}"} & kinds:
+        if group.kind in kinds:
+            _tell(group, wanted, "Failed")
+        group.desired_capacity = wanted  # it goes on trying
+    else:
+        original(self, name, wanted)
+        _tell(group, wanted, "Successful")
+    group.nodegroup.scaling_config = {**group.nodegroup.scaling_config, "desiredSize": wanted}
+
+
+@fill(EKSResponse, "delete_nodegroup")
+def _nodegroup_with_its_hosts(original: Any, self: Any) -> Any:
+    name = self._get_param("nodegroupName")
+    group = self.eks_backend.describe_nodegroup(_cluster(self), name)
+    groups = autoscaling_backends[self.current_account][self.region].autoscaling_groups
+    gone = groups.pop(group.resources["autoScalingGroups"][0]["name"], None)
+    if gone is not None:
+        gone.set_desired_capacity(0)
+    return original(self)
 
 
 # --- FSx: a life cycle, links to S3 -----------------------------------------------------------
@@ -604,6 +691,13 @@ def delete_data_repository_association(self: Any) -> str:
     store(self.fsx_backend, "links").pop(name, None)
     answer = {"AssociationId": name, "Lifecycle": "DELETING", "DeleteDataInFileSystem": False}
     return json.dumps(answer)
+
+
+# --- S3: a bucket with versions is emptied -----------------------------------------------------
+
+# moto disposes of every version of a key that it forgets, and its delete markers lack the method:
+# emptying a bucket whose versioning has been suspended would be an error 500.
+FakeDeleteMarker.dispose = lambda self, garbage=False: None
 
 
 # --- IAM: conditions; what S3 asks of ListBucket -----------------------------------------------

@@ -68,8 +68,28 @@ def kubectl(words: list[str], known: dict[str, Any]) -> None:
         plain = plain[2:]
     elif plain[0] == "--namespace=rayapp":
         plain = plain[1:]
+    state = Path(f"{known['log']}.raycluster")
     if plain[0] in ("apply", "delete"):
-        objects(Path(value(plain, "-k")))
+        folder = Path(value(plain, "-k"))
+        objects(folder)
+        if plain[0] == "apply" and folder.name == "cluster":
+            state.write_text((folder.parent / "base" / "raycluster.yaml").read_text())
+    elif plain[:3] == ["get", "raycluster", "rayapp"]:
+        check("--output=json" in plain, "no output")
+        check(state.exists(), "no such RayCluster")
+        print(json.dumps(yaml.safe_load(state.read_text())))
+    elif plain[:3] == ["patch", "raycluster", "rayapp"]:
+        check("--type=json" in plain, "another patch")
+        cluster = yaml.safe_load(state.read_text())
+        (patch,) = [word for word in plain if word.startswith("--patch=")]
+        for change in json.loads(patch.removeprefix("--patch=")):
+            apply(cluster, change)
+        state.write_text(yaml.safe_dump(cluster))
+    elif plain[:2] == ["get", "pods"]:
+        check("--output=json" in plain, "no output")
+        (selector,) = [word for word in plain if word.startswith("--selector=")]
+        wanted = dict(pair.split("=") for pair in selector.partition("=")[2].split(","))
+        print(json.dumps({"items": pods(yaml.safe_load(state.read_text()), wanted, known)}))
     elif plain[0] == "wait":
         condition = next((word for word in plain if word.startswith("--for=condition=")), "")
         check(condition.endswith(("HeadPodReady", "RayClusterProvisioned")), "no condition")
@@ -83,6 +103,38 @@ def kubectl(words: list[str], known: dict[str, Any]) -> None:
         forward(int(local), known["dashboard"])
     else:
         check(plain == ["version"], "unknown call")
+
+
+def apply(cluster: dict[str, Any], change: dict[str, Any]) -> None:
+    """Apply an operation of a JSON patch, as the API server does with a RayCluster."""
+    *way, last = change["path"].strip("/").split("/")
+    place: Any = cluster
+    for word in way:
+        place = place[int(word)] if isinstance(place, list) else place[word]
+    if change["op"] == "test":
+        check(place.get(last) == change["value"], "the test of the patch fails")
+        return
+    check(change["op"] in ("add", "replace") and last == "replicas", "another operation")
+    check(place["minReplicas"] <= change["value"] <= place["maxReplicas"], "not so many")
+    place[last] = change["value"]
+
+
+def pods(
+    cluster: dict[str, Any], wanted: dict[str, str], known: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the pods that KubeRay makes of the groups, ready unless the settings say otherwise."""
+    found = []
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        labels = {"ray.io/cluster": "rayapp", "ray.io/node-type": "worker"}
+        labels["ray.io/group"] = group["groupName"]
+        status = "False" if group["groupName"] in known.get("unready", []) else "True"
+        pod = {
+            "metadata": {"labels": labels},
+            "status": {"conditions": [{"type": "Ready", "status": status}]},
+        }
+        if wanted.items() <= labels.items():
+            found += [pod] * group.get("replicas", 0)
+    return found
 
 
 def objects(folder: Path) -> None:

@@ -70,7 +70,7 @@ resource "aws_launch_template" "this" {
 
 # Applying sets the number of nodes: the idle alarm sets it to 0.
 resource "aws_eks_node_group" "this" {
-  count           = var.autoscaled ? 0 : 1
+  count           = var.scaled_elsewhere ? 0 : 1
   cluster_name    = var.cluster
   node_group_name = var.name
   node_role_arn   = var.node_role_arn
@@ -110,9 +110,9 @@ resource "aws_eks_node_group" "this" {
   }
 }
 
-# The same, but the cluster autoscaler sets the number of nodes; which attributes are ignored cannot depend on a variable.
+# The same, but the cluster autoscaler or `rayapp capacity` sets the number of nodes; which attributes are ignored cannot depend on a variable.
 resource "aws_eks_node_group" "autoscaled" {
-  count           = var.autoscaled ? 1 : 0
+  count           = var.scaled_elsewhere ? 1 : 0
   cluster_name    = var.cluster
   node_group_name = var.name
   node_role_arn   = var.node_role_arn
@@ -152,6 +152,6 @@ resource "aws_eks_node_group" "autoscaled" {
   }
 
   lifecycle {
-    ignore_changes = [scaling_config[0].desired_size] # the cluster autoscaler's
+    ignore_changes = [scaling_config[0].desired_size] # theirs
   }
 }

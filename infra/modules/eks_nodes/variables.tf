@@ -42,14 +42,14 @@ variable "min_nodes" {
   type        = number
 }
 
-variable "autoscaled" {
-  description = "Whether the cluster autoscaler sets the number of nodes."
+variable "scaled_elsewhere" {
+  description = "Whether the cluster autoscaler or `rayapp capacity` sets the number of nodes."
   type        = bool
   default     = false
 }
 
 variable "nodes" {
-  description = "Nodes; at first, where they are autoscaled."
+  description = "Nodes; at first, where they are scaled elsewhere."
   type        = number
 }
 

@@ -16,6 +16,7 @@ from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.storage import Storage, open_storage
 
 POLL_S = 5.0
+FRAME = " \t╷│╵"  # Terraform's, around its errors
 
 
 class Failed(RuntimeError):
@@ -103,7 +104,8 @@ class Proof:
         if code:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
             ours = ("make", "$ ")  # what was called, not what it said
-            said = [line.strip() for line in lines if line.strip() and not line.startswith(ours)]
+            words = [line.strip(FRAME) for line in lines if not line.startswith(ours)]
+            said = list(filter(None, words))
             raise Failed(f"{what} returned {code}: {' / '.join(said[-3:])[-400:]}")
 
     def wait(self, run: str, true: Callable[[status.Progress], bool], limit_s: float) -> None:
