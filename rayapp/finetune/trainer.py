@@ -298,6 +298,7 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.dev
             storage / MODEL,
             tokenizer=parts.tokenizer,
             generation_config=parts.source.generation_config,
+            processor=model.processor_files(parts.source),
             trained=None if base is None else parts.lm,
         )
 
@@ -310,7 +311,8 @@ def sample(parts: Parts, prompt: str, device: torch.device, seed: int) -> str:
     """
     ids = parts.tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     generator = torch.Generator().manual_seed(seed)
-    limit = getattr(parts.lm.hf.config, "max_position_embeddings", None) or 2**30
+    text = parts.lm.hf.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or 2**30
     parts.lm.eval()
     parts.head.sampling = True
     try:
