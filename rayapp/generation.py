@@ -90,7 +90,7 @@ class Loaded:
     ) -> Generator[str, None, None]:
         """Yield the model's text after a prompt; see `generate`."""
         ids = self._ids(prompt, settings.chat).to(self.model.device)
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         max_new = settings.max_tokens if limit is None else limit - ids.shape[1]
         max_new = min(max_new, settings.max_tokens)
         if max_new < 1:

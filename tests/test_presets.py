@@ -70,6 +70,8 @@ def test_parameters_are_those_of_the_model_and_the_published_ones(name: str) -> 
         ("phi4", "default", 250_000),
         ("gpt-oss-20b", "yarn", 150_000.0),
         ("granite3.3-8b", "default", 1e7),
+        ("phi4-mini", "longrope", 1e4),
+        ("glm4-9b", "default", 1e4),
     ],
 )
 def test_rope_is_the_published_one(name: str, kind: str, theta: float) -> None:
@@ -77,8 +79,35 @@ def test_rope_is_the_published_one(name: str, kind: str, theta: float) -> None:
     assert (rope["rope_type"], rope["rope_theta"]) == (kind, theta)
 
 
-def test_dolly_turns_a_quarter_of_each_head() -> None:
-    assert model.resolve("dolly-v2-7b").config.rope_parameters["partial_rotary_factor"] == 0.25
+@pytest.mark.parametrize(
+    ("name", "share"), [("dolly-v2-7b", 0.25), ("phi4-mini", 0.75), ("glm4-9b", 0.5)]
+)
+def test_these_turn_a_part_of_each_head(name: str, share: float) -> None:
+    assert model.resolve(name).config.rope_parameters["partial_rotary_factor"] == share
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "theta", "local"),
+    [("olmo3-7b", "yarn", 5e5, 5e5), ("gemma3-4b", "linear", 1e6, 1e4)],
+)
+def test_layers_with_a_window_turn_by_settings_of_their_own(
+    name: str, kind: str, theta: float, local: float
+) -> None:
+    text = model.resolve(name).config.get_text_config()
+    whole, window = (text.rope_parameters[f"{each}_attention"] for each in ("full", "sliding"))
+    assert (whole["rope_type"], whole["rope_theta"]) == (kind, theta)
+    assert (window["rope_type"], window["rope_theta"]) == ("default", local)
+    period = 6 if name.startswith("gemma3") else 4
+    full = [n for n, each in enumerate(text.layer_types, 1) if each == "full_attention"]
+    assert full == list(range(period, text.num_hidden_layers + 1, period))
+
+
+@pytest.mark.parametrize("name", ["gemma3-4b", "gemma3-12b"])
+def test_the_encoder_of_images_is_counted_beside_the_text(name: str) -> None:
+    shape = planned(name)
+    projector = 1152 * shape.hidden + 1152
+    assert shape.beside == 416_866_032 + projector
+    assert shape.text_parameters == shape.parameters - shape.beside
 
 
 def test_mixtral_goes_through_the_published_12_9_billion() -> None:
@@ -118,7 +147,7 @@ def test_the_command_lists_what_models_and_plans_are_made_of(
         name = str(row["preset"])
         preset, config = presets.PRESETS[name], model.resolve(name).config
         assert row["parameters"] == (preset.parameters or planned(name).parameters)
-        assert row["context"] == config.max_position_embeddings
+        assert row["context"] == config.get_text_config().max_position_embeddings
         assert (row["family"], row["licence"]) == (config.model_type, preset.licence)
         assert row["source"] == preset.source
     assert [row["preset"] for row in found["images"]] == list(IMAGE_PRESETS)

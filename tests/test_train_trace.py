@@ -17,6 +17,7 @@ from rayapp.config import ConfigError, Lora, from_dict
 from rayapp.planner import ask
 from rayapp.planner.memory import Layout, peak_memory, state_bytes
 from rayapp.planner.shape import has_formula, shape_of
+from rayapp.planner.trained import with_overrides
 from rayapp.presets import PRESETS, config_of
 from rayapp.train.reading import read
 from rayapp.train.trace import trace, trace_config
@@ -36,9 +37,10 @@ def both(
     fp32 = more.get("param_dtype", torch.bfloat16) is None
     lora = more.get("lora")
     config = copy.deepcopy(model.resolve(name).config)
-    config.num_hidden_layers = layers or config.num_hidden_layers
+    text = config.get_text_config()
+    text.num_hidden_layers = layers or text.num_hidden_layers
     found = trace(config, world=world, micro_batch=micro_batch, seq_len=seq_len, **more)
-    values = {**config_of(name), "num_hidden_layers": config.num_hidden_layers}
+    values = with_overrides(config_of(name), {"num_hidden_layers": text.num_hidden_layers})
     shape = (
         shape_of(values)
         if has_formula(values)

@@ -552,12 +552,5 @@ def test_every_problem_is_told_at_once(folder: Path) -> None:
         checks.check(language, 2, 0)
 
 
-def test_weights_for_other_classes_are_refused(folder: Path, images: Images) -> None:
-    config = config_of(folder, "classes")
-    assert checks.classes_problem(config, images.classes) is None
-    problem = checks.classes_problem(config, ("a", "b"))
-    assert problem is not None and "its last layer has 4, but the data have 2" in problem
-
-
 def test_an_index_is_found_again(images: Images) -> None:
     assert load_images(open_storage(images.url)) == images

@@ -16,6 +16,7 @@ from rayapp.observe.status import read_object
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import shape_of
+from rayapp.planner.trained import text_section
 from rayapp.presets import PRESETS as LANGUAGE
 from rayapp.presets import config_of
 from rayapp.presets.images import IMAGE_PRESETS
@@ -160,7 +161,7 @@ def _language_presets() -> list[dict[str, Any]]:
                 "preset": name,
                 "family": config["model_type"],
                 "parameters": preset.parameters or shape_of(config).parameters,
-                "context": config["max_position_embeddings"],
+                "context": text_section(config)["max_position_embeddings"],
                 "licence": preset.licence,
                 "source": preset.source,
             }

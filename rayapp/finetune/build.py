@@ -252,7 +252,8 @@ def model_shape(source: model.ModelSource, config: Config, tokens: int | None) -
     """
     shape = overridden(source, config)
     if source.preset:
-        shape.vocab_size = vocabulary_of(config, shape.vocab_size, preset=True, tokens=tokens)
+        text = shape.get_text_config()
+        text.vocab_size = vocabulary_of(config, text.vocab_size, preset=True, tokens=tokens)
     return shape
 
 
@@ -260,5 +261,5 @@ def overridden(source: model.ModelSource, config: Config) -> Any:
     """Return a copy of the model's config with the run's overrides."""
     shape = copy.deepcopy(source.config)
     for name, value in config.model.overrides.items():
-        setattr(shape, name, value)
+        setattr(shape.get_text_config(), name, value)
     return shape

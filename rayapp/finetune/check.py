@@ -249,7 +249,7 @@ def _tokenizer(
     config: Config, base: model.ModelSource, kinds: set[str], problems: list[str]
 ) -> Any:
     """Return the tokenizer, None if it is still to be made; check that it fits model and data."""
-    limit: Any = getattr(base.config, "max_position_embeddings", None)
+    limit: Any = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     limit = config.model.overrides.get("max_position_embeddings", limit)
     if limit and config.data.seq_len > limit:
         problems.append(

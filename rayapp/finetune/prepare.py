@@ -265,9 +265,8 @@ def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:
     """
     lm = model.build(shape, loss=model.no_loss, attention="eager")
     whole = model.num_parameters(lm)
-    if lora is None:
-        return whole, whole
-    model.add_adapters(lm, lora)
+    if lora is not None:
+        model.add_adapters(lm, lora)
     return whole, sum(p.numel() for p in lm.parameters() if p.requires_grad)
 
 

@@ -47,7 +47,7 @@ def continued(
     if not prompts:
         return []
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    limit = getattr(parts.lm.hf.config, "max_position_embeddings", None) or 2**30
+    limit = getattr(parts.lm.hf.config.get_text_config(), "max_position_embeddings", None) or 2**30
     ids: list[list[int]] = [list(parts.tokenizer(prompt)["input_ids"]) for prompt in prompts]
     added: list[list[int]] = [[] for _ in prompts]
     ends = [min(len(each) + num_tokens, limit) for each in ids]

@@ -35,7 +35,9 @@ def plan(
     tokens = order.num_steps * train.tokens_per_step
     epochs = order.num_steps * rows / prepared.epoch_rows
     lora = config.model.lora
-    trained = "all trained" if lora is None else f"{trainable:,} trained, {lora.name}"
+    trained = "all trained" if trainable == parameters else f"{trainable:,} trained"
+    if trainable < parameters:
+        trained += ", the text decoder" if lora is None else f", {lora.name}"
     lines = {
         "model": f"{config.model.path}: {parameters:,} parameters ({trained}), "
         f"{config.parallel.strategy}, {train.precision}",

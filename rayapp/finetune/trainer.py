@@ -320,5 +320,6 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.dev
             storage / MODEL,
             tokenizer=parts.tokenizer,
             generation_config=parts.source.generation_config,
+            processor=model.processor_files(parts.source),
             trained=None if base is None else parts.lm,
         )

@@ -37,7 +37,7 @@ from rayapp.model.lora import (
 )
 from rayapp.model.mixers import split_documents
 from rayapp.model.sharding import device_mesh, num_nodes, shard
-from rayapp.model.source import ModelSource, load_tokenizer, published, resolve
+from rayapp.model.source import ModelSource, load_tokenizer, processor_files, published, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "num_parameters",
     "offload_activations",
     "problems",
+    "processor_files",
     "published",
     "resolve",
     "shard",

@@ -42,7 +42,6 @@ UNSUPPORTED = (
     "rank_pattern",
     "alpha_pattern",
     "layers_to_transform",
-    "exclude_modules",
     "trainable_token_indices",
     "lora_bias",
 )

@@ -84,6 +84,8 @@ class LanguageModel(Wrapper):
     ) -> None:
         super().__init__()
         self.hf = hf
+        for module in beside_text(hf):
+            module.requires_grad_(False)
         self.loss = loss
         self.source_dtype = source_dtype
         self.by_boundaries = attention in BY_BOUNDARIES
@@ -201,6 +203,24 @@ def build(
             trust_remote_code=False,
         )
     return LanguageModel(hf, loss, source_dtype, attention, router_weight)
+
+
+def text_of(hf: PreTrainedModel) -> nn.Module:
+    """Return what text goes through: of a multimodal model its decoder, else the model itself."""
+    multimodal = hf.config.get_text_config() is not hf.config
+    return cast(nn.Module, hf.get_decoder()) if multimodal else hf
+
+
+def beside_text(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the parts of a multimodal model that no text goes through: encoders and projectors.
+
+    They are frozen, and exported as they were loaded.
+    """
+    text = text_of(hf)
+    if text is hf:
+        return []
+    inside = {id(module) for module in text.modules()}
+    return [part for part in hf.base_model.children() if id(part) not in inside]
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from rayapp.config.text import shown
 from rayapp.model.build import Wrapper
-from rayapp.model.init import fill, init_weights
+from rayapp.model.init import draw_weights, fill, init_weights
 from rayapp.model.sharding import device_mesh, shard
 from rayapp.model.source import ModelSource, resolve
 from rayapp.model.weights import load_weights, misfits_of
@@ -185,6 +185,24 @@ def classifier_problems(path: str, source: ModelSource | None, shape: Any) -> li
     return [] if source is None else misfits_of(classifier.hf, source)
 
 
+def last_layer(shape: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Return the parameters whose shapes follow from the number of classes, by name."""
+    built = []
+    for more in (0, 1):
+        other = copy.deepcopy(shape)
+        other.num_labels = shape.num_labels + more
+        built.append(build_classifier(other, mean=(0, 0, 0), std=(1, 1, 1)).hf)
+    first, second = (dict(hf.named_parameters()) for hf in built)
+    return {n: tuple(p.shape) for n, p in first.items() if p.shape != second[n].shape}
+
+
+def drawn_anew(shape: PretrainedConfig, source: ModelSource | None) -> dict[str, tuple[int, ...]]:
+    """Return the last layer if the source's weights are of another number of classes, else {}."""
+    if source is None or source.config.num_labels == shape.num_labels:
+        return {}
+    return last_layer(shape)
+
+
 def forward_flops(shape: PretrainedConfig, size: int) -> float:
     """Count the FLOPs of one image's forward pass, on meta tensors."""
     classifier = build_classifier(shape, mean=(0, 0, 0), std=(1, 1, 1)).eval()
@@ -203,7 +221,8 @@ def distribute(
 ) -> nn.Module:
     """Shard or wrap the model, fill it, and make its gradients sums over all ranks.
 
-    It is filled from `source`, or drawn from `seed` if that is None.
+    It is filled from `source`, but for a last layer of other classes, or drawn from `seed` if that
+    is None.
     """
     if strategy != "ddp":
         mesh = device_mesh(device.type, strategy=strategy, replicas=replicas)
@@ -212,7 +231,10 @@ def distribute(
         init_weights(classifier, seed, device)
         _draw_convolutions(classifier.hf, seed)
     else:
-        load_weights(classifier, source, device)
+        new = drawn_anew(classifier.hf.config, source)
+        load_weights(classifier, source, device, drawn=new)
+        parameters = dict(classifier.hf.named_parameters())
+        draw_weights(classifier.hf, seed, {name: parameters[name] for name in new})
     if classifier.layout is torch.channels_last:
         _lay_out(classifier)
     if strategy != "ddp":

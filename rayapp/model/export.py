@@ -11,14 +11,11 @@ there. Parameters of different ranks' files are gathered in turn, so that their 
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -37,10 +34,11 @@ from transformers.core_model_loading import (
 )
 
 from rayapp.model.build import State, Wrapper, base_state
-from rayapp.model.files import INDEX, SINGLE, layout
+from rayapp.model.files import SINGLE, layout
 from rayapp.model.lora import LoraUpdate, updates
 from rayapp.model.quantize import Linear4bit
 from rayapp.model.sharding import reshard
+from rayapp.model.small_files import write_small_files
 from rayapp.storage import Storage
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -122,6 +120,7 @@ def export(
     *,
     tokenizer: Any = None,
     generation_config: GenerationConfig | None = None,
+    processor: Mapping[str, bytes] | None = None,
     dtype: torch.dtype | None = None,
     trained: Wrapper | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -165,8 +164,16 @@ def export(
     small: list[str] = []
     try:
         if rank == 0:
-            small = _write_small_files(
-                model.hf, storage, files, names, tokenizer, generation_config, dtype
+            sizes = {
+                name: {
+                    key: shape.numel() * kind.itemsize
+                    for group in groups
+                    for key, (kind, shape) in group.tensors.items()
+                }
+                for name, groups in zip(names, files, strict=True)
+            }
+            small = write_small_files(
+                model.hf, storage, sizes, tokenizer, generation_config, dtype, processor or {}
             )
     except Exception as caught:
         error = caught
@@ -272,72 +279,3 @@ def _raise_together(
     if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(every) if why]:
         raise RuntimeError(f"cannot export to {storage.url}: {'; '.join(failed)}") from error
     return every[0][0]
-
-
-def _write_small_files(
-    hf: PreTrainedModel,
-    storage: Storage,
-    files: list[list[Group]],
-    names: list[str],
-    tokenizer: Any,
-    generation_config: GenerationConfig | None,
-    dtype: torch.dtype,
-) -> list[str]:
-    """Write everything but weights, delete weights of an earlier export; return the names."""
-    small: dict[str, bytes] = {}
-    if len(files) > 1:
-        small[INDEX] = _index(files, names)
-    if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            for path in sorted(Path(folder).rglob("*")):
-                if path.is_file():
-                    small[path.relative_to(folder).as_posix()] = path.read_bytes()
-    generation_config = generation_config or getattr(hf, "generation_config", None)
-    if generation_config is not None:
-        # Not save_pretrained: it refuses settings that many published models have.
-        text = generation_config.to_json_string(use_diff=True)
-        small["generation_config.json"] = text.encode()
-    small["config.json"] = _config_json(hf, dtype)
-    for entry in storage.list():
-        ours = entry.name == INDEX or entry.name == SINGLE or entry.name.startswith("model-0")
-        if ours and entry.name not in names and entry.name not in small:
-            storage.delete(entry.name)  # transformers would prefer a stale single file
-    for name, data in small.items():
-        storage.write(name, data)
-    return list(small)
-
-
-def _index(files: list[list[Group]], names: list[str]) -> bytes:
-    weight_map = {
-        tensor: name
-        for name, groups in zip(names, files, strict=True)
-        for group in groups
-        for tensor in group.tensors
-    }
-    total = sum(group.num_bytes for groups in files for group in groups)
-    values = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _config_json(hf: PreTrainedModel, dtype: torch.dtype) -> bytes:
-    """Write config.json so that transformers 4 reads it too.
-
-    Version 5 renamed torch_dtype to dtype and moved the rotary settings into rope_parameters.
-    Version 4 ignores unknown fields, and would use its default rope_theta without a warning.
-    """
-    config = deepcopy(hf.config)
-    config.architectures = [type(hf).__name__.removeprefix("FSDP")]
-    config.dtype = dtype
-    values = json.loads(config.to_json_string(use_diff=True))
-    values["torch_dtype"] = values["dtype"]
-    rope = values.get("rope_parameters") or {}
-    if "rope_theta" in rope:
-        neox = config.model_type.startswith("gpt_neox")
-        values["rotary_emb_base" if neox else "rope_theta"] = rope["rope_theta"]
-        if "partial_rotary_factor" in rope:
-            name = "rotary_pct" if neox else "partial_rotary_factor"
-            values[name] = rope["partial_rotary_factor"]
-        if rope.get("rope_type", "default") != "default":
-            values["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

@@ -13,7 +13,7 @@ because a model that leaves the meta device loses them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,18 +37,31 @@ def init_weights(model: Wrapper, seed: int, device: torch.device | str) -> None:
     """
     allocate(model, device)
     parameters = dict(model.hf.named_parameters(remove_duplicate=False))
-    undefined = {id(parameter) for parameter in parameters.values()}
-    for name, owner, module in _modules_bottom_up(model.hf):
+    draw_weights(model.hf, seed, parameters)
+
+
+@torch.no_grad()
+def draw_weights(hf: PreTrainedModel, seed: int, wanted: Mapping[str, nn.Parameter]) -> None:
+    """Draw the values of these parameters, by name, from (seed, module name).
+
+    Raises: ValueError if the HF model leaves one undefined.
+    """
+    undefined = {id(parameter) for parameter in wanted.values()}
+    for name, owner, module in _modules_bottom_up(hf):
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        inside = (each == name or each.startswith(f"{name}.") or not name for each in wanted)
+        if not any(inside):
+            continue
         drawn = _initial_values(owner, module, "_parameters", int.from_bytes(digest[:8], "little"))
         for path, values in drawn.items():
-            parameter = parameters[f"{name}.{path}" if name else path]
-            fill(parameter, values)
-            undefined.discard(id(parameter))
-    left = [name for name, parameter in parameters.items() if id(parameter) in undefined]
+            parameter = wanted.get(f"{name}.{path}" if name else path)
+            if parameter is not None:
+                fill(parameter, values)
+                undefined.discard(id(parameter))
+    left = [name for name, parameter in wanted.items() if id(parameter) in undefined]
     if left:
         raise ValueError(
-            f"{type(model.hf).__name__}._init_weights leaves {', '.join(left[:5])} undefined: it "
+            f"{type(hf).__name__}._init_weights leaves {', '.join(left[:5])} undefined: it "
             "cannot be trained from scratch. Choose another model, or start from weights"
         )
 

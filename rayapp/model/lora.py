@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rayapp.model.build import LanguageModel, without_wrappers
+from rayapp.model.build import LanguageModel, beside_text, without_wrappers
 from rayapp.model.experts import compute_adapted, expert_factors, parameter_names
 from rayapp.model.init import fill
 from rayapp.model.quantize import BLOCK, Linear4bit
@@ -159,6 +160,7 @@ def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or names,
         target_parameters=list(lora.target_parameters) or None,
+        exclude_modules=_beside(model.hf),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.hf.modules()),
         use_dora=lora.dora,
         use_rslora=lora.rslora,
@@ -168,6 +170,13 @@ def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
     compute_adapted(model.hf, ADAPTER)
     for parameter in trained(model.hf).values():
         parameter.data = parameter.data.float()
+
+
+def _beside(hf: PreTrainedModel) -> str | None:
+    """Return a pattern of the modules that no text goes through; None if there are none."""
+    parts = {id(part) for part in beside_text(hf)}
+    names = [re.escape(name) for name, module in hf.named_modules() if id(module) in parts]
+    return rf"({'|'.join(names)})\..*" if names else None
 
 
 def hold_in_4_bits(model: LanguageModel, dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from rayapp.model.build import Wrapper
+from rayapp.model.build import Wrapper, beside_text, text_of
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 
@@ -98,6 +98,8 @@ def shard(
             mp_policy=precision,
             offload_policy=offload,
         )
+    for part in beside_text(model.hf):  # it never runs, so that it is never gathered
+        fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(
         model, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload
     )
@@ -117,17 +119,19 @@ def reshard(model: nn.Module) -> None:
 def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
     """Return the transformer blocks: the outermost modules whose class HF lists as not to split.
 
+    Of a multimodal model they are those of its text decoder.
     Raises: ValueError if the model names none and has no list of layers either.
     """
     kinds = set(hf._no_split_modules or ())
     blocks: dict[str, nn.Module] = {}
-    for name, module in hf.named_modules():  # parents come first
+    for name, module in text_of(hf).named_modules():  # parents come first
         inside = any(name.startswith(f"{block}.") for block in blocks)
         if type(module).__name__ in kinds and not inside:
             blocks[name] = module
     if blocks:
         return list(blocks.values())
-    lists = [list(module) for module in hf.modules() if isinstance(module, nn.ModuleList)]
+    modules = text_of(hf).modules()
+    lists = [list(module) for module in modules if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(hf).__name__} has no transformer blocks to shard")
     return max(lists, key=len)

@@ -28,6 +28,7 @@ from rayapp.storage import Readable
 from rayapp.storage.inputs import open_input
 
 PRESETS = Path(__file__).parent.parent / "presets"
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", *LICENCES]
 TOKENIZER_FILE = re.compile(
@@ -160,6 +161,11 @@ def load_tokenizer(source: ModelSource) -> Any:
             if TOKENIZER_FILE.match(name) or name == "config.json":
                 Path(copied, name).write_bytes(folder.read(name))
         return AutoTokenizer.from_pretrained(copied, trust_remote_code=False)
+
+
+def processor_files(source: ModelSource) -> dict[str, bytes]:
+    """Return the files of a multimodal model's processor, by name: they go into its export."""
+    return {name: source.folder.read(name) for name in PROCESSOR if source.folder.exists(name)}
 
 
 def published(source: ModelSource) -> Published:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -92,8 +92,10 @@ class LoadStats:
     """Names of tensors on disk that match no parameter."""
 
 
-def load_weights(model: Wrapper, source: ModelSource, device: torch.device | str) -> LoadStats:
-    """Allocate this rank's shards and fill them from the source's safetensors.
+def load_weights(
+    model: Wrapper, source: ModelSource, device: torch.device | str, drawn: Collection[str] = ()
+) -> LoadStats:
+    """Allocate this rank's shards and fill all but `drawn` from the source's safetensors.
 
     Values are cast to the parameters' dtype. Works the same for a model that is not sharded.
     Raises: ValueError if a parameter is missing on disk or of another shape, or a file is damaged.
@@ -101,8 +103,8 @@ def load_weights(model: Wrapper, source: ModelSource, device: torch.device | str
     assert source.storage is not None, f"{source.name} has no weights"
     start_s = time.monotonic()
     stored = read_headers(source.storage)
-    plan, extra = _plan(model.hf, stored)
-    if wrong := _misfits(model.hf, plan, source.name, source.storage.url):
+    plan, extra = _plan(model.hf, stored, drawn)
+    if wrong := _misfits(model.hf, plan, source.name, source.storage.url, drawn):
         raise ValueError("\n".join(wrong))
     allocate(model, device)
     reader = ShardReader(source.storage, stored)
@@ -116,8 +118,7 @@ def load_weights(model: Wrapper, source: ModelSource, device: torch.device | str
         largest = max(pool.map(load, plan), default=0)
     plain = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
     _check_ties(twice, plain, reader, source.name)
-    seconds = time.monotonic() - start_s
-    return LoadStats(reader.bytes_read, seconds, largest, tuple(extra))
+    return LoadStats(reader.bytes_read, time.monotonic() - start_s, largest, tuple(extra))
 
 
 def problems(source: ModelSource, from_scratch: bool) -> list[str]:
@@ -168,8 +169,7 @@ def misfits_of(hf: PreTrainedModel, source: ModelSource) -> list[str]:
         stored = read_headers(source.storage)
     except ValueError as error:
         return [str(error)]
-    plan, _ = _plan(hf, stored)
-    return _misfits(hf, plan, source.name, source.storage.url)
+    return _misfits(hf, _plan(hf, stored)[0], source.name, source.storage.url)
 
 
 def _build_problems(source: ModelSource, config: PretrainedConfig) -> list[str]:
@@ -184,7 +184,9 @@ def _build_problems(source: ModelSource, config: PretrainedConfig) -> list[str]:
     return []
 
 
-def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conversion], list[str]]:
+def _plan(
+    hf: PreTrainedModel, stored: Mapping[str, Stored], drawn: Collection[str] = ()
+) -> tuple[list[Conversion], list[str]]:
     """Assign tensors on disk to parameters; return the conversions and the unused names.
 
     It follows transformers' convert_and_load_state_dict_in_model (5.23), but reads no data.
@@ -201,7 +203,7 @@ def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conve
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:  # the name on disk is already the parameter's
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted:
+        if name not in wanted or name in drawn:
             extra.append(key)
             continue
         converter = None if pattern is None else by_pattern[pattern]
@@ -218,11 +220,13 @@ def _plan(hf: PreTrainedModel, stored: Mapping[str, Stored]) -> tuple[list[Conve
     return list(plan.values()), extra
 
 
-def _misfits(hf: PreTrainedModel, plan: list[Conversion], name: str, url: str) -> list[str]:
+def _misfits(
+    hf: PreTrainedModel, plan: list[Conversion], name: str, url: str, drawn: Collection[str] = ()
+) -> list[str]:
     """Return the problems of parameters that no tensor fills, or one of another shape."""
     wanted = base_state(hf)
     shapes = {target: shape for conversion in plan for target, shape in conversion.targets.items()}
-    missing = [names[0] for names in _tied_names(hf) if not shapes.keys() & set(names)]
+    missing = [names[0] for names in _tied_names(hf) if not {*shapes, *drawn} & set(names)]
     misfits = []
     if missing:
         listed = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")

@@ -67,6 +67,8 @@ class Plan(Forecast, total=False):
     """The first records of each source as the model sees them."""
     code: dict[str, str]
     """Digests of the user's code that changes what is trained, by config field."""
+    drawn_anew: list[str]
+    """Parameters of an image classifier's last layer, if its weights are for other classes."""
 
 
 def band_of(plan: Plan, name: str) -> BandValues | None:

@@ -104,7 +104,7 @@ class Layout:
     def trainable(self) -> int:
         """Number of parameters that have a gradient."""
         if self.lora_rank is None:
-            return self.shape.parameters
+            return self.shape.text_parameters
         return lora_parameters(
             self.shape, self.lora_rank, self.lora_targets, self.dora, self.lora_experts
         )
@@ -196,7 +196,7 @@ def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
 def state_bytes(layout: Layout) -> dict[str, float]:
     """Return the bytes of one rank's parameters, gradients and optimizer state, by name."""
     shape, shards = layout.shape, layout.shards
-    trainable, frozen = float(layout.trainable), 0.0
+    trainable, frozen = float(layout.trainable), float(FP32 * shape.beside)
     if layout.lora_rank is not None:
         quantized = 0
         if layout.quantize == "nf4":
@@ -299,7 +299,9 @@ def _moments(layout: Layout) -> list[Peak]:
         "activations": activations + recomputed + in_flight,
         "gathers": gathers,
     }
-    of_blocks = gradients * (1 - shape.root_parameters / shape.parameters if trains_all else 1.0)
+    of_blocks = gradients * (
+        1 - shape.root_parameters / shape.text_parameters if trains_all else 1.0
+    )
     backward_end = {
         "gradients": max(accumulated, of_blocks),
         "activations": activations / shape.layers + recomputed + in_flight,

@@ -28,7 +28,9 @@ from rayapp.planner.trained import (
     adapter_at,
     is_preset,
     read_config_json,
+    text_section,
     vocabulary_of,
+    with_overrides,
 )
 from rayapp.presets import PRESETS, config_of
 
@@ -247,9 +249,9 @@ def _model_values(
     values = _config_json(config, problems)
     if values is None:
         return None
-    values = {**values, **config.model.overrides}
+    values = with_overrides(values, config.model.overrides)
     if is_preset(config.model.path):
-        vocabulary = vocabulary_of(config, values["vocab_size"], preset=True)
+        vocabulary = vocabulary_of(config, text_section(values)["vocab_size"], preset=True)
         if vocabulary is None:
             problems.append(
                 f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "
@@ -257,7 +259,7 @@ def _model_values(
                 "with tokenizer.json, or set model.overrides.vocab_size"
             )
             return None
-        values["vocab_size"] = vocabulary
+        values = with_overrides(values, {"vocab_size": vocabulary})
     return values
 
 

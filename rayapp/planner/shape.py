@@ -76,6 +76,8 @@ class Shape:
     final_norm_parameters: int
     experts: int = 1
     active_experts: int = 1
+    beside: int = 0
+    """Parameters that no text goes through, e.g. of an encoder of images: frozen."""
     measured: Measured | None = None
     """What was counted, if the family has no formula here."""
 
@@ -109,9 +111,14 @@ class Shape:
         return matrices * self.embedding_parameters + self.final_norm_parameters
 
     @property
+    def text_parameters(self) -> int:
+        """Parameters of the decoder, tied ones once."""
+        return self.all_blocks_parameters + self.root_parameters
+
+    @property
     def parameters(self) -> int:
         """Parameters of the model, tied ones once."""
-        return self.all_blocks_parameters + self.root_parameters
+        return self.text_parameters + self.beside
 
     @property
     def active_parameters(self) -> int:

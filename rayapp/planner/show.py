@@ -109,6 +109,8 @@ def _headline(console: Console, plan: Answer) -> None:
             trains = f", {layout.shape.active_parameters:,} for a token"
         if layout.lora_rank is not None:
             trains += f", {layout.trainable:,} trained ({layout.lora_method})"
+        elif layout.shape.beside:
+            trains += f", {layout.trainable:,} trained (the text decoder)"
     _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(plan)}")
     _say(
         console,

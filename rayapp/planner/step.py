@@ -152,7 +152,7 @@ def _copies_s(job: Workload[Layout]) -> float:
         return 0.0
     layout = job.layout
     gathers = 2 if _frees(layout) else 1
-    gathered = 2 * layout.element * layout.shape.parameters * gathers
+    gathered = 2 * layout.element * layout.shape.text_parameters * gathers
     reduced = (layout.element + FP32) * layout.trainable
     return (gathered + reduced) / (TRAFFIC * job.machine.gpu.memory_bytes_per_s)
 
@@ -166,7 +166,7 @@ def _transfers_s(job: Workload[Layout]) -> float:
         moved += 2 * kept * layout.shape.layers * layout.tokens
     if layout.cpu_offload:  # fp32 shards go to the GPU for each gather, gradients come back
         gathers = 2 if _frees(layout) else 1
-        moved += FP32 * (gathers * layout.shape.parameters + layout.trainable) / layout.shards
+        moved += FP32 * (gathers * layout.shape.text_parameters + layout.trainable) / layout.shards
     return moved / rate
 
 

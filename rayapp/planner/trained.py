@@ -44,6 +44,20 @@ def read_config_json(
     return None
 
 
+def text_section(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config.json says of the text decoder: all of it, or its text_config."""
+    section = values.get("text_config", values)
+    assert isinstance(section, Mapping)
+    return section
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with fields of the text decoder replaced."""
+    if "text_config" in values:
+        return {**values, "text_config": {**values["text_config"], **overrides}}
+    return {**values, **overrides}
+
+
 def adapter_at(path: str) -> Mapping[str, Any] | None:
     """Return the adapter_config.json of a local folder that holds no whole model; None if none."""
     folder = Path(os.path.expanduser(path))

@@ -37,6 +37,7 @@ class Preset:
 _LLAMA2 = "Llama 2 Community Licence"
 _LLAMA31 = "Llama 3.1 Community Licence"
 _LLAMA32 = "Llama 3.2 Community Licence"
+_GEMMA = "Gemma Terms of Use"
 
 OWN = "tiny"  # no weights of it exist: it starts from random ones without being asked to
 
@@ -130,13 +131,18 @@ PRESETS = {
         "HuggingFaceTB/SmolLM3-3B",
     ),
     "phi4": Preset("phi3", "Phi3DecoderLayer", 14_659_507_200, 14.7, "MIT", "microsoft/phi-4"),
+    "phi4-mini": Preset(
+        "phi3", "Phi3DecoderLayer", 3_836_021_760, 3.8, "MIT", "microsoft/Phi-4-mini-instruct"
+    ),
     "gemma3-1b": Preset(
-        "gemma3_text",
-        "Gemma3DecoderLayer",
-        999_885_952,
-        1.0,
-        "Gemma Terms of Use",
-        "google/gemma-3-1b-it",
+        "gemma3_text", "Gemma3DecoderLayer", 999_885_952, 1.0, _GEMMA, "google/gemma-3-1b-it"
+    ),
+    # With the encoder of images: 416,866,032 parameters, and the projector.
+    "gemma3-4b": Preset(
+        "gemma3", "Gemma3DecoderLayer", 4_300_079_472, 4.3, _GEMMA, "google/gemma-3-4b-it"
+    ),
+    "gemma3-12b": Preset(
+        "gemma3", "Gemma3DecoderLayer", 12_187_325_040, 12.2, _GEMMA, "google/gemma-3-12b-it"
     ),
     "gpt-oss-20b": Preset(
         "gpt_oss",
@@ -153,6 +159,17 @@ PRESETS = {
         1.48,
         "Apache-2.0",
         "allenai/OLMo-2-0425-1B",
+    ),
+    "olmo3-7b": Preset(
+        "olmo3",
+        "Olmo3DecoderLayer",
+        7_298_011_136,
+        7.3,
+        "Apache-2.0",
+        "allenai/Olmo-3-1025-7B",
+    ),
+    "glm4-9b": Preset(
+        "glm4", "Glm4DecoderLayer", 9_400_279_040, 9.4, "MIT", "zai-org/GLM-4-9B-0414"
     ),
     "granite3.3-2b": Preset(
         "granite",

@@ -28,6 +28,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from rayapp import model
 from rayapp.model.attention import takes_any_kernel
+from rayapp.model.build import beside_text
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.measured import Adapters, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
@@ -188,7 +189,8 @@ def _shape(lm: model.LanguageModel, config: PretrainedConfig, structure: _Struct
     text = config.get_text_config()
     vocabulary, hidden = head.weight.shape
     tied = head.weight is lm.hf.get_input_embeddings().weight
-    outside = model.num_parameters(lm) - structure.in_blocks
+    beside = sum(model.num_parameters(part) for part in beside_text(lm.hf))
+    outside = model.num_parameters(lm) - structure.in_blocks - beside
     return Shape(
         model_type=config.model_type,
         hidden=hidden,
@@ -205,6 +207,7 @@ def _shape(lm: model.LanguageModel, config: PretrainedConfig, structure: _Struct
         rotary=0.0,
         block_norm_parameters=0,
         final_norm_parameters=outside - (1 if tied else 2) * vocabulary * hidden,
+        beside=beside,
     )
 
 

@@ -104,7 +104,7 @@ def trace_config(config: Config, layout: Layout) -> Trace:
     values = {**config.model.overrides, "vocab_size": layout.shape.vocabulary}
     shape = copy.deepcopy(source.config)
     for name, value in values.items():
-        setattr(shape, name, value)
+        setattr(shape.get_text_config(), name, value)
     workers = config.cluster.min_workers
     return trace(
         shape,
@@ -154,6 +154,17 @@ class _Tracker(FSDPMemTracker):
     """
 
     _propagating = False
+
+    def _fsdp_param_group_post_backward(self, module: Any, original: Any) -> Any:
+        """Leave out a module that never runs: it has no gathered parameters to be read."""
+        tracked = super()._fsdp_param_group_post_backward(module, original)
+        group = module._get_fsdp_state()._fsdp_param_group
+
+        def post_backward(*args: Any, **kwargs: Any) -> None:
+            ran = all(hasattr(each, "_unsharded_param") for each in group.fsdp_params)
+            (tracked if ran else original)(*args, **kwargs)
+
+        return post_backward
 
     @contextlib.contextmanager
     def outside_propagation(self) -> Iterator[None]:

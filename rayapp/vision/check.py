@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayapp import model, planner
+from rayapp import planner
 from rayapp.config import ConfigError, VisionConfig
 from rayapp.data.images import shapes, sources
 from rayapp.data.sources import SourceError
@@ -110,19 +110,6 @@ def forecast(
     except UnknownShape:
         return None
     return planner.plan(config, model=values, **known)
-
-
-def classes_problem(config: VisionConfig, classes: tuple[str, ...]) -> str | None:
-    """Return a problem if the model's weights have another number of classes than the data."""
-    if config.model.path in IMAGE_PRESETS:
-        return None
-    own = model.resolve(config.model.path).config.num_labels
-    if config.model.from_scratch or own == len(classes):
-        return None
-    return (
-        f"model.path={config.model.path} is for other classes: its last layer has {own}, but the "
-        f"data have {len(classes)}. Set model.from_scratch=true, or give a model of these classes"
-    )
 
 
 def _source(path: str, format: str, field: str, problems: list[str]) -> sources.ImageSource | None:

@@ -14,7 +14,7 @@ from rayapp.data.sources import SourceError
 from rayapp.driver.growth import stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.model import num_parameters
-from rayapp.model.classifier import build_classifier, shape_of_classifier
+from rayapp.model.classifier import build_classifier, drawn_anew, shape_of_classifier
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Plan
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
@@ -23,7 +23,7 @@ from rayapp.order import Order
 from rayapp.storage import open_storage
 from rayapp.train.spec import ImageSpec, RunSpec
 from rayapp.vision import show
-from rayapp.vision.check import CheckedImageRun, classes_problem, forecast
+from rayapp.vision.check import CheckedImageRun, forecast
 
 KIND = "rayapp.vision"
 
@@ -34,13 +34,12 @@ def prepare(
     """Index the images, write config.yaml and plan.json, print the plan, and return the spec."""
     config, run = ready.config, ready.run
     images = index(ready, config, phases)
-    if problem := classes_problem(config, images.classes):
-        raise ConfigError([problem])
     phases.end("data")
     phases.begin("planning")
     of_data = images.fingerprint, images.counts["train"]
     order = order_of(config, images, stages_of(run, *of_data, config.rows_per_step))
-    shape, _ = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
+    shape, source = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
+    anew = {} if config.model.from_scratch else drawn_anew(shape, source)
     classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
     parameters = num_parameters(classifier)
     run.write(CONFIG, config.to_yaml().encode())
@@ -48,9 +47,9 @@ def prepare(
     there = on_what_is_there(config)
     planned = forecast(there, shape, len(images.classes), on_cpu=not gpus, **counted)
     values = planned.as_dict() if planned else {}
-    plan = values | plan_of(config, images, order, parameters)
+    plan = values | plan_of(config, images, order, parameters) | {"drawn_anew": sorted(anew)}
     run.write(PLAN, json.dumps(plan, indent=1).encode())
-    show.plan(console, config, images, order, parameters)
+    show.plan(console, config, images, order, parameters, sorted(anew))
     phases.end("plan")
     return RunSpec(KIND, config, images, order, run.url), None
 

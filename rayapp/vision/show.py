@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 
 from rayapp.config import VisionConfig
@@ -11,9 +13,14 @@ from rayapp.order import Order
 
 
 def plan(
-    console: Console, config: VisionConfig, images: Images, order: Order, parameters: int
+    console: Console,
+    config: VisionConfig,
+    images: Images,
+    order: Order,
+    parameters: int,
+    anew: Sequence[str] = (),
 ) -> None:
-    """Print the plan as equations, and statistics of the images."""
+    """Print the plan as equations, and statistics of the images; `anew` is what is not loaded."""
     train, workers = config.train, config.cluster.min_workers
     micro_batches, each = config.micro_batches_per_step, order.num_micro_batches(workers)
     counts, smallest = images.counts, min(images.class_counts)
@@ -30,6 +37,11 @@ def plan(
         "steps": f"{order.num_steps:,} x {order.rows_per_step:,} = {total:,} images = "
         f"{total / order.num_rows:.2f} epochs",
     }
+    if anew:
+        lines["drawn anew"] = (
+            f"{', '.join(anew)}: the last layer of {config.model.path} is for other classes than "
+            f"these {len(images.classes):,}"
+        )
     if images.bad:
         reasons = ", ".join(f"{count} {reason}" for reason, count in images.bad.items())
         lines["bad images"] = (

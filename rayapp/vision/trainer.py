@@ -27,7 +27,7 @@ from rayapp.model.classifier import (
 )
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import ImageRecord
-from rayapp.observe.records import Outcome
+from rayapp.observe.records import ExportCheck, Outcome
 from rayapp.observe.run_folder import MODEL
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import Amounts
@@ -39,6 +39,7 @@ from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sums import Sums
 from rayapp.train.trainer import Trainer
 from rayapp.vision.evaluation import Scores, evaluate
+from rayapp.vision.exported import check_export
 from rayapp.vision.rows import transform_of
 
 
@@ -136,14 +137,19 @@ class ImageTrainer(Trainer):
         outcome["model_path"] = None
         if self.spec.config.checkpoint.export:
             with self.average.in_place() if self.average else nullcontext():
-                model.export(self.classifier, storage / MODEL)
-            if dist.get_rank() == 0:
-                data = self.spec.config.data
-                write_processor(storage / MODEL, data.size, data.eval_crop, data.mean, data.std)
+                outcome["export_check"] = self._export(storage / MODEL, engine.control)
             outcome["model_path"] = f"{storage.url}/model"
         dist.barrier(group=engine.control)
         phases.end("export")
         return outcome
+
+    def _export(self, folder: Storage, control: Any) -> ExportCheck:
+        """Export the model as it is, and check that it opens."""
+        model.export(self.classifier, folder)
+        if dist.get_rank() == 0:
+            data = self.spec.config.data
+            write_processor(folder, data.size, data.eval_crop, data.mean, data.std)
+        return check_export(self.spec, self.classifier, folder, self.device, control)
 
     def _last_of_step(self, last: bool) -> None:
         """Let DDP sum the gradients over ranks only in the last micro-batch of a step."""

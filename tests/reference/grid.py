@@ -80,9 +80,10 @@ def families(root: Path, every: int = 1) -> list[Run]:
 
 
 def compiled(root: Path) -> Run:
-    """Return a run with compiled blocks on two workers."""
+    """Return a run with compiled blocks on a mixture, on two workers."""
     model, files = made.make_model("llama", root, made.bpe()), made.make_data(root)
-    fields = BASE | {"model.path": str(model), "data.path": str(files["text"])}
+    mixture = {str(files["text"]): 2, str(files["prompt"]): 1}
+    fields = BASE | {"model.path": str(model), "data.mixture": mixture}
     more = {"train.compile": True, "parallel.activation_checkpointing": "selective"}
     return Run("compiled", fields | more, ((2, None),))
 

@@ -46,9 +46,9 @@ def run(root: Path, world: int, fields: dict[str, Any]) -> ImageSpec:
     texts = {name: str(value) for name, value in {**BASE, **paths, **fields}.items()}
     config = load(None, texts, VisionConfig)
     images = indexed(root / "data", open_storage(f"{root}/runs/.prepared"), 0.25)
-    url = f"{root}/runs/images"
+    url = f"{root}/runs/{config.run.name}"
     spec = ImageSpec("rayapp.vision", config, images, order_of(config, images), url)
-    processes.spawn(_train, world, str(root / "meet"), spec)
+    processes.spawn(_train, world, str(root / f"meet-{config.run.name}"), spec)
     return spec
 
 

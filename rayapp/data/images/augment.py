@@ -203,7 +203,7 @@ def _operate(image: Image.Image, magnitude: int, draw: random.Random) -> Image.I
     if name == "posterize":
         return ImageOps.posterize(image, 8 - round(4 * strength))
     if name == "solarize":
-        return ImageOps.solarize(image, round(256 * (1.0 - strength)))
+        return ImageOps.solarize(image, -(-255 * (BINS - magnitude) // BINS))
     if name == "autocontrast":
         return ImageOps.autocontrast(image)
     return ImageOps.equalize(image) if name == "equalize" else image

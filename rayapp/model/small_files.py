@@ -1,0 +1,102 @@
+"""Write what a Hugging Face folder holds beside its weights: index, tokenizer, config.json.
+
+write_small_files(hf, storage, {"model.safetensors": {"lm_head.weight": 4096}}, tokenizer, ...)
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from rayapp.model.files import INDEX, SINGLE
+from rayapp.storage import Storage
+
+
+def write_small_files(
+    hf: PreTrainedModel,
+    storage: Storage,
+    sizes: Mapping[str, Mapping[str, int]],
+    tokenizer: Any,
+    generation_config: GenerationConfig | None,
+    dtype: torch.dtype,
+    processor: Mapping[str, bytes],
+) -> list[str]:
+    """Write everything but weights, delete weights of an earlier export; return the names.
+
+    `sizes` are the bytes of the tensors in each file of weights.
+    """
+    small: dict[str, bytes] = {**processor}
+    if len(sizes) > 1:
+        small[INDEX] = _index(sizes)
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    small[path.relative_to(folder).as_posix()] = path.read_bytes()
+    generation_config = generation_config or getattr(hf, "generation_config", None)
+    if generation_config is not None:
+        # Not save_pretrained: it refuses settings that many published models have.
+        text = generation_config.to_json_string(use_diff=True)
+        small["generation_config.json"] = text.encode()
+    small["config.json"] = _config_json(hf, dtype)
+    for entry in storage.list():
+        ours = entry.name == INDEX or entry.name == SINGLE or entry.name.startswith("model-0")
+        if ours and entry.name not in sizes and entry.name not in small:
+            storage.delete(entry.name)  # transformers would prefer a stale single file
+    for name, data in small.items():
+        storage.write(name, data)
+    return list(small)
+
+
+def _index(sizes: Mapping[str, Mapping[str, int]]) -> bytes:
+    weight_map = {tensor: name for name, tensors in sizes.items() for tensor in tensors}
+    total = sum(size for tensors in sizes.values() for size in tensors.values())
+    values = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _config_json(hf: PreTrainedModel, dtype: torch.dtype) -> bytes:
+    """Write config.json so that transformers 4 reads it too.
+
+    Version 5 renamed torch_dtype to dtype and moved the rotary settings into rope_parameters.
+    Version 4 ignores unknown fields, and would use its default rope_theta without a warning.
+    """
+    config = deepcopy(hf.config)
+    config.architectures = [type(hf).__name__.removeprefix("FSDP")]
+    config.dtype = dtype
+    values = json.loads(config.to_json_string(use_diff=True))
+    values["torch_dtype"] = values["dtype"]
+    for section in (values, values.get("text_config", {})):
+        section |= _rotary_of_version_4(section)
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _rotary_of_version_4(section: dict[str, Any]) -> dict[str, Any]:
+    """Return a decoder's rotary settings under the names of transformers 4."""
+    rope, found = section.get("rope_parameters") or {}, {}
+    kind = str(section.get("model_type"))
+    if "full_attention" in rope:  # layers with a window have settings of their own
+        local = rope.get("sliding_attention", {})
+        found |= {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        return found
+    neox = kind.startswith("gpt_neox")
+    found["rotary_emb_base" if neox else "rope_theta"] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        name = "rotary_pct" if neox else "partial_rotary_factor"
+        found[name] = rope["partial_rotary_factor"]
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    if kind == "phi3" and "rope_scaling" in found:  # it takes no other fields
+        factors = {name: rope[name] for name in ("short_factor", "long_factor")}
+        found["rope_scaling"] = {"type": "longrope", **factors}
+    return found
