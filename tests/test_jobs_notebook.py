@@ -282,8 +282,8 @@ from rayapp.jobs import JobsClient, SubmitOptions, prepare
 from dataclasses import replace
 made = boto3.client("secretsmanager", region_name="us-west-2").create_secret(
     Name="reaches-every-process", SecretString="the value")
-shipment = SubmitOptions(secrets={"HUB": made["ARN"]})
-order = prepare(load(None, {"run.storage": "s3://b/r", "run.name": "secret"}), shipment)
+options = SubmitOptions(secrets={"HUB": made["ARN"]})
+order = prepare(load(None, {"run.storage": "s3://b/r", "run.name": "secret"}), options)
 task = "import os, ray; from rayapp.jobs import secrets; secrets.load(); ray.init(); "
 task += "print(os.environ['HUB'] == ray.get(ray.remote(lambda: os.environ['HUB']).remote()), "
 task += "len(os.environ['HUB']))"

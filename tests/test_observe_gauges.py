@@ -29,8 +29,8 @@ from rayapp.observe.gauges import (
     OF_A_SOURCE,
     OF_A_STEP,
     OF_THE_DRIVER,
+    CheckpointInterval,
     Driver,
-    Pace,
     Steps,
     tell_end,
 )
@@ -272,14 +272,14 @@ def test_a_failure_before_training_is_told_too(scrape: Scrape, tmp_path: Path) -
 
 
 def test_checkpoints_are_due_by_time_or_by_steps() -> None:
-    assert Pace(None, None).checkpoint_every_s() is None
-    assert Pace(600.0, None).checkpoint_every_s() == 600.0
-    pace = Pace(600.0, 100)
+    assert CheckpointInterval(None, None).checkpoint_every_s() is None
+    assert CheckpointInterval(600.0, None).checkpoint_every_s() == 600.0
+    pace = CheckpointInterval(600.0, 100)
     assert pace.checkpoint_every_s() == 600.0
     for step_s in (60.0, 2.0, 2.0):
         pace.saw(step_s)
     assert pace.checkpoint_every_s() == 200.0
-    pace = Pace(None, 100)
+    pace = CheckpointInterval(None, 100)
     assert pace.checkpoint_every_s() is None
     pace.saw(8.0)
     assert pace.checkpoint_every_s() == 800.0

@@ -168,8 +168,8 @@ class ChatTemplate:
         answers = [message for message in messages if message["role"] == "assistant"]
         calls = Counter(name_of(call) for m in answers for call in m.get("tool_calls") or ())
         if calls:
-            said = "".join(text[first:last] for first, last in spans)
-            if any(said.count(name) < count for name, count in calls.items()):
+            spoken = "".join(text[first:last] for first, last in spans)
+            if any(spoken.count(name) < count for name, count in calls.items()):
                 return "", [], NO_CALLS
         empty = [self.no_words.fullmatch(text, *span) is not None for span in spans]
         meant = [self._is_empty(message) for message in answers]

@@ -1,6 +1,6 @@
 """Read the heads of a source before it is prepared: find its kind and problems, or a sample.
 
-head = look("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
+head = inspect("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
 texts = sample_texts(source, head.kind, 16 * 2**20)
 """
 
@@ -35,7 +35,7 @@ class SourceHead:
     problems: list[str]
 
 
-def look(
+def inspect(
     path: str,
     source: sources.DataSource,
     kind: str,

@@ -203,7 +203,7 @@ def holders() -> list[str]:
     ):
         job = table.JobTableData.FromString(raw)
         if job.job_id in holding:
-            told = job.config.metadata
-            name = told.get("job_name") or told.get("job_submission_id")
+            metadata = job.config.metadata
+            name = metadata.get("job_name") or metadata.get("job_submission_id")
             holders.append(f"job {name}" if name else f"`{job.entrypoint[:SHOWN_COMMAND]}`")
     return holders

@@ -171,16 +171,16 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
     bad, notes, examples = Counter[str](), Counter[str](), dict[str, str]()
     documents: list[Document] = []
     for record in records:
-        document, told = None, record.problem
-        if told is None:
-            document, told = renderer.document(record.value)
+        document, problem = None, record.problem
+        if problem is None:
+            document, problem = renderer.document(record.value)
         if document is not None:
             documents.append(document)
-            notes.update([told] if told else [])
+            notes.update([problem] if problem else [])
             continue
-        assert told is not None
-        bad[told] += 1
-        examples.setdefault(told, place_of(entry.source, record.file, record.place))
+        assert problem is not None
+        bad[problem] += 1
+        examples.setdefault(problem, place_of(entry.source, record.file, record.place))
     pad = tokenizer.pad_token_id
     packed = pack(
         documents,

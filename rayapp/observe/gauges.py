@@ -1,9 +1,9 @@
 """Export metrics of a run to Prometheus while it trains, through Ray's metrics agent on each node.
 
-    with Steps("demo", rank=0) as told:                    # in a training worker
-        told.step(record)
-    told = Driver("demo", num_steps=500, started=...)      # in the driver
-    told.set(account, ...); told.close()
+    with Steps("demo", rank=0) as gauges:                    # in a training worker
+        gauges.step(record)
+    gauges = Driver("demo", num_steps=500, started=...)      # in the driver
+    gauges.set(account, ...); gauges.close()
     tell_end("demo", FAILED)                               # at the end of the command
 
 Ray prefixes every name with `ray_`, and counters end in `_total`. To keep the series few, rank 0
@@ -283,7 +283,7 @@ class PhaseGauge:
         self._gauges.close()
 
 
-class Pace:
+class CheckpointInterval:
     """The seconds between due checkpoints: by time or by steps, whichever comes first."""
 
     def __init__(self, every_s: float | None, every_steps: int | None) -> None:

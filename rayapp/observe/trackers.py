@@ -222,18 +222,18 @@ class MLflow:
             self._id = runs[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
             known = runs[0].data.params
-            self._told = self._newest_step()
+            self._last_sent = self._newest_step()
         else:
             tags = {f"{PROJECT}.run": run.url}
             made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
-            self._id, known, self._told = made.info.run_id, {}, 0
+            self._id, known, self._last_sent = made.info.run_id, {}, 0
         self._describe(config, known)
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
         """Send the new steps, as many per request as the API allows."""
         from mlflow.entities import Metric
 
-        new = [line for line in lines if line["step"] > self._told]
+        new = [line for line in lines if line["step"] > self._last_sent]
         most = max((sum(1 for _ in scalars(line)) for line in new), default=1)
         per_request = max(1, MLFLOW_BATCH // most)
         for start in range(0, len(new), per_request):
@@ -244,7 +244,7 @@ class MLflow:
                 for name, value in scalars(line)
             ]
             self._client.log_batch(self._id, metrics=values)
-            self._told = part[-1]["step"]
+            self._last_sent = part[-1]["step"]
 
     def cut_back(self, step: int) -> None:
         """Do nothing: MLflow cannot take values back."""

@@ -110,12 +110,12 @@ class S3Writer(io.RawIOBase):
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            room = part_bytes(self._written) - len(self._pending)
-            taken = view[done : done + room]
+            left = part_bytes(self._written) - len(self._pending)
+            taken = view[done : done + left]
             self._pending += taken
             done += len(taken)
             self._written += len(taken)
-            if len(taken) >= room:
+            if len(taken) >= left:
                 self._send()
         return done
 

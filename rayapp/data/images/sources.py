@@ -197,8 +197,8 @@ def _label_of(ending: str, data: bytes) -> str | None:
         values = json.loads(text)
     except ValueError:
         return None
-    told = [values[name] for name in LABEL_COLUMNS if isinstance(values, dict) and name in values]
-    return str(told[0]) if told else None
+    labels = [values[name] for name in LABEL_COLUMNS if isinstance(values, dict) and name in values]
+    return str(labels[0]) if labels else None
 
 
 def _read_parquet(storage: Readable, name: str) -> Iterator[FoundFiles]:
@@ -224,8 +224,10 @@ def _read_parquet(storage: Readable, name: str) -> Iterator[FoundFiles]:
         )
     row = 0
     for batch in table.iter_batches(batch_size=64, columns=[image, label]):
-        for value, told in zip(batch[image].to_pylist(), batch[label].to_pylist(), strict=True):
+        for value, name_of_class in zip(
+            batch[image].to_pylist(), batch[label].to_pylist(), strict=True
+        ):
             data: Any = value.get("bytes") if isinstance(value, dict) else value
-            own = None if told is None else str(told)
+            own = None if name_of_class is None else str(name_of_class)
             yield FoundFiles(name, -1, f"{name}:{row}", own, data or b"")
             row += 1
