@@ -52,7 +52,7 @@ def main() -> int:
 def timed_lines(command: list[str], nice: int) -> tuple[list[tuple[float, str]], int]:
     """Run a command; return (seconds since its start, line) of its output, and its exit code.
 
-    The first line is its start and the last is its end.
+    The first line is its start and the last is its end. Ctrl-C ends the command as SIGTERM does.
     """
     began = time.monotonic()
     lines = [(0.0, "(start)")]
@@ -63,9 +63,17 @@ def timed_lines(command: list[str], nice: int) -> tuple[list[tuple[float, str]],
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append((time.monotonic() - began, line.rstrip("\n")))
+
+    def take() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append((time.monotonic() - began, line.rstrip("\n")))
+
+    try:
+        take()
+    except KeyboardInterrupt:
+        process.terminate()
+        take()
     code = process.wait()
     return [*lines, (time.monotonic() - began, "(end)")], code
 
