@@ -55,6 +55,9 @@ def plan(
     if prepared.windows:
         later = f"; {sum(prepared.known)} are prepared" if order.more else ""
         lines["windows"] = f"{sum(prepared.windows)} of about {data.window_bytes:,} bytes{later}"
+    if prepared.packings:
+        each = ", ".join(f"{count:,}" for count in prepared.packings)
+        lines["packings"] = f"{each} rows, which epochs take in turn"
     parts = report.get("sources", {}).items()
     for number, (path, part) in enumerate(parts):
         share = data.mixture[path] / sum(data.mixture.values())
