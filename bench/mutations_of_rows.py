@@ -48,6 +48,20 @@ ROWS = (
         "tests/test_order_windows.py",
     ),
     Mutation(
+        "sources-of-windows-numbered-by-what-is-known",
+        SEQUENCE,
+        "first += SOURCE_ROWS if self.windows else size",
+        "first += size",
+        "tests/test_order_mixture_windows.py",
+    ),
+    Mutation(
+        "packings-in-the-same-order",
+        "rayapp/order/packings.py",
+        "turn * len(packings) + number",
+        "turn",
+        "tests/test_order_packings.py",
+    ),
+    Mutation(
         "windows-of-neighbours",
         "rayapp/order/windows.py",
         "count = max(1, min(len(sizes), -(-sum(sizes) // window_size)))",

@@ -28,7 +28,7 @@ from rayapp.data import unit_rows
 from rayapp.data.packing import in_groups, lay_out
 from rayapp.data.prepared import Prepared, repacked
 from rayapp.data.recipe import RowRecipe
-from rayapp.finetune import prepare
+from rayapp.finetune import prepare, show
 from rayapp.observe.activity import Phases
 from rayapp.storage import open_storage
 
@@ -130,6 +130,8 @@ def test_a_run_takes_its_packings_in_turn(tmp_path: Path, monkeypatch: pytest.Mo
     first, second = prepared.packings
     order = prepare.order_of(config, prepared)
     assert rest is None and order.packings == (first, second)
+    line = show._ways(config, prepared, order)["packings"]
+    assert line == f"{first:,}, {second:,} rows, which epochs take in turn"
     assert order.total_rows == 2 * first + second and order.num_rows == first + second
     taken = np.concatenate([order.rows(step) for step in range(order.num_steps)])
     assert sorted(taken[:first].tolist()) == list(range(first))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sysconfig
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -547,3 +548,35 @@ def test_the_held_out_share_is_drawn_by_content(tmp_path: Path) -> None:
     assert abs(len(few) - 200) < 69 and abs(len(some) - 1000) < 137
     # In every process, so that none trains on what another one holds out.
     assert sorted(map(int, few))[:8] == [3, 9, 16, 67, 68, 92, 137, 145]
+
+
+def test_lines_after_a_large_one_are_read_as_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"text": "a" * n} for n in (1, 300, 2, 40, 500)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    (unit,) = sources.units(sources.find(str(tmp_path / "a.jsonl")), 0.0)
+    (piece,) = unit.pieces
+    whole = list(reading.read_piece(sources.find(str(tmp_path / "a.jsonl")), piece))
+    monkeypatch.setattr(reading, "LARGE", 100)
+    assert list(reading.read_piece(sources.find(str(tmp_path / "a.jsonl")), piece)) == whole
+    assert [record.value for record in whole] == lines
+    data = (tmp_path / "a.jsonl").read_bytes()
+    assert [data[record.place :].split(b"\n")[0] for record in whole] == [
+        json.dumps(line).encode() for line in lines
+    ]
+
+
+def test_a_large_line_is_held_twice_at_most(tmp_path: Path) -> None:
+    """As its text and its value, without the bytes of the file and of the line."""
+    size = 16 * 2**20
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * size}) + "\n")
+    source = sources.find(str(tmp_path / "a.jsonl"))
+    unit, *_ = sources.units(source, 0.0)
+    tracemalloc.start()
+    try:
+        (record,) = reading.read_piece(source, unit.pieces[0])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(record.value["text"]) == size and peak < 2.5 * size

@@ -18,7 +18,7 @@ from rayapp.data import tokens, windows
 from rayapp.data.growing import GrowingRows
 from rayapp.data.prepared import Prepared
 from rayapp.data.sources import cutting
-from rayapp.finetune import prepare, sources
+from rayapp.finetune import prepare, show, sources
 from rayapp.finetune.check import Input
 from rayapp.observe.activity import Phases
 from rayapp.order import Order
@@ -157,6 +157,12 @@ def test_a_mixture_of_windows_begins_with_the_first_of_each_source(
         assert (ours == beforehand.rows("train").read(whole.rows(step))).all()
     estimates = beforehand.rows_of_sources
     assert sum(estimates) == beforehand.epoch_rows > beforehand.num_rows("train")
+    lines = show._ways(config, beforehand, whole)
+    every = sum(beforehand.windows)
+    assert lines["windows"].startswith(f"{every} of about 1,000 bytes; ")
+    for number, path in enumerate(shares):
+        known = f"in {beforehand.known[number]} of {beforehand.windows[number]} windows"
+        assert known in lines[f"source {path}"]
 
 
 def test_what_is_wrong_with_a_source_of_windows_is_told_of_that_source(

@@ -201,8 +201,9 @@ class Renderer:
         documents: list[Made] = []
         for text, tokens in zip(texts, self._encode(texts), strict=True):
             num_bytes = self._bytes(tokens, text)
-            loss = np.ones(len(tokens), bool)
+            loss = np.broadcast_to(np.True_, len(tokens))  # takes no memory
             documents.append((self._closed(tokens, loss, num_bytes), self._note(text)))
+            del tokens, num_bytes
         return documents
 
     def _note(self, *texts: str) -> str | None:

@@ -54,20 +54,7 @@ def plan(
         "steps": f"{order.num_steps:,} x {train.tokens_per_step:,} = {tokens:,} tokens = "
         f"{epochs:.2f} epochs",
     }
-    if prepared.windows:
-        later = f"; {sum(prepared.known)} are prepared" if order.more else ""
-        lines["windows"] = f"{sum(prepared.windows)} of about {data.window_bytes:,} bytes{later}"
-    parts = report.get("sources", {}).items()
-    for number, (path, part) in enumerate(parts):
-        share = data.mixture[path] / sum(data.mixture.values())
-        passes = share * order.num_steps * rows / prepared.rows_of_sources[number]
-        every = prepared.windows[number] if order.more else 0
-        later = f" in {prepared.known[number]} of {every} windows" if every else ""
-        lines[f"source {path}"] = (
-            f"{share:.1%} of the rows; {part['train']['documents']:,} documents, "
-            f"{part['train']['tokens']:,} tokens -> {part['train']['rows']:,} rows{later}, "
-            f"{passes:.2f} epochs"
-        )
+    lines |= _ways(config, prepared, order)
     if report["bad"]:
         lines["bad rows"] = (
             f"{sum(report['bad'].values()):,} of {report['records']:,}: "
@@ -79,6 +66,30 @@ def plan(
         console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
         if label == "model" and (warning := random_weights(config)):
             console.print(f"{'':14} [yellow]{plain(warning)}[/yellow]", soft_wrap=True)
+
+
+def _ways(config: Config, prepared: Prepared, order: Order) -> dict[str, str]:
+    """Return lines about windows, packings and the sources of a mixture, where there are some."""
+    data, report, lines = config.data, prepared.report(), dict[str, str]()
+    rows = order.num_steps * order.rows_per_step
+    if prepared.windows:
+        later = f"; {sum(prepared.known)} are prepared" if order.more else ""
+        lines["windows"] = f"{sum(prepared.windows)} of about {data.window_bytes:,} bytes{later}"
+    if prepared.packings:
+        each = ", ".join(f"{count:,}" for count in prepared.packings)
+        lines["packings"] = f"{each} rows, which epochs take in turn"
+    parts = report.get("sources", {}).items()
+    for number, (path, part) in enumerate(parts):
+        share = data.mixture[path] / sum(data.mixture.values())
+        passes = share * rows / prepared.rows_of_sources[number]
+        every = prepared.windows[number] if order.more else 0
+        later = f" in {prepared.known[number]} of {every} windows" if every else ""
+        lines[f"source {path}"] = (
+            f"{share:.1%} of the rows; {part['train']['documents']:,} documents, "
+            f"{part['train']['tokens']:,} tokens -> {part['train']['rows']:,} rows{later}, "
+            f"{passes:.2f} epochs"
+        )
+    return lines
 
 
 def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:

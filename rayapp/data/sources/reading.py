@@ -113,15 +113,21 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
         yield Record(piece.file, start + error.start, None, "is not UTF-8")
 
 
+LARGE = 2**20  # bytes of a line
+
+
 def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
     base, data = line_bytes(source, piece)
     start = 0
     while start < len(data):  # no line is held, nor all of them once more
         end = data.find(b"\n", start)
         end = len(data) if end < 0 else end
-        if data[start:end].strip():
-            yield Record(piece.file, base + start, *json_line(data[start:end]))
+        place, lines = base + start, [data[start:end]]
         start = end + 1
+        if end - place + base > LARGE:  # nor what has been read
+            data, base, start = data[start:], base + start, 0
+        if lines[0].strip():
+            yield Record(piece.file, place, *json_line(lines.pop()))
 
 
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:

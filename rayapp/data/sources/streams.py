@@ -69,9 +69,12 @@ def json_line(line: bytes) -> tuple[Any, str | None]:
     """Return (the object on a line of JSONL, None) or (what is there instead, why it is bad)."""
     if len(line) > LINE_BYTES:
         return None, TOO_LONG
+    opened = line.count(b"[") + line.count(b"{")
     try:
-        value = json.loads(line)
-        if line.count(b"[") + line.count(b"{") > JSON_DEPTH and is_deep(value):
+        text = line.decode(json.detect_encoding(line), "surrogatepass")  # as json.loads does
+        del line  # it may be large, and the value is as large
+        value = json.loads(text)
+        if opened > JSON_DEPTH and is_deep(value):
             raise RecursionError
         return value, None if isinstance(value, dict) else "is not a JSON object"
     except (ValueError, RecursionError) as error:
