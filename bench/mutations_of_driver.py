@@ -161,8 +161,8 @@ DRIVER = (
     Mutation(
         "stuck-start-cannot-be-stopped",
         SUPERVISE,
-        "                attempt.end()\n                look.asked_at = now\n",
-        "                look.asked_at = now\n",
+        "                attempt.end()\n                poll.asked_at = now\n",
+        "                poll.asked_at = now\n",
         OF_SUPERVISE,
     ),
     Mutation(
@@ -260,8 +260,8 @@ DRIVER = (
     Mutation(
         "stale-lease-trains-on",
         SUPERVISE,
-        "                attempt.end()\n            look.again()",
-        "            look.again()",
+        "                attempt.end()\n            poll.start()",
+        "            poll.start()",
         OF_SUPERVISE,
     ),
     # ---- What a command leaves of its end

@@ -85,8 +85,8 @@ REFERENCE = (
     Mutation(
         "experts-adapters-unscaled",
         "rayapp/model/experts.py",
-        "return found.add(update, alpha=wrapper.scaling[adapter])",
-        "return found.add(update)",
+        "return output.add(update, alpha=wrapper.scaling[adapter])",
+        "return output.add(update)",
         NAMED,
     ),
     Mutation(

@@ -91,9 +91,9 @@ class Loaded:
         """Yield the model's text after a prompt; see `generate`."""
         ids = self._ids(prompt, settings.chat).to(self.model.device)
         limit = getattr(self.model.config, "max_position_embeddings", None)
-        room = settings.max_tokens if limit is None else limit - ids.shape[1]
-        room = min(room, settings.max_tokens)
-        if room < 1:
+        max_new = settings.max_tokens if limit is None else limit - ids.shape[1]
+        max_new = min(max_new, settings.max_tokens)
+        if max_new < 1:
             raise ConfigError(
                 [
                     f"--prompt of {ids.shape[1]} tokens is too long: the model has room for "
@@ -106,7 +106,7 @@ class Loaded:
             drawn = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         else:
             drawn["do_sample"] = True
-        yield from _stream(self.model, self.tokenizer, ids, {"max_new_tokens": room, **drawn})
+        yield from _stream(self.model, self.tokenizer, ids, {"max_new_tokens": max_new, **drawn})
 
     def _ids(self, prompt: str | Sequence[Message], chat: bool | None) -> torch.Tensor:
         """Return the prompt's token ids: [1, tokens]."""

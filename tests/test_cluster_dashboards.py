@@ -52,12 +52,11 @@ DRIVEN = """
 import sys, time
 import ray
 from ray.util.metrics import Gauge
-from rayapp.observe.gauges import Driver, Steps
+from rayapp.observe.gauges import Steps, tell_end
 from rayapp.observe.metrics import TokenRecord
 ray.init(address=sys.argv[1], log_to_driver=False)
 told = Steps("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
-ending = Driver("driven", 1, time.time())
 fields = TokenRecord.__dataclass_fields__
 numbers = {name: {"a": 2} if name.endswith("by_source") else 0.5 for name in fields}
 step = 0
@@ -68,7 +67,7 @@ while True:
     facts |= {"skipped": bad, "loss": float("nan") if bad else 2.0, "eval_loss": None}
     told.step(TokenRecord(**numbers | facts))
     planned.set(0.5, {"run": "driven"})
-    ending.close("stopped")  # at each step: Ray shows it for 5 s
+    tell_end("driven", "stopped")  # at each step: Ray shows it for 5 s
     time.sleep(0.5)
 """
 

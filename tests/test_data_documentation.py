@@ -33,7 +33,7 @@ def shapes() -> dict[str, tuple[list[str], dict[str, Any]]]:
 
 def train(source: sources.DataSource, kind: str, url: str, folder: Path) -> str:
     """Make rows of a source as a run does, take two steps, and say so; or return the refusal."""
-    head = heads.look("data", source, kind, 0.0)
+    head = heads.inspect("data", source, kind, 0.0)
     if head.problems:
         problem = re.sub(
             r"^.*? records: \S+ (.*?)(?: \(and .*)?\. Correct.*$", r"\1", head.problems[0]

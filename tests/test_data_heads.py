@@ -23,9 +23,11 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heads_tell_the_kind_and_what_is_wrong(tmp_path: Path) -> None:
     for kind in ("text", "prompt", "chat"):
         source = write_jsonl(tmp_path / f"{kind}.jsonl", [VALUES[kind](n) for n in range(30)])
-        assert heads.look(str(source.root), source, "auto", 0.0) == heads.SourceHead(kind, (), [])
-        assert heads.look(str(source.root), source, kind, 0.0) == heads.SourceHead(kind, (), [])
-    head = heads.look("given.jsonl", source, "prompt", 0.5)
+        assert heads.inspect(str(source.root), source, "auto", 0.0) == heads.SourceHead(
+            kind, (), []
+        )
+        assert heads.inspect(str(source.root), source, kind, 0.0) == heads.SourceHead(kind, (), [])
+    head = heads.inspect("given.jsonl", source, "prompt", 0.5)
     (message,) = head.problems
     assert head.kind == "prompt"
     assert message == (
@@ -41,7 +43,7 @@ def test_data_bad_rows_decides_and_a_head_is_refused_only_if_nothing_is_usable(
     def refused(bad: int, records: int, limit: float) -> bool:
         values = [{"words": "x"}] * bad + [VALUES["text"](n) for n in range(records - bad)]
         source = write_jsonl(tmp_path / "a.jsonl", values)
-        return bool(heads.look("a.jsonl", source, "text", limit).problems)
+        return bool(heads.inspect("a.jsonl", source, "text", limit).problems)
 
     assert not refused(1, 10_000, 0.01) and not refused(63, 10_000, 0.01)
     assert not refused(64, 10_000, 0.01), "those further on are usable"
@@ -54,22 +56,22 @@ def test_data_bad_rows_decides_and_a_head_is_refused_only_if_nothing_is_usable(
 def test_columns_that_are_not_used_are_told(tmp_path: Path) -> None:
     rows = [{"text": "x", "id": 1}, {"text": "y", "source": None}, {"text": "z", "lang": "en"}]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    assert heads.look("a.jsonl", source, "auto", 0.0).unused == ("id", "lang")
+    assert heads.inspect("a.jsonl", source, "auto", 0.0).unused == ("id", "lang")
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "lang": "en", "id": 1}] * 3)
-    head = heads.look("a.jsonl", source, "auto", 0.0, {"completion": "text", "prompt": "lang"})
+    head = heads.inspect("a.jsonl", source, "auto", 0.0, {"completion": "text", "prompt": "lang"})
     assert head == heads.SourceHead("prompt", ("id",), [])
 
 
 def test_heads_of_parquet_and_of_nothing(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"text": "x"}] * 3), tmp_path / "a.parquet")
     source = sources.find(str(tmp_path / "a.parquet"))
-    assert heads.look(str(source.root), source, "auto", 0.0) == heads.SourceHead("text", (), [])
+    assert heads.inspect(str(source.root), source, "auto", 0.0) == heads.SourceHead("text", (), [])
     pq.ParquetWriter(tmp_path / "b.parquet", pa.schema([("text", pa.string())])).close()
     for path, content in (("b.parquet", None), ("c.jsonl", "\n\n")):
         if content:
             (tmp_path / path).write_text(content)
         source = sources.find(str(tmp_path / path))
-        (message,) = heads.look(str(source.root), source, "auto", 0.0).problems
+        (message,) = heads.inspect(str(source.root), source, "auto", 0.0).problems
         assert "is empty: there is no record in its files" in message
 
 

@@ -82,13 +82,13 @@ def test_nothing_in_a_config_reaches_the_shell() -> None:
 
 
 def test_what_a_cluster_could_not_run_is_refused_before() -> None:
-    shipment = SubmitOptions(
+    options = SubmitOptions(
         pip=("ring==1.0", "loose>=2", "also"),
         env={"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_abc", "OPENAI_API_KEY": "x"},
         secrets={"HF_TOKEN": ARN, "PLAIN": "hf_abc"},
     )
     with pytest.raises(ConfigError) as error:
-        prepare(config(run__storage="runs"), shipment)
+        prepare(config(run__storage="runs"), options)
     problems = error.value.problems
     starts = [problem.split(" ", 1)[0] for problem in problems]
     assert starts == [
@@ -170,17 +170,17 @@ def test_a_folder_with_secrets_is_not_packed(tmp_path: Path, path: str, text: st
     }.items():
         folder.mkdir(exist_ok=True)
         (folder / name).write_text(content)
-    shipment = SubmitOptions(working_dir=str(folder))
-    assert prepare(config(), shipment).package is not None
+    options = SubmitOptions(working_dir=str(folder))
+    assert prepare(config(), options).package is not None
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     (folder / path).write_text(text)
     with pytest.raises(ConfigError) as error:
-        prepare(config(), shipment)
+        prepare(config(), options)
     (problem,) = error.value.problems
     assert problem.startswith(f"working_dir={folder} is not safe to send: {path} may hold secrets")
     assert "\n" not in problem
     (folder / ".rayignore").write_text(f"{path}\n")
-    assert prepare(config(), shipment).package is not None
+    assert prepare(config(), options).package is not None
 
 
 def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
@@ -190,25 +190,25 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
     (folder / "same.py").symlink_to("code/a.py")
     outside.mkdir()
     (outside / "passwords.txt").write_text("p")
-    shipment = SubmitOptions(working_dir=str(folder))
-    assert prepare(config(), shipment).package is not None, "links within are fine"
+    options = SubmitOptions(working_dir=str(folder))
+    assert prepare(config(), options).package is not None, "links within are fine"
     (folder / "code" / "out").symlink_to(outside)
     (folder / "file").symlink_to(outside / "passwords.txt")
     with pytest.raises(ConfigError) as error:
-        prepare(config(), shipment)
+        prepare(config(), options)
     (problem,) = error.value.problems
     assert f"code/out -> {outside}, file -> {outside}/passwords.txt lead out" in problem
     (folder / ".rayignore").write_text("out/\nfile\n")
-    package = prepare(config(), shipment).package
+    package = prepare(config(), options).package
     assert package is not None
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
         assert not any("passwords" in name or name == "file" for name in archive.namelist())
 
 
 def test_what_is_no_text_is_refused_by_name() -> None:
-    shipment = SubmitOptions(env={"N": 1}, tags={"on": True})  # type: ignore[dict-item]
+    options = SubmitOptions(env={"N": 1}, tags={"on": True})  # type: ignore[dict-item]
     with pytest.raises(ConfigError) as error:
-        prepare(config(), shipment)
+        prepare(config(), options)
     assert [problem.split(":")[0] for problem in error.value.problems] == [
         "env.N is not text",
         "tags.on is not text",
@@ -216,12 +216,12 @@ def test_what_is_no_text_is_refused_by_name() -> None:
 
 
 def test_secrets_go_by_reference_and_a_stop_has_time_to_save() -> None:
-    shipment = SubmitOptions(secrets={"S": ARN})
-    variables = prepare(config(), shipment).runtime_env("/nowhere")["env_vars"]
+    options = SubmitOptions(secrets={"S": ARN})
+    variables = prepare(config(), options).runtime_env("/nowhere")["env_vars"]
     assert json.loads(variables["RAYAPP_SECRETS"]) == {"S": ARN}
     assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) == 600
-    shipment = SubmitOptions(env={"RAY_JOB_STOP_WAIT_TIME_S": "900"})
-    variables = prepare(config(), shipment).runtime_env("/nowhere")["env_vars"]
+    options = SubmitOptions(env={"RAY_JOB_STOP_WAIT_TIME_S": "900"})
+    variables = prepare(config(), options).runtime_env("/nowhere")["env_vars"]
     assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == "900"
 
 

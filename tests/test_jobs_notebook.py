@@ -152,7 +152,7 @@ def test_submit_watch_stop_resume_finish(
     submit += ["--checkpoint.every_s=none", "--cluster.instance=g5.xlarge"]
     submit += ["--cluster.usd_per_hour=36", "--cluster.ignore_plan=true"]
     # Slow enough that a stop comes in the middle.
-    submit += ["--eval.every_steps=1"]
+    submit += ["--eval.every_steps=1", "--eval.prompts="]
     sent = rayapp(cluster, *submit, "--tags={team: a}")
     address = cluster["RAY_API_SERVER_ADDRESS"]
     assert sent.stdout == f"job demo at {address}: results in {storage}/demo\n"
@@ -282,8 +282,8 @@ from rayapp.jobs import JobsClient, SubmitOptions, prepare
 from dataclasses import replace
 made = boto3.client("secretsmanager", region_name="us-west-2").create_secret(
     Name="reaches-every-process", SecretString="the value")
-shipment = SubmitOptions(secrets={"HUB": made["ARN"]})
-order = prepare(load(None, {"run.storage": "s3://b/r", "run.name": "secret"}), shipment)
+options = SubmitOptions(secrets={"HUB": made["ARN"]})
+order = prepare(load(None, {"run.storage": "s3://b/r", "run.name": "secret"}), options)
 task = "import os, ray; from rayapp.jobs import secrets; secrets.load(); ray.init(); "
 task += "print(os.environ['HUB'] == ray.get(ray.remote(lambda: os.environ['HUB']).remote()), "
 task += "len(os.environ['HUB']))"
@@ -723,6 +723,17 @@ def test_a_result_has_rays_names(tmp_path: Path) -> None:
     assert result.checkpoint is None and result.error is None
     assert "<td>done</td>" in result._repr_html_()
     assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_the_table_of_steps_has_its_columns_before_the_first_step(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    folder = RunFolder(storage, "demo", steps=1)
+    before = Job(folder.run.url).metrics()
+    assert len(before) == 0 and before.plot("step", "loss") is not None
+    folder.train(1)
+    assert list(Job(folder.run.url).metrics().columns) == list(before.columns)
+    (storage / "images").write("config.yaml", b"task: vision\n")
+    assert "images_per_s" in Job((storage / "images").url).metrics().columns
 
 
 def test_runs_of_a_folder(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ from rayapp.observe.gauges import (
     OF_A_SOURCE,
     OF_A_STEP,
     OF_THE_DRIVER,
+    CheckpointInterval,
     Driver,
-    Pace,
     Steps,
+    tell_end,
 )
 from rayapp.observe.goodput import account
 from rayapp.observe.hooks import Hooks
@@ -245,9 +246,7 @@ def test_an_end_is_told_by_a_process_that_ends_at_once(
     @ray.remote(num_cpus=0)
     class Process:
         def end(self) -> None:
-            told = Driver(f"ends-{status}", num_steps=10, started=1000.0)
-            told.set(account([], Columns(), now=None), 1190.0, None)
-            told.close(status)
+            tell_end(f"ends-{status}", status)
 
     process = Process.remote()  # type: ignore[attr-defined]
     ray.get(process.end.remote())
@@ -269,18 +268,18 @@ def test_a_failure_before_training_is_told_too(scrape: Scrape, tmp_path: Path) -
         with _logged(command, "ends-well", console, Hooks([])):
             pass
     shown(scrape, "ends-early", {"failed": 1})
-    assert "failed" not in scrape("ends-well"), "the Observer tells that"
+    assert "failed" not in scrape("ends-well"), "the command tells that where it has the result"
 
 
 def test_checkpoints_are_due_by_time_or_by_steps() -> None:
-    assert Pace(None, None).checkpoint_every_s() is None
-    assert Pace(600.0, None).checkpoint_every_s() == 600.0
-    pace = Pace(600.0, 100)
+    assert CheckpointInterval(None, None).checkpoint_every_s() is None
+    assert CheckpointInterval(600.0, None).checkpoint_every_s() == 600.0
+    pace = CheckpointInterval(600.0, 100)
     assert pace.checkpoint_every_s() == 600.0
     for step_s in (60.0, 2.0, 2.0):
         pace.saw(step_s)
     assert pace.checkpoint_every_s() == 200.0
-    pace = Pace(None, 100)
+    pace = CheckpointInterval(None, 100)
     assert pace.checkpoint_every_s() is None
     pace.saw(8.0)
     assert pace.checkpoint_every_s() == 800.0

@@ -93,19 +93,27 @@ def test_tensorboard_forgets_what_a_killed_command_wrote(config: Config, tmp_pat
 
 def test_tensorboard_has_config_and_samples(run: Storage, config: Config, tmp_path: Path) -> None:
     tracker = trackers.TensorBoard(run, config)
-    tracker.write([line(1), line(2, eval_loss=2.5, loss=None)])
+    answers = [[["def ", "f():"]], [["def ", "g(x):\n    pass"]]]
+    told = [line(k + 2, eval_loss=2.5, loss=None, eval_samples=answers[k]) for k in range(2)]
+    tracker.write([line(1), *told])
     tracker.close("done", PROMPTED)
     found = events(run, tmp_path)
 
-    def text(name: str) -> str:
-        shown = found.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
+    def text(name: str, place: int = 0) -> str:
+        shown = found.Tensors(f"{name}/text_summary")[place].tensor_proto.string_val[0].decode()
         return "".join(f"{each[4:]}\n" for each in shown.splitlines())
+
+    assert [point.step for point in found.Tensors("answer/0/text_summary")] == [2, 3]
+    assert text("answer/0") == "def f():\n" and text("answer/0", 1) == "def g(x):\n    pass\n"
 
     assert text("config") == config.to_yaml()
     assert text("sample/0") == "".join(PROMPTED[0])
     assert "_hparams_/session_start_info" in found.summary_metadata
     assert "speed/mfu" not in found.Tags()["scalars"]  # unknown is not zero
-    assert [(point.step, point.value) for point in found.Scalars("loss/eval_loss")] == [(2, 2.5)]
+    assert [(point.step, point.value) for point in found.Scalars("loss/eval_loss")] == [
+        (2, 2.5),
+        (3, 2.5),
+    ]
     assert losses(found) == [(1, 1.1)]
 
 
@@ -260,6 +268,7 @@ def test_a_field_is_shown_once_and_exists() -> None:
     assert len(shown) == len(set(shown))
     kept_back = {"step", "time", "batch_digest"}
     kept_back |= {"eval_metrics"}  # shown by the names of the functions
+    kept_back |= {"eval_samples"}  # shown as text
     kept_back |= set(trackers.BY_SOURCE)  # shown by the names of the sources
     fields = {*TokenRecord.__dataclass_fields__, *ImageRecord.__dataclass_fields__}
     assert set(shown) == fields - kept_back

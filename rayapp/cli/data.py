@@ -48,11 +48,11 @@ def data(argv: list[str]) -> int:
     from rayapp.finetune.check import check
     from rayapp.finetune.preview import preview
 
-    found = preview(check(config, None, 0))
+    previews = preview(check(config, None, 0))
     if asked["json"] == "true":
-        print(json.dumps([each.as_dict(shown) for each in found], indent=2, ensure_ascii=False))
+        print(json.dumps([each.as_dict(shown) for each in previews], indent=2, ensure_ascii=False))
         return Exit.DONE
-    for each in found:
+    for each in previews:
         show(Console(), each, shown, chars)
     return Exit.DONE
 
@@ -106,44 +106,47 @@ def summary(prepared: Prepared) -> str:
     )
 
 
-def show(console: Console, found: Preview, shown: int, chars: int) -> None:
+def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
     """Print a preview."""
     from rich.text import Text
 
     def say(label: str, text: str) -> None:
         console.print(Text.assemble((f"{label:14}", "bold"), text), soft_wrap=True)
 
-    lengths = found.lengths or [0]
-    say("source", f"{found.path}: {found.format}, {found.kind}; the first {found.records} records")
+    lengths = preview.lengths or [0]
+    say(
+        "source",
+        f"{preview.path}: {preview.format}, {preview.kind}; the first {preview.records} records",
+    )
     say(
         "documents",
-        f"{len(found.documents)} of {min(lengths)} to {max(lengths)} tokens, "
-        f"{found.share_of_loss:.1%} bear loss; {found.duplicates} repeat another",
+        f"{len(preview.documents)} of {min(lengths)} to {max(lengths)} tokens, "
+        f"{preview.share_of_loss:.1%} bear loss; {preview.duplicates} repeat another",
     )
-    over = sum(length > found.seq_len for length in lengths)
-    filled = f"{found.rows} of {found.seq_len} tokens, {found.fill:.1%} full"
+    over = sum(length > preview.seq_len for length in lengths)
+    filled = f"{preview.rows} of {preview.seq_len} tokens, {preview.fill:.1%} full"
     say("rows", f"{filled}; {over} documents are longer")
-    for why, count in found.bad.items():
-        say("unusable", f"{count} {why}, first {found.examples[why]}")
-    for what, count in found.notes.items():
+    for why, count in preview.bad.items():
+        say("unusable", f"{count} {why}, first {preview.examples[why]}")
+    for what, count in preview.notes.items():
         say("left out", f"{count} {what}")
-    if found.unused:
-        say("not used", f"columns {', '.join(found.unused)}")
-    for number, document in enumerate(found.documents[:shown], 1):
+    if preview.unused:
+        say("not used", f"columns {', '.join(preview.unused)}")
+    for number, document in enumerate(preview.documents[:shown], 1):
         legend = "green" if console.is_terminal else "in brackets"
         console.rule(f"document {number}, what bears loss is {legend}", align="left", style="dim")
-        console.print(_rendered(found, document, chars, console.is_terminal), soft_wrap=True)
+        console.print(_rendered(preview, document, chars, console.is_terminal), soft_wrap=True)
     console.rule(style="dim")
 
 
-def _rendered(found: Preview, document: Document, chars: int, colours: bool) -> Text:
+def _rendered(preview: Preview, document: Document, chars: int, colours: bool) -> Text:
     from rich.text import Text
 
     from rayapp.finetune.preview import runs
     from rayapp.finetune.show import MARKS
 
     text, left = Text(), chars
-    for part, loss in runs(found.tokenizer, document):
+    for part, loss in runs(preview.tokenizer, document):
         part, rest = part[:left], part[left:]
         left -= len(part)
         if loss and not colours:

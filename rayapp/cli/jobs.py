@@ -106,7 +106,7 @@ def submit(argv: list[str]) -> int:
     """Send a run; see SUBMIT."""
     known = {**SHIPPED, "follow": "false", "wait": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
-    return _after(Job.send(config, _shipment(asked), or_none(asked["address"])), asked)
+    return _after(Job.send(config, _submit_options(asked), or_none(asked["address"])), asked)
 
 
 @command(PREFLIGHT)
@@ -117,7 +117,7 @@ def preflight(argv: list[str]) -> int:
 
     config, asked = arguments.read(arguments.flags(argv, {"json"}), {**SHIPPED, **OPTIONS})
     own = {name: asked[name] for name in OPTIONS}
-    cluster, submission_id = send(config, _shipment(asked), or_none(asked["address"]), own)
+    cluster, submission_id = send(config, _submit_options(asked), or_none(asked["address"]), own)
     for text in cluster.follow(submission_id):
         print(text, end="", flush=True)
     info = cluster.wait(submission_id)
@@ -133,8 +133,8 @@ def resume(argv: list[str]) -> int:
     options = {name: SHIPPED[name] for name in Again.__annotations__}
     handle, asked = handle_of(argv, {"follow": "false", "wait": "false", **options})
     named = arguments.split(argv)[1]
-    shipment = _shipment({**SHIPPED, **asked})
-    given = {name: getattr(shipment, name) for name in options if name in named}
+    changed = _submit_options({**SHIPPED, **asked})
+    given = {name: getattr(changed, name) for name in options if name in named}
     return _after(handle.resume(or_none(asked["address"]), **cast(Again, given)), asked)
 
 
@@ -178,7 +178,7 @@ def stop(argv: list[str]) -> int:
     return EXIT_CODES.get(state, Exit.DONE)
 
 
-def _shipment(asked: dict[str, str]) -> SubmitOptions:
+def _submit_options(asked: dict[str, str]) -> SubmitOptions:
     return SubmitOptions(
         working_dir=or_none(asked["working_dir"]),
         pip=tuple(filter(None, (or_none(asked["pip"]) or "").split(","))),

@@ -67,7 +67,7 @@ def du(argv: list[str]) -> int:
         arguments.flags(argv, {"json"}), "", {"storage": "none", "json": "false"}
     )
     root = _root(asked["storage"])
-    space = look(root)
+    space = measure(root)
     unneeded = _bytes(space.unneeded(time.time(), space.rows))
     if asked["json"] == "true":
         values = {
@@ -130,7 +130,7 @@ def prune(argv: list[str]) -> int:
     _, asked = arguments.read_plain(arguments.flags(argv, {"dry_run"}), "", known)
     days = arguments.number("unused_days", asked["unused_days"], zero=True)
     root, before_s = _root(asked["storage"]), time.time() - days * DAY_S
-    space = look(root)
+    space = measure(root)
     live = [run.name for run in space.runs if run.state in LIVE]
     if live and days < 1:
         why = f"{', '.join(live)} may be preparing rows that its folder does not name yet"
@@ -152,7 +152,7 @@ def prune(argv: list[str]) -> int:
     return Exit.DONE
 
 
-def look(root: Storage) -> Space:
+def measure(root: Storage) -> Space:
     """Read what a storage holds.
 
     Raises:

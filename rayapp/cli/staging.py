@@ -67,11 +67,11 @@ def stage(argv: list[str]) -> int:
     if asked["json"] == "true":
         print(json.dumps(report.as_dict(), indent=2))
     else:
-        print(_told(report))
+        print(_summary(report))
     return Exit.DONE
 
 
-def _told(report: Staged) -> str:
+def _summary(report: Staged) -> str:
     lines = [
         f"{report.images:,} images in {report.target}"
         + (f", {report.classes:,} classes" if report.classes else ""),

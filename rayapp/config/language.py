@@ -180,7 +180,8 @@ class Parallel(Section):
 
 class LanguageEval(SharedEval):
     prompts: Texts = ()
-    """Text, or list `[a, b]` of texts, to continue at the end: a sample of what the model does."""
+    """Text, or list `[a, b]` of texts, to continue: by the likeliest tokens at each evaluation of
+    the held-out data, by drawn ones at the end. The report shows the answers by step."""
     metrics: Codes = ()
     """`mypackage.module:function` that give a figure of each held-out token from its logits; their
     means are reported beside the held-out loss (docs/own_code.md)."""

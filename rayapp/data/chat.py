@@ -148,10 +148,10 @@ class ChatTemplate:
         try:
             text, spans = self._render(messages, given)
             if not self.marked:
-                found = self._spans(messages, given, text)
-                if found is None:
+                located = self._spans(messages, given, text)
+                if located is None:
                     return "", [], UNSTABLE
-                spans = found
+                spans = located
             if given.get("tools") and self._render(messages, renamed(given))[0] == text:
                 return "", [], NO_TOOLS
             return self._judged(messages, text, spans, given)
@@ -168,8 +168,8 @@ class ChatTemplate:
         answers = [message for message in messages if message["role"] == "assistant"]
         calls = Counter(name_of(call) for m in answers for call in m.get("tool_calls") or ())
         if calls:
-            said = "".join(text[first:last] for first, last in spans)
-            if any(said.count(name) < count for name, count in calls.items()):
+            spoken = "".join(text[first:last] for first, last in spans)
+            if any(spoken.count(name) < count for name, count in calls.items()):
                 return "", [], NO_CALLS
         empty = [self.no_words.fullmatch(text, *span) is not None for span in spans]
         meant = [self._is_empty(message) for message in answers]
@@ -218,11 +218,11 @@ class ChatTemplate:
     def _spans(self, messages: list[Any], given: Json, full: str) -> Spans | None:
         """Return the spans of a template without marks; None if they cannot be told."""
         try:
-            found = self._spans_by_prefix(messages, given, full)
+            spans = self._spans_by_prefix(messages, given, full)
         except Exception:  # it refuses chats that end where a turn does
             logger.debug("a template refuses the beginning of a chat", exc_info=True)
-            found = None
-        return found if found is not None else self._spans_by_words(messages, given, full)
+            spans = None
+        return spans if spans is not None else self._spans_by_words(messages, given, full)
 
     def _spans_by_prefix(self, messages: list[Any], given: Json, full: str) -> Spans | None:
         """Return as spans the text that each assistant turn adds to the rendered prefix."""

@@ -59,8 +59,8 @@ def problem_of(value: Any, kind: str) -> str | None:
         return _problem_of_text(value) if kind == "text" else f"is plain text, not {kind}"
     for name in COLUMNS[kind]:
         if name not in value:
-            found = ", ".join(map(repr, sorted(value))) or "none"
-            return f"has no column {name!r} (it has {found})"
+            names = ", ".join(map(repr, sorted(value))) or "none"
+            return f"has no column {name!r} (it has {names})"
         if kind != "chat":
             if not isinstance(value[name], str):
                 return f"has a {name!r} that is not text"
@@ -146,8 +146,8 @@ def parts_of(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > MAX_ENCODED:
         end = start + MAX_ENCODED
-        found = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
-        end = found.end() if found else end
+        newline = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
+        end = newline.end() if newline else end
         yield text[start:end]
         start = end
     yield text[start:]
@@ -243,8 +243,8 @@ class Renderer:
         if self.tokenizer.is_fast:
             encode = self.tokenizer.backend_tokenizer.encode_batch_fast
             with self.control.encoded_as(self.special_tokens):
-                found = encode(texts, add_special_tokens=False)
-            return [np.asarray(encoding.ids, np.int32) for encoding in found]
+                encodings = encode(texts, add_special_tokens=False)
+            return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
         as_text = self.special_tokens == TEXT
         plain = partial(
             self.tokenizer, add_special_tokens=False, split_special_tokens=as_text, verbose=False
@@ -289,9 +289,9 @@ class Renderer:
         assert self.chats is not None
         if self.special_tokens == TEXT:
             marked = [self.control.marked(chat) for chat in chats]
-            if any(found != chat for found, chat in zip(marked, chats, strict=True)):
+            if any(spans != chat for spans, chat in zip(marked, chats, strict=True)):
                 each = zip(chats, marked, strict=True)
-                return [self._marked(chat, found) for chat, found in each]
+                return [self._marked(chat, spans) for chat, spans in each]
         return self._plain_chats(chats)
 
     def _plain_chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:

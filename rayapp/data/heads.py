@@ -1,6 +1,6 @@
 """Read the heads of a source before it is prepared: find its kind and problems, or a sample.
 
-head = look("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
+head = inspect("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
 texts = sample_texts(source, head.kind, 16 * 2**20)
 """
 
@@ -35,7 +35,7 @@ class SourceHead:
     problems: list[str]
 
 
-def look(
+def inspect(
     path: str,
     source: sources.DataSource,
     kind: str,
@@ -79,8 +79,8 @@ def _wrong(
 ) -> list[tuple[sources.Record, str]]:
     """Return the unusable records, each with the reason."""
     made = [shapes.standardised(record, kind, columns) for record in records]
-    found = [(record, record.problem or problem_of(record.value, kind)) for record in made]
-    return [(record, why) for record, why in found if why]
+    judged = [(record, record.problem or problem_of(record.value, kind)) for record in made]
+    return [(record, why) for record, why in judged if why]
 
 
 def _spread(source: sources.DataSource) -> list[sources.Record]:
@@ -115,9 +115,9 @@ def records(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
         end = 1 if source.format == "parquet" else min(file.size, HEAD_BYTES)
         end = file.size if stream else end
         head = source.piece(file, 0, end, "train", stream)
-        found = list(islice(sources.read_piece(source, head), HEAD_RECORDS))
-        whole = whole and end == file.size and len(found) < HEAD_RECORDS
-        heads += found
+        records = list(islice(sources.read_piece(source, head), HEAD_RECORDS))
+        whole = whole and end == file.size and len(records) < HEAD_RECORDS
+        heads += records
     return heads, whole
 
 
@@ -131,11 +131,11 @@ def sample_texts(
 
     It reads about as much as it yields, so that training a tokenizer need not read a whole corpus.
     """
-    found = sources.units(source, 0.0)
-    count = min(len(found), max(max_bytes // SAMPLE_BYTES, 1))
+    units = sources.units(source, 0.0)
+    count = min(len(units), max(max_bytes // SAMPLE_BYTES, 1))
     for place in range(count):
         left = max(max_bytes // count, SAMPLE_BYTES)
-        for piece in found[place * len(found) // count].pieces:
+        for piece in units[place * len(units) // count].pieces:
             if source.format in ("text", "jsonl") and not piece.is_stream:
                 piece = replace(piece, end=min(piece.end, piece.start + left))
             for record in shapes.read_records(source, piece, kind, columns):

@@ -30,8 +30,8 @@ def left_out(answers: list[Json], text: str) -> str | None:
     if any(words not in text for message in answers for words in reasoning_of(message)):
         return NO_REASONING
     beside = (m for m in answers if m.get("tool_calls"))
-    said = (THINKING.sub("", said_by(message)).strip() for message in beside)
-    return NO_WORDS if any(words not in text for words in said) else None
+    texts = (THINKING.sub("", said_by(message)).strip() for message in beside)
+    return NO_WORDS if any(words not in text for words in texts) else None
 
 
 def tools_of(chat: Mapping[str, Any]) -> list[Json]:

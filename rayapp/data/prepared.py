@@ -70,13 +70,13 @@ class Prepared:
         """Rows of each window that has some, of each source: `Order.windows`."""
         if not self.windows:
             return ()
-        found, sizes = [], iter([count for _, count in self.shards["train"]])
+        shards, sizes = [], iter([count for _, count in self.shards["train"]])
         for size in self.sizes or (self.num_rows("train"),):
             mine: list[int] = []
             while sum(mine) < size:
                 mine.append(next(sizes))
-            found.append(tuple(mine))
-        return tuple(found)
+            shards.append(tuple(mine))
+        return tuple(shards)
 
     @property
     def epoch_rows(self) -> int:

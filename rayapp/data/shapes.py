@@ -94,12 +94,12 @@ def _of_sharegpt(row: Row) -> Row:
 
 def _turn(turn: Row) -> Row:
     """Return a turn of ShareGPT's as a message; its other fields stay."""
-    said, value = turn.get("from"), turn.get("value")
-    if not isinstance(said, str) or said not in ROLES:
-        raise ShapeError(f"has a turn from {said!r}, which is none of {', '.join(ROLES)}")
+    role, value = turn.get("from"), turn.get("value")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ShapeError(f"has a turn from {role!r}, which is none of {', '.join(ROLES)}")
     message = {name: item for name, item in turn.items() if name not in ("from", "value")}
-    if said != "function_call":
-        return {"role": ROLES[said], "content": value, **message}
+    if role != "function_call":
+        return {"role": ROLES[role], "content": value, **message}
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -112,11 +112,11 @@ def _turn(turn: Row) -> Row:
 def _of_alpaca(row: Row) -> Row:
     history = row.get("history") or []
     try:
-        before = [turn for asked, said in history for turn in _pair(asked, said)]
+        before = [turn for question, answer in history for turn in _pair(question, answer)]
     except (TypeError, ValueError) as error:
         raise ShapeError("has a 'history' that is not a list of pairs") from error
-    asked = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
-    return _chat(row, [*before, *_pair(asked, _text(row, "output"))])
+    question = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
+    return _chat(row, [*before, *_pair(question, _text(row, "output"))])
 
 
 def _prompt_of_alpaca(row: Row) -> Row:
@@ -154,8 +154,8 @@ def _of_turns(row: Row) -> Row:
     return _chat(row, [*prompt, *row["completion"]])
 
 
-def _pair(asked: Any, said: Any) -> list[Row]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+def _pair(question: Any, answer: Any) -> list[Row]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 SHAPES = (

@@ -62,13 +62,13 @@ def _places(marked: str) -> dict[int, Words]:
     places: dict[int, Words] = {}
     taken = 0
     seen = set()
-    for found in MARK.finditer(marked):
-        at = found.start() - taken
-        taken += len(found[0])
-        number, thinks, opens = int(found[2]), found[3] == "r", found[1] == OPEN
-        if (found[1], found[4]) in seen:
+    for mark in MARK.finditer(marked):
+        at = mark.start() - taken
+        taken += len(mark[0])
+        number, thinks, opens = int(mark[2]), mark[3] == "r", mark[1] == OPEN
+        if (mark[1], mark[4]) in seen:
             continue
-        seen.add((found[1], found[4]))
+        seen.add((mark[1], mark[4]))
         words = places.setdefault(number, Words(at, at))
         words.first, words.last = min(words.first, at), max(words.last, at)
         if thinks and not opens:

@@ -110,7 +110,7 @@ class Heartbeat:
 
     def _activity(self) -> Activity:
         """Return what the run does; the file of rank 0 is read at most every READ_EVERY_S on S3."""
-        own, run = self.phases.told(), self._run
+        own, run = self.phases.snapshot(), self._run
         if run is None or own.phase not in AT_WORK:
             self._of_workers = None
             return own
@@ -124,9 +124,9 @@ class Heartbeat:
                 self._of_workers = of_workers(run, own)
             except OSError:  # an outage, which the renewals of the lease report
                 self._of_workers = own
-        told = self._of_workers
-        told = None if told is None else replace(told, beside=own.beside)
-        return own if told is None or told.phase in AT_WORK else told
+        reported = self._of_workers
+        reported = None if reported is None else replace(reported, beside=own.beside)
+        return own if reported is None or reported.phase in AT_WORK else reported
 
     def _forget_last_workers(self, run: Storage) -> None:
         try:

@@ -100,25 +100,25 @@ def code_digests(
 
     Adds a problem for code that cannot be used, or that has changed since the run began.
     """
-    found = dict[str, str]()
+    digests = dict[str, str]()
     try:
         for name in metrics:
             load_code("eval.metrics", name)
         if loss is not None:
-            found["train.loss"] = digest_of("train.loss", loss)
+            digests["train.loss"] = digest_of("train.loss", loss)
     except CodeError as error:
         problems.append(str(error))
-        return found
-    if not found or problems:  # the storage may be one of them
-        return found
+        return digests
+    if not digests or problems:  # the storage may be one of them
+        return digests
     before = read_plan(run).get("code", {})
     problems += [
         f"{field}={loss} has changed: its package is not the one with which {run.url} began. "
         "Restore it, or set another run.name"
-        for field, digest in found.items()
+        for field, digest in digests.items()
         if before.get(field, digest) != digest
     ]
-    return found
+    return digests
 
 
 def check_resumable(run: Storage) -> None:

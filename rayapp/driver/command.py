@@ -162,7 +162,7 @@ def _run(
 def _logged(command: Command, name: str, console: Console, hooks: Hooks) -> Iterator[None]:
     """Store the log of the last attempt; after a failure also write the report, and name the log.
 
-    Hooks and Prometheus are told of a failure here, whether it was before, in or after training.
+    Hooks and Prometheus get a failure here, whether it was before, in or after training.
 
     The caller prints the reason of a failure, so that it is the last line on a terminal.
     """
@@ -200,6 +200,7 @@ def _to_the_end(
         if summary["status"] == STOPPED and command.budget and command.budget.reason:
             summary["reason"] = command.budget.reason
         journal.ended(summary["status"], summary["seconds"], summary.get("reason"))
+        tell_end(ready.config.run.name, summary["status"])
     phases.seconds["workers"] = summary.pop("group_s")  # of the last group
     phases.begin("writing the report")
     result = result_of(ready.config, run, summary, phases.seconds, journal.events)

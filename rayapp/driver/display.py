@@ -109,7 +109,7 @@ def figures_of(line: MetricsLine) -> str:
     return figures + own_metrics(line, "  ")
 
 
-def held_out(found: HeldOut) -> str:
+def held_out(held: HeldOut) -> str:
     """Format the held-out figures of a metrics line or of a result.
 
     >>> held_out({"eval_loss": 1.5, "eval_loss_per_byte": 0.5})
@@ -117,19 +117,19 @@ def held_out(found: HeldOut) -> str:
     >>> held_out({"eval_loss": 0.1, "eval_top1": 0.9675, "eval_top5": 1.0})
     '0.1000 nats/image, top-1 96.75%, top-5 100.00%'
     """
-    if "eval_top1" in found:
+    if "eval_top1" in held:
         return (
-            f"{found['eval_loss']:.4f} nats/image, top-1 {found['eval_top1']:.2%}, "
-            f"top-5 {found['eval_top5']:.2%}"
+            f"{held['eval_loss']:.4f} nats/image, top-1 {held['eval_top1']:.2%}, "
+            f"top-5 {held['eval_top5']:.2%}"
         )
-    per_byte = formed(found["eval_loss_per_byte"], ".4f")
-    figures = f"{found['eval_loss']:.4f} nats/token = {per_byte} nats/byte"
-    return figures + own_metrics(found, ", ")
+    per_byte = formed(held["eval_loss_per_byte"], ".4f")
+    figures = f"{held['eval_loss']:.4f} nats/token = {per_byte} nats/byte"
+    return figures + own_metrics(held, ", ")
 
 
-def own_metrics(found: HeldOut, between: str) -> str:
+def own_metrics(held: HeldOut, between: str) -> str:
     """Format the figures of eval.metrics, each after `between`; empty if there are none."""
-    known = found.get("eval_metrics") or {}
+    known = held.get("eval_metrics") or {}
     return "".join(f"{between}{name} {formed(value, '.4g')}" for name, value in known.items())
 
 

@@ -26,15 +26,19 @@ class JobPage:
 
         self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission_id).encode()
         self._ours = {NAME_KEY: name, RUN_KEY: run_url}
-        self._told, self._told_at = "", 0.0
+        self._last_shown, self._shown_at = "", 0.0
         self._failed = False
 
     def tell(self, text: str) -> None:
         """Make a text the job's status message, at most every TELL_S seconds."""
         now = time.monotonic()
-        if self._failed or text == self._told or (self._told and now - self._told_at < TELL_S):
+        if (
+            self._failed
+            or text == self._last_shown
+            or (self._last_shown and now - self._shown_at < TELL_S)
+        ):
             return
-        self._told, self._told_at = text, now
+        self._last_shown, self._shown_at = text, now
         from ray.exceptions import RayError
 
         try:

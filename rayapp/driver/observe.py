@@ -22,7 +22,7 @@ import numpy as np
 
 from rayapp.observe import goodput, trackers
 from rayapp.observe.columns import Follower
-from rayapp.observe.gauges import Driver, Pace
+from rayapp.observe.gauges import CheckpointInterval, Driver
 from rayapp.observe.hooks import Hooks
 from rayapp.observe.records import MetricsLine, Sample, Summary
 from rayapp.observe.run_folder import CHECKPOINTS, FAILED
@@ -134,10 +134,10 @@ class Observer:
         self._planned_step_s = planned_step_s(run)
         self._driver = Driver(spec.config.run.name, self._num_steps, self._started)
         every = spec.config.checkpoint
-        self._pace = Pace(every.every_s, every.every_steps)
+        self._checkpoint_interval = CheckpointInterval(every.every_s, every.every_steps)
         self._lines = Follower(run)
         self._looked = False
-        self._told = [
+        self._trackers = [
             TrackerFeed(name, run, spec, self._lines.lines) for name in spec.config.run.trackers
         ]
         self._stop = threading.Event()
@@ -159,9 +159,9 @@ class Observer:
         until = time.monotonic() + CLOSE_S
         self._stop.set()
         self._thread.join(CLOSE_S)
-        self._driver.close(self._status)
-        for told in self._told:
-            told.close(self._status, self._samples, until)
+        self._driver.close()
+        for tracker in self._trackers:
+            tracker.close(self._status, self._samples, until)
 
     def _follow(self) -> None:
         """Look at the run's folder at once, every POLL_S, and when the command ends."""
@@ -188,10 +188,10 @@ class Observer:
         else:
             self._hooks.update(len(steps), kept)
         for step_s in np.nan_to_num(steps["step_s"][kept:]):
-            self._pace.saw(float(step_s))
+            self._checkpoint_interval.saw(float(step_s))
         if kept < before or len(steps) > kept:
-            for told in self._told:
-                told.update(len(steps), kept)
+            for tracker in self._trackers:
+                tracker.update(len(steps), kept)
         began = time.monotonic()
         if began < self._account_at and not last:
             return
@@ -203,9 +203,9 @@ class Observer:
             sums,
             steps.last["time"] if steps.last else None,
             None if newest is None else (newest.step, newest.at_s),
-            checkpoint_every_s=self._pace.checkpoint_every_s(),
+            checkpoint_every_s=self._checkpoint_interval.checkpoint_every_s(),
             planned_step_s=self._planned_step_s,
-            calibrated_step_s=found.step_s if (found := calibrate(steps)) else None,
+            calibrated_step_s=fitted.step_s if (fitted := calibrate(steps)) else None,
             cost_at_end_usd=cost_at_end_usd(sums, left_s(steps, self._num_steps)),
         )
         took_s = time.monotonic() - began

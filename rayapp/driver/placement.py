@@ -130,9 +130,9 @@ def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callabl
     with ExitStack() as stack:
         placed: Callable[[], bool] | None = None
         while True:
-            now, found = time.monotonic(), min(free_workers(config), most)
-            if found != seen:
-                seen, since = found, now
+            now, free = time.monotonic(), min(free_workers(config), most)
+            if free != seen:
+                seen, since = free, now
             if seen == most or (seen >= least and now - since >= SETTLE_S):
                 return seen
             if seen < least:
@@ -197,13 +197,13 @@ def holders() -> list[str]:
         for actor in actors
         if any(name.startswith(("CPU", "GPU")) for name in actor.required_resources)
     }
-    found = []
+    holders = []
     for raw in accessor.get_job_table(
         skip_submission_job_info_field=True, skip_is_running_tasks_field=True
     ):
         job = table.JobTableData.FromString(raw)
         if job.job_id in holding:
-            told = job.config.metadata
-            name = told.get("job_name") or told.get("job_submission_id")
-            found.append(f"job {name}" if name else f"`{job.entrypoint[:SHOWN_COMMAND]}`")
-    return found
+            metadata = job.config.metadata
+            name = metadata.get("job_name") or metadata.get("job_submission_id")
+            holders.append(f"job {name}" if name else f"`{job.entrypoint[:SHOWN_COMMAND]}`")
+    return holders

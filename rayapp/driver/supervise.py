@@ -262,7 +262,7 @@ class _Supervisor:
         compiling or waiting for rows, and have nothing to save: they are ended after ANSWER_S.
         """
         clock, lease = self.clock, self.command.lease
-        look = _Look(self)
+        poll = _FolderPoll(self)
         stale = None
         while not attempt.wait(POLL_S):
             lease.check()
@@ -273,20 +273,20 @@ class _Supervisor:
                 stale = f"the lease could not be renewed for {LEASE_STOPPED_S:.0f} s"
                 logger.warning("%s: the workers are ended until it is renewed", stale)
                 attempt.end()
-            look.again()
-            if line := look.take():
+            poll.start()
+            if line := poll.take():
                 self.bar.update(line)
                 self.phases.begin(TRAINING, self.bar.summary(line))
             now = clock.monotonic()
-            if not look.stepped and look.asked_at is not None and now - look.asked_at >= ANSWER_S:
+            if not poll.stepped and poll.asked_at is not None and now - poll.asked_at >= ANSWER_S:
                 attempt.end()
-                look.asked_at = now
-        while not look.finish():
+                poll.asked_at = now
+        while not poll.finish():
             lease.check()
         return stale
 
 
-class _Look:
+class _FolderPoll:
     """Read what is new in a run's folder, in one thread after another."""
 
     def __init__(self, supervisor: _Supervisor) -> None:
@@ -301,8 +301,8 @@ class _Look:
         self._at = self._command.clock.monotonic()
         self._call: Call[None] | None = Call(self._command.clock, self._begin, "look")
 
-    def again(self) -> None:
-        """Start another look if the last one has ended; raise the error of that."""
+    def start(self) -> None:
+        """Read once more if the last read has ended; raise its error."""
         if not self.finish(0.0):
             return
         now = self._command.clock.monotonic()
@@ -310,7 +310,7 @@ class _Look:
             self._at, self._call = now, Call(self._command.clock, self._read, "look")
 
     def finish(self, wait_s: float = POLL_S) -> bool:
-        """Wait for the end of the last look, at most so long; return whether it has ended."""
+        """Wait for the end of the last read, at most `wait_s`; return whether it has ended."""
         if self._call is not None and self._call.wait(wait_s):
             call, self._call = self._call, None
             call.result()

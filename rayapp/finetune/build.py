@@ -41,13 +41,14 @@ class Parts:
 class Head:
     """The output layer: returns (objective, loss).
 
-    While `sampling` it returns the last position's logits [b, V] twice, while `whole` those of all
-    positions [b, S, V].
+    With `positions` (one of each row, int64 [b]) it returns their logits [b, V] twice, while
+    `whole` those of all positions [b, S, V].
     """
 
     def __init__(self, config: Config) -> None:
         train = config.train
-        self.sampling = self.whole = False
+        self.positions: torch.Tensor | None = None
+        self.whole = False
         self.loss: model.Loss = partial(
             chunked_cross_entropy,
             chunk=train.loss_chunk,
@@ -74,9 +75,11 @@ class Head:
         *,
         each: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.sampling:
+        if self.positions is not None:
             assert weight is not None, "a model that computes its logits itself is not sampled"
-            logits = torch.nn.functional.linear(hidden[:, -1], weight, bias).float()  # [b, V]
+            rows = torch.arange(len(hidden), device=hidden.device)
+            last = hidden[rows, self.positions]
+            logits = torch.nn.functional.linear(last, weight, bias).float()  # [b, V]
             return logits, logits
         if self.whole:
             logits = hidden

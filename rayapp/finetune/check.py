@@ -166,13 +166,13 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
     own = base.config.get_text_config().vocab_size
     name = tokenizer_of(config, own, base.preset)
     tokens = tokens_of(name) if tokenizer is None else len(tokenizer)
-    room = vocabulary_of(config, own, base.preset, tokens)
-    if tokens is None or room is None or tokens <= room:
+    embeddings = vocabulary_of(config, own, base.preset, tokens)
+    if tokens is None or embeddings is None or tokens <= embeddings:
         return None
     return (
         f"model.tokenizer={name} is too large for the model: it has {tokens} tokens and "
-        f"{config.model.path} has embeddings for {room}. Set model.tokenizer to the one the model "
-        "was trained with"
+        f"{config.model.path} has embeddings for {embeddings}. Set model.tokenizer to the one the "
+        "model was trained with"
     )
 
 
@@ -212,7 +212,7 @@ def _source(
     data = config.data
     try:
         source = sources.find(path, data.format)
-        head = heads.look(path, source, data.kind, data.bad_rows, data.columns)
+        head = heads.inspect(path, source, data.kind, data.bad_rows, data.columns)
         problems += [line.replace("data.path=", f"{field}=", 1) for line in head.problems]
         return source, head
     except (sources.SourceError, StorageError) as error:

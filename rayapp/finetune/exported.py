@@ -56,8 +56,8 @@ def check_export(
     dist.broadcast_object_list(answer, src=0, group=control)
     if isinstance(answer[0], Exception):
         raise answer[0]
-    found: ExportCheck = answer[0]
-    return found
+    check: ExportCheck = answer[0]
+    return check
 
 
 def _wrong(folder: Storage, what: str) -> model.WrongExport:
@@ -104,9 +104,9 @@ def _compared(
         return {"rows": 0, "difference": None, "why": why}
     with ExitStack() as stack:
         hf = _opened(spec, parts, folder, stack)
-        found = torch.cat([hf(input_ids=ids, use_cache=False).logits.float()[0] for ids in rows])
+        logits = torch.cat([hf(input_ids=ids, use_cache=False).logits.float()[0] for ids in rows])
     expected = torch.cat([logits[0] for logits in trained])
-    difference = float((found - expected).norm() / expected.norm())
+    difference = float((logits - expected).norm() / expected.norm())
     stored = torch.float32 if _is_adapter(spec) else parts.lm.source_dtype or torch.float32
     precision = spec.config.train.precision
     if precision == "fp32" and stored != torch.float32:

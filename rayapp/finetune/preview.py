@@ -141,25 +141,25 @@ def beginning(document: list[tuple[str, bool]], chars: int) -> list[tuple[str, b
     >>> beginning([("ask ", False), ("answer", True)], 7)
     [('ask ', False), ('ans ...', True)]
     """
-    found: list[tuple[str, bool]] = []
+    parts: list[tuple[str, bool]] = []
     for text, loss in document:
         if len(text) > chars:
-            return [*found, (f"{text[:chars]} ...", loss)]
-        found.append((text, loss))
+            return [*parts, (f"{text[:chars]} ...", loss)]
+        parts.append((text, loss))
         chars -= len(text)
-    return found
+    return parts
 
 
 def runs(tokenizer: Any, document: Document) -> list[tuple[str, bool]]:
     """Return a document's text in runs: (text, whether its tokens bear loss)."""
-    found: list[tuple[str, bool]] = []
+    parts: list[tuple[str, bool]] = []
     start = 0
     for end in range(1, len(document.tokens) + 1):
         if end == len(document.tokens) or document.loss[end] != document.loss[start]:
             text = tokenizer.decode(document.tokens[start:end].tolist())
-            found.append((text, bool(document.loss[start])))
+            parts.append((text, bool(document.loss[start])))
             start = end
-    return found
+    return parts
 
 
 def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview:
@@ -171,16 +171,16 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
     bad, notes, examples = Counter[str](), Counter[str](), dict[str, str]()
     documents: list[Document] = []
     for record in records:
-        document, told = None, record.problem
-        if told is None:
-            document, told = renderer.document(record.value)
+        document, problem = None, record.problem
+        if problem is None:
+            document, problem = renderer.document(record.value)
         if document is not None:
             documents.append(document)
-            notes.update([told] if told else [])
+            notes.update([problem] if problem else [])
             continue
-        assert told is not None
-        bad[told] += 1
-        examples.setdefault(told, place_of(entry.source, record.file, record.place))
+        assert problem is not None
+        bad[problem] += 1
+        examples.setdefault(problem, place_of(entry.source, record.file, record.place))
     pad = tokenizer.pad_token_id
     packed = pack(
         documents,

@@ -43,10 +43,10 @@ def rows_of(
     if first is None or windows.holds(needed):
         return windows.prepare(needed), None
 
-    def tell(done: int, total: int) -> None:
+    def show(done: int, total: int) -> None:
         phases.beside = "" if windows.ended else preparing(windows, needed)
 
-    windows.progress = tell
+    windows.progress = show
     what = f"data.path={config.data.path}"
     windows.start(
         needed,

@@ -27,9 +27,10 @@ from rayapp.finetune.build import (
     make_parts,
 )
 from rayapp.finetune.exported import check_export
+from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
-from rayapp.observe.records import HeldOut, Outcome
+from rayapp.observe.records import HeldOut, Outcome, Sample
 from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.planner.flops import model_flops
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
@@ -43,9 +44,9 @@ from rayapp.train.optimizer import lr_at
 from rayapp.train.reading import read
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
+from rayapp.train.step_sync import STAY
 from rayapp.train.trainer import Trainer
-
-SAMPLE_TOKENS = 64
+from rayapp.train.waiting import leave_now
 
 
 def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
@@ -134,13 +135,36 @@ class LanguageTrainer(Trainer):
             rows, rank, world = spec.data.rows("eval"), dist.get_rank(), dist.get_world_size()
             # The rows of data.eval_path are of no source.
             mixed = () if config.data.eval_path else spec.data.held_out_ends
-            engine.evaluate = lambda: held_out_losses(
-                engine,
-                sequential_batches(rows, config.micro_batch, rank, world, mixed),
-                self.parts.head,
-                names if mixed else (),
-            )
+
+            def evaluate() -> HeldOut:
+                batches = sequential_batches(rows, config.micro_batch, rank, world, mixed)
+                found = held_out_losses(engine, batches, self.parts.head, names if mixed else ())
+                if self.prompts:
+                    found["eval_samples"] = self.samples(engine, AT_EVALUATION)
+                return found
+
+            engine.evaluate = evaluate
         return engine
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts to continue; none if the model computes its logits itself."""
+        return self.spec.config.eval.prompts if self.parts.lm.plain_head else ()
+
+    def samples(self, engine: Engine, num_tokens: int, seed: int | None = None) -> list[Sample]:
+        """Continue the prompts; the ranks may agree to leave meanwhile, as during an evaluation."""
+        config = self.spec.config
+        engine.phases.begin("sampling")
+        return continued(
+            self.parts,
+            self.prompts,
+            self.device,
+            engine.control,
+            num_tokens,
+            seed=seed,
+            leave=lambda: leave_now(engine) if engine.interruptible else STAY,
+            room=config.micro_batch * config.data.seq_len,
+        )
 
     def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
         """Evaluate the model, sample the prompts and export it; return what the summary says."""
@@ -151,9 +175,7 @@ class LanguageTrainer(Trainer):
         if engine.experts is not None:
             outcome["experts"] = engine.experts.long().tolist()
         phases.end("evaluation")
-        phases.begin("sampling")
-        for prompt in config.eval.prompts if parts.lm.plain_head else ():
-            outcome["samples"].append((prompt, sample(parts, prompt, self.device, config.run.seed)))
+        outcome["samples"] = self.samples(engine, AT_END, seed=config.run.seed)
         phases.end("sample")
         phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
@@ -230,20 +252,20 @@ def held_out_losses(
     finally:
         head.metric_sums = None
     per_byte = loss / target_bytes if target_bytes else None
-    found: HeldOut = {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
+    held_out: HeldOut = {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
     if names:
         nats, counts, sums = (
             sums[: len(names)],
             sums[len(names) : 2 * len(names)],
             sums[2 * len(names) :],
         )
-        found["eval_loss_by_source"] = per_token(names, nats, counts)
+        held_out["eval_loss_by_source"] = per_token(names, nats, counts)
     if head.metrics:
         functions = (name.rpartition(":")[2] for name in head.metrics)
-        found["eval_metrics"] = {
+        held_out["eval_metrics"] = {
             name: value / max(targets, 1) for name, value in zip(functions, sums, strict=True)
         }
-    return found
+    return held_out
 
 
 def mfu_of(
@@ -300,28 +322,3 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.dev
             generation_config=parts.source.generation_config,
             trained=None if base is None else parts.lm,
         )
-
-
-@torch.no_grad()
-def sample(parts: Parts, prompt: str, device: torch.device, seed: int) -> str:
-    """Continue a prompt by up to SAMPLE_TOKENS tokens at temperature 0.8, on the sharded model.
-
-    All ranks call it together and draw the same tokens.
-    """
-    ids = parts.tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
-    generator = torch.Generator().manual_seed(seed)
-    limit = getattr(parts.lm.hf.config, "max_position_embeddings", None) or 2**30
-    parts.lm.eval()
-    parts.head.sampling = True
-    try:
-        start = ids.shape[1]
-        while ids.shape[1] < min(start + SAMPLE_TOKENS, limit):
-            logits, _ = parts.lm(ids, ids)
-            drawn = torch.multinomial(torch.softmax(logits.cpu() / 0.8, -1), 1, generator=generator)
-            ids = torch.cat([ids, drawn.to(device)], 1)
-            if int(drawn) == parts.tokenizer.eos_token_id:
-                break
-    finally:
-        parts.head.sampling = False
-        parts.lm.train()
-    return str(parts.tokenizer.decode(ids[0, start:], skip_special_tokens=True))

@@ -158,7 +158,7 @@ class JobsClient:
             time.sleep(POLL_S)
 
     def _submit(self, order: Submission, submission_id: str) -> str:
-        shipment = order.shipment
+        options = order.options
         with tempfile.TemporaryDirectory() as folder, _said(self.address):
             return str(
                 self._client.submit_job(
@@ -166,8 +166,8 @@ class JobsClient:
                     submission_id=submission_id,
                     runtime_env=order.runtime_env(folder),
                     metadata=order.metadata(),
-                    entrypoint_num_cpus=shipment.driver_cpus or None,
-                    entrypoint_memory=int(shipment.driver_memory_gib * GIB) or None,
+                    entrypoint_num_cpus=options.driver_cpus or None,
+                    entrypoint_memory=int(options.driver_memory_gib * GIB) or None,
                 )
             )
 

@@ -18,10 +18,9 @@ from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.client import Unreachable
 from rayapp.jobs.remote import RemoteJob
-from rayapp.jobs.results import Result, config_of, own_config_of, result_of
+from rayapp.jobs.results import Result, config_of, dataframe_of, own_config_of, result_of
 from rayapp.jobs.steps import LiveSteps
-from rayapp.jobs.submission import Again, changed, send, shipment_again
-from rayapp.observe import metrics
+from rayapp.jobs.submission import Again, changed, options_again, send
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
     DONE,
@@ -77,11 +76,11 @@ def submit(
     """
     if isinstance(pip, str):
         raise ConfigError([f"pip={pip} is text: a list of them is expected. Set pip=[{pip!r}]"])
-    shipment = SubmitOptions(
+    options = SubmitOptions(
         working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, driver_memory_gib,
         tags or {},
     )  # fmt: skip
-    return Job.send(changed(config, sections), shipment, address, say)
+    return Job.send(changed(config, sections), options, address, say)
 
 
 class Job:
@@ -101,14 +100,14 @@ class Job:
     def send(
         cls,
         config: RunConfig,
-        shipment: SubmitOptions,
+        options: SubmitOptions,
         address: str | None = None,
         say: Callable[[str], None] = print,
         check_live: bool = True,
     ) -> Job:
         """Send a run to a cluster and return its handle; see `submit`."""
-        handle = cls(*send(config, shipment, address, say, check_live))
-        handle._sent = (config, shipment)
+        handle = cls(*send(config, options, address, say, check_live))
+        handle._sent = (config, options)
         return handle
 
     @property
@@ -195,10 +194,8 @@ class Job:
         return reason
 
     def metrics(self) -> pandas.DataFrame:
-        """Return metrics.jsonl as a DataFrame, one row per step."""
-        import pandas
-
-        return pandas.DataFrame(metrics.read(self.run))
+        """Return metrics.jsonl as a DataFrame, one row per step; before the first, no row."""
+        return dataframe_of(self.run)
 
     def logs(self, attempt: int | None = None, rank: int | None = None) -> str:
         """Return the driver's output, or of a kept attempt its log or one rank's error."""
@@ -264,10 +261,10 @@ class Job:
             problem = "was not submitted: no note or event in its folder names a job"
             raise ConfigError([f"run {self.run.url} {problem}. Run its first command again"])
         if self._sent is not None:
-            config, shipment = self._sent[0], replace(self._sent[1], **given)
+            config, options = self._sent[0], replace(self._sent[1], **given)
         else:
-            config, shipment = own_config_of(self.run), shipment_again(self.run, given)
-        return Job.send(config, shipment, address or self._remote.address, say, check_live=False)
+            config, options = own_config_of(self.run), options_again(self.run, given)
+        return Job.send(config, options, address or self._remote.address, say, check_live=False)
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until the run has ended; return its status.

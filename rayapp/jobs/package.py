@@ -71,7 +71,7 @@ class Submission:
     run_url: str
     name: str
     entrypoint: str
-    shipment: SubmitOptions
+    options: SubmitOptions
     package: bytes | None
     """The zipped working directory; None: there is none."""
     is_run: bool = True
@@ -79,15 +79,15 @@ class Submission:
 
     def runtime_env(self, folder: str) -> dict[str, object]:
         """Return Ray's runtime environment; write the package into `folder`, to be uploaded."""
-        shipment = self.shipment
-        variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **origin.variables(), **shipment.env}
-        if shipment.secrets:
-            variables[VARIABLE] = encode(shipment.secrets)
+        options = self.options
+        variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **origin.variables(), **options.env}
+        if options.secrets:
+            variables[VARIABLE] = encode(options.secrets)
         env: dict[str, object] = {"env_vars": variables}
-        if shipment.secrets:  # Ray calls the hook in worker processes; the driver calls load itself
+        if options.secrets:  # Ray calls the hook in worker processes; the driver calls load itself
             env["worker_process_setup_hook"] = "rayapp.jobs.secrets.load"
-        if shipment.pip:
-            env["pip"] = list(shipment.pip)
+        if options.pip:
+            env["pip"] = list(options.pip)
         if self.package is not None:
             path = Path(folder) / "working_dir.zip"
             path.write_bytes(self.package)
@@ -96,39 +96,39 @@ class Submission:
 
     def metadata(self) -> dict[str, str]:
         """Return the job's metadata: name, run folder (of a run) and tags."""
-        tags = {TAG_PREFIX + name: value for name, value in self.shipment.tags.items()}
+        tags = {TAG_PREFIX + name: value for name, value in self.options.tags.items()}
         return {NAME_KEY: self.name, **({RUN_KEY: self.run_url} if self.is_run else {}), **tags}
 
 
 def prepare(
     config: RunConfig,
-    shipment: SubmitOptions,
+    options: SubmitOptions,
     module: str | None = None,
-    options: Sequence[str] = (),
+    flags: Sequence[str] = (),
 ) -> Submission:
     """Check that a config can run on a cluster, zip its working directory, return the submission.
 
-    `module` is the Python module that the job runs, by default the one that trains. `options` are
+    `module` is the Python module that the job runs, by default the one that trains. `flags` are
     appended to its command line, after the config's overrides.
 
     Raises:
         ConfigError: with every problem.
     """
-    problems = [*_storage_problems(config), *_environment_problems(shipment)]
+    problems = [*_storage_problems(config), *_environment_problems(options)]
     package = None
     names: set[str] = set()
-    if shipment.working_dir is not None:
-        folder = Path(shipment.working_dir).expanduser()
+    if options.working_dir is not None:
+        folder = Path(options.working_dir).expanduser()
         if not folder.is_dir():
             raise ConfigError(
                 [
                     *problems,
-                    f"working_dir={shipment.working_dir} is not there: there is no such folder",
+                    f"working_dir={options.working_dir} is not there: there is no such folder",
                 ]
             )
         package, names = _pack(folder)
         problems += [*secret_problems(folder, package), *_size_problems(folder, package)]
-    problems += _path_problems(config, shipment, names)
+    problems += _path_problems(config, options, names)
     if problems:
         raise ConfigError(problems)
     arguments = [f"--{name}={value}" for name, value in config.to_overrides().items()]
@@ -137,16 +137,16 @@ def prepare(
     return Submission(
         run_url=f"{config.run.storage}/{config.run.name}",
         name=config.run.name if is_run else module.rpartition(".")[2],
-        entrypoint=shlex.join(["python", "-m", module, *arguments, *options]),
-        shipment=shipment,
+        entrypoint=shlex.join(["python", "-m", module, *arguments, *flags]),
+        options=options,
         package=package,
         is_run=is_run,
     )
 
 
-def as_dict(shipment: SubmitOptions) -> dict[str, object]:
+def as_dict(options: SubmitOptions) -> dict[str, object]:
     """Return the options as plain values for the run's submission.json; secrets stay references."""
-    return asdict(shipment)
+    return asdict(options)
 
 
 def _storage_problems(config: RunConfig) -> list[str]:
@@ -159,8 +159,8 @@ def _storage_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _environment_problems(shipment: SubmitOptions) -> list[str]:
-    texts = {"env": shipment.env, "secrets": shipment.secrets, "tags": shipment.tags}
+def _environment_problems(options: SubmitOptions) -> list[str]:
+    texts = {"env": options.env, "secrets": options.secrets, "tags": options.tags}
     problems = [
         f"{kind}.{name} is not text: its value is of type {type(value).__name__}. Put it in quotes"
         for kind, values in texts.items()
@@ -172,38 +172,38 @@ def _environment_problems(shipment: SubmitOptions) -> list[str]:
     problems = [
         f"env.{name} looks like a secret: everyone who can see the job can read its environment "
         f"variables. Set secrets.{name} to the ARN of a secret or of an SSM parameter"
-        for name in shipment.env
+        for name in options.env
         if LOOKS_SECRET.search(name)
     ]
     problems += [
         f"pip={requirement} is not pinned: all nodes of a run must have the same version. "
         f"Set {re.split('[<>=!~ ]', requirement)[0]}==VERSION"
-        for requirement in shipment.pip
+        for requirement in options.pip
         if not PINNED.match(requirement)
     ]
-    return problems + problems_of(shipment.secrets)
+    return problems + problems_of(options.secrets)
 
 
-def _path_problems(config: RunConfig, shipment: SubmitOptions, packed: set[str]) -> list[str]:
+def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) -> list[str]:
     """Return a line for each local file that the config needs and the cluster would not have."""
     problems = []
     tree = config.model_dump()
     paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.LOCAL]
     paths += [("data.mixture", path) for path in tree["data"].get("mixture") or {}]
-    base = Path(shipment.working_dir or ".").expanduser()
+    base = Path(options.working_dir or ".").expanduser()
     for name, path in paths:
         if not path or "://" in path or os.path.isabs(path) or path.startswith("~"):
             continue  # a URL, or an absolute path, which may be shared by all nodes
         if not (Path(path).exists() or (base / path).exists()):
             continue  # a hub id, a preset, a glob
-        if shipment.working_dir is None:
+        if options.working_dir is None:
             problems.append(
                 f"{name}={path} is on this machine alone: the cluster cannot read it. Set "
                 "working_dir to a folder that holds it, or s3://"
             )
         elif not any(name == path or name.startswith(path.rstrip("/") + "/") for name in packed):
             ignored = (base / path).exists()
-            why = "it is git-ignored" if ignored else f"it is not in {shipment.working_dir}"
+            why = "it is git-ignored" if ignored else f"it is not in {options.working_dir}"
             problems.append(
                 f"{name}={path} is not in the package: {why}, and so is not uploaded. "
                 "Un-ignore it, put it on s3://, or set RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1"

@@ -213,14 +213,14 @@ def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
 
     parts = []
     for name, color in series:
-        found = known[name]
-        if len(found) == 1:
-            x, y = place(*found[0])
+        points = known[name]
+        if len(points) == 1:
+            x, y = place(*points[0])
             parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.5' fill='{color}'/>")
-        elif len(found) >= SMOOTHED_FROM and name not in LEVELS:
-            parts.append(_line(found, color, place, 0.3) + _line(smooth(found), color, place))
-        elif found:
-            parts.append(_line(found, color, place))
+        elif len(points) >= SMOOTHED_FROM and name not in LEVELS:
+            parts.append(_line(points, color, place, 0.3) + _line(smooth(points), color, place))
+        elif points:
+            parts.append(_line(points, color, place))
     parts += [_hover(name, known[name], place) for name, _ in series]
     label = html.escape(label)
     texts = (
@@ -243,28 +243,28 @@ def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
     )
 
 
-def _line(found: Places, color: str, place: Callable[..., Any], opacity: float = 1.0) -> str:
-    drawn = " ".join("{:.1f},{:.1f}".format(*place(*pair)) for pair in found)
+def _line(points: Places, color: str, place: Callable[..., Any], opacity: float = 1.0) -> str:
+    drawn = " ".join("{:.1f},{:.1f}".format(*place(*pair)) for pair in points)
     return (
         f"<polyline fill='none' stroke='{color}' stroke-width='1.5' opacity='{opacity}' "
         f"points='{drawn}'/>"
     )
 
 
-def _hover(name: str, found: Places, place: Callable[..., Any]) -> str:
+def _hover(name: str, points: Places, place: Callable[..., Any]) -> str:
     """Return invisible strips whose tooltip is the value there; no script is needed."""
-    if not found:
+    if not points:
         return ""
-    width = (WIDTH - LEFT) / len(found)
+    width = (WIDTH - LEFT) / len(points)
     return "".join(
         f"<rect x='{place(step, value)[0] - width / 2:.1f}' y='{TOP}' width='{width:.1f}' "
         f"height='{HEIGHT - TOP - BOTTOM}' fill='transparent'>"
         f"<title>step {step:,}: {html.escape(name)} {value:.5g}</title></rect>"
-        for step, value in found
+        for step, value in points
     )
 
 
-def smooth(found: Places) -> Places:
+def smooth(points: Places) -> Places:
     """Return the mean around each point, of a tenth of all points, or of fewer near the ends.
 
     As many points are taken before as after it, so that the line does not lag.
@@ -272,10 +272,10 @@ def smooth(found: Places) -> Places:
     >>> smooth([(1, 4.0), (2, 1.0), (3, 4.0)])
     [(1, 4.0), (2, 3.0), (3, 4.0)]
     """
-    sums = np.cumsum([0.0, *(value for _, value in found)])
-    half, last = max(1, len(found) // 20), len(found) - 1
+    sums = np.cumsum([0.0, *(value for _, value in points)])
+    half, last = max(1, len(points) // 20), len(points) - 1
     smoothed = []
-    for place, (step, _) in enumerate(found):
+    for place, (step, _) in enumerate(points):
         reach = min(half, place, last - place)
         total = sums[place + reach + 1] - sums[place - reach]
         smoothed.append((step, float(total) / (2 * reach + 1)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rayapp.config import ConfigError, RunConfig, from_dict
 from rayapp.observe import metrics
+from rayapp.observe.metrics import ImageRecord, TokenRecord
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import CHECKPOINTS, CONFIG
 from rayapp.observe.status import read_result, read_sections
@@ -88,9 +89,7 @@ class Result(dict[str, Any]):
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
         """metrics.jsonl as a DataFrame, one row per step."""
-        import pandas
-
-        return pandas.DataFrame(metrics.read(self._folder()))
+        return dataframe_of(self._folder())
 
     @property
     def checkpoint(self) -> CheckpointPath | None:
@@ -114,6 +113,18 @@ class Result(dict[str, Any]):
             if self.get(name) is not None
         )
         return f"<table>{rows}</table>"
+
+
+def dataframe_of(run: Storage) -> pandas.DataFrame:
+    """Return metrics.jsonl as a DataFrame, one row per step; before the first step, its columns."""
+    import pandas
+
+    lines = metrics.read(run)
+    if lines:
+        return pandas.DataFrame(lines)
+    task: object = (read_sections(run) or {}).get("task")
+    kind = ImageRecord if task == "vision" else TokenRecord
+    return pandas.DataFrame(columns=[field.name for field in fields(kind)], dtype=float)
 
 
 def result_of(run: Storage) -> Result | None:

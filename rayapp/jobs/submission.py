@@ -51,7 +51,7 @@ class Note:
 
 def send(
     config: RunConfig,
-    shipment: SubmitOptions,
+    options: SubmitOptions,
     address: str | None,
     say: Callable[[str], None] = print,
     check_live: bool = True,
@@ -65,7 +65,7 @@ def send(
         ConfigError: it cannot run there as described, or is running already.
         JobError: the cluster cannot or will not.
     """
-    order = prepare(config, shipment)
+    order = prepare(config, options)
     run = open_storage(order.run_url)
     if check_live and _is_live(run):
         raise ConfigError(
@@ -77,10 +77,10 @@ def send(
     cluster = JobsClient.at(address)
     if order.package is not None:
         size = number_of_bytes(len(order.package))
-        say(f"uploading {shipment.working_dir} to {cluster.address}: {size} packed")
+        say(f"uploading {options.working_dir} to {cluster.address}: {size} packed")
     submission_id = cluster.submit(order)
     note = {"address": cluster.address, "submission_id": submission_id, "time": time.time()}
-    note["shipment"] = as_dict(shipment)
+    note["shipment"] = as_dict(options)
     run.write(SUBMISSION, json.dumps(note, indent=1).encode())
     say(f"job {submission_id} at {cluster.address}: results in {order.run_url}")
     return order.run_url, cluster.address
@@ -116,7 +116,7 @@ def sent(run: Storage) -> Note | None:
     return note
 
 
-def shipment_again(run: Storage, given: Again) -> SubmitOptions:
+def options_again(run: Storage, given: Again) -> SubmitOptions:
     """Return the options to submit a run with again: those of its note, changed by `given`.
 
     Of the note, nothing that `Again` lists is used without the user naming it.

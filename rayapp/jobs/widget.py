@@ -79,10 +79,10 @@ class Widget:
         return "<p>the run saves a checkpoint and ends</p>"
 
     def _resume(self, job: Job) -> str:
-        said: list[str] = []
-        job.resume(say=said.append)
+        lines: list[str] = []
+        job.resume(say=lines.append)
         self._watch()
-        return f"<p>{html.escape(' '.join(said))}</p>"
+        return f"<p>{html.escape(' '.join(lines))}</p>"
 
     def _logs(self, job: Job) -> str:
         lines = job.logs().splitlines()[-LOG_LINES:]

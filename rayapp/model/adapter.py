@@ -77,13 +77,13 @@ def read_adapter(name: str, folder: Readable) -> Adapter | None:
             f"model.path={name} has a damaged {SETTINGS}: {why:.200}. Copy the folder anew"
         ) from error
     kind, bias = values.get("peft_type", "LORA"), values.get("bias", "none")
-    found = [f"peft_type {kind}"] * (kind != "LORA") + [f"bias {bias}"] * (bias != "none")
-    found += [option for option in UNSUPPORTED if values.get(option)]
-    if found:
+    unsupported = [f"peft_type {kind}"] * (kind != "LORA") + [f"bias {bias}"] * (bias != "none")
+    unsupported += [option for option in UNSUPPORTED if values.get(option)]
+    if unsupported:
         raise ValueError(
-            f"model.path={name} is an adapter of another kind: it has {', '.join(found)}, and "
-            "LoRA, DoRA and rsLoRA alone are trained here. Merge it into its base with peft, and "
-            "give that"
+            f"model.path={name} is an adapter of another kind: it has {', '.join(unsupported)}. "
+            "Only LoRA, DoRA and rsLoRA are trained here. Merge it into its base with peft, and "
+            "give the merged model"
         )
     if not base or not _lasts(base):
         raise ValueError(

@@ -281,8 +281,8 @@ def _router_loss(hf: PreTrainedModel) -> tuple[Callable[[Any, Any], Tensor] | No
 
     def of(logits: Any, present: Tensor | None) -> Tensor:
         mask = None if present is None else present.reshape(1, -1)
-        found: Tensor = balance(logits, num_experts, top_k=top_k, attention_mask=mask)
-        return found
+        loss: Tensor = balance(logits, num_experts, top_k=top_k, attention_mask=mask)
+        return loss
 
     return of, float(coefficient or 0.0)
 

@@ -147,24 +147,24 @@ def adapted_experts(
     counts = torch.histc(bins, bins=module.num_experts, min=0, max=module.num_experts - 1)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     grouped = partial(_grouped, module, ends, experts)
-    found = grouped("gate_up_proj" if module.has_gate else "up_proj", hidden[order // chosen])
-    found = grouped(
-        "down_proj", module._apply_gate(found) if module.has_gate else module.act_fn(found)
+    outputs = grouped("gate_up_proj" if module.has_gate else "up_proj", hidden[order // chosen])
+    outputs = grouped(
+        "down_proj", module._apply_gate(outputs) if module.has_gate else module.act_fn(outputs)
     )
     if module.has_post_expert_norm:
-        found = module.post_expert_norm(found)
-    found = found * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        outputs = module.post_expert_norm(outputs)
+    outputs = outputs * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return found[back].view(tokens, chosen, -1).sum(1).to(hidden.dtype)
+    return outputs[back].view(tokens, chosen, -1).sum(1).to(hidden.dtype)
 
 
 def _grouped(module: Any, ends: Tensor, experts: Tensor, name: str, values: Tensor) -> Tensor:
     """Multiply rows, sorted by expert, by their experts' weights, and add the adapters' update."""
     bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
-    found = _grouped_linear(values, getattr(module, name), ends, bias, module.is_transposed)
+    output = _grouped_linear(values, getattr(module, name), ends, bias, module.is_transposed)
     if name not in module.__dict__[WRAPPERS]:
-        return found
+        return output
     wrapper, adapter = module.__dict__[WRAPPERS][name]
     left, right = (
         each[adapter].weight.to(values.dtype) for each in (wrapper.lora_A, wrapper.lora_B)
@@ -173,7 +173,7 @@ def _grouped(module: Any, ends: Tensor, experts: Tensor, name: str, values: Tens
     if missing := -second.shape[-1] % ALIGNED:
         first, second = pad(first, (0, 0, 0, missing)), pad(second, (0, missing))
     update = _grouped_linear(_grouped_linear(values, first, ends), second, ends)
-    return found.add(update, alpha=wrapper.scaling[adapter])
+    return output.add(update, alpha=wrapper.scaling[adapter])
 
 
 def expert_factors(left: Tensor, right: Tensor, experts: int) -> tuple[Tensor, Tensor]:

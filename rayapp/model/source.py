@@ -170,16 +170,16 @@ def published(source: ModelSource) -> Published:
     front = _front_matter(source.folder)
     own = re.fullmatch(r"[\w.-]+/[\w.-]+", source.base) and not os.path.isdir(source.base)
     named = front.get("base_model")
-    found: Published = {"id": source.base if own else named if isinstance(named, str) else None}
+    published: Published = {"id": source.base if own else named if isinstance(named, str) else None}
     for name in ("license", "license_name"):
         if isinstance(value := front.get(name), str):
-            found[name] = value
+            published[name] = value
     files = [entry.name for entry in source.folder.list() if entry.name in LICENCES]
-    if "license" not in found and files:
+    if "license" not in published and files:
         lines = source.folder.read(files[0]).decode("utf-8", "replace").split("\n")
         first = next((line.strip(" #") for line in lines if line.strip(" #")), files[0])
-        found |= {"license": "other", "license_name": first}
-    return found
+        published |= {"license": "other", "license_name": first}
+    return published
 
 
 def _front_matter(folder: Readable) -> dict[str, object]:

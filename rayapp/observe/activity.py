@@ -74,7 +74,7 @@ class Phases:
         self.beside = ""
         """What goes on meanwhile, whatever the phase; a thread may set it."""
 
-    def told(self) -> Activity:
+    def snapshot(self) -> Activity:
         """Return the current activity with what goes on meanwhile."""
         return replace(self.current, beside=self.beside) if self.beside else self.current
 
@@ -125,7 +125,7 @@ class Reporter:
 
     def store(self) -> None:
         """Store the current activity if it is new and lasts, or its detail has changed."""
-        activity, now = self._phases.told(), time.time()
+        activity, now = self._phases.snapshot(), time.time()
         before = self._stored
         if activity == before or now - activity.began < LEAST_S:
             return

@@ -60,8 +60,8 @@ def _body(text: str) -> str:
 
 def numbers(run: Storage) -> list[int]:
     """Return the attempts whose logs are kept, in order."""
-    found = (NAME.fullmatch(entry.name) for entry in run.list(LOGS))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (NAME.fullmatch(entry.name) for entry in run.list(LOGS))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def read(run: Storage, attempt: int | None = None, rank: int | None = None) -> str:
@@ -126,8 +126,8 @@ def _none_of(run: Storage) -> str:
 
 
 def _etags(run: Storage) -> dict[int, str]:
-    found = ((NAME.fullmatch(entry.name), entry.etag) for entry in run.list(LOGS))
-    return {int(match[1]): etag for match, etag in found if match}
+    matches = ((NAME.fullmatch(entry.name), entry.etag) for entry in run.list(LOGS))
+    return {int(match[1]): etag for match, etag in matches if match}
 
 
 def _for_reader(text: str) -> list[str]:

@@ -45,10 +45,10 @@ class Columns:
     @classmethod
     def of(cls, lines: Iterable[MetricsLine], names: Sequence[str] = ACCOUNTED) -> Columns:
         """Return the columns of given lines."""
-        found = cls(names)
+        columns = cls(names)
         for line in lines:
-            found._add(line, 0)
-        return found
+            columns._add(line, 0)
+        return columns
 
     @classmethod
     def read(cls, storage: Storage, names: Sequence[str] = ACCOUNTED) -> Columns:
@@ -57,10 +57,10 @@ class Columns:
         Raises:
             StorageError: it cannot be read.
         """
-        found = cls(names)
+        columns = cls(names)
         for start, data in segments.blocks(storage):
-            found.extend(data, start, storage)
-        return found
+            columns.extend(data, start, storage)
+        return columns
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -151,10 +151,10 @@ class Follower:
         steps = self.steps
         first, end = steps.ends[start - 1] if start else 0, steps.ends[stop - 1]
         data = segments.read(self._storage, first, end)
-        found = [line for _, line in metrics.lines_of(data, first, self._storage, start)]
-        if _known(Columns.of(found, KNOWN_BY), 0) != _known(steps, start, stop):
+        lines = [line for _, line in metrics.lines_of(data, first, self._storage, start)]
+        if _known(Columns.of(lines, KNOWN_BY), 0) != _known(steps, start, stop):
             raise StorageError("read", f"{self._storage.url}/{METRICS}", "it has been cut")
-        return found
+        return lines
 
     def _again(self, parts: list[segments.Part]) -> int:
         before, self.steps = self.steps, Columns(self._names)

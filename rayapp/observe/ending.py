@@ -107,8 +107,8 @@ def _cause_of(error: Exception, trained: bool) -> str:
 
 def _final_reason(error: Exception) -> str | None:
     """Return the first error that another attempt would meet again, None if there is none."""
-    said = [f"rank {rank}: {_reason(cause)}" for rank, cause in sorted(_deaths(error).items())]
-    for line in said or [_reason(error)]:
+    reasons = [f"rank {rank}: {_reason(cause)}" for rank, cause in sorted(_deaths(error).items())]
+    for line in reasons or [_reason(error)]:
         if any(words in line for words in FINAL):
             return line
     return None

@@ -222,5 +222,5 @@ def _region() -> str:
 
 def submission_id() -> str | None:
     """Return the submission id of the Ray job whose driver this process is, None without a job."""
-    told = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    return (told.get("metadata") or {}).get("job_submission_id")
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return (job.get("metadata") or {}).get("job_submission_id")

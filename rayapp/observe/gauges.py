@@ -1,10 +1,10 @@
 """Export metrics of a run to Prometheus while it trains, through Ray's metrics agent on each node.
 
-    with Steps("demo", rank=0) as told:                    # in a training worker
-        told.step(record)
-    told = Driver("demo", num_steps=500, started=...)      # in the driver
-    told.set(account, ...); told.close(DONE)
-    tell_end("demo", FAILED)                               # in a driver that did not begin to train
+    with Steps("demo", rank=0) as gauges:                    # in a training worker
+        gauges.step(record)
+    gauges = Driver("demo", num_steps=500, started=...)      # in the driver
+    gauges.set(account, ...); gauges.close()
+    tell_end("demo", FAILED)                               # at the end of the command
 
 Ray prefixes every name with `ray_`, and counters end in `_total`. To keep the series few, rank 0
 alone exports the figures of the run; each rank exports only its own memory and its wait for data.
@@ -211,11 +211,10 @@ class Driver:
         self._gauges.add(OF_THE_DRIVER)
         self._gauges.add({"goodput": "Share of wall_s by cause, 0-1"}, "cause")
         self._gauges.add({"interruptions": "Attempts that ended early, by kind"}, "kind")
-        self._run, self._num_steps, self._started = run, num_steps, started
+        self._num_steps, self._started = num_steps, started
 
-    def close(self, status: str) -> None:
-        """Export how the run ended, and stop repeating all gauges."""
-        tell_end(self._run, status)
+    def close(self) -> None:
+        """Stop repeating all gauges."""
         self._gauges.close()
 
     def set(
@@ -284,7 +283,7 @@ class PhaseGauge:
         self._gauges.close()
 
 
-class Pace:
+class CheckpointInterval:
     """The seconds between due checkpoints: by time or by steps, whichever comes first."""
 
     def __init__(self, every_s: float | None, every_steps: int | None) -> None:
@@ -297,10 +296,10 @@ class Pace:
 
     def checkpoint_every_s(self) -> float | None:
         """Return the seconds, by the median of the last 32 steps; None if not known yet."""
-        found = [] if self._every_s is None else [self._every_s]
+        intervals = [] if self._every_s is None else [self._every_s]
         if self._every_steps is not None and self._step_s:
-            found.append(self._every_steps * statistics.median(self._step_s))
-        return min(found, default=None)
+            intervals.append(self._every_steps * statistics.median(self._step_s))
+        return min(intervals, default=None)
 
 
 def _counters(

@@ -182,12 +182,12 @@ def _with_ends(
 
 def commands(events: Sequence[Event]) -> list[list[Event]]:
     """Return the events grouped by command; the first event of each command is `started`."""
-    found: list[list[Event]] = []
+    attempts: list[list[Event]] = []
     for event in events:
         if event["event"] == STARTED:
-            found.append([])
-        found[-1].append(event)
-    return found
+            attempts.append([])
+        attempts[-1].append(event)
+    return attempts
 
 
 def goodput(steps: Columns, wall_s: float, known_s: dict[str, float]) -> dict[str, float]:
@@ -217,13 +217,13 @@ def interruptions(events: Sequence[Event]) -> list[Interruption]:
 
     Both are None if the same command has done no step since.
     """
-    found = []
+    stalls = []
     for command in commands(events):
         for index, event in enumerate(command):
             if event["event"] != INTERRUPTED:
                 continue
             later = [other for other in command[index:] if other["event"] == RESUMED]
-            found.append(
+            stalls.append(
                 Interruption(
                     time=event["time"],
                     kind=event["kind"],
@@ -234,7 +234,7 @@ def interruptions(events: Sequence[Event]) -> list[Interruption]:
                     to_first_step_s=later[0]["time"] - event["time"] if later else None,
                 )
             )
-    return found
+    return stalls
 
 
 def _end_of(command: list[Event], follows: Event | None, times: Array, now: float | None) -> float:
@@ -291,15 +291,15 @@ def _idle_s(command: list[Event], until: float) -> dict[str, float]:
 
 def _waits(command: list[Event], until: float) -> list[tuple[float, float]]:
     """Return the (start, end) of each wait for room in Unix seconds, up to `until`."""
-    found = []
+    spans = []
     began: float | None = None
     for event in command:
         if event["event"] != PHASE and began is not None:
-            found.append((began, max(began, min(event["time"], until))))
+            spans.append((began, max(began, min(event["time"], until))))
             began = None
         elif event["event"] == PHASE and event["phase"] == WAITING_FOR_ROOM and began is None:
             began = event["time"]
-    return found if began is None else [*found, (began, max(began, until))]
+    return spans if began is None else [*spans, (began, max(began, until))]
 
 
 def _cost_usd(command: list[Event], until: float) -> float | None:

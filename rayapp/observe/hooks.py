@@ -59,7 +59,7 @@ def opened(config: RunConfig, run: str) -> list[object]:
     Raises:
         ConfigError: one cannot be imported or made, or has none of METHODS.
     """
-    found, problems = list[object](), list[str]()
+    hooks, problems = list[object](), list[str]()
     for name in config.run.hooks:
         try:
             hook = load_code("run.hooks", name)(config, run)
@@ -70,7 +70,7 @@ def opened(config: RunConfig, run: str) -> list[object]:
             why = f"{type(error).__name__}: {last_line(error)}"
             problems.append(f"run.hooks={name} failed when it was called with (config, run): {why}")
             continue
-        found.append(hook)
+        hooks.append(hook)
         if not any(hasattr(hook, method) for method in METHODS):
             problems.append(
                 f"run.hooks={name} is without effect: what it returns has none of "
@@ -78,7 +78,7 @@ def opened(config: RunConfig, run: str) -> list[object]:
             )
     if problems:
         raise ConfigError(problems)
-    return found
+    return hooks
 
 
 class Hooks:
@@ -90,7 +90,7 @@ class Hooks:
         self._count = self._done = 0
         self._lines: Callable[[int, int], list[MetricsLine]] = lambda start, stop: []
         self._checkpoint: tuple[int, str] | None = None
-        self._told = 0  # the step of the last checkpoint that hooks know
+        self._last_checkpoint = 0  # the step of the last checkpoint that hooks know
         self._result: Mapping[str, Any] | None = None
         self._thread = threading.Thread(target=self._work, name="hooks", daemon=True)
         if hooks:
@@ -129,7 +129,10 @@ class Hooks:
                 self._changed.wait_for(
                     lambda: (
                         self._count > self._done
-                        or (self._checkpoint is not None and self._checkpoint[0] != self._told)
+                        or (
+                            self._checkpoint is not None
+                            and self._checkpoint[0] != self._last_checkpoint
+                        )
                         or self._result is not None
                     )
                 )
@@ -138,8 +141,8 @@ class Hooks:
             if stop > start:
                 for line in self._read(start, stop):
                     self._call("on_step", line)
-            elif checkpoint is not None and checkpoint[0] != self._told:
-                self._told = checkpoint[0]
+            elif checkpoint is not None and checkpoint[0] != self._last_checkpoint:
+                self._last_checkpoint = checkpoint[0]
                 self._call("on_checkpoint", *checkpoint)
             elif result is not None:
                 self._call("on_end", result)

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import cast
 
 from rayapp.observe import segments
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.records import MetricsLine, Sample
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
@@ -91,6 +91,8 @@ class TokenRecord(StepRecord):
     step has none of it. The next two: these tokens, and the same loss of its held-out rows."""
     tokens_by_source: dict[str, int] | None = None
     eval_loss_by_source: dict[str, float | None] | None = None
+    eval_samples: list[Sample] | None = None
+    """The prompts of eval.prompts with the likeliest tokens after them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +116,10 @@ def read(storage: Storage) -> list[MetricsLine]:
     Of a long run `rayapp.observe.columns` holds less. Lines that are not readable are left out: a
     process that was killed leaves a partial last line.
     """
-    found = list[MetricsLine]()
+    lines = list[MetricsLine]()
     for start, data in segments.blocks(storage):
-        found += [line for _, line in lines_of(data, start, storage, len(found))]
-    return found
+        lines += [line for _, line in lines_of(data, start, storage, len(lines))]
+    return lines
 
 
 def last(storage: Storage) -> MetricsLine | None:

@@ -28,8 +28,8 @@ def origin() -> EventFields:
 
 def variables() -> dict[str, str]:
     """Return the environment variables that tell a job who submitted it, from which commit."""
-    told = {USER: user_name(), COMMIT: git_commit()}
-    return {name: value for name, value in told.items() if value}
+    values = {USER: user_name(), COMMIT: git_commit()}
+    return {name: value for name, value in values.items() if value}
 
 
 def user_name() -> str | None:

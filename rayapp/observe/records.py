@@ -77,6 +77,10 @@ def band_of(plan: Plan, name: str) -> BandValues | None:
 # ---- metrics.jsonl ----------------------------------------------------------------------------
 
 
+Sample: TypeAlias = tuple[str, str]
+"""(prompt, the model's continuation); a list of two in JSON."""
+
+
 class HeldOut(TypedDict, total=False):
     """Figures of the held-out data, after a step, of a checkpoint or at the end."""
 
@@ -84,6 +88,7 @@ class HeldOut(TypedDict, total=False):
     eval_loss_per_byte: float | None
     eval_metrics: NotRequired[dict[str, float | None] | None]
     eval_loss_by_source: NotRequired[dict[str, float | None] | None]
+    eval_samples: NotRequired[list[Sample] | None]
     eval_top1: float | None
     eval_top5: float | None
 
@@ -219,9 +224,6 @@ class Validation(Evaluated):
 
 
 # ---- result.json ------------------------------------------------------------------------------
-
-Sample: TypeAlias = tuple[str, str]
-"""(prompt, the model's continuation)."""
 
 
 class Classes(TypedDict):

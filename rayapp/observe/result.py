@@ -108,11 +108,11 @@ def stored(run: Storage) -> Stored:
 
 def step_s(run: Storage, steps: Columns) -> StepSeconds:
     """Return the seconds of a step: as planned, by the first ten steps, and of the later ones."""
-    found = calibrate(steps)
+    calibration = calibrate(steps)
     return {
         "planned": planned_step_s(run),
-        "calibrated": found.step_s if found else None,
-        "measured": rest_s(steps, found) if found else None,
+        "calibrated": calibration.step_s if calibration else None,
+        "measured": rest_s(steps, calibration) if calibration else None,
     }
 
 

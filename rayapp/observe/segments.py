@@ -50,12 +50,12 @@ def _segments(storage: Storage) -> list[Entry]:
 def _in_order(storage: Storage, segments: list[Entry]) -> list[Part]:
     """`segments` were listed before this asks for the file, as `seal` writes it first."""
     whole = storage.size(METRICS)
-    found = [] if whole is None else [Part(METRICS, 0, whole)]
+    listed = [] if whole is None else [Part(METRICS, 0, whole)]
     for entry in segments:
-        end = found[-1].end if found else 0
+        end = listed[-1].end if listed else 0
         if _start(entry.name) == end:
-            found.append(Part(entry.name, end, end + entry.size))
-    return found
+            listed.append(Part(entry.name, end, end + entry.size))
+    return listed
 
 
 def _name(start: int) -> str:
@@ -67,23 +67,23 @@ def _start(name: str) -> int | None:
     return int(digits) if digits.isdecimal() else None
 
 
-def read(storage: Storage, start: int, end: int, found: list[Part] | None = None) -> bytes:
-    """Return the bytes from `start` to `end`; `found` are the parts, if they are known.
+def read(storage: Storage, start: int, end: int, listed: list[Part] | None = None) -> bytes:
+    """Return the bytes from `start` to `end`; `listed` are the parts, if they are known.
 
     Raises:
         StorageError: they are not there, or cannot be read.
     """
-    found = parts(storage) if found is None else found
+    listed = parts(storage) if listed is None else listed
     while True:
         try:
             data = b"".join(
                 storage.read(part.name, low - part.start, high - low)
-                for part in found
+                for part in listed
                 if (low := max(start, part.start)) < (high := min(end, part.end))
             )
         except (FileNotFoundError, StorageError):  # it may have been merged, sealed or cut
-            before, found = found, parts(storage)
-            if found == before:
+            before, listed = listed, parts(storage)
+            if listed == before:
                 raise
             continue
         if len(data) < end - start:
@@ -92,17 +92,17 @@ def read(storage: Storage, start: int, end: int, found: list[Part] | None = None
 
 
 def blocks(
-    storage: Storage, start: int = 0, found: list[Part] | None = None
+    storage: Storage, start: int = 0, listed: list[Part] | None = None
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (first byte, whole lines) from `start` on, last what follows the last newline.
 
-    `found` are the parts, if they are known.
+    `listed` are the parts, if they are known.
     """
-    found = parts(storage) if found is None else found
-    end, rest = found[-1].end if found else 0, b""
+    listed = parts(storage) if listed is None else listed
+    end, rest = listed[-1].end if listed else 0, b""
     for low in range(start, end, BLOCK_BYTES):
         high = min(end, low + BLOCK_BYTES)
-        data = rest + read(storage, low, high, found)
+        data = rest + read(storage, low, high, listed)
         lines, newline, rest = data.rpartition(b"\n")
         if lines or newline:
             yield high - len(data), lines + newline
@@ -112,11 +112,11 @@ def blocks(
 
 def backwards(storage: Storage) -> Iterator[tuple[int, bytes]]:
     """Yield (byte behind it, line with its newline) from the last line to the first."""
-    found = parts(storage)
-    end, rest, length = found[-1].end if found else 0, b"", FIRST_BYTES
+    listed = parts(storage)
+    end, rest, length = listed[-1].end if listed else 0, b"", FIRST_BYTES
     while end > 0:
         start = max(0, end - length)
-        data = read(storage, start, end, found) + rest
+        data = read(storage, start, end, listed) + rest
         stop = start + len(data)
         first, *lines = data.splitlines(keepends=True)
         if start == 0:
@@ -130,15 +130,15 @@ def backwards(storage: Storage) -> Iterator[tuple[int, bytes]]:
 def cut(storage: Storage, end: int) -> None:
     """Drop what comes after byte `end`; afterwards there is a metrics.jsonl, maybe an empty one."""
     segments = _segments(storage)
-    found = {part.name: part for part in _in_order(storage, segments)}
+    part_of = {part.name: part for part in _in_order(storage, segments)}
     # From the last to the first, so that a kill in between leaves a longer file and no gap.
     for entry in reversed(segments):
-        part = found.get(entry.name)
+        part = part_of.get(entry.name)
         if part is None or part.start >= end:
             storage.delete(entry.name)
         elif part.end > end:
             _copy(storage, [Part(part.name, part.start, end)], part.name)
-    whole = found.get(METRICS)
+    whole = part_of.get(METRICS)
     path = storage.local_path(METRICS)
     if whole is None:
         storage.write(METRICS, b"")
@@ -161,9 +161,9 @@ def seal(storage: Storage) -> None:
     segments = _segments(storage)
     if not segments:
         return
-    found = _in_order(storage, segments)
-    if [part.name for part in found] != [METRICS]:
-        _copy(storage, found, METRICS)
+    before = _in_order(storage, segments)
+    if [part.name for part in before] != [METRICS]:
+        _copy(storage, before, METRICS)
     storage.delete_tree(SEGMENTS)
 
 
@@ -179,9 +179,9 @@ class Segments:
     """The segments of an S3 folder as its one writer sees them."""
 
     def __init__(self, storage: Storage) -> None:
-        found = parts(storage)
-        self._storage, self._full = storage, [part for part in found if part.name != METRICS]
-        self._start = found[-1].end if found else 0
+        listed = parts(storage)
+        self._storage, self._full = storage, [part for part in listed if part.name != METRICS]
+        self._start = listed[-1].end if listed else 0
 
     def put(self, data: bytes) -> None:
         """Write the last segment anew; it begins where the last `end` was.

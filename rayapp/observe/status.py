@@ -276,7 +276,7 @@ def read_validations(run: Storage) -> list[Validation]:
         data = run.read(VALIDATIONS)
     except FileNotFoundError:
         return []
-    found = list[Validation]()
+    validations = list[Validation]()
     for number, text in enumerate(data.splitlines(), 1):
         try:
             line = json.loads(text)
@@ -285,8 +285,8 @@ def read_validations(run: Storage) -> list[Validation]:
         if not isinstance(line, dict) or not _is_int(line.get("step")):
             why = f"line {number} is no JSON object with a step"
             raise DamagedEvents(f"{run.url}/{VALIDATIONS}", why, "Delete the line")
-        found.append(cast(Validation, line))
-    return found
+        validations.append(cast(Validation, line))
+    return validations
 
 
 def _is_int(value: object) -> bool:

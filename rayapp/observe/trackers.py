@@ -71,24 +71,24 @@ class Tracker(Protocol):
 
 def problems(config: RunConfig) -> list[str]:
     """Return which trackers cannot work, as they lack a package, a server or a key."""
-    found = []
+    trackers = []
     for name in config.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
-            found.append(
+            trackers.append(
                 f"run.trackers={name} is not installed: there is no package {PACKAGES[name]} where "
                 f"the driver runs. Run `pip install {INSTALL[name]}`, or leave {name} out"
             )
         elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
-            found.append(
+            trackers.append(
                 "run.trackers=mlflow is without a server: MLFLOW_TRACKING_URI is not set. "
                 "Export it, e.g. https://mlflow.example.com, where the command runs"
             )
         elif name == "wandb" and not _wandb_may_start():
-            found.append(
+            trackers.append(
                 "run.trackers=wandb is without a key: WANDB_API_KEY is not set, and nobody is "
                 "there to be asked. Export it, or WANDB_MODE=offline, where the command runs"
             )
-    return found
+    return trackers
 
 
 def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
@@ -151,10 +151,14 @@ class TensorBoard:
     def write(self, lines: Sequence[MetricsLine]) -> None:
         """Add an event for each step; copy the file to S3 at intervals if the run is there."""
         from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import text
 
         for line in lines:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(line)]
             self._add(Summary(value=values), line["step"], line["time"])
+            for number, pair in enumerate(line.get("eval_samples") or ()):
+                shown = text(f"answer/{number}", _verbatim("".join(pair)))
+                self._add(shown, line["step"], line["time"])
         self._file.flush()
         if time.monotonic() >= self._due:
             self._store()
@@ -210,26 +214,26 @@ class MLflow:
 
         self._client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        earlier = self._client.get_experiment_by_name(name)
+        experiment = earlier.experiment_id if earlier else self._client.create_experiment(name)
         tagged = f"tags.`{PROJECT}.run` = '{run.url}'"
         runs = self._client.search_runs([experiment], tagged, max_results=1)
         if runs:
             self._id = runs[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
             known = runs[0].data.params
-            self._told = self._newest_step()
+            self._last_sent = self._newest_step()
         else:
             tags = {f"{PROJECT}.run": run.url}
             made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
-            self._id, known, self._told = made.info.run_id, {}, 0
+            self._id, known, self._last_sent = made.info.run_id, {}, 0
         self._describe(config, known)
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
         """Send the new steps, as many per request as the API allows."""
         from mlflow.entities import Metric
 
-        new = [line for line in lines if line["step"] > self._told]
+        new = [line for line in lines if line["step"] > self._last_sent]
         most = max((sum(1 for _ in scalars(line)) for line in new), default=1)
         per_request = max(1, MLFLOW_BATCH // most)
         for start in range(0, len(new), per_request):
@@ -240,7 +244,7 @@ class MLflow:
                 for name, value in scalars(line)
             ]
             self._client.log_batch(self._id, metrics=values)
-            self._told = part[-1]["step"]
+            self._last_sent = part[-1]["step"]
 
     def cut_back(self, step: int) -> None:
         """Do nothing: MLflow cannot take values back."""

@@ -124,8 +124,11 @@ def _headline(console: Console, plan: Answer) -> None:
 
 def _memory(console: Console, plan: Answer) -> None:
     unit = "GPU" if plan.question.job is not None else "worker"
-    room = "" if plan.capacity_gib is None else f" of {plan.capacity_gib:.1f}"
-    _say(console, f"\n[bold]memory[/bold]    {band(plan.peak_gib, '.1f', ' GiB')}{room} per {unit}")
+    capacity = "" if plan.capacity_gib is None else f" of {plan.capacity_gib:.1f}"
+    _say(
+        console,
+        f"\n[bold]memory[/bold]    {band(plan.peak_gib, '.1f', ' GiB')}{capacity} per {unit}",
+    )
     _say(console, f"          at its most in: {plan.peak.phase}")
     largest = max(plan.peak.total / GIB, plan.capacity_gib or 0.0)
     held = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})"

@@ -116,8 +116,8 @@ def _what(run: ReportedRun) -> str:
         start = f"from the adapter `{section.get('path')}`"
     name = base.get("id") or base.get("name") or section.get("path")
     licence = base.get("license_name") or base.get("license")
-    told = f"The base's licence is {licence}." if licence else "The base states no licence."
-    return f"{how} on the base `{name}`{size}, {start}, with rayapp. {told}"
+    terms = f"The base's licence is {licence}." if licence else "The base states no licence."
+    return f"{how} on the base `{name}`{size}, {start}, with rayapp. {terms}"
 
 
 def _use(run: ReportedRun, adapter: bool) -> str:
@@ -235,8 +235,8 @@ def _samples(run: ReportedRun) -> Iterator[str]:
     if samples:
         yield "## Samples"
     for prompt, text in samples:
-        marks = [len(found) for found in re.findall("`+", prompt + text)]
-        fence = "`" * (1 + max(marks, default=2))
+        lengths = [len(found) for found in re.findall("`+", prompt + text)]
+        fence = "`" * (1 + max(lengths, default=2))
         yield f"{fence}text\n{prompt}{text}\n{fence}"
 
 

@@ -167,9 +167,9 @@ def _figures(
 
 
 def started(run: ReportedRun) -> EventFields:
-    """Return the fields of the newest command that has told of itself; empty if none has."""
-    told = [event for event in run.events if event["event"] == STARTED and event.get("command")]
-    return told[-1] if told else cast(EventFields, {})
+    """Return the fields of the newest event of a start with its command; empty if there is none."""
+    starts = [event for event in run.events if event["event"] == STARTED and event.get("command")]
+    return starts[-1] if starts else cast(EventFields, {})
 
 
 def _whole(value: float | None) -> str:

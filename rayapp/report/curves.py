@@ -22,7 +22,7 @@ from rayapp.observe.metrics import ImageRecord, TokenRecord
 
 BUCKETS = 600  # about one for each 2 pixels of a wide screen
 SMOOTH_SHARE = 0.02  # width of the smoothing window, as a share of the steps
-TEXTS = ("batch_digest",)
+TEXTS = ("batch_digest", "eval_samples")
 KINDS = (TokenRecord, ImageRecord)
 NAMES = tuple(
     name

@@ -6,7 +6,6 @@ run.status, run.columns["loss"], run.account
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -17,25 +16,23 @@ import yaml
 
 from rayapp.config import parse_yaml
 from rayapp.config.fields import IMAGES, TOKENS, Unit
-from rayapp.observe import attempt_logs, metrics, segments
+from rayapp.observe import attempt_logs
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.goodput import Account, commands, read_events
 from rayapp.observe.records import (
-    Evaluated,
     Event,
     Interruption,
     Plan,
     RunResult,
     Sections,
-    Validation,
 )
 from rayapp.observe.run_folder import CONFIG
-from rayapp.report import sources
+from rayapp.report import evaluations, sources
 from rayapp.report.curves import NAMES, window_of
+from rayapp.report.evaluations import Held
 from rayapp.storage import Storage
 
-OWN_METRICS = b'"eval_metrics": {'
 WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
 
 
@@ -45,20 +42,6 @@ class Pause:
 
     start: float
     end: float
-
-
-@dataclass(frozen=True)
-class Held:
-    """Held-out figures after a step: loss in nats per token or image; top-1 and top-5 as 0-1."""
-
-    step: int
-    loss: float
-    per_byte: float | None = None
-    """Nats per UTF-8 byte, of a language model."""
-    top1: float | None = None
-    top5: float | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    """The user's own (eval.metrics), by name."""
 
 
 @dataclass(frozen=True)
@@ -262,75 +245,13 @@ def read(storage: Storage) -> ReportedRun:
         events=events,
         account=now.account if events and now.account.wall_s > 0 else None,
         columns=columns,
-        held=held_out(
-            _evaluated(columns, _own_metrics(storage) if _has_own_metrics(config) else {}),
-            statuses.read_validations(storage),
-            current,
-        ),
+        held=evaluations.read(storage, columns, config, current),
         sources=by_source,
     )
 
 
-def held_out(
-    lines: Sequence[Evaluated], validations: Sequence[Validation], result: RunResult
-) -> list[Held]:
-    """Return the held-out figures in order of step.
-
-    Of several for one step, the result's take precedence over those of training (`lines`), and
-    these over those of checkpoints (`validations`).
-    """
-    by_step: dict[int, Held] = {}
-    last = (result.get("steps"), result)
-    for step, line in (*((each.get("step"), each) for each in (*validations, *lines)), last):
-        loss = line.get("eval_loss")
-        if step is not None and loss is not None:
-            shares = line.get("eval_top1"), line.get("eval_top5")
-            own = line.get("eval_metrics") or {}
-            by_step[step] = Held(step, loss, line.get("eval_loss_per_byte"), *shares, own)
-    return [by_step[step] for step in sorted(by_step)]
-
-
 def _num_recent(num_lines: int) -> int:
     return min(num_lines, max(10, window_of(num_lines)))
-
-
-def _has_own_metrics(config: Sections) -> bool:
-    return bool(config.get("eval", {}).get("metrics"))
-
-
-def _own_metrics(storage: Storage) -> dict[int, dict[str, float | None]]:
-    """Return the figures of eval.metrics in metrics.jsonl by step; other lines are not parsed."""
-    found = {}
-    for _, data in segments.blocks(storage):
-        for text in data.splitlines():
-            line = metrics.parsed(text) if OWN_METRICS in text else None
-            if line is not None:
-                found[line["step"]] = line.get("eval_metrics") or {}
-    return found
-
-
-def _evaluated(
-    columns: dict[str, Array], own: dict[int, dict[str, float | None]]
-) -> list[Evaluated]:
-    """Return the evaluations that training has written to metrics.jsonl; `own` of eval.metrics."""
-    known = ~np.isnan(columns["eval_loss"])
-    names = ("step", "eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
-    rows = zip(*(columns[name][known].tolist() for name in names), strict=True)
-    return [
-        Evaluated(
-            step=int(step),
-            eval_loss=loss,
-            eval_loss_per_byte=_known(per_byte),
-            eval_top1=_known(top1),
-            eval_top5=_known(top5),
-            eval_metrics=own.get(int(step)),
-        )
-        for step, loss, per_byte, top1, top5 in rows
-    ]
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else value
 
 
 def _text(storage: Storage, name: str) -> str | None:

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from rayapp.observe import words
 from rayapp.observe.run_folder import METRICS
-from rayapp.report import charts, comparison, experts, provenance, tables, timeline
+from rayapp.report import charts, comparison, evaluations, experts, provenance, tables, timeline
 from rayapp.report.chart import Chart
 from rayapp.report.curves import BUCKETS
 from rayapp.report.folder import ReportedRun
@@ -64,6 +64,9 @@ def run_page(run: ReportedRun) -> bytes:
         sources=tables.sources(run),
         sources_head=tables.SOURCES_HEAD,
         samples=run.result.get("samples") or [],
+        prompts=evaluations.head(run.held),
+        answers=evaluations.answers(run.held),
+        asked=sum(1 for each in run.held if each.samples),
         experts=experts.balance(run),
         experts_head=experts.HEAD,
         settings=comparison.settings(run),

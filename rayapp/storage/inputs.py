@@ -91,10 +91,10 @@ class S3Input(Readable):
 
     def list(self, prefix: str = "") -> Entries:
         folder, start = _path(self._folder_url(prefix)), len(_path(self.url)) + 1
-        found = self._call("list", prefix, lambda files: files.find(folder, detail=True))
+        info_of = self._call("list", prefix, lambda files: files.find(folder, detail=True))
         return [
             _entry(path[start:], info)
-            for path, info in sorted(found.items())
+            for path, info in sorted(info_of.items())
             if path.startswith(f"{folder}/") and not path.endswith("/") and not hidden(path)
         ]
 
@@ -143,7 +143,7 @@ def _get(url: str, start: int, end: int, etag: str | None, files: Any) -> bytes:
 def _find_one(url: str, name: str, files: Any) -> Entry | None:
     """Return the entry of a file; if the HEAD is refused, a GET's answer contains the reason."""
     try:
-        found = files.info(_path(url))
+        info = files.info(_path(url))
     except OSError as refused:
         if error_code(refused.__cause__) in ("400", "AccessDenied"):
             try:
@@ -152,12 +152,12 @@ def _find_one(url: str, name: str, files: Any) -> Entry | None:
                 if error_code(reason.__cause__) in STALE:
                     raise
         raise refused
-    return _entry(name, found) if found["type"] == "file" else None
+    return _entry(name, info) if info["type"] == "file" else None
 
 
-def _entry(name: str, found: dict[str, Any]) -> Entry:
-    modified = found["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds only
-    return Entry(name, found["size"], found["ETag"], modified.timestamp())
+def _entry(name: str, info: dict[str, Any]) -> Entry:
+    modified = info["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds only
+    return Entry(name, info["size"], info["ETag"], modified.timestamp())
 
 
 @contextmanager

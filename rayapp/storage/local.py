@@ -203,12 +203,12 @@ class LocalStorage(Storage):
 
     def list(self, prefix: str = "") -> Entries:
         path = self._folder_url(prefix)
-        found = []
+        entries = []
         with explained("list", path):
             for file in _files(path):
                 with suppress(FileNotFoundError):  # deleted since the folder was read
-                    found.append(_entry(os.path.relpath(file.path, self.url), file.stat()))
-        return sorted(found, key=lambda entry: entry.name)
+                    entries.append(_entry(os.path.relpath(file.path, self.url), file.stat()))
+        return sorted(entries, key=lambda entry: entry.name)
 
 
 class _LocalWriter(io.FileIO):

@@ -80,8 +80,8 @@ class S3Storage(Storage):
         elif any("-" not in answer.get(digest, "-") for digest in DIGESTS):  # botocore verified it
             return
         else:
-            found = head(self._key(name), client)
-            size = found["ContentLength"] if found["ETag"] == answer["ETag"] else end
+            info = head(self._key(name), client)
+            size = info["ContentLength"] if info["ETag"] == answer["ETag"] else end
         if size != end:
             raise ConnectionError(f"the answer ends at byte {end} of {size}")
 
@@ -105,8 +105,8 @@ class S3Storage(Storage):
 
     def stat(self, name: str) -> Entry | None:
         def find(client: Any) -> Entry | None:
-            found = head(self._key(name), client)
-            return _object_entry(name, found["ContentLength"], found)
+            info = head(self._key(name), client)
+            return _object_entry(name, info["ContentLength"], info)
 
         nothing: dict[str, Entry | None] = {"NoSuchKey": None}
         return self._call("read", name, find, nothing)
@@ -134,7 +134,7 @@ class S3Storage(Storage):
             fix = "Name a folder, or empty the bucket with other tools"
             raise StorageError("delete", self.url, "that is the whole bucket", fix)
         for page in self._pages(prefix):
-            keys = [{"Key": found["Key"]} for found in page["Contents"]]
+            keys = [{"Key": entry["Key"]} for entry in page["Contents"]]
             if keys:
                 self._call("delete", prefix, partial(self._drop, keys))
 
@@ -156,13 +156,13 @@ class S3Storage(Storage):
 
     def list(self, prefix: str = "") -> Entries:
         start = len(self.url.split("/", 3)[3]) + 1 if self.url.count("/") > 2 else 0
-        found = [
+        entries = [
             _object_entry(item["Key"][start:], item["Size"], item)
             for page in self._pages(prefix)
             for item in page["Contents"]
             if not item["Key"].endswith("/") and not hidden(item["Key"])
         ]
-        return sorted(found, key=lambda entry: entry.name)
+        return sorted(entries, key=lambda entry: entry.name)
 
     def _pages(self, prefix: str, **request: Any) -> Iterator[Answer]:
         """Yield the pages of a folder's listing; each is retried on its own."""
@@ -192,6 +192,6 @@ def _page(request: Answer, client: Any) -> Answer:
     return proven(client.list_objects_v2(**request), "IsTruncated")
 
 
-def _object_entry(name: str, size: int, found: Answer) -> Entry:
-    modified = found["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds only
-    return Entry(name, size, found["ETag"], modified.timestamp())
+def _object_entry(name: str, size: int, info: Answer) -> Entry:
+    modified = info["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds only
+    return Entry(name, size, info["ETag"], modified.timestamp())

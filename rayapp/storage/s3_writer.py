@@ -31,8 +31,8 @@ def put_if(url: str, data: bytes, patient: bool = True, **condition: str) -> str
         return cast(str, proven(client.put_object(**request))["ETag"])
 
     def find(client: Any) -> str | None:
-        found = head(key, client)
-        return found["ETag"] if found["Metadata"].get(TOKEN) == token else None
+        info = head(key, client)
+        return info["ETag"] if info["Metadata"].get(TOKEN) == token else None
 
     refused: dict[str, str | None] = {"PreconditionFailed": None, "NoSuchKey": None}
     etag = send("write", url, put, refused, patient)
@@ -110,12 +110,12 @@ class S3Writer(io.RawIOBase):
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            room = part_bytes(self._written) - len(self._pending)
-            taken = view[done : done + room]
+            left = part_bytes(self._written) - len(self._pending)
+            taken = view[done : done + left]
             self._pending += taken
             done += len(taken)
             self._written += len(taken)
-            if len(taken) >= room:
+            if len(taken) >= left:
                 self._send()
         return done
 

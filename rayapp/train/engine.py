@@ -128,14 +128,14 @@ class Engine:
 
     def state(self) -> LoopState:
         """Return what a checkpoint holds of the loop."""
-        found: LoopState = {"skips": self.skips, "evaluate": self.eval_owed, "losses": []}
+        state: LoopState = {"skips": self.skips, "evaluate": self.eval_owed, "losses": []}
         if self.spikes is not None:
-            found |= {
+            state |= {
                 "losses": list(self.spikes.losses),
                 "spikes": list(self.spikes.in_a_row),
                 "at_level": self.spikes.at_level,
             }
-        return found
+        return state
 
     def resume(self, state: LoopState) -> None:
         """Go on from the state of a checkpoint, {} without one."""

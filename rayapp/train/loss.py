@@ -133,8 +133,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             # The gradient overwrites the logits, unless they are the caller's. Ignored rows are
             # zeroed in the [c, H] products, not in [c, V].
-            room = logits if weight is not None or grad_hidden is None else grad_hidden[part]
-            gradient = _softmax_less_target(room, log_p, target, log_z, z_loss, smoothing)
+            buffer = logits if weight is not None or grad_hidden is None else grad_hidden[part]
+            gradient = _softmax_less_target(buffer, log_p, target, log_z, z_loss, smoothing)
             del log_p
             if weight is None:
                 gradient.mul_(valid)
@@ -165,14 +165,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _softmax_less_target(
-    room: torch.Tensor,
+    buffer: torch.Tensor,
     log_p: torch.Tensor,
     target: torch.Tensor,
     log_z: torch.Tensor,
     z_loss: float,
     smoothing: float,
 ) -> torch.Tensor:
-    """Write d loss / d logits = softmax - one-hot of the target into `room`, and return it: [c, V].
+    """Write d loss / d logits = softmax - one-hot of the target into `buffer`; return it: [c, V].
 
     At the target it is expm1(log_p), rounded once: p - 1 in bf16 would be lost near 0. `log_p`
     [c, V] is overwritten.
@@ -181,9 +181,9 @@ def _softmax_less_target(
     if z_loss or smoothing:
         slope, share = 1 + 2 * z_loss * log_z, smoothing / log_p.shape[1]
         at_target = at_target * slope + (slope - 1) + smoothing - share
-        gradient = room.copy_(log_p.exp_().mul_(slope).sub_(share))
+        gradient = buffer.copy_(log_p.exp_().mul_(slope).sub_(share))
     else:
-        gradient = torch.exp(log_p, out=room)
+        gradient = torch.exp(log_p, out=buffer)
     return gradient.scatter_(1, target, at_target.to(gradient.dtype))
 
 

@@ -54,14 +54,14 @@ def read(
         lm = build_on_shapes(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnknownShape(f"transformers cannot build the model: {_first_line(error)}") from error
-    found = _structure(lm)
-    shape = _shape(lm, config, found)
+    structure = _structure(lm)
+    shape = _shape(lm, config, structure)
     if lora is not None:
         model.add_adapters(lm, lora)
     for parameter in lm.parameters():
         parameter.data = parameter.data.to(torch.float32 if fp32 else torch.bfloat16)
     try:
-        return _with_counts(shape, lm, found, seq_len, adapted=lora is not None)
+        return _with_counts(shape, lm, structure, seq_len, adapted=lora is not None)
     except Exception as error:  # any failure of the model's code on fake tensors
         raise UnknownShape(
             f"{config.model_type} does not run on shapes alone: {type(error).__name__}: "
@@ -128,7 +128,7 @@ def _linears(block: nn.Module, count: int) -> Iterator[Linear]:
 
 @contextlib.contextmanager
 def _one_of_each_kind(
-    found: _Structure, outside: Callable[[bool], None]
+    structure: _Structure, outside: Callable[[bool], None]
 ) -> Iterator[dict[int, tuple[Any, Any]]]:
     """Inside the block, run the first block of each kind and record what it is called with.
 
@@ -139,24 +139,24 @@ def _one_of_each_kind(
     results: dict[int, Any] = {}
 
     def run(number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = found.kind_of[number]
+        kind = structure.kind_of[number]
         outside(False)
         if kind not in results:
             calls[kind], results[kind] = (args, kwargs), forward(*args, **kwargs)
-        outside(number < len(found.blocks) - 1)
+        outside(number < len(structure.blocks) - 1)
         return results[kind]
 
-    for number, block in enumerate(found.blocks):
+    for number, block in enumerate(structure.blocks):
         block.forward = partial(run, number, block.forward)
     try:
         yield calls
     finally:
-        for block in found.blocks:
+        for block in structure.blocks:
             del block.forward
 
 
 def _passes(
-    lm: model.LanguageModel, found: _Structure, length: int
+    lm: model.LanguageModel, structure: _Structure, length: int
 ) -> tuple[Counted, dict[int, BlockPass]]:
     """Run a row of `length` tokens through the first block of each kind; count for all blocks."""
     state = {"outside": True}
@@ -170,36 +170,36 @@ def _passes(
         return tensor
 
     ids = torch.zeros(1, length, dtype=torch.long, device=CPU)
-    around = _one_of_each_kind(found, lambda outside: state.update(outside=outside))
+    around = _one_of_each_kind(structure, lambda outside: state.update(outside=outside))
     with around as calls, saved_tensors_hooks(pack, lambda kept: kept):
         output = lm.hf.base_model(input_ids=ids, use_cache=False)
     hidden_size = lm.hf.config.get_text_config().hidden_size
-    blocks = {n: block_pass(found.blocks[n], hidden_size, *call) for n, call in calls.items()}
+    blocks = {n: block_pass(structure.blocks[n], hidden_size, *call) for n, call in calls.items()}
     del output
     for block in blocks.values():
         shared |= {key: size for key, size in block.shared.items() if key not in parameters}
-    total = total_of(blocks, found.kinds, length)
+    total = total_of(blocks, structure.kinds, length)
     return replace(total, kept_outside=sum(shared.values()) / length), blocks
 
 
-def _shape(lm: model.LanguageModel, config: PretrainedConfig, found: _Structure) -> Shape:
+def _shape(lm: model.LanguageModel, config: PretrainedConfig, structure: _Structure) -> Shape:
     """Return the shape without what is counted by running the blocks."""
     head = lm.hf.get_output_embeddings()
     text = config.get_text_config()
     vocabulary, hidden = head.weight.shape
     tied = head.weight is lm.hf.get_input_embeddings().weight
-    outside = model.num_parameters(lm) - found.in_blocks
+    outside = model.num_parameters(lm) - structure.in_blocks
     return Shape(
         model_type=config.model_type,
         hidden=hidden,
-        layers=len(found.blocks),
+        layers=len(structure.blocks),
         heads=getattr(text, "num_attention_heads", None) or 0,
         kv_heads=0,
         head_dim=0,
         intermediate=0,
         vocabulary=vocabulary,
         tied=tied,
-        linears=tuple(found.linears),
+        linears=tuple(structure.linears),
         gated=False,
         fp32_norms=False,
         rotary=0.0,
@@ -209,28 +209,28 @@ def _shape(lm: model.LanguageModel, config: PretrainedConfig, found: _Structure)
 
 
 def _with_counts(
-    shape: Shape, lm: model.LanguageModel, found: _Structure, seq_len: int, *, adapted: bool
+    shape: Shape, lm: model.LanguageModel, structure: _Structure, seq_len: int, *, adapted: bool
 ) -> Shape:
     longest = min(seq_len, LONGEST)
     shortest = max(1, longest // 2)
     with FakeTensorMode(allow_non_fake_inputs=True), GroupedOnShapes():
         lm.to_empty(device=CPU).train()
-        short, before = _passes(lm, found, shortest)
-        long, blocks = _passes(lm, found, longest)
-    fixed, most = _fixed(found, before, blocks) if shortest < longest else (0, 0)
+        short, before = _passes(lm, structure, shortest)
+        long, blocks = _passes(lm, structure, longest)
+    fixed, most = _fixed(structure, before, blocks) if shortest < longest else (0, 0)
     grows = long.plus(-fixed / longest, -most / longest)
     counted = short.plus(-fixed / shortest, -most / shortest).at(shortest, grows, longest, seq_len)
     counted = counted.plus(fixed / seq_len, most / seq_len)
     if takes_any_kernel(lm.hf.config):
-        flops, attention = counted.flops, _windows(blocks, found.kinds)
+        flops, attention = counted.flops, _windows(blocks, structure.kinds)
     else:  # its own attention: what grows with the row is attention's
         growth = (long.flops - short.flops) / max(1, longest - shortest)
         flops = long.flops - growth * longest
         attention = ((growth + long.attention_flops / longest, None),)
     routed = max(block.counted.routed_rows for block in blocks.values()) // longest
     measured = Measured(
-        parameters=found.in_blocks,
-        largest=max(model.num_parameters(block) for block in found.blocks),
+        parameters=structure.in_blocks,
+        largest=max(model.num_parameters(block) for block in structure.blocks),
         flops=flops,
         attention=attention,
         kept=counted.kept,
@@ -244,7 +244,7 @@ def _with_counts(
         results=counted.results,
         selective_share=counted.kept_flops / counted.flops,
         traffic=counted.traffic,
-        kernels=sum(found.kinds[n] * block.counted.kernels for n, block in blocks.items()),
+        kernels=sum(structure.kinds[n] * block.counted.kernels for n, block in blocks.items()),
         adapted=adapted,
         whole_logits=not lm.plain_head,
     )
@@ -263,22 +263,22 @@ def _with_counts(
 
 
 def _fixed(
-    found: _Structure, short: Mapping[int, BlockPass], long: Mapping[int, BlockPass]
+    structure: _Structure, short: Mapping[int, BlockPass], long: Mapping[int, BlockPass]
 ) -> tuple[int, int]:
     """Return the bytes that all blocks, and the largest, keep of rows of any length."""
     each = {n: fixed_bytes(short[n], long[n]) for n in long}
-    return sum(found.kinds[n] * size for n, size in each.items()), max(each.values())
+    return sum(structure.kinds[n] * size for n, size in each.items()), max(each.values())
 
 
 def _windows(
     blocks: Mapping[int, BlockPass], kinds: Mapping[int, int]
 ) -> tuple[tuple[float, int | None], ...]:
     """Add up attention's FLOPs for each attended token, by sliding window."""
-    found: dict[int | None, float] = {}
+    flops_of: dict[int | None, float] = {}
     for number, block in blocks.items():
         for flops, window in block.attention:
-            found[window] = found.get(window, 0.0) + kinds[number] * flops
-    return tuple((flops, window) for window, flops in found.items())
+            flops_of[window] = flops_of.get(window, 0.0) + kinds[number] * flops
+    return tuple((flops, window) for window, flops in flops_of.items())
 
 
 def _first_line(error: BaseException) -> str:

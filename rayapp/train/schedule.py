@@ -54,8 +54,8 @@ class LeaveWatcher:
     """Look for reasons to leave in a thread of rank 0.
 
     Every STOP_POLL_S seconds it looks for the STOP file in the run's folder, and every ROOM_POLL_S
-    seconds it asks `room` how many more workers the cluster has room for. If some fit twice in a
-    row, the workers leave (MOVE), so that the driver starts more of them.
+    seconds it asks `free_workers` how many more workers the cluster has room for. If some fit
+    twice in a row, the workers leave (MOVE), so that the driver starts more of them.
 
     Every LEASE_POLL_S seconds it looks at the lease. If the driver has not renewed it for
     LEASE_LEFT_S seconds, the workers save and leave (MOVE). If another driver holds it, training
@@ -63,9 +63,9 @@ class LeaveWatcher:
     """
 
     def __init__(
-        self, storage: Storage, room: Callable[[], int] | None = None, clock: Clock = CLOCK
+        self, storage: Storage, free_workers: Callable[[], int] | None = None, clock: Clock = CLOCK
     ) -> None:
-        self._storage, self._room, self._clock = storage, room, clock
+        self._storage, self._free_workers, self._clock = storage, free_workers, clock
         self._leave, self._closed = STAY, clock.event()
         self._noticed_at = clock.monotonic()
         self.reason = ""
@@ -111,8 +111,8 @@ class LeaveWatcher:
                     self._look_at_lease()
             except OSError as error:
                 logger.warning("cannot look for %s: %s", run_folder.STOP, error)
-            if self._room is not None and now() - asked >= ROOM_POLL_S:
-                asked, before, fitted = now(), fitted, self._room()
+            if self._free_workers is not None and now() - asked >= ROOM_POLL_S:
+                asked, before, fitted = now(), fitted, self._free_workers()
                 if before and fitted:
                     more = min(before, fitted)
                     self.reason = f"{more} more worker{'s fit' if more > 1 else ' fits'}"

@@ -31,10 +31,10 @@ Rows = list[np.void]
 
 @dataclass
 class Outcome:
-    """What each step gave; the trained model, and each element's largest gradient."""
+    """What each step gave; the trained model, and each element's smallest divisor in AdamW."""
 
     model: nn.Module
-    largest: dict[str, Tensor]
+    divisors: dict[str, Tensor]
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
@@ -48,8 +48,10 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
     torch.set_num_threads(1)
     settings, model = config["train"], open_model(config).train()
     weight, optimizer = router_weight(model, settings), Optimizer(model, settings)
-    largest = {name: optimizer.largest.get(id(p)) for name, p in model.named_parameters()}
-    outcome = Outcome(model, largest)
+    divisors = optimizer.divisors
+    outcome = Outcome(
+        model, {name: divisors[id(p)] for name, p in model.named_parameters() if id(p) in divisors}
+    )
     torch.manual_seed(config["run"]["seed"])  # for dropout
     for step, micro_batches in enumerate(steps):
         tokens, loss, balance = sum(map(bearing, micro_batches)), 0.0, 0.0
@@ -216,17 +218,24 @@ class Optimizer:
             if p.requires_grad:
                 moments = torch.zeros_like(p.data), torch.zeros_like(p.data)
                 self.parameters.append((p, decay, muon, moments))
-        self.largest = {id(p): torch.zeros_like(p.data) for p, *_ in self.parameters}
+        # sqrt(v_hat) + eps of AdamW as a share of the gradient's norm, the smallest of all steps;
+        # no step counts for an element before its first gradient.
+        self.divisors = {
+            id(p): torch.full_like(p.data, math.inf)
+            for p, _, muon, _ in self.parameters
+            if not muon
+        }
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update all parameters that have a gradient, and clear it."""
         self.steps += 1
+        found = [p.grad for p, *_ in self.parameters if p.grad is not None]
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in found))
         for p, decay, muon, (first, second) in self.parameters:
             gradient, p.grad = p.grad, None
             if gradient is None:
                 continue
-            torch.maximum(self.largest[id(p)], gradient.abs(), out=self.largest[id(p)])
             p.mul_(1 - lr * decay)
             if muon:
                 first.lerp_(gradient, 0.05)
@@ -237,6 +246,8 @@ class Optimizer:
             first.mul_(b1).add_(gradient, alpha=1 - b1)
             second.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
             root = (second / (1 - b2**self.steps)).sqrt() + 1e-8
+            share = torch.where(second > 0, root / norm, math.inf)
+            torch.minimum(self.divisors[id(p)], share, out=self.divisors[id(p)])
             p.sub_(lr / (1 - b1**self.steps) * first / root)
 
 

@@ -24,7 +24,7 @@ Listed = Sequence[tuple[str, str]]
 
 def listed() -> list[tuple[str, str]]:
     """Return the interfaces of this node that have an IPv4 address."""
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in sorted(socket.if_nameindex()):
             request = struct.pack("256s", name.encode()[:15])
@@ -32,8 +32,8 @@ def listed() -> list[tuple[str, str]]:
                 answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
             except OSError:  # it has none
                 continue
-            found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
+            addresses.append((name, socket.inet_ntoa(answer[20:24])))
+    return addresses
 
 
 def reached_at(
@@ -60,8 +60,8 @@ def _named(interface: str, asked: str) -> bool:
     """Return whether a list of interfaces has one: prefixes, whole names after =, none after ^."""
     inverted, whole = asked.startswith("^"), asked.lstrip("^").startswith("=")
     names = asked.lstrip("^=").split(",")
-    found = interface in names if whole else interface.startswith(tuple(names))
-    return found != inverted
+    matches = interface in names if whole else interface.startswith(tuple(names))
+    return matches != inverted
 
 
 def _of_host_name(interfaces: Listed) -> list[tuple[str, str]]:

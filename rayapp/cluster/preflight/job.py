@@ -14,7 +14,7 @@ from rayapp.jobs.submission import changed
 
 
 def send(
-    config: RunConfig, shipment: SubmitOptions, address: str | None, asked: Mapping[str, str]
+    config: RunConfig, options: SubmitOptions, address: str | None, asked: Mapping[str, str]
 ) -> tuple[JobsClient, str]:
     """Start the job; return the cluster and the job's submission id.
 
@@ -25,8 +25,8 @@ def send(
         JobError: the cluster cannot or will not.
     """
     read_options({**OPTIONS, **asked})
-    options = [f"--{name}={asked[name]}" for name in asked if asked[name] != OPTIONS[name]]
-    order = prepare(config, shipment, MODULE, options)
+    flags = [f"--{name}={asked[name]}" for name in asked if asked[name] != OPTIONS[name]]
+    order = prepare(config, options, MODULE, flags)
     cluster = JobsClient.at(address)
     return cluster, cluster.submit(order)
 
@@ -54,13 +54,13 @@ def preflight(
         ConfigError: an option is not valid, or the config cannot run there.
         JobError: the cluster cannot, will not, or ends the job before its end.
     """
-    shipment = SubmitOptions(
+    options = SubmitOptions(
         working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, tags=tags or {}
     )
     asked = {"json": "true", "timeout_s": f"{timeout_s:g}"}
     if min_gbit_per_s is not None:
         asked["min_gbit_per_s"] = f"{min_gbit_per_s:g}"
-    cluster, submission_id = send(changed(config, sections), shipment, address, asked)
+    cluster, submission_id = send(changed(config, sections), options, address, asked)
     info = cluster.wait(submission_id)
     text = cluster.logs(submission_id)
     _, brace, rest = f"\n{text}".partition("\n{")  # Ray may print lines before it

@@ -47,12 +47,12 @@ def addresses(facts: ClusterFacts) -> Iterator[Finding]:
     """Report nodes that would tell the others an address of one link alone, which none reaches."""
     variable = VARIABLES[facts.backend]
     for node in facts.nodes if len(facts.nodes) > 1 else ():
-        found = node.facts.reached_at.get(facts.backend) if node.facts else None
-        if found and link_local(found[1]):
+        reached = node.facts.reached_at.get(facts.backend) if node.facts else None
+        if reached and link_local(reached[1]):
             yield Finding(
                 node.name,
                 f"{facts.backend} takes an address that no other node reaches",
-                f"{found[1]} on {found[0]}",
+                f"{reached[1]} on {reached[0]}",
                 f"an address such as {node.address}",
                 f"Set {variable} to the interface of {node.address}, e.g. {variable}=eth0, where "
                 "the node's Ray is started",

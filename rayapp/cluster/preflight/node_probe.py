@@ -53,9 +53,9 @@ class NodeProbe:
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
             reached_at={
-                backend: found
+                backend: address
                 for backend in VARIABLES
-                if (found := reached_at(backend)) is not None
+                if (address := reached_at(backend)) is not None
             },
         )
 

@@ -1,7 +1,7 @@
 """Labelled images: find and index them once; read, decode and augment in the run's order.
 
 images = prepare(recipe, storage / ".prepared")          # every file is decoded once
-dataset = stream(images, look, order, first_step, world) # Ray Data tasks decode and augment
+dataset = stream(images, transform, order, first_step, world) # Ray Data tasks decode and augment
 """
 
 from rayapp.data.images.augment import Transform

@@ -1,7 +1,7 @@
 """Decode and augment an image by a seed alone: the same in any order and in any process.
 
-    pixels = augmented(data, look, seed)        # uint8 [size, size, 3]
-    pixels = centred(data, look)                # a held-out image: the middle
+    pixels = augmented(data, transform, seed)        # uint8 [size, size, 3]
+    pixels = centred(data, transform)                # a held-out image: the middle
 
 Random resized crop (Szegedy et al. 2014, as torchvision draws it), mirroring, RandAugment (Cubuk et
 al. 2019, arXiv 1909.13719, with torchvision's 14 operations and strengths, but shifts are not cut
@@ -71,41 +71,45 @@ def problem_of(data: bytes) -> str | None:
     return None
 
 
-def augmented(data: bytes, look: Transform, seed: int) -> Pixels:
+def augmented(data: bytes, transform: Transform, seed: int) -> Pixels:
     """Return an image as training sees it, cropped and augmented: uint8 [size, size, 3]."""
     draw = random.Random(seed)
     with Image.open(io.BytesIO(data)) as opened:
-        box = _crop(opened.size, look.crop_scale, draw)
-        image = _resized(opened, box, look.size)
-    if draw.random() < look.flip:
+        box = _crop(opened.size, transform.crop_scale, draw)
+        image = _resized(opened, box, transform.size)
+    if draw.random() < transform.flip:
         image = ImageOps.mirror(image)
-    for _ in range(look.layers):
-        image = _operate(image, look.magnitude, draw)
+    for _ in range(transform.layers):
+        image = _operate(image, transform.magnitude, draw)
     return np.asarray(image)
 
 
-def centred(data: bytes, look: Transform) -> Pixels:
+def centred(data: bytes, transform: Transform) -> Pixels:
     """Return an image as evaluation sees it, its centre crop: uint8 [size, size, 3]."""
     with Image.open(io.BytesIO(data)) as opened:
-        return np.asarray(_resized(opened, _middle(opened.size, look.eval_crop), look.size))
+        return np.asarray(
+            _resized(opened, _middle(opened.size, transform.eval_crop), transform.size)
+        )
 
 
-def mix(images: Pixels, labels: Any, seeds: Any, present: Any, look: Transform) -> tuple[Any, Any]:
+def mix(
+    images: Pixels, labels: Any, seeds: Any, present: Any, transform: Transform
+) -> tuple[Any, Any]:
     """Mix images j and b - 1 - j of a micro-batch in place; return (other labels, own shares).
 
     Shapes: images [b, S, S, 3], labels, seeds, present [b] -> int32 [b], float32 [b].
     """
     count = len(labels)
     others, shares = labels.astype(np.int32), np.ones(count, np.float32)
-    if not (look.mixup or look.cutmix):
+    if not (transform.mixup or transform.cutmix):
         return others, shares
     for j in range(count // 2):
         k = count - 1 - j
         if not (present[j] and present[k]):
             continue
         draw = random.Random(int(seeds[j]) ^ int(seeds[k]))
-        cuts = bool(look.cutmix) and (not look.mixup or draw.random() < 0.5)
-        alpha = look.cutmix if cuts else look.mixup
+        cuts = bool(transform.cutmix) and (not transform.mixup or draw.random() < 0.5)
+        alpha = transform.cutmix if cuts else transform.mixup
         share = draw.betavariate(alpha, alpha)
         first, second = images[j].copy(), images[k].copy()
         if cuts:

@@ -1,7 +1,7 @@
 """Decode and augment the images of one rank's steps, and decode held-out images.
 
-batch = step_images(images.rows("train"), look, order, step, rank=0, world=2)
-for batch in held_out_batches(images.rows("eval"), look, micro_batch, rank, world): ...
+batch = step_images(images.rows("train"), transform, order, step, rank=0, world=2)
+for batch in held_out_batches(images.rows("eval"), transform, micro_batch, rank, world): ...
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StepImages:
 
 def step_images(
     rows: ImageRows,
-    look: Transform,
+    transform: Transform,
     order: Order,
     step: int,
     rank: int,
@@ -81,19 +81,19 @@ def step_images(
     epochs = (step * order.rows_per_step + places) // order.num_rows
     shape, there = ids.shape, np.flatnonzero(ids.ravel() != EMPTY)
     if pixels is None:
-        pixels = np.zeros((ids.size, look.size, look.size, 3), np.uint8)
+        pixels = np.zeros((ids.size, transform.size, transform.size, 3), np.uint8)
     labels, seeds, digests = (np.zeros(ids.size, kind) for kind in (np.int32, np.uint64, np.uint64))
     wanted = ids.ravel()[there].tolist()
     for slot, row, data in zip(there.tolist(), wanted, rows.read(wanted), strict=True):
         record = rows.records[row]
         seed = seed_of(order.seed, int(epochs.ravel()[slot]), row)
-        pixels[slot] = augmented(data, look, seed)
+        pixels[slot] = augmented(data, transform, seed)
         labels[slot], seeds[slot] = record["label"], seed
         place = int(places.ravel()[slot])
         digests[slot] = image_digest(place, int(record["digest"]), int(record["label"]), seed)
     images = pixels.reshape(*shape, *pixels.shape[1:])
     each = zip(images, labels.reshape(shape), seeds.reshape(shape), ids != EMPTY, strict=True)
-    mixed = [mix(*micro_batch, look) for micro_batch in each]
+    mixed = [mix(*micro_batch, transform) for micro_batch in each]
     others, shares = (np.stack(part) for part in zip(*mixed, strict=True))
     flat = (labels.reshape(shape), others, shares, digests.reshape(shape))
     return StepImages(step, images, *flat, ids)
@@ -106,15 +106,15 @@ def image_digest(place: int, content: int, label: int, seed: int) -> int:
 
 
 def local_steps(
-    rows: ImageRows, look: Transform, order: Order, rank: int, world: int, first_step: int
+    rows: ImageRows, transform: Transform, order: Order, rank: int, world: int, first_step: int
 ) -> Iterator[StepImages]:
     """Yield the rest of a run's steps for one rank, computed in this process, without Ray."""
     for step in range(first_step, order.num_steps):
-        yield step_images(rows, look, order, step, rank, world)
+        yield step_images(rows, transform, order, step, rank, world)
 
 
 def held_out_batches(
-    rows: ImageRows, look: Transform, micro_batch: int, rank: int, world: int
+    rows: ImageRows, transform: Transform, micro_batch: int, rank: int, world: int
 ) -> Iterator[StepImages]:
     """Yield every image once, in order, one micro-batch at a time; all ranks yield equally often.
 
@@ -126,9 +126,9 @@ def held_out_batches(
         ids = (first + rank) * micro_batch + np.arange(micro_batch)
         ids = np.where(ids < len(rows), ids, EMPTY)
         there = np.flatnonzero(ids != EMPTY)
-        pixels = np.zeros((micro_batch, look.size, look.size, 3), np.uint8)
+        pixels = np.zeros((micro_batch, transform.size, transform.size, 3), np.uint8)
         labels = np.zeros(micro_batch, np.int32)
-        made = decoders.map(lambda data: centred(data, look), rows.read(ids[there].tolist()))
+        made = decoders.map(lambda data: centred(data, transform), rows.read(ids[there].tolist()))
         for slot, image in zip(there.tolist(), made, strict=True):
             pixels[slot], labels[slot] = image, rows.records[ids[slot]]["label"]
         shares, digests = np.ones(micro_batch, np.float32), np.zeros(micro_batch, np.uint64)

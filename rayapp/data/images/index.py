@@ -144,8 +144,8 @@ class ImageRows:
 
     @cached_property
     def _opened(self) -> list[Readable]:
-        *found, own = self._roots
-        return [*map(open_input, found), open_storage(own)]
+        *inputs, own = self._roots
+        return [*map(open_input, inputs), open_storage(own)]
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -174,10 +174,10 @@ class ImageRows:
         """
         step = self._readers
         parts = [numbers[first::step] for first in range(min(step, len(numbers)))]
-        found: list[bytes] = [b""] * len(numbers)
+        contents: list[bytes] = [b""] * len(numbers)
         for first, part in enumerate(self._pool.map(lambda p: list(map(self._read, p)), parts)):
-            found[first::step] = part
-        return found
+            contents[first::step] = part
+        return contents
 
     def _read(self, number: int) -> bytes:
         record = self.records[number]

@@ -59,9 +59,9 @@ def prepare(
         SourceError: a container cannot be read, or held-out images are of unknown classes.
     """
     storage = root / recipe.fingerprint
-    found = load(storage)
-    if found is not None:
-        return found
+    index = load(storage)
+    if index is not None:
+        return index
     jobs: list[Job] = [(TRAIN_ROOT, unit) for unit in sources.units(recipe.source)]
     if recipe.eval_source is not None:
         jobs += [(EVAL_ROOT, unit) for unit in sources.units(recipe.eval_source)]
@@ -96,23 +96,23 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
     examples: list[tuple[str, str]] = []
     records = 0
     try:
-        for found in sources.read(source.root, source.format, files):
+        for image in sources.read(source.root, source.format, files):
             records += 1
-            problem = problem_of(found.data) or (None if found.label else "without a label")
-            if problem or found.label is None:
+            problem = problem_of(image.data) or (None if image.label else "without a label")
+            if problem or image.label is None:
                 bad[str(problem)] += 1
                 if len(examples) < MAX_EXAMPLES:
-                    examples.append((found.name, str(problem)))
+                    examples.append((image.name, str(problem)))
                 continue
-            root, file, offset = origin, found.file, found.offset
+            root, file, offset = origin, image.file, image.offset
             if offset < 0:  # of Parquet
                 root, file, offset = OWN_ROOT, _copies_name(number), copied
-                copies.append(found.data)
-                copied += len(found.data)
-            held = origin == EVAL_ROOT or is_held_out(found.name, recipe.eval_fraction)
+                copies.append(image.data)
+                copied += len(image.data)
+            held = origin == EVAL_ROOT or is_held_out(image.name, recipe.eval_fraction)
             name = names.setdefault(file, len(names))
-            label = labels.setdefault(found.label, len(labels))
-            size, digest = len(found.data), digest_of(found.data)
+            label = labels.setdefault(image.label, len(labels))
+            size, digest = len(image.data), digest_of(image.data)
             rows["eval" if held else "train"].append((root, name, 0, offset, size, label, digest))
     except SourceError as error:
         storage.write(_summary_name(number), json.dumps({"error": str(error)}).encode())

@@ -80,10 +80,10 @@ def folders_of(
                 f"labels are {len(labels.ordered):,} in order, and images {len(images):,}: each "
                 "must have one. Complete the images, or give a file with their names"
             )
-        found: dict[str, str | None] = dict.fromkeys(names)
-        found.update(zip(images, labels.ordered, strict=True))
+        label_of: dict[str, str | None] = dict.fromkeys(names)
+        label_of.update(zip(images, labels.ordered, strict=True))
     else:
-        found = {name: labels.named.get(_stem(name)) for name in names}
+        label_of = {name: labels.named.get(_stem(name)) for name in names}
         absent = sorted(labels.named.keys() - {_stem(name) for name in names})
         if absent:
             shown = ", ".join(absent[:MAX_NAMED])
@@ -92,14 +92,14 @@ def folders_of(
                 "the source, or give the labels of what is there"
             )
     if all(label.isdecimal() for label in labels.values):
-        found = _numbered(found, synsets)
-    for label in {label for label in found.values() if label is not None}:
+        label_of = _numbered(label_of, synsets)
+    for label in {label for label in label_of.values() if label is not None}:
         if "/" in label or hidden(label):
             raise LabelError(
                 f"label {label} is no name of a class: folders are not named so. Give names "
                 "without a slash that do not begin with a dot or a _"
             )
-    return found
+    return label_of
 
 
 def read_synsets(text: str) -> tuple[str, ...]:
@@ -124,9 +124,11 @@ def _text_of(path: str) -> str:
     return open_input(folder or ("/" if path.startswith("/") else ".")).read(name).decode()
 
 
-def _numbered(found: dict[str, str | None], synsets: Sequence[str] | None) -> dict[str, str | None]:
+def _numbered(
+    label_of: dict[str, str | None], synsets: Sequence[str] | None
+) -> dict[str, str | None]:
     """Replace numeric labels by class names; numbers start at 1, unless there is a 0."""
-    numbers = {name: int(label) for name, label in found.items() if label is not None}
+    numbers = {name: int(label) for name, label in label_of.items() if label is not None}
     if synsets is None:
         raise LabelError(
             "labels are numbers, and the folders of the training images names: nothing says which "
@@ -140,7 +142,7 @@ def _numbered(found: dict[str, str | None], synsets: Sequence[str] | None) -> di
             "number. Give the list that belongs to the labels"
         )
     named = {name: synsets[number - first] for name, number in numbers.items()}
-    return {name: named.get(name) for name in found}
+    return {name: named.get(name) for name in label_of}
 
 
 def _stem(name: str) -> str:

@@ -139,10 +139,10 @@ def _shape(
     elif name == "star":
         pencil.polygon(corners([radius, 0.4 * radius] * 5, -math.pi / 2), fill=front)
     else:
-        arm = max(2, round(0.5 * radius))
+        stroke = max(2, round(0.5 * radius))
         for angle in (turn, turn + math.pi / 2):
             across, down = radius * math.cos(angle), radius * math.sin(angle)
-            pencil.line((x - across, y - down, x + across, y + down), fill=front, width=arm)
+            pencil.line((x - across, y - down, x + across, y + down), fill=front, width=stroke)
 
 
 def _texture(

@@ -105,16 +105,16 @@ def find(path: str, format: str = "auto") -> ImageSource:
 def units(source: ImageSource) -> list[tuple[ImageFile, ...]]:
     """Group the files into runs of up to UNIT_BYTES (more if there would be many), by size only."""
     limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
-    found: list[tuple[ImageFile, ...]] = []
+    runs: list[tuple[ImageFile, ...]] = []
     run: list[ImageFile] = []
     held = 0
     for file in source.files:
         if run and held + file.size > limit:
-            found.append(tuple(run))
+            runs.append(tuple(run))
             run, held = [], 0
         run.append(file)
         held += file.size
-    return [*found, tuple(run)] if run else found
+    return [*runs, tuple(run)] if run else runs
 
 
 def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[FoundFiles]:
@@ -183,9 +183,9 @@ def _read_tar(storage: Readable, name: str) -> Iterator[FoundFiles]:
 
 def _labelled(waiting: list[FoundFiles], label: str | None) -> Iterator[FoundFiles]:
     """Give the images of a sample the label of the file beside them, if it has one."""
-    for found in waiting:
-        own = found.label if label is None else label
-        yield FoundFiles(found.file, found.offset, found.name, own, found.data)
+    for image in waiting:
+        own = image.label if label is None else label
+        yield FoundFiles(image.file, image.offset, image.name, own, image.data)
 
 
 def _label_of(ending: str, data: bytes) -> str | None:
@@ -197,8 +197,8 @@ def _label_of(ending: str, data: bytes) -> str | None:
         values = json.loads(text)
     except ValueError:
         return None
-    told = [values[name] for name in LABEL_COLUMNS if isinstance(values, dict) and name in values]
-    return str(told[0]) if told else None
+    labels = [values[name] for name in LABEL_COLUMNS if isinstance(values, dict) and name in values]
+    return str(labels[0]) if labels else None
 
 
 def _read_parquet(storage: Readable, name: str) -> Iterator[FoundFiles]:
@@ -224,8 +224,10 @@ def _read_parquet(storage: Readable, name: str) -> Iterator[FoundFiles]:
         )
     row = 0
     for batch in table.iter_batches(batch_size=64, columns=[image, label]):
-        for value, told in zip(batch[image].to_pylist(), batch[label].to_pylist(), strict=True):
+        for value, name_of_class in zip(
+            batch[image].to_pylist(), batch[label].to_pylist(), strict=True
+        ):
             data: Any = value.get("bytes") if isinstance(value, dict) else value
-            own = None if told is None else str(told)
+            own = None if name_of_class is None else str(name_of_class)
             yield FoundFiles(name, -1, f"{name}:{row}", own, data or b"")
             row += 1

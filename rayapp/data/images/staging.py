@@ -272,13 +272,13 @@ class _Copy:
         done = self._verified(entry, place, digest.hexdigest())
         bad, count = [], 0
         try:
-            for found in sources.read(
+            for image in sources.read(
                 self.there.url, self.format, (sources.ImageFile(place, entry.size),)
             ):
-                problem = problem_of(found.data) or (None if found.label else UNLABELLED)
+                problem = problem_of(image.data) or (None if image.label else UNLABELLED)
                 count += problem is None
                 if problem is not None:
-                    bad.append((found.name, problem))
+                    bad.append((image.name, problem))
         except SourceError:
             self.there.delete(place)
             why = f"no {self.format} file that can be read"
@@ -296,11 +296,11 @@ class _Copy:
         with self.there.open_read(place) as written:
             while block := written.read(BLOCK_BYTES):
                 again.update(block)
-        found = self.there.stat(place)
-        if found is None or found.size != entry.size or again.hexdigest() != digest:
+        staged = self.there.stat(place)
+        if staged is None or staged.size != entry.size or again.hexdigest() != digest:
             why = "what was read back differs from what was written"
             raise StorageError("verify", f"{self.there.url}/{place}", why, "Check the storage")
-        return Done(place, entry.etag, found.etag, entry.size, digest)
+        return Done(place, entry.etag, staged.etag, entry.size, digest)
 
 
 class _Ledger:

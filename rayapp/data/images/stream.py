@@ -22,14 +22,14 @@ FIELDS = ("images", "labels", "others", "shares", "digests", "rows")
 
 def stream(
     images: Images,
-    look: Transform,
+    transform: Transform,
     order: Order,
     first_step: int,
     world: int,
     concurrency: int | None = None,
 ) -> Stream:
     """Return the rest of the run for `world` workers; its tasks read, decode and augment."""
-    pixels = (look.size, look.size, 3)
+    pixels = (transform.size, transform.size, 3)
     fields: Fields = {
         "images": (pixels, np.uint8),
         "labels": ((), np.int32),
@@ -41,7 +41,7 @@ def stream(
 
     def fill(step: int, rank: int, columns: Arrays) -> None:
         pixels = columns.pop("images")
-        batch = step_images(images.rows("train"), look, order, step, rank, world, pixels)
+        batch = step_images(images.rows("train"), transform, order, step, rank, world, pixels)
         for name, column in columns.items():
             column[:] = getattr(batch, name).ravel()
 

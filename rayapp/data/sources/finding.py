@@ -165,7 +165,7 @@ def _format_of(storage: Readable, files: list[Entry], path: str, format: str) ->
     """Return the format of files by their names and first bytes; `format` is the user's or auto."""
     if format in ("text", "csv", "tsv"):  # nothing in the content contradicts them
         return format
-    found: dict[str, str] = {}
+    example_of: dict[str, str] = {}
     for entry in [entry for entry in files if entry.size][:MAX_OPENED]:
         try:
             known = formats.format_of(entry.name, _head(storage, entry))
@@ -173,19 +173,19 @@ def _format_of(storage: Readable, files: list[Entry], path: str, format: str) ->
             raise SourceError(f"data.path={path} is not readable: {entry.name} {error}") from error
         if known is None and format == "auto":
             raise _unknown(entry.name, path)
-        found.setdefault(known or format, entry.name)
+        example_of.setdefault(known or format, entry.name)
     if format == "auto":
         rest = {formats.by_name(entry.name) for entry in files[MAX_OPENED:] if entry.size}
-        rest -= {"jsonl"} if "json" in found else set()
-        found |= {known or "other": "" for known in rest if known not in found}
-        if len(found) > 1:
+        rest -= {"jsonl"} if "json" in example_of else set()
+        example_of |= {known or "other": "" for known in rest if known not in example_of}
+        if len(example_of) > 1:
             raise SourceError(
-                f"data.path={path} is mixed: it holds {', '.join(sorted(found))}. "
+                f"data.path={path} is mixed: it holds {', '.join(sorted(example_of))}. "
                 f"Set data.format to one of them, or give a pattern like *.jsonl"
             )
-        return next(iter(found))
-    if format in ("jsonl", "json") and format not in found:
-        other, name = next(iter(found.items()))
+        return next(iter(example_of))
+    if format in ("jsonl", "json") and format not in example_of:
+        other, name = next(iter(example_of.items()))
         raise SourceError(
             f"data.path={path} is {NAMED.get(other, other)}: {name} is not {format}. Set "
             f"data.format={other}, or leave it out"

@@ -131,8 +131,8 @@ def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
     parquet = pq.ParquetFile(file, buffer_size=PAGE_BYTES)  # 0: a whole column of a row group
     row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
     groups = list(range(piece.start, min(piece.end, parquet.num_row_groups)))
-    found = [parquet.metadata.row_group(i) for i in groups]
-    mean = sum(g.total_byte_size for g in found) // max(sum(g.num_rows for g in found), 1)
+    row_groups = [parquet.metadata.row_group(i) for i in groups]
+    mean = sum(g.total_byte_size for g in row_groups) // max(sum(g.num_rows for g in row_groups), 1)
     batch_size = max(1, min(BATCH_ROWS, BATCH_BYTES // max(mean, 1)))
     for batch in parquet.iter_batches(row_groups=groups, batch_size=batch_size):
         for value in batch.to_pylist():

@@ -156,9 +156,9 @@ class _Text:
     def skip(self) -> str:
         """Go to the next character that is not blank, and return it; empty at the end."""
         while True:
-            found = BLANK.match(self.held, self.at)
-            assert found is not None
-            self.pass_to(found.end())
+            blanks = BLANK.match(self.held, self.at)
+            assert blanks is not None
+            self.pass_to(blanks.end())
             if self.at < len(self.held) or self.ended:
                 return self.held[self.at : self.at + 1]
             self.more()

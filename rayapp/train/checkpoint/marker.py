@@ -107,13 +107,13 @@ class Digest:
         """Add the next bytes."""
         view = memoryview(data).cast("B")
         while len(view):
-            room = BLOCK_BYTES * len(self._blocks) - self.size
-            if not room:
+            left = BLOCK_BYTES * len(self._blocks) - self.size
+            if not left:
                 self._blocks.append(hashlib.sha256())
                 continue
-            self._blocks[-1].update(view[:room])
-            self.size += len(view[:room])
-            view = view[room:]
+            self._blocks[-1].update(view[:left])
+            self.size += len(view[:left])
+            view = view[left:]
 
     def file(self) -> SavedFile:
         return SavedFile(self.size, tuple(block.hexdigest() for block in self._blocks))
