@@ -35,7 +35,7 @@ Client = Callable[[str], Any]
 Say = Callable[[str], None]
 
 
-class Group(Protocol):
+class HostGroup(Protocol):
     """A group of workers with the Auto Scaling group of its hosts."""
 
     @property
@@ -70,7 +70,7 @@ def start(home: str, name: str, client: Client, seconds: float, say: Say) -> str
     Raises:
         NotReachable: none can be had, with each reason.
     """
-    found: Sequence[Group] = (_services if home == "ecs" else node_groups)(name, client)
+    found: Sequence[HostGroup] = (_services if home == "ecs" else node_groups)(name, client)
     groups = sorted(found, key=lambda one: (-one.wanted, one.name))
     reasons = list[str]()
     for number, group in enumerate(groups):
@@ -92,7 +92,7 @@ def start(home: str, name: str, client: Client, seconds: float, say: Say) -> str
     )
 
 
-def _try(group: Group, client: Client, seconds: float) -> str | None:
+def _try(group: HostGroup, client: Client, seconds: float) -> str | None:
     """Start all workers of a group; return why they do not run, None if they do."""
 
     def activities() -> list[Any]:

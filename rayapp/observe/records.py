@@ -302,7 +302,7 @@ class CheckpointCost(TypedDict):
     best_every_s: float | None
 
 
-class Stored(TypedDict):
+class StoredCost(TypedDict):
     """What a run keeps in its folder when it ends, and what that costs from then on."""
 
     gib: float
@@ -337,7 +337,7 @@ class RunResult(Summary, total=False):
     start_s: dict[str, float]
     wall_s: float
     cost_usd: float | None
-    storage: Stored
+    storage: StoredCost
     versions: dict[str, str]
 
 

@@ -20,7 +20,7 @@ from rayapp.observe.records import (
     Event,
     RunResult,
     StepSeconds,
-    Stored,
+    StoredCost,
     Summary,
 )
 from rayapp.observe.run_folder import FAILED, RESULT
@@ -99,7 +99,7 @@ def result_of(
     return cast(RunResult, values)  # some names are made of the unit's
 
 
-def stored(run: Storage) -> Stored:
+def stored(run: Storage) -> StoredCost:
     """Return how much is in a run's folder, and S3's price of it."""
     gib = sum(entry.size for entry in run.list()) / GIB
     on_s3 = run.local_path() is None
