@@ -51,8 +51,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def section(name: str) -> dict[str, Any]:
-    config = load(str(FOLDER / f"{name}.yaml"), {}, kind_of(name))
-    return config.model_dump()
+    found: dict[str, Any] = load(str(FOLDER / f"{name}.yaml"), {}, kind_of(name)).model_dump()
+    return found
 
 
 def kind_of(name: str) -> Any:

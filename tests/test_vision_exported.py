@@ -23,8 +23,9 @@ from rayapp.model.classifier import last_layer, shape_of_classifier
 from rayapp.observe.activity import Phases
 from rayapp.storage import open_storage
 from rayapp.vision import check as checks
+from rayapp.vision import prepare as preparation
 from rayapp.vision import trainer
-from rayapp.vision.prepare import order_of, prepare
+from rayapp.vision.prepare import order_of
 
 HEAD = ["classifier.1.bias", "classifier.1.weight"]
 
@@ -46,13 +47,17 @@ def test_the_last_layer_is_what_follows_from_the_classes() -> None:
         assert {size[0] for size in found.values()} == {3} and len(found) == 2, name
 
 
-def test_a_last_layer_of_other_classes_is_drawn_anew_and_told(folder: Path) -> None:
+def test_a_last_layer_of_other_classes_is_drawn_anew_and_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All else is loaded; the same on any number of workers."""
     fields: dict[str, Any] = {"model__path": folder / "seven", "model__overrides": "{}"}
     config = config_of(folder, "told", **fields)
     out = io.StringIO()
     ready = checks.settle(checks.check(config, 2, 0), gpus=False)
-    prepare(ready, False, Console(file=out, width=300), Phases())
+    made = indexed(folder / "data", open_storage(f"{folder}/runs/.prepared"), 0.25)
+    monkeypatch.setattr(preparation, "index", lambda *_: made)  # without Ray
+    preparation.prepare(ready, False, Console(file=out, width=300), Phases())
     assert f"{HEAD[0]}, {HEAD[1]}: the last layer of" in out.getvalue()
     assert "is for other classes than these 4" in out.getvalue()
     plan = json.loads((folder / "runs" / "told" / "plan.json").read_text())
