@@ -180,7 +180,8 @@ def test_a_driver_that_is_killed_while_it_prepares_changes_nothing(
     (of_first,) = begun.sources
     assert (0,) < of_first.prepared().known < (of_first.count,)
     begun.start([10**6], no_problem, 2)
-    assert digests(*begun.wait_for([4]), 2) == whole
+    (prepared,) = begun.wait_for([4])
+    assert digests(prepared, 2) == whole
     assert begun._thread is not None
     begun._thread.join(60)
     assert begun.problem is None and sum(tokenised) == once
