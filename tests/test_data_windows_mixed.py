@@ -76,9 +76,8 @@ def order_of(prepared: Prepared) -> Order:
 def digests(prepared: Prepared, world: int) -> list[str]:
     """Return the digest of each step's batch, read by ranks in turn as the stream's tasks do."""
     order = order_of(prepared)
-    ranks: list[GrowingRows] = [
-        pickle.loads(pickle.dumps(GrowingRows(prepared, order))) for _ in range(world)
-    ]
+    kept = pickle.dumps(GrowingRows(prepared, order))
+    ranks: list[GrowingRows] = [pickle.loads(kept) for _ in range(world)]
     return [
         combine(
             step_rows(*rows.at(step), step, rank, world).digest() for rank, rows in enumerate(ranks)
