@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from rayapp.observe.columns import Columns, Follower
 from rayapp.observe.metrics import MetricsLog, last
 from rayapp.observe.run_folder import METRICS, SEGMENTS
 from rayapp.observe.segments import Segments, backwards, blocks, cut, parts, seal
-from rayapp.storage import Storage, open_storage
+from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.storage.local import LocalStorage
 
 
@@ -209,3 +210,46 @@ def test_columns_are_what_the_lines_say(tmp_path: Path, monkeypatch: pytest.Monk
         assert found["skipped"].tolist() == [float(step % 2 == 0) for step in range(1, 40)]
         assert all(value != value for name in ("mfu", "images") for value in found[name])
         assert found.ends[-1] == storage.size(METRICS) and found.last == last(storage)
+
+
+def followed(storage: Storage) -> Columns:
+    follower = Follower(storage)
+    follower.poll()
+    return follower.steps
+
+
+@pytest.mark.parametrize("reading", [metrics.read, metrics.last, Columns.read, followed])
+def test_a_file_that_is_cut_while_it_is_read_is_read_again(
+    reading: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an attempt begins after a failure: a status, a list or a report is read then."""
+    storage = open_storage(str(tmp_path))
+    line = {"step": 1, "attempt": 1, "time": 1.0}
+    lines = [json.dumps({**line, "step": step}) + "\n" for step in (1, 2, 3)]
+    storage.write(METRICS, "".join(lines).encode())
+    listing, cuts = segments.parts, [2]
+
+    def listed_before_the_cut(storage: Storage) -> list[segments.Part]:
+        found = listing(storage)
+        if cuts:
+            cut(storage, sum(map(len, lines[: cuts.pop()])))
+        return found
+
+    monkeypatch.setattr(segments, "parts", listed_before_the_cut)
+    found = reading(storage)
+    if reading is metrics.last:
+        assert found["step"] == 2
+    else:
+        assert len(found) == 2
+    assert cuts == []
+
+
+def test_a_file_that_is_always_shorter_than_listed_is_not_read_without_end() -> None:
+    def reading() -> None:
+        tries.append(1)
+        raise segments.CutBackError("read", METRICS, "it has been cut back meanwhile")
+
+    tries = list[int]()
+    with pytest.raises(StorageError, match="cut back"):
+        segments.uncut(reading)
+    assert len(tries) == segments.READINGS

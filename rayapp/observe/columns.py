@@ -57,10 +57,14 @@ class Columns:
         Raises:
             StorageError: it cannot be read.
         """
-        columns = cls(names)
-        for start, data in segments.blocks(storage):
-            columns.extend(data, start, storage)
-        return columns
+
+        def reading() -> Columns:
+            columns = cls(names)
+            for start, data in segments.blocks(storage):
+                columns.extend(data, start, storage)
+            return columns
+
+        return segments.uncut(reading)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -137,7 +141,11 @@ class Follower:
         Raises:
             StorageError: the file cannot be read.
         """
-        known, parts = len(self.steps), segments.parts(self._storage)
+        known = len(self.steps)
+        return segments.uncut(lambda: self._poll(known))
+
+    def _poll(self, known: int) -> int:
+        parts = segments.parts(self._storage)
         if (parts[-1].end if parts else 0) >= self._end and self._take(parts):
             return known
         return self._again(parts)  # the file was cut back, and may have grown since

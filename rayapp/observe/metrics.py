@@ -116,19 +116,24 @@ def read(storage: Storage) -> list[MetricsLine]:
     Of a long run `rayapp.observe.columns` holds less. Lines that are not readable are left out: a
     process that was killed leaves a partial last line.
     """
-    lines = list[MetricsLine]()
-    for start, data in segments.blocks(storage):
-        lines += [line for _, line in lines_of(data, start, storage, len(lines))]
-    return lines
+
+    def reading() -> list[MetricsLine]:
+        lines = list[MetricsLine]()
+        for start, data in segments.blocks(storage):
+            lines += [line for _, line in lines_of(data, start, storage, len(lines))]
+        return lines
+
+    return segments.uncut(reading)
 
 
 def last(storage: Storage) -> MetricsLine | None:
     """Return the last line of metrics.jsonl, if any; reads only the end of the file."""
-    for _, text in segments.backwards(storage):
-        line = parsed(text)
-        if line is not None:
-            return line
-    return None
+
+    def reading() -> MetricsLine | None:
+        lines = (parsed(text) for _, text in segments.backwards(storage))
+        return next((line for line in lines if line is not None), None)
+
+    return segments.uncut(reading)
 
 
 def lines_of(

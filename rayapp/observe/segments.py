@@ -15,8 +15,9 @@ skipped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rayapp.observe.run_folder import METRICS, SEGMENTS
 from rayapp.storage import Entry, Storage, StorageError
@@ -26,7 +27,14 @@ FAN = 16
 BLOCK_BYTES = 8 * 2**20
 FIRST_BYTES = 16 * 2**10  # several lines; of the first block that `backwards` reads
 
+READINGS = 5  # of a file that is cut back each time; attempts of a run are minutes apart
+
+T = TypeVar("T")
 logger = logging.getLogger("rayapp.observe.metrics")
+
+
+class CutBackError(StorageError):
+    """The file has become shorter than it was when its reader looked."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,22 @@ def read(storage: Storage, start: int, end: int, listed: list[Part] | None = Non
                 raise
             continue
         if len(data) < end - start:
-            raise StorageError("read", f"{storage.url}/{METRICS}", "it has been cut back meanwhile")
+            raise CutBackError("read", f"{storage.url}/{METRICS}", "it has been cut back meanwhile")
         return data
+
+
+def uncut(reading: Callable[[], T]) -> T:
+    """Return what is read; read again where an attempt that begins has cut the file meanwhile.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    for _ in range(READINGS - 1):
+        try:
+            return reading()
+        except CutBackError:
+            continue
+    return reading()
 
 
 def blocks(
