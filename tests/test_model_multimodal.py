@@ -73,7 +73,10 @@ def opened(path: Path) -> Any:
 
 
 def encoder(hf: Any) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in hf.state_dict().items() if "language_model" not in name}
+    parts = ("model.vision_tower.", "model.multi_modal_projector.")
+    found = {name: t for name, t in hf.state_dict().items() if name.startswith(parts)}
+    assert len(found) == len(hf.state_dict()) - len(hf.model.language_model.state_dict()) - 1
+    return found
 
 
 def test_blocks_and_adapters_are_those_of_the_text_decoder() -> None:

@@ -81,7 +81,8 @@ def _config_json(hf: PreTrainedModel, dtype: torch.dtype) -> bytes:
 
 def _rotary_of_version_4(section: dict[str, Any]) -> dict[str, Any]:
     """Return a decoder's rotary settings under the names of transformers 4."""
-    rope, found = section.get("rope_parameters") or {}, {}
+    rope: dict[str, Any] = section.get("rope_parameters") or {}
+    found: dict[str, Any] = {}
     kind = str(section.get("model_type"))
     if "full_attention" in rope:  # layers with a window have settings of their own
         local = rope.get("sliding_attention", {})
