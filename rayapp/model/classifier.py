@@ -190,7 +190,7 @@ def last_layer(shape: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     built = []
     for more in (0, 1):
         other = copy.deepcopy(shape)
-        other.num_labels = shape.num_labels + more
+        other.num_labels = (shape.num_labels or 0) + more
         built.append(build_classifier(other, mean=(0, 0, 0), std=(1, 1, 1)).hf)
     first, second = (dict(hf.named_parameters()) for hf in built)
     return {n: tuple(p.shape) for n, p in first.items() if p.shape != second[n].shape}
