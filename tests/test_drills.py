@@ -47,6 +47,7 @@ def expected(folder: Path) -> Undisturbed:
     return Undisturbed(folder)
 
 
+@pytest.mark.timeout(900)  # with the undisturbed run
 def test_a_killed_worker_changes_nothing(folder: Path, expected: Undisturbed) -> None:
     drill = Drill(folder, "killed")
     drill.wait_for_checkpoint(13)

@@ -149,7 +149,7 @@ def test_random_weights_are_said_by_plan_and_run(
     counts |= {"truncated": 0, "cut_tokens": 0}
     report = {"train": counts, "eval": counts, "fill": 1.0, "loss_share": 1.0}
     report |= {"duplicates": 0.0, "bad": {}}
-    prepared: Any = SimpleNamespace(report=lambda: report, epoch_rows=1, windows=None)
+    prepared: Any = SimpleNamespace(report=lambda: report, epoch_rows=1, windows=None, packings=())
     order = Order.for_steps(1, 1, 1, seed=0, num_steps=1)
     out = io.StringIO()
     show.plan(Console(file=out, width=10_000), config, prepared, order, 1000, 12)

@@ -323,10 +323,11 @@ def _adapters(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         return
     if lora.target_parameters and (lora.dora or lora.dropout):
         name = "dora" if lora.dora else "dropout"
+        value = "true" if lora.dora else lora.dropout
         yield (
             ("model.lora.target_parameters", f"model.lora.{name}"),
-            f"model.lora.{name} is in conflict: peft has none for adapters of parameters, as "
-            "model.lora.target_parameters asks for. Leave one of them out",
+            f"model.lora.{name}={value} is in conflict: peft has none for adapters of "
+            "parameters, as model.lora.target_parameters asks for. Leave one of them out",
         )
     if train.optimizer == "muon":
         yield (

@@ -213,14 +213,14 @@ def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
 
     parts = []
     for name, color in series:
-        points = known[name]
-        if len(points) == 1:
-            x, y = place(*points[0])
+        places = known[name]
+        if len(places) == 1:
+            x, y = place(*places[0])
             parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.5' fill='{color}'/>")
-        elif len(points) >= SMOOTHED_FROM and name not in LEVELS:
-            parts.append(_line(points, color, place, 0.3) + _line(smooth(points), color, place))
-        elif points:
-            parts.append(_line(points, color, place))
+        elif len(places) >= SMOOTHED_FROM and name not in LEVELS:
+            parts.append(_line(places, color, place, 0.3) + _line(smooth(places), color, place))
+        elif places:
+            parts.append(_line(places, color, place))
     parts += [_hover(name, known[name], place) for name, _ in series]
     label = html.escape(label)
     texts = (
