@@ -18,7 +18,7 @@ import yaml
 from patience import PATIENCE_S
 from priced import CHOICES, costs_the_third
 from proving import Site
-from terraform import ACCOUNT, REGION, Cloud, mirror
+from terraform import ACCOUNT, Cloud
 
 from rayapp.__main__ import main
 from rayapp.cluster import Options, render, write
@@ -297,16 +297,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     """The stack of EKS for a list of three types, and what it takes of the base's."""
     cloud = Cloud(tmp_path_factory.mktemp("cloud"))
     try:
-        done = cloud.init("eks")
-        if done.returncode and mirror() is None:
-            pytest.skip(f"the AWS provider cannot be had here: {done.stderr[-300:]}")
-        assert done.returncode == 0, done.stderr
-        place = {"LocationConstraint": REGION}
-        bucket = f"rayapp-{ACCOUNT}-{REGION}"
-        cloud.client("s3").create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
-        key = cloud.client("kms").create_key()["KeyMetadata"]["KeyId"]
-        cloud.client("kms").create_alias(AliasName="alias/rayapp", TargetKeyId=key)
-        cloud.client("ecr").create_repository(repositoryName="rayapp")
+        cloud.stand_in_for_base("eks")
         options = Options(account=ACCOUNT, tag="0.1.0")
         text = render("kuberay", config(), options)["terraform.tfvars.json"]
         cloud.variables("eks", {**json.loads(text), "alarm_email": "nobody"})

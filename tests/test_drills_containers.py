@@ -6,6 +6,7 @@ step by step, with one that nothing happened to. Each prints its row of docs/clu
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from containers import Container, Network, missing
 from drill import Undisturbed, assert_alike, worker_counts
 from image import ROOT, unpacked
 from image import missing as image_missing
+from patience import PATIENCE_S
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(3600)]
 
@@ -109,29 +111,41 @@ def ground(image: Path, network: Network, s3: Ceph) -> Iterator[Ground]:
 
 def row(what: str, run: Job, since: float, noticed: float | None) -> None:
     """Print a line of the table: steps lost, seconds until it is noticed and until a new step."""
-    before = max(line["attempt"] for line in run.lines() if line["time"] < since)
-    later = [line["time"] for line in run.lines() if line["attempt"] > before]
+    times = [line["time"] for line in run.lines()]
+    # The first step after the longest time without one.
+    longest, first = max((b - a, b) for a, b in itertools.pairwise(times) if b > since)
     lost = sum(event["lost_steps"] or 0 for event in run.result()["interruptions"])
     seconds = "-" if noticed is None else f"{noticed - since:.0f}"
-    first = f"{later[0] - since:.0f}" if later else "-"
-    print(f"| {what} | {lost} | {seconds} | {first} | yes |")
+    print(f"| {what} | {lost} | {seconds} | {first - since:.0f} | {longest:.0f} | yes |")
 
 
-@pytest.mark.parametrize("how", ["kill", "lose"])
+@pytest.mark.parametrize("how", ["kill", "lose", "cut"])
 def test_a_worker_is_lost(
     how: str, ground: Ground, folder: Path, storage: str, expected: Undisturbed
 ) -> None:
-    """SIGKILL to a container, whose host tells so; a host whose power fails, of which none does."""
+    """SIGKILL to a container, whose host tells so; a host without power; one without network.
+
+    The last lives on: what it does once its network is back changes nothing, and Ray ends it.
+    """
     workers = ground.workers()
     run = Job(ground.cluster, folder, how, storage, LONG)
     run.wait_for_checkpoint(15)
     since = time.time()
     getattr(workers[1], how)()
-    run.stop_after_change(1)
+    run.wait_for(lambda line: line["workers"] == 1)
+    if how == "cut":
+        workers[1].plug()
+        workers[1].process.wait(PATIENCE_S)
+    run.wait_for_step(run.lines()[-1]["step"] + 10)
+    run.stop()
     assert_alike(run.lines(), expected(run, 1))
     assert worker_counts(run.lines()) == [2, 1]
-    what = {"kill": "a worker's container is killed", "lose": "a worker's host loses power"}[how]
-    row(what, run, since, ground.watch.fell_at(since))
+    what = {
+        "kill": "a worker's container is killed",
+        "lose": "a worker's host loses power",
+        "cut": "a worker's network is cut; it lives on, and is plugged in again later",
+    }
+    row(what[how], run, since, ground.watch.fell_at(since))
     assert [event["kind"] for event in run.result()["interruptions"]] == ["failure"]
 
 
@@ -150,3 +164,146 @@ def test_a_worker_is_taken_away(
     (taken,) = run.result()["interruptions"]
     assert (taken["kind"], taken["lost_steps"]) == ("preemption", 0), taken
     row(f"SIGTERM, a spot notice's end; it left after {seconds:.0f} s", run, since, taken["time"])
+
+
+def test_packets_are_lost(
+    ground: Ground, folder: Path, storage: str, expected: Undisturbed
+) -> None:
+    """One packet in a hundred, on all three: TCP sends it again."""
+    ground.workers()
+    run = Job(ground.cluster, folder, "packets", storage, LONG)
+    run.wait_for_checkpoint(15)
+    since = time.time()
+    for container in ground.cluster.containers:
+        container.drop(0.01)
+    run.wait_for_step(run.lines()[-1]["step"] + 30)
+    run.stop()
+    ground.cluster.end()
+    ground.renew()
+    assert_alike(run.lines(), expected(run, 1))
+    assert worker_counts(run.lines()) == [2] and run.result()["interruptions"] == []
+    row("1 % of all packets are lost", run, since, None)
+
+
+def test_memory_runs_out(ground: Ground, folder: Path, storage: str, expected: Undisturbed) -> None:
+    """The kernel kills the training worker of one container, whose node lives on."""
+    workers = ground.workers()
+    run = Job(ground.cluster, folder, "memory", storage, LONG)
+    run.wait_for_checkpoint(15)
+    since = time.time()
+    workers[1].exhaust_memory()
+    run.wait_for(lambda line: line["attempt"] > 1)
+    run.wait_for_step(run.lines()[-1]["step"] + 10)
+    run.stop()
+    workers[1].end()
+    assert_alike(run.lines(), expected(run, 1))
+    (killed,) = run.result()["interruptions"]
+    assert killed["kind"] == "failure" and "memory" in (killed["reason"] or ""), killed
+    row("a container is at its memory limit", run, since, killed["time"])
+
+
+def test_a_disk_is_full(ground: Ground, folder: Path, storage: str, expected: Undisturbed) -> None:
+    """A worker's container writes no byte more; what training writes goes to S3."""
+    ground.workers()[1].end()
+    ground.cluster.containers.pop()
+    small = ground.cluster.start("worker", disk_mib=400)
+    run = Job(ground.cluster, folder, "disk", storage, LONG)
+    run.wait_for_checkpoint(15)
+    since = time.time()
+    small.fill_disk()
+    run.wait_for_step(run.lines()[-1]["step"] + 20)
+    run.stop()
+    small.end()
+    assert_alike(run.lines(), expected(run, 1))
+    assert worker_counts(run.lines()) == [2] and run.result()["interruptions"] == []
+    row("a worker's disk is full", run, since, None)
+
+
+@pytest.mark.parametrize("seconds", [30, 150])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_s3_answers_nothing(
+    seconds: int,
+    restarts: bool,
+    ground: Ground,
+    s3: Ceph,
+    folder: Path,
+    storage: str,
+    expected: Undisturbed,
+) -> None:
+    """For a while; also as a worker is lost, so that the run has to start again without S3."""
+    workers = ground.workers()
+    name = f"paused-{seconds}-{'restart' if restarts else 'run'}"
+    run = Job(ground.cluster, folder, name, storage, LONG)
+    run.wait_for_checkpoint(15)
+    since = time.time()
+    with s3.paused():
+        if restarts:
+            workers[1].kill()
+        time.sleep(seconds)
+    if restarts:
+        run.wait_for(lambda line: line["workers"] == 1)
+    run.wait_for(lambda line: line["time"] > since + seconds)
+    run.wait_for_step(run.lines()[-1]["step"] + 10)
+    run.stop()
+    assert_alike(run.lines(), expected(run, 1))
+    assert worker_counts(run.lines()) == ([2, 1] if restarts else [2])
+    what = f"S3 answers nothing for {seconds} s"
+    row(what + (" as a worker's container is killed" if restarts else ""), run, since, None)
+
+
+def test_the_head_is_lost(
+    ground: Ground, folder: Path, storage: str, expected: Undisturbed
+) -> None:
+    """The driver is on it: the same command on a new cluster goes on."""
+    ground.workers()
+    run = Job(ground.cluster, folder, "head", storage, LONG)
+    run.wait_for_checkpoint(15)
+    since = time.time()
+    ground.cluster.head.lose()
+    ground.cluster.end()
+    ground.renew()
+    ground.workers()
+    again = Job(ground.cluster, folder, "head", storage, LONG)
+    again.wait_for_step(run.lines()[-1]["step"] + 10)
+    again.stop()
+    assert_alike(again.lines(), expected(again, 1))
+    row(
+        "the head's host loses power; the command is given again on a new cluster",
+        again,
+        since,
+        None,
+    )
+
+
+def test_two_clusters_have_one_run(
+    ground: Ground,
+    image: Path,
+    network: Network,
+    s3: Ceph,
+    folder: Path,
+    storage: str,
+    expected: Undisturbed,
+) -> None:
+    """The second is refused while the first is at work, and takes over once it is cut off."""
+    ground.workers()
+    run = Job(ground.cluster, folder, "both", storage, LONG)
+    run.wait_for_checkpoint(15)
+    with ContainerCluster("ecs", image, network, of_s3(s3)) as second:
+        second.start("head")
+        second.start("worker")
+        refused = Job(second, folder, "both", storage, LONG)
+        assert refused.process.wait(PATIENCE_S) != 0
+        assert "run.name=both is running" in refused.log.read_text()
+        since = time.time()
+        for container in ground.cluster.containers:
+            container.cut()
+        other = Job(second, folder, "both", storage, {**LONG, "cluster.workers": 1})
+        other.wait_for_step(run.lines()[-1]["step"] + 10)
+        for container in ground.cluster.containers:
+            container.plug()
+        other.wait_for_step(run.lines()[-1]["step"] + 10)
+        other.stop()
+        assert_alike(other.lines(), expected(other, 1))
+        row("all hosts of a cluster are cut off; another takes the run over", other, since, None)
+    ground.cluster.end()
+    ground.renew()

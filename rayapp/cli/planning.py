@@ -63,11 +63,7 @@ def plan(argv: list[str]) -> int:
     from rayapp.train import planning
 
     argv = arguments.flags(argv, {"json", "trace"})
-    prepared: dict[str, int] = {}
-    for number, word in enumerate(argv):
-        if not word.startswith("-") and (Path(word) / run_folder.CONFIG).is_file():
-            prepared = planner.counts_of(read_object(open_storage(word), run_folder.PLAN))
-            argv[number] = str(Path(word) / run_folder.CONFIG)
+    argv, prepared = _prepared(argv)
     config, options = arguments.read(argv, {"json": "false", "trace": "false", **OPTIONS})
     assert isinstance(config, Config | VisionConfig)
     config = planner.with_adapters_lora(config) if isinstance(config, Config) else config
@@ -79,11 +75,7 @@ def plan(argv: list[str]) -> int:
     usd_per_hour = numbers.pop("usd_per_hour")
     if numbers.pop("images") is not None:
         prepared["images"] = arguments.whole_number("images", options["images"])
-    if isinstance(config, Config) and prepared.pop("images", None) is not None:
-        raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
-    if usd_per_hour is not None and len(config.cluster.choices) > 1:
-        what = f"cluster.instance is a list. Set each price there, e.g. TYPE:spot@{usd_per_hour:g}"
-        raise ConfigError([f"--usd_per_hour={usd_per_hour:g} is ambiguous: {what}"])
+    _refuse_unsuited(config, options, usd_per_hour)
     more = {"region": options["region"], "usd_per_hour": usd_per_hour, **prepared}
     named_instance(config)  # refuses every unknown type at once
     choices = {
@@ -110,6 +102,34 @@ def plan(argv: list[str]) -> int:
             f"{traced['planned_gib']:.2f} planned (both without slack)"
         )
     return Exit.DONE
+
+
+def _prepared(argv: list[str]) -> tuple[list[str], dict[str, int]]:
+    """Replace a run's folder by its config; return the counts of its prepared data too."""
+    from rayapp.planner import counts_of
+
+    counts, words = dict[str, int](), list[str]()
+    for word in argv:
+        if not word.startswith("-") and (Path(word) / run_folder.CONFIG).is_file():
+            counts = counts_of(read_object(open_storage(word), run_folder.PLAN))
+            word = str(Path(word) / run_folder.CONFIG)
+        words.append(word)
+    return words, counts
+
+
+def _refuse_unsuited(
+    config: Config | VisionConfig, options: dict[str, str], usd_per_hour: float | None
+) -> None:
+    """Refuse options that this config gives no meaning.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if isinstance(config, Config) and options["images"].lower() != "none":
+        raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
+    if usd_per_hour is not None and len(config.cluster.choices) > 1:
+        what = f"cluster.instance is a list. Set each price there, e.g. TYPE:spot@{usd_per_hour:g}"
+        raise ConfigError([f"--usd_per_hour={usd_per_hour:g} is ambiguous: {what}"])
 
 
 def this_machine(config: RunConfig) -> dict[str, Any]:

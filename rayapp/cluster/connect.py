@@ -145,12 +145,23 @@ def wait_for_tasks(
     Raises:
         NotReachable: they lack some after so many seconds.
     """
-    until, said = time.monotonic() + seconds, list[str]()
-    while lines := missing_tasks(name, client):
+    wait_until_complete(lambda: missing_tasks(name, client), seconds, say)
+
+
+def wait_until_complete(
+    missing: Callable[[], list[str]], seconds: float, say: Callable[[str], None]
+) -> None:
+    """Wait until `missing()` returns no line; say each line once as long as it stays the same.
+
+    Raises:
+        NotReachable: it returns some after so many seconds.
+    """
+    until, before = time.monotonic() + seconds, list[str]()
+    while lines := missing():
         for line in lines:
-            if line not in said:
+            if line not in before:
                 say(line)
-        said = lines
+        before = lines
         if time.monotonic() > until:
             raise NotReachable(
                 f"{lines[0]}. rayapp has waited {seconds:.0f} s. Take another cluster.instance, "

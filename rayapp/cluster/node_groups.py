@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rayapp.cluster.connect import NotReachable, activities_of, refusal, scaling_group
+from rayapp.cluster.connect import (
+    NotReachable,
+    activities_of,
+    refusal,
+    scaling_group,
+    wait_until_complete,
+)
 
-POLL_S = 15.0
 PREFERRED = re.compile(r"[0-9]-")  # the number is the choice's place in the list
 ERROR_LETTERS = 500
 
@@ -77,25 +81,19 @@ def wait_for_pods(name: str, client: Client, seconds: float, say: Callable[[str]
     Raises:
         NotReachable: some are not after so many seconds.
     """
-    until, said = time.monotonic() + seconds, ""
-    while True:
-        wanted = sum(spec.get("replicas", 0) for spec in _specs())
-        ready = _ready("ray.io/node-type=worker")
-        if ready >= wanted:
-            return
-        hosts = _hosts(f"{name}-eks", client).values()
-        reasons = [refusal(activities_of(group, client, 1)) for group in hosts]
-        why = next(filter(None, reasons), "its nodes or their images are on the way")
-        line = f"the Ray cluster is incomplete: {ready} of {wanted} workers are ready, {why}"
-        if line != said:
-            say(line)
-        said = line
-        if time.monotonic() > until:
-            raise NotReachable(
-                f"{line}. rayapp has waited {seconds:.0f} s. Take another cluster.instance, zone "
-                "or market"
-            )
-        time.sleep(POLL_S)
+    wait_until_complete(lambda: _missing_pods(name, client), seconds, say)
+
+
+def _missing_pods(name: str, client: Client) -> list[str]:
+    """Return a line if workers are not ready, with EC2's reason if there is one."""
+    wanted = sum(spec.get("replicas", 0) for spec in _specs())
+    ready = _ready("ray.io/node-type=worker")
+    if ready >= wanted:
+        return []
+    hosts = _hosts(f"{name}-eks", client).values()
+    reasons = [refusal(activities_of(group, client, 1)) for group in hosts]
+    why = next(filter(None, reasons), "its nodes or their images are on the way")
+    return [f"the Ray cluster is incomplete: {ready} of {wanted} workers are ready, {why}"]
 
 
 def _hosts(stack: str, client: Client) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Check that the exported folder opens in transformers (or peft) as the model that was trained.
 
-    found = check_export(spec, parts, storage / MODEL, device, control)     # all ranks
+    check = check_export(spec, parts, storage / MODEL, device, control)     # all ranks
 
 All ranks compute the logits of a few rows with the model that they hold; rank 0 opens the folder
 on its CPUs, in the dtype that the blocks were trained in, and compares. The names and shapes of
@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rayapp import model
 from rayapp.finetune.build import Parts, compute_dtype
 from rayapp.model.adapter import read_adapter
 from rayapp.observe.records import ExportCheck
-from rayapp.storage import Storage, StorageError
+from rayapp.storage import Storage
 from rayapp.storage.inputs import local_copy
+from rayapp.train.export_check import compared, from_rank_zero, wrong_export
 from rayapp.train.spec import LanguageSpec
 
 ROWS, TOKENS = 4, 64  # rows compared, and tokens of each
@@ -43,27 +43,7 @@ def check_export(
     """
     rows = _probe(spec)
     trained = [_trained_logits(parts, ids.to(device)) for ids in rows]
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = _compared(spec, parts, folder, rows, trained)
-        except (model.WrongExport, StorageError) as error:
-            final = isinstance(error, model.WrongExport)
-            answer[0] = error if final else RuntimeError(str(error))
-        except Exception as error:  # whatever transformers meets, users would meet too
-            why = (str(error) or repr(error)).splitlines()[0]
-            answer[0] = _wrong(folder, f"does not open: {type(error).__name__}: {why:.300}")
-    dist.broadcast_object_list(answer, src=0, group=control)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    check: ExportCheck = answer[0]
-    return check
-
-
-def _wrong(folder: Storage, what: str) -> model.WrongExport:
-    return model.WrongExport(
-        f"{folder.url} {what}. The checkpoints are whole: the same command exports them again"
-    )
+    return from_rank_zero(folder, control, lambda: _compared(spec, parts, folder, rows, trained))
 
 
 def _probe(spec: LanguageSpec) -> list[torch.Tensor]:
@@ -99,25 +79,18 @@ def _compared(
     trained: list[torch.Tensor],
 ) -> ExportCheck:
     if problems := _problems(parts, folder):
-        raise _wrong(folder, f"is not the model that was trained: {'; '.join(problems)}")
+        raise wrong_export(folder, f"is not the model that was trained: {'; '.join(problems)}")
     if why := _not_opened(spec, parts):
         return {"rows": 0, "difference": None, "why": why}
     with ExitStack() as stack:
         hf = _opened(spec, parts, folder, stack)
         logits = torch.cat([hf(input_ids=ids, use_cache=False).logits.float()[0] for ids in rows])
     expected = torch.cat([logits[0] for logits in trained])
-    difference = float((logits - expected).norm() / expected.norm())
     stored = torch.float32 if _is_adapter(spec) else parts.lm.source_dtype or torch.float32
     precision = spec.config.train.precision
     if precision == "fp32" and stored != torch.float32:
         precision = "bf16"
-    if not difference <= TOLERANCE[precision]:
-        raise _wrong(
-            folder,
-            f"is another model than was trained: its logits on {len(rows)} rows differ by "
-            f"{difference:.2g} of their norm ({TOLERANCE[precision]} may be rounding)",
-        )
-    return {"rows": len(rows), "difference": difference, "why": None}
+    return compared(folder, logits, expected, len(rows), "rows", TOLERANCE[precision])
 
 
 def _is_adapter(spec: LanguageSpec) -> bool:
@@ -161,5 +134,5 @@ def _opened(spec: LanguageSpec, parts: Parts, folder: Storage, stack: ExitStack)
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if tokenizer.get_vocab() != parts.tokenizer.get_vocab():
-        raise _wrong(folder, "has another tokenizer than the run")
+        raise wrong_export(folder, "has another tokenizer than the run")
     return (peft.PeftModel.from_pretrained(hf, path) if _is_adapter(spec) else hf).eval()

@@ -164,20 +164,19 @@ def export(
     small: list[str] = []
     try:
         if rank == 0:
-            sizes = {
-                name: {
-                    key: shape.numel() * kind.itemsize
-                    for group in groups
-                    for key, (kind, shape) in group.tensors.items()
-                }
-                for name, groups in zip(names, files, strict=True)
-            }
+            sizes = {name: _sizes(groups) for name, groups in zip(names, files, strict=True)}
             small = write_small_files(
                 model.hf, storage, sizes, tokenizer, generation_config, dtype, processor or {}
             )
     except Exception as caught:
         error = caught
     return sorted({*names, *_raise_together(error, storage, small)})
+
+
+def _sizes(groups: list[Group]) -> dict[str, int]:
+    """Return the bytes of each tensor of some groups."""
+    tensors = [item for group in groups for item in group.tensors.items()]
+    return {name: shape.numel() * dtype.itemsize for name, (dtype, shape) in tensors}
 
 
 def _split(groups: list[Group], max_file_bytes: int) -> list[list[Group]]:

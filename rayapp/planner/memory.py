@@ -247,82 +247,118 @@ def _adapter_bytes(layout: Layout) -> float:
     return layout.element * layout.lora_rank * count
 
 
+@dataclass(frozen=True)
+class _Gathers:
+    """The bytes that one rank holds of gathered parameters, in the compute precision."""
+
+    block: float
+    """One block, with its adapters."""
+    buffer: float
+    """The result of an all-gather, which stays until the next one is copied out of its own."""
+    root: float
+    """Embedding, head and final norm, which stay for the whole micro-batch."""
+    blocks: float
+    """The blocks that stay after their forward pass: all or none."""
+    prefetched: float
+    """The next block, if blocks do not stay."""
+
+
+def _gathers(layout: Layout) -> _Gathers:
+    shape, e = layout.shape, layout.element
+    adapters = 0.0 if layout.lora_rank is None else float(layout.trainable)
+    block = e * (shape.block_parameters + adapters / shape.layers)
+    stay = layout.strategy in ("shard_grad_op", "no_shard")
+    return _Gathers(
+        block=block,
+        buffer=block if layout.shards > 1 else 0.0,
+        root=float(e * shape.root_parameters),
+        blocks=e * (shape.all_blocks_parameters + adapters) if stay else 0.0,
+        prefetched=0.0 if stay else block,
+    )
+
+
 def _moments(layout: Layout) -> list[Peak]:
-    shape, e, tokens, hidden = layout.shape, layout.element, layout.tokens, layout.shape.hidden
     state = state_bytes(layout)
     state = dict.fromkeys(state, 0.0) if layout.cpu_offload else state
     gradients = state.pop("gradients")
-    trains_all = layout.lora_rank is None
-    adapters = 0.0 if trains_all else float(layout.trainable)
-    block = shape.block_parameters + adapters / shape.layers  # what one all-gather delivers
-    blocks_stay = layout.strategy in ("shard_grad_op", "no_shard")
-    # A forward pass holds the buffer of an all-gather until the next one is copied out of its own.
-    buffer = e * block if layout.shards > 1 else 0.0
-    root = e * shape.root_parameters  # stays gathered for the whole micro-batch
-    gathered = (e * (shape.all_blocks_parameters + adapters) if blocks_stay else 0.0) + root
-    two_blocks = 0.0 if blocks_stay else 2 * e * block  # the current one and the prefetched one
-    outside = shape.measured.kept_outside if shape.measured else 0.0
-    activations = (kept_bytes(layout) * shape.layers + outside) * tokens
-    accumulated = gradients if layout.accumulates else 0.0
-
-    # The loss: final norm, hidden states, their gradient; a chunk's logits; the head's gradient.
-    final_norm = tokens * (4 * e * hidden + (FP32 * hidden if e < FP32 else 0))
-    loss = {
-        "gradients": accumulated,
-        "activations": activations + final_norm,
-        "logits": _logit_bytes(layout),
-        "gathers": gathered + two_blocks / 2 + buffer,
-    }
-
-    start = {
-        "gradients": accumulated,
-        "activations": tokens * e * hidden * 1.0,
-        "gathers": root + e * block + ((root + buffer) if layout.shards > 1 else 0.0),
-    }
-    # The forward of the last block but one: its buffer, its parameters, the next block's buffer.
-    forward = {
-        "gradients": accumulated,
-        "activations": activations - kept_bytes(layout) * tokens + _forward_bytes(layout) * tokens,
-        "gathers": gathered + two_blocks / 2 + buffer * (1 if blocks_stay else 2),
-    }
-
-    # A block's backward: recomputed activations, gradients of activations and of weights.
-    recomputed = 0.0
-    if layout.checkpointing != "none" or layout.activation_offload:
-        recomputed = (_largest_block_bytes(layout) + _adapter_bytes(layout)) * tokens
-    in_flight = _in_flight_bytes(layout)
-    gathers = gathered + two_blocks
-    if trains_all:  # the gradients of a block's weights and of the head
-        gathers += e * (shape.block_parameters + shape.embedding_parameters) + FP32 * block
-    backward = {
-        "gradients": accumulated,
-        "activations": activations + recomputed + in_flight,
-        "gathers": gathers,
-    }
-    of_blocks = gradients * (
-        1 - shape.root_parameters / shape.text_parameters if trains_all else 1.0
-    )
-    backward_end = {
-        "gradients": max(accumulated, of_blocks),
-        "activations": activations / shape.layers + recomputed + in_flight,
-        "gathers": gathers,
-    }
-
     moments = {
-        "start": start,
-        "forward": forward,
-        "loss": loss,
-        "backward": backward,
-        "end of backward": backward_end,
-        "root": {  # its gathered parameters are freed; gradients and their fp32 copy exist
-            "gradients": max(accumulated, of_blocks),
-            "activations": tokens * e * hidden * 1.0,
-            "gathers": (e + FP32) * shape.root_parameters if trains_all else 0.0,
-        },
+        **_forward_moments(layout, gradients if layout.accumulates else 0.0),
+        **_backward_moments(layout, gradients),
         "optimizer": {"gradients": gradients},
     }
     none = dict.fromkeys(("gradients", "activations", "logits", "gathers"), 0.0)
     return [Peak(name, {**state, **none, **terms}) for name, terms in moments.items()]
+
+
+def _kept_by_all(layout: Layout) -> float:
+    """Return the bytes that all blocks, and what lies between them, keep after the forward."""
+    measured = layout.shape.measured
+    outside = measured.kept_outside if measured else 0.0
+    return (kept_bytes(layout) * layout.shape.layers + outside) * layout.tokens
+
+
+def _forward_moments(layout: Layout, accumulated: float) -> dict[str, dict[str, float]]:
+    e, tokens, hidden = layout.element, layout.tokens, layout.shape.hidden
+    gathers, activations = _gathers(layout), _kept_by_all(layout)
+    root_buffer = gathers.root if layout.shards > 1 else 0.0
+    # In the forward of the last block but one, the next block is on its way too.
+    buffers = gathers.buffer + (gathers.buffer if gathers.prefetched else 0.0)
+    others = gathers.root + gathers.blocks + gathers.prefetched
+    # Final norm, hidden states and their gradient.
+    final_norm = tokens * (4 * e * hidden + (FP32 * hidden if e < FP32 else 0))
+    return {
+        "start": {
+            "gradients": accumulated,
+            "activations": tokens * e * hidden * 1.0,
+            "gathers": gathers.root + gathers.block + root_buffer + gathers.buffer,
+        },
+        "forward": {
+            "gradients": accumulated,
+            "activations": activations + (_forward_bytes(layout) - kept_bytes(layout)) * tokens,
+            "gathers": others + buffers,
+        },
+        "loss": {
+            "gradients": accumulated,
+            "activations": activations + final_norm,
+            "logits": _logit_bytes(layout),
+            "gathers": others + gathers.buffer,
+        },
+    }
+
+
+def _backward_moments(layout: Layout, gradients: float) -> dict[str, dict[str, float]]:
+    shape, e, tokens = layout.shape, layout.element, layout.tokens
+    trains_all = layout.lora_rank is None
+    gathered, activations = _gathers(layout), _kept_by_all(layout)
+    accumulated = gradients if layout.accumulates else 0.0
+    # Of a block's backward: recomputed activations, gradients of activations and of weights.
+    recomputed = 0.0
+    if layout.checkpointing != "none" or layout.activation_offload:
+        recomputed = (_largest_block_bytes(layout) + _adapter_bytes(layout)) * tokens
+    block = recomputed + _in_flight_bytes(layout)
+    gathers = gathered.root + gathered.blocks + 2 * gathered.prefetched
+    if trains_all:  # the gradients of a block's weights, also in fp32, and of the head
+        gathers += e * (shape.block_parameters + shape.embedding_parameters)
+        gathers += FP32 * shape.block_parameters
+    share = 1 - shape.root_parameters / shape.text_parameters if trains_all else 1.0
+    of_blocks = max(accumulated, gradients * share)
+    return {
+        "backward": {
+            "gradients": accumulated,
+            "activations": activations + block,
+            "gathers": gathers,
+        },
+        "end of backward": {
+            "gradients": of_blocks,
+            "activations": activations / shape.layers + block,
+            "gathers": gathers,
+        },
+        "root": {  # its gathered parameters are freed; gradients and their fp32 copy exist
+            "gradients": of_blocks,
+            "activations": tokens * e * shape.hidden * 1.0,
+            "gathers": (e + FP32) * shape.root_parameters if trains_all else 0.0,
+        },
+    }
 
 
 def _largest_block_bytes(layout: Layout) -> float:

@@ -1,6 +1,6 @@
 """Check that the exported folder opens in transformers as the classifier that was trained.
 
-found = check_export(spec, classifier, storage / MODEL, device, control)     # all ranks
+check = check_export(spec, classifier, storage / MODEL, device, control)     # all ranks
 
 All ranks classify the first images with the model that they hold. Rank 0 opens the folder and its
 image processor on its CPUs, and compares the logits.
@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rayapp.data.images.augment import centred
-from rayapp.model import WrongExport
 from rayapp.model.classifier import Classifier
 from rayapp.observe.records import ExportCheck
-from rayapp.storage import Storage, StorageError
+from rayapp.storage import Storage
 from rayapp.storage.inputs import local_copy
+from rayapp.train.export_check import compared, from_rank_zero, wrong_export
 from rayapp.train.spec import ImageSpec
 from rayapp.vision.rows import transform_of
 
@@ -40,31 +39,14 @@ def check_export(
         WrongExport: on all ranks: it does not open, or is another model.
         RuntimeError: on all ranks: the storage has failed.
     """
-    rows, look = spec.data.rows("train"), transform_of(spec.config)
+    rows, transform = spec.data.rows("train"), transform_of(spec.config)
     files = rows.read(range(min(IMAGES, len(rows))))
-    images = np.stack([centred(data, look) for data in files])
+    images = np.stack([centred(data, transform) for data in files])
     trained = _logits(classifier, torch.from_numpy(images).to(device))
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = _compared(folder, images, trained, TOLERANCE[classifier.mixed])
-        except StorageError as error:
-            answer[0] = RuntimeError(str(error))
-        except WrongExport as error:
-            answer[0] = error
-        except Exception as error:  # whatever transformers meets, users would meet too
-            why = (str(error) or repr(error)).splitlines()[0]
-            answer[0] = _wrong(folder, f"does not open: {type(error).__name__}: {why:.300}")
-    dist.broadcast_object_list(answer, src=0, group=control)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    found: ExportCheck = answer[0]
-    return found
-
-
-def _wrong(folder: Storage, what: str) -> WrongExport:
-    return WrongExport(
-        f"{folder.url} {what}. The checkpoints are whole: the same command exports them again"
+    return from_rank_zero(
+        folder,
+        control,
+        lambda: _compared(folder, images, trained, TOLERANCE[classifier.mixed]),
     )
 
 
@@ -92,17 +74,10 @@ def _compared(folder: Storage, images: Any, trained: Tensor, tolerance: float) -
         processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
     if report["missing_keys"] or report["mismatched_keys"]:
         names = [*report["missing_keys"], *report["mismatched_keys"]]
-        raise _wrong(folder, f"is not the model that was trained: it lacks {names[0]}")
+        raise wrong_export(folder, f"is not the model that was trained: it lacks {names[0]}")
     # They are cropped already.
     inputs = processor(
         images=list(images), do_resize=False, do_center_crop=False, return_tensors="pt"
     )
-    found = hf.eval()(**inputs).logits
-    difference = float((found - trained).norm() / trained.norm())
-    if not difference <= tolerance:
-        raise _wrong(
-            folder,
-            f"is another model than was trained: its logits on {len(images)} images differ by "
-            f"{difference:.2g} of their norm ({tolerance} may be rounding)",
-        )
-    return {"rows": len(images), "difference": difference, "why": None}
+    logits = hf.eval()(**inputs).logits
+    return compared(folder, logits, trained, len(images), "images", tolerance)

@@ -8,6 +8,7 @@ Debian's packages: radosgw ceph-mon ceph-osd. It needs no root, and its data end
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import shutil
@@ -18,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ class Ceph:
             "AWS_ACCESS_KEY_ID": key["access_key"],
             "AWS_SECRET_ACCESS_KEY": key["secret_key"],
         }
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the gateway accept connections and answer nothing inside the block."""
+        gateway = self._running[-1]
+        gateway.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            gateway.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
         """Stop all of it and delete its folder."""

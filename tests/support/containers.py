@@ -16,6 +16,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from patience import PATIENCE_S
 
 COMMANDS = ("runc", "ip", "iptables", "nsenter", "tini-static")
 INIT = "/usr/bin/tini-static"
+MEMORY = Path("/sys/fs/cgroup/memory/rayapp")
 ULIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,
     "nofile": resource.RLIMIT_NOFILE,
@@ -209,7 +211,39 @@ class Container:
         return time.monotonic() - begun
 
     def cut(self) -> None:
+        """Pull its cable: it lives on, and nothing reaches it or leaves it."""
         self.network.set(self.space, "down")
+
+    def plug(self) -> None:
+        """Put its cable back."""
+        self.network.set(self.space, "up")
+
+    def drop(self, share: float) -> None:
+        """Let a share of the packets that come to it be lost."""
+        random = ("-m", "statistic", "--mode", "random", "--probability", str(share))
+        checked(
+            ["ip", "netns", "exec", self.space, "iptables", "-A", "INPUT", *random, "-j", "DROP"]
+        )
+
+    def exhaust_memory(self, room_mib: int = 100) -> None:
+        """Take more memory than its limit has, in a process that the kernel does not kill for it.
+
+        The limit is first lowered to what is in use and some room, so that little has to be taken.
+        """
+        group = MEMORY / self.id
+        in_use = int((group / "memory.usage_in_bytes").read_text())
+        (group / "memory.limit_in_bytes").write_text(str(in_use + room_mib * 2**20))
+
+        def join() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            Path("/proc/self/oom_score_adj").write_text("-1000")
+
+        code = f"import time; kept = b'x' * {2 * room_mib * 2**20}; time.sleep(5)"
+        subprocess.run([sys.executable, "-c", code], preexec_fn=join, check=True)
+
+    def fill_disk(self) -> None:
+        """Write to its disk until it is full."""
+        self._runc("exec", self.id, "sh", "-c", "cat /dev/zero > /tmp/filler")
 
     def end(self) -> None:
         """Kill it, unless it has ended, and delete its disk."""
