@@ -199,12 +199,12 @@ STORM = {"slow": 0.02, "reset": 0.01, "lose": 0.005, "cut": 0.005, "stall": 0.00
 GALE = {"slow": 0.2, "reset": 0.1, "lose": 0.05, "cut": 0.05, "stall": 0.002}
 
 
-@pytest.mark.full
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("at_first", "later"),
     [
         pytest.param({}, GALE, id="after the start"),
-        pytest.param(STORM, STORM, id="from the start", marks=pytest.mark.drill),
+        pytest.param(STORM, STORM, id="from the start"),
     ],
 )
 def test_training_goes_on_while_s3_fails(
@@ -446,7 +446,7 @@ def test_a_crash_loop_ends_with_the_reason_and_blames_no_rows(folder: Path) -> N
     assert kept.endswith(f"\n==== end\n{last}\n")
 
 
-@pytest.mark.full
+@pytest.mark.drill
 def test_a_disk_that_becomes_full_leaves_the_reason(folder: Path) -> None:
     """Once there is room again, the same command goes on."""
     with small_disk(64) as disk:

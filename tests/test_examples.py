@@ -13,8 +13,6 @@ import pytest
 from nbclient import NotebookClient
 from patience import PATIENCE_S
 
-pytestmark = pytest.mark.full
-
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
 
@@ -51,6 +49,7 @@ def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
             yield variables
 
 
+@pytest.mark.full
 def test_first_fine_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"RAYAPP_STORAGE": str(tmp_path / "runs"), "RAY_AUTH_MODE": "disabled"}
     outputs = execute("first_fine_tune.ipynb", monkeypatch, **kept)
@@ -60,6 +59,7 @@ def test_first_fine_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "import os" in text_of(outputs[-1:])
 
 
+@pytest.mark.drill
 def test_submit_watch_resume_compare(
     cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

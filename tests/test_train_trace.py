@@ -86,18 +86,25 @@ def test_the_formula_is_what_the_step_takes(name: str, world: int, more: dict[st
     assert shards == pytest.approx(planned_shards, rel=0.01)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"activation_checkpointing": "full"},
-        {"lora": Lora(rank=16)},
-        {"lora": Lora(rank=16), "activation_checkpointing": "full"},
-    ],
-    ids=["all", "all-full", "lora", "lora-full"],
-)
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"tiny"}))
+WAYS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "all-full": {"activation_checkpointing": "full"},
+    "lora": {"lora": Lora(rank=16)},
+    "lora-full": {"lora": Lora(rank=16), "activation_checkpointing": "full"},
+}
+
+
+def presets_and_ways() -> list[Any]:
+    """Return each preset in each way; of every preset, `make test-full` takes one, in turn."""
+    cells = []
+    for number, name in enumerate(sorted(set(PRESETS) - {"tiny"})):
+        for turn, way in enumerate(WAYS):
+            mark = pytest.mark.full if number % len(WAYS) == turn else pytest.mark.drill
+            cells.append(pytest.param(name, WAYS[way], id=f"{name}-{way}", marks=mark))
+    return cells
+
+
+@pytest.mark.parametrize(("name", "more"), presets_and_ways())
 def test_a_few_layers_of_every_preset(name: str, more: dict[str, Any]) -> None:
     layers = 6 if name.startswith("gemma3") else 4  # every sixth attends to all
     traced, planned, shards, planned_shards = both(name, 8, 1, 2048, layers=layers, **more)

@@ -34,7 +34,7 @@ from rayapp.train.spec import ImageSpec
 from rayapp.vision.prepare import order_of
 from rayapp.vision.rows import transform_of
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.drill
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,7 +121,6 @@ def test_a_killed_worker_changes_nothing(folder: Path, expected: Undisturbed) ->
     assert model.config.num_labels == 10 and model.config.id2label[0] == "checks"
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize("workers", [1, 3])
 def test_any_number_of_workers_takes_the_same_images(
     workers: int, folder: Path, expected: Undisturbed
@@ -133,7 +132,6 @@ def test_any_number_of_workers_takes_the_same_images(
     assert_alike(drill.lines(), expected(drill, 2))
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize("worlds", [(1, 3, 2), (3, 2, 1)])
 def test_the_order_outlives_every_change_of_workers(worlds: tuple[int, ...], folder: Path) -> None:
     """One command's driver dies, the next one is stopped, the last has other workers again.
@@ -158,7 +156,6 @@ def test_the_order_outlives_every_change_of_workers(worlds: tuple[int, ...], fol
     assert last.lines()[-1]["workers"] == worlds[2] and last.lines()[-1]["attempt"] == 3
 
 
-@pytest.mark.drill
 def test_a_node_is_taken_away_and_another_comes(folder: Path) -> None:
     """2 workers, after a notice 1, and 2 again as soon as there is room: nothing is lost.
 
@@ -184,7 +181,6 @@ def test_a_node_is_taken_away_and_another_comes(folder: Path) -> None:
     assert (grown["kind"], grown["lost_steps"]) == ("resize", 0), grown
 
 
-@pytest.mark.drill
 def test_tar_shards_and_a_run_on_s3(folder: Path, s3_server: str, s3_bucket: str) -> None:
     """The same images from shards under s3://; the command is killed, and goes on from there."""
     shards, bucket = as_tars(folder / "shards", drawn(10, 40), 60), f"s3://{s3_bucket}"
@@ -200,7 +196,6 @@ def test_tar_shards_and_a_run_on_s3(folder: Path, s3_server: str, s3_bucket: str
     assert_same(second.lines(), Undisturbed(folder / "s3", train_again)(second, 2))
 
 
-@pytest.mark.drill
 def test_a_ray_job_trains_a_classifier(tmp_path: Path) -> None:
     """`rayapp submit` of vision_cpu.yaml, cut short: followed, listed, and reported."""
     with with_jobs(tmp_path, cpus=4) as environment:
