@@ -36,7 +36,7 @@ def node_groups(name: str, client: Client) -> list[NodeGroup]:
     stack = f"{name}-eks"
     hosts = _hosts(stack, client)
     pods = {spec["groupName"]: spec.get("replicas", 0) for spec in _specs()}
-    found = list[NodeGroup]()
+    groups = list[NodeGroup]()
     for group in (group for group in hosts if PREFERRED.match(group)):
         if group not in pods:
             raise NotReachable(
@@ -44,8 +44,8 @@ def node_groups(name: str, client: Client) -> list[NodeGroup]:
                 "two lists. Run `make up-eks` again"
             )
         nodes = int(scaling_group(hosts[group], client)["DesiredCapacity"])
-        found.append(NodeGroup(group, hosts[group], max(nodes, pods[group]), client))
-    return found
+        groups.append(NodeGroup(group, hosts[group], max(nodes, pods[group]), client))
+    return groups
 
 
 @dataclass(frozen=True)
@@ -100,19 +100,19 @@ def _hosts(stack: str, client: Client) -> dict[str, str]:
     """Return {group: its Auto Scaling group} of the workers' node groups."""
     eks = client("eks")
     pages = eks.get_paginator("list_nodegroups").paginate(clusterName=stack)
-    found = dict[str, str]()
+    hosts = dict[str, str]()
     for name in [name for page in pages for name in page["nodegroups"]]:
-        told = eks.describe_nodegroup(clusterName=stack, nodegroupName=name)["nodegroup"]
-        (group,) = told["resources"]["autoScalingGroups"]
-        found[name.removeprefix(f"{stack}-")] = group["name"]
-    found.pop("system", None)
-    return found
+        answer = eks.describe_nodegroup(clusterName=stack, nodegroupName=name)["nodegroup"]
+        (group,) = answer["resources"]["autoScalingGroups"]
+        hosts[name.removeprefix(f"{stack}-")] = group["name"]
+    hosts.pop("system", None)
+    return hosts
 
 
 def _specs() -> list[Any]:
     """Return the pods' groups of the RayCluster."""
-    told = json.loads(_kubectl("get", "raycluster", "rayapp", "--output=json"))
-    return list(told["spec"]["workerGroupSpecs"])
+    cluster = json.loads(_kubectl("get", "raycluster", "rayapp", "--output=json"))
+    return list(cluster["spec"]["workerGroupSpecs"])
 
 
 def _set_pods(group: str, pods: int) -> None:

@@ -1,7 +1,7 @@
 """Continue the prompts of a run with the model as it is, on all ranks together.
 
-    found = continued(parts, prompts, device, control, 32)              # the likeliest tokens
-    found = continued(parts, prompts, device, control, 64, seed=1)      # drawn tokens
+    texts = continued(parts, prompts, device, control, 32)              # the likeliest tokens
+    texts = continued(parts, prompts, device, control, 64, seed=1)      # drawn tokens
 
 There is no cache of keys and values: each token is one forward pass of all prompts that fit into
 the tokens of a micro-batch. Rows have their final length from the start, since kernels on CPUs keep

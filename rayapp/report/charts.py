@@ -65,13 +65,15 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Chart]:
     charts = []
     every = groups(runs)
     for group in every:
-        found = [_loss(runs, group.places), *held_charts(runs, group.places)]
+        of_group = [_loss(runs, group.places), *held_charts(runs, group.places)]
         if len(every) > 1:
-            found = [
-                replace(one, id=f"{one.id}-{group.name}", title=f"{one.title}, group {group.name}")
-                for one in found
+            of_group = [
+                replace(
+                    chart, id=f"{chart.id}-{group.name}", title=f"{chart.title}, group {group.name}"
+                )
+                for chart in of_group
             ]
-        charts += found
+        charts += of_group
     memory = _overlaid(runs, "memory", "Memory of rank 0", "GiB", "peak_gib", zero=True)
     return _laid_out([*charts, _throughput(runs), memory, _gradient(runs), _rate(runs)])
 

@@ -67,15 +67,15 @@ def means(
     if count <= 2 * buckets:
         return list(averaged), list(placed)
     edges = np.linspace(0, count, buckets + 1).astype(int)
-    found = []
+    averages = []
     for column in averaged:
         known = ~np.isnan(column)
         sums = np.add.reduceat(np.where(known, column, 0.0), edges[:-1])
         counts = np.add.reduceat(known.astype(np.float64), edges[:-1])
         with np.errstate(invalid="ignore"):
-            found.append(sums / counts)
+            averages.append(sums / counts)
     middles = (edges[:-1] + edges[1:] - 1) // 2
-    return found, [column[middles] for column in placed]
+    return averages, [column[middles] for column in placed]
 
 
 def window_of(count: int) -> int:

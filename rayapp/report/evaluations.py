@@ -115,24 +115,24 @@ def _prompts(held: Sequence[Held]) -> list[str]:
 
 def _whole_lines(storage: Storage) -> dict[int, MetricsLine]:
     """Return by step the lines of metrics.jsonl that have own metrics or answers."""
-    found = {}
+    lines = {}
     for _, data in segments.blocks(storage):
         for text in data.splitlines():
             line = metrics.parsed(text) if any(mark in text for mark in MARKS) else None
             if line is not None:
-                found[line["step"]] = line
-    return found
+                lines[line["step"]] = line
+    return lines
 
 
 def _evaluated(columns: Mapping[str, Array], whole: Mapping[int, MetricsLine]) -> list[Evaluated]:
     """Return the evaluations that training has written to metrics.jsonl."""
     known = ~np.isnan(columns["eval_loss"])
     rows = zip(*(columns[name][known].tolist() for name in FIGURES), strict=True)
-    found = []
+    evaluations = []
     for step, loss, *others in rows:
         per_byte, top1, top5 = (None if np.isnan(value) else value for value in others)
         line = whole.get(int(step))
-        found.append(
+        evaluations.append(
             Evaluated(
                 step=int(step),
                 eval_loss=loss,
@@ -143,4 +143,4 @@ def _evaluated(columns: Mapping[str, Array], whole: Mapping[int, MetricsLine]) -
                 eval_samples=line.get("eval_samples") if line else None,
             )
         )
-    return found
+    return evaluations

@@ -110,13 +110,13 @@ def _drawn(name: str, line: ChartLine) -> list[GlyphRenderer]:
         style = {"line_width": 1, "line_alpha": 0.4}
     if line.role == DOTS:
         style = {"line_width": 1, "line_dash": [3, 4]}
-    found = [_renderer(source, Line(x="x", y="y", line_join="round", **style), name)]
+    renderers = [_renderer(source, Line(x="x", y="y", line_join="round", **style), name)]
     if line.role == DOTS:
-        found.append(_renderer(source, Scatter(x="x", y="y", size=8, line_width=2), name))
+        renderers.append(_renderer(source, Scatter(x="x", y="y", size=8, line_width=2), name))
     else:
         lone = ColumnDataSource({"x": [], "y": []}, name=f"{name}/lone")
-        found.append(_renderer(lone, Scatter(x="x", y="y", size=6, line_color=None), name))
-    return found
+        renderers.append(_renderer(lone, Scatter(x="x", y="y", size=6, line_color=None), name))
+    return renderers
 
 
 def _renderer(source: ColumnDataSource, glyph: Any, name: str) -> GlyphRenderer:

@@ -1,7 +1,7 @@
 """Read the figures of each source of a mixture from a run's metrics.jsonl.
 
-found = read(run, num_recent=50)
-found["a.jsonl"].tokens, found["a.jsonl"].loss, found["a.jsonl"].held_out
+figures = read(run, num_recent=50)
+figures["a.jsonl"].tokens, figures["a.jsonl"].loss, figures["a.jsonl"].held_out
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SourceFigures:
 
 def read(run: Storage, num_recent: int) -> dict[str, SourceFigures]:
     """Return the figures by path, those of the loss over `num_recent` steps; {} of one source."""
-    found: dict[str, SourceFigures] = {}
+    figures: dict[str, SourceFigures] = {}
     for _, data in segments.blocks(run):
         for text in data.splitlines():
             line = metrics.parsed(text) if MARK in text else None
@@ -44,16 +44,16 @@ def read(run: Storage, num_recent: int) -> dict[str, SourceFigures]:
                 continue
             losses = line.get("loss_by_source") or {}
             for path, tokens in (line.get("tokens_by_source") or {}).items():
-                each = found.setdefault(path, SourceFigures(recent=deque(maxlen=num_recent)))
+                each = figures.setdefault(path, SourceFigures(recent=deque(maxlen=num_recent)))
                 each.tokens += 0 if line["skipped"] else tokens
                 loss = losses.get(path)
                 if loss is not None:
                     each.recent.append((loss, tokens))
-            evaluated(found, line)
-    return found
+            evaluated(figures, line)
+    return figures
 
 
-def evaluated(found: dict[str, SourceFigures], held_out: HeldOut) -> None:
+def evaluated(figures: dict[str, SourceFigures], held_out: HeldOut) -> None:
     """Set the held-out losses to those of an evaluation, if it has some."""
     for path, loss in (held_out.get("eval_loss_by_source") or {}).items():
-        found.setdefault(path, SourceFigures()).held_out = loss
+        figures.setdefault(path, SourceFigures()).held_out = loss

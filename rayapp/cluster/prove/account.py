@@ -182,26 +182,26 @@ class AwsAccount:
         action, ids = GONE[kind]
         answer = getattr(self.client("ec2"), action)(**{ids: [name]})
         if kind == "instance":
-            hosts = [host for one in answer["Reservations"] for host in one["Instances"]]
+            hosts = [host for item in answer["Reservations"] for host in item["Instances"]]
             return all(host["State"]["Name"] == "terminated" for host in hosts)
-        (found,) = [value for value in answer.values() if isinstance(value, list)]
-        return all(one["State"].lower() == "deleted" for one in found)
+        (items,) = [value for value in answer.values() if isinstance(value, list)]
+        return all(item["State"].lower() == "deleted" for item in items)
 
     def _inactive(self, kind: str, arn: str) -> bool:
         """Return whether ECS keeps only the record of a thing that was deleted."""
         ecs = self.client("ecs")
         if kind == "cluster":
-            found = ecs.describe_clusters(clusters=[arn])["clusters"]
+            items = ecs.describe_clusters(clusters=[arn])["clusters"]
         elif kind == "service":
             cluster = arn.split("/")[1]
-            found = ecs.describe_services(cluster=cluster, services=[arn])["services"]
+            items = ecs.describe_services(cluster=cluster, services=[arn])["services"]
         elif kind == "capacity-provider":
-            found = ecs.describe_capacity_providers(capacityProviders=[arn])["capacityProviders"]
+            items = ecs.describe_capacity_providers(capacityProviders=[arn])["capacityProviders"]
         elif kind == "task-definition":
-            found = [ecs.describe_task_definition(taskDefinition=arn)["taskDefinition"]]
+            items = [ecs.describe_task_definition(taskDefinition=arn)["taskDefinition"]]
         else:
             return False
-        return all(one["status"] == "INACTIVE" for one in found)
+        return all(item["status"] == "INACTIVE" for item in items)
 
 
 def _start(fis: Any, template: str) -> None:

@@ -89,9 +89,9 @@ def prove(proof: Proof) -> tuple[list[Step], list[str]]:
         if not _do(proof, steps[name], trial):
             break
     _do(proof, steps[DOWN], go_down)
-    found = list[str]()
-    _do(proof, steps[LEFT], lambda proof: look_for_left(proof, found))
-    return list(steps.values()), by_hand(proof, found, steps[DOWN].result == PASS)
+    remaining = list[str]()
+    _do(proof, steps[LEFT], lambda proof: look_for_left(proof, remaining))
+    return list(steps.values()), by_hand(proof, remaining, steps[DOWN].result == PASS)
 
 
 def _do(proof: Proof, step: Step, trial: Callable[[Proof], str]) -> bool:
@@ -161,16 +161,16 @@ def _interrupted(proof: Proof, kinds: Collection[str], since: int) -> Interrupti
 
     `since` interruptions are older. That workers are added, as hosts come back, is one too.
     """
-    folder, found = proof.folder(DISTURBED), list[Interruption]()
+    folder, matching = proof.folder(DISTURBED), list[Interruption]()
 
     def gone_on(now: Progress) -> bool:
         later = interruptions(read_events(folder))[since:]
-        found[:] = [one for one in later if one["kind"] in kinds]
-        resumed = bool(found) and found[0]["lost_steps"] is not None
-        return resumed and now.step >= found[0]["step"] + AFTER_STEPS
+        matching[:] = [one for one in later if one["kind"] in kinds]
+        resumed = bool(matching) and matching[0]["lost_steps"] is not None
+        return resumed and now.step >= matching[0]["step"] + AFTER_STEPS
 
     proof.wait(DISTURBED, gone_on, RUN_S)
-    return found[0]
+    return matching[0]
 
 
 def _next_fault(proof: Proof) -> tuple[str, int, float]:
@@ -185,12 +185,12 @@ def _next_fault(proof: Proof) -> tuple[str, int, float]:
     return hosts[0], len(interruptions(read_events(proof.folder(DISTURBED)))), time.time()
 
 
-def _told(proof: Proof, one: Interruption, at: float, host: str) -> str:
-    lost, first_s = one["lost_steps"], one["to_first_step_s"]
+def _described(proof: Proof, event: Interruption, at: float, host: str) -> str:
+    lost, first_s = event["lost_steps"], event["to_first_step_s"]
     workers = [line["workers"] for line in metrics.read(proof.folder(DISTURBED))]
     return (
-        f"{host}: noticed after {one['time'] - at:.0f} s at step {one['step']}, {lost} steps lost, "
-        f"next step {first_s:.0f} s later, {workers[-1]} workers at the end"
+        f"{host}: noticed after {event['time'] - at:.0f} s at step {event['step']}, "
+        f"{lost} steps lost, next step {first_s:.0f} s later, {workers[-1]} workers at the end"
     )
 
 
@@ -198,22 +198,22 @@ def survive_notice(proof: Proof) -> str:
     """Give one host a spot notice. The run must save, lose no step and go on without it."""
     host, since, at = _next_fault(proof)
     with proof.account.spot_notice(host):
-        one = _interrupted(proof, {PREEMPTION}, since)
-    told = _told(proof, one, at, host)
-    if one["lost_steps"]:
-        raise Failed(told)
-    return told
+        event = _interrupted(proof, {PREEMPTION}, since)
+    description = _described(proof, event, at, host)
+    if event["lost_steps"]:
+        raise Failed(description)
+    return description
 
 
 def survive_loss(proof: Proof) -> str:
     """Terminate a host without a notice. The run must go on from a checkpoint."""
     host, since, at = _next_fault(proof)
     proof.account.terminate(host)
-    one = _interrupted(proof, {FAILURE, PREEMPTION}, since)
-    told = _told(proof, one, at, host)
-    if one["lost_steps"] is None or one["lost_steps"] >= one["step"]:
-        raise Failed(f"it began anew: {told}")
-    return told
+    event = _interrupted(proof, {FAILURE, PREEMPTION}, since)
+    description = _described(proof, event, at, host)
+    if event["lost_steps"] is None or event["lost_steps"] >= event["step"]:
+        raise Failed(f"it began anew: {description}")
+    return description
 
 
 def stop(proof: Proof) -> str:
@@ -274,23 +274,23 @@ def go_down(proof: Proof) -> str:
     return f"and {len(insights)} log groups of Container Insights" if insights else "by Terraform"
 
 
-def look_for_left(proof: Proof, found: list[str]) -> str:
-    """Look for what still has the tags of the stacks until nothing has; `found` gets what has."""
+def look_for_left(proof: Proof, remaining: list[str]) -> str:
+    """List what still has the tags of the stacks in `remaining`, until nothing has them."""
     until = time.monotonic() + LEFT_S
     while True:
-        found[:] = proof.account.left()
-        if not found:
+        remaining[:] = proof.account.left()
+        if not remaining:
             return f"no resource, role or log group of {proof.account.name}"
         if time.monotonic() > until:
-            raise Failed(f"{len(found)} things are left, listed below")
+            raise Failed(f"{len(remaining)} things are left, listed below")
         time.sleep(POLL_S)
 
 
-def by_hand(proof: Proof, found: list[str], is_down: bool) -> list[str]:
+def by_hand(proof: Proof, remaining: list[str], is_down: bool) -> list[str]:
     """Return the commands and things that end the bill, if the proof has not ended it."""
     if is_down:
-        return found
+        return remaining
     account = proof.account
     given = f"NAME={account.name} REGION={account.region}"
     down = [f"make down-{account.home} {given}", f"make down-base {given} BUCKET={proof.bucket}"]
-    return down + found
+    return down + remaining
