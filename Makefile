@@ -1,7 +1,7 @@
 # make finetune   train the default model on this machine, from nothing
 # make vision     train a small ResNet on images that rayapp draws itself
 # make test       the tests of every module, one fine-tune end to end, one kill and resume
-# make test-full  what make test leaves out: over 10 seconds, Ceph, Terraform, drills of nodes
+# make test-full  what make test leaves out: over 10 seconds, Terraform, a killed driver on Ceph
 # make test-image cluster/Dockerfile built by buildah on a Debian made here, and tried (root, buildah, mmdebstrap)
 # make mutations  faults put into a copy of the code one at a time; a test must find each
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids

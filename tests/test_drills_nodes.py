@@ -10,7 +10,7 @@ from drill import Drill, Undisturbed, assert_alike, worker_counts
 from nodes import Node, join, seats
 from patience import PATIENCE_S
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.drill
 
 # Longer than any of these drills, which stop when they have seen enough; slow enough in learning
 # that another order of summing fp32 gradients stays within 1e-4 for so many steps.
@@ -48,7 +48,6 @@ def test_a_node_is_taken_away_and_another_comes(folder: Path, expected: Undistur
     assert (grown["kind"], grown["workers"], grown["lost_steps"]) == ("resize", 1, 0), grown
 
 
-@pytest.mark.drill
 def test_a_lost_node_is_left_behind(folder: Path, expected: Undisturbed) -> None:
     """SIGKILL to all of a node's processes: the other node goes on from the last checkpoint."""
     with seats(folder, 2) as nodes:
@@ -63,7 +62,6 @@ def test_a_lost_node_is_left_behind(folder: Path, expected: Undisturbed) -> None
     assert loss["kind"] == "failure" and workers.count(2) % 10 == 0, loss
 
 
-@pytest.mark.drill
 def test_three_nodes_shrink_to_two_and_grow_again(folder: Path, expected: Undisturbed) -> None:
     """One of three is lost; the run goes on with two, and with three once another has come."""
     with seats(folder, 3) as nodes:
@@ -80,7 +78,6 @@ def test_three_nodes_shrink_to_two_and_grow_again(folder: Path, expected: Undist
     assert (grown["kind"], grown["workers"], grown["lost_steps"]) == ("resize", 2, 0), grown
 
 
-@pytest.mark.drill
 def test_a_lost_head_ends_the_command_and_another_cluster_goes_on(
     folder: Path, expected: Undisturbed
 ) -> None:

@@ -43,9 +43,11 @@ def test_named_runs_train_what_their_configs_say(part: int, tmp_path: Path) -> N
     assert wrong(product.run(grid.named(tmp_path)[part::4], tmp_path)) == {}
 
 
-@pytest.mark.full
-def test_drawn_configs_train_what_they_say(tmp_path: Path) -> None:
-    assert wrong(product.run(grid.draw(40, tmp_path), tmp_path)) == {}
+@pytest.mark.parametrize(
+    "count", [pytest.param(12, marks=pytest.mark.full), pytest.param(40, marks=pytest.mark.drill)]
+)
+def test_drawn_configs_train_what_they_say(count: int, tmp_path: Path) -> None:
+    assert wrong(product.run(grid.draw(count, tmp_path), tmp_path)) == {}
 
 
 @pytest.mark.full
