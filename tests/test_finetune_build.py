@@ -339,6 +339,7 @@ def test_the_whole_grid_equals_one_plain_process(tmp_path: Path) -> None:
     compare(GRID, tmp_path)
 
 
+@pytest.mark.drill
 def test_fifty_steps_of_every_architecture_equal_plain_transformers(tmp_path: Path) -> None:
     """Every step's loss within 1e-4 nats a token, and the held-out loss after the last."""
     compare(FIFTY, tmp_path)

@@ -18,6 +18,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from rayapp.model.files import INDEX, SINGLE
 from rayapp.storage import Storage
 
+ROTARY_TYPES_OF_VERSION_4 = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
 
 def write_small_files(
     hf: PreTrainedModel,
@@ -90,6 +92,8 @@ def _rotary_of_version_4(section: dict[str, Any]) -> dict[str, Any]:
         rope = rope["full_attention"]
     if "rope_theta" not in rope:
         return found
+    if rope.get("rope_type", "default") not in ROTARY_TYPES_OF_VERSION_4:
+        return {}  # it has no such model, and version 5 would read these fields as all there is
     neox = kind.startswith("gpt_neox")
     found["rotary_emb_base" if neox else "rope_theta"] = rope["rope_theta"]
     if "partial_rotary_factor" in rope:
