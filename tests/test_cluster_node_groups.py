@@ -82,7 +82,7 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayapp.cluster.capacity.POLL_S", 0.1)
-    monkeypatch.setattr("rayapp.cluster.node_groups.POLL_S", 0.1)
+    monkeypatch.setattr("rayapp.cluster.connect.POLL_S", 0.1)
 
 
 class Kube(Site):
