@@ -677,7 +677,7 @@ TINY_TRIAL = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.drill
 def test_a_trial_of_ray_tune_reports_each_step(ray_here: None, files: Path, tmp_path: Path) -> None:
     from ray import tune
 

@@ -137,7 +137,7 @@ def kernel(cluster: dict[str, str], code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.full
+@pytest.mark.drill
 def test_submit_watch_stop_resume_finish(
     cluster: dict[str, str], s3_bucket: str, tmp_path: Path
 ) -> None:

@@ -168,7 +168,7 @@ last = None
 while True:
     count = sum(node["Alive"] for node in ray.nodes())
     if count != last:
-        print(time.time(), count, flush=True)
+        print("alive", time.time(), count, flush=True)
     last = count
     time.sleep(0.2)
 """
@@ -180,7 +180,7 @@ while True:
 
     def changes(self) -> list[tuple[float, int]]:
         lines = [line.split() for line in self._log.read_text().splitlines()]
-        return [(float(line[0]), int(line[1])) for line in lines if len(line) == 2]
+        return [(float(line[1]), int(line[2])) for line in lines if line[:1] == ["alive"]]
 
     def fell_at(self, since: float) -> float:
         """Return when, after `since`, Ray first had fewer nodes than just before."""

@@ -226,9 +226,10 @@ class Container:
         )
 
     def exhaust_memory(self, room_mib: int = 100) -> None:
-        """Take more memory than its limit has, in a process that the kernel does not kill for it.
+        """Take more memory than its limit has, in a process beside its own.
 
         The limit is first lowered to what is in use and some room, so that little has to be taken.
+        The kernel ends a worker of Ray, which asks to be ended first (oom_score_adj 1000).
         """
         group = MEMORY / self.id
         in_use = int((group / "memory.usage_in_bytes").read_text())
@@ -236,7 +237,6 @@ class Container:
 
         def join() -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
-            Path("/proc/self/oom_score_adj").write_text("-1000")
 
         code = f"import time; kept = b'x' * {2 * room_mib * 2**20}; time.sleep(5)"
         subprocess.run([sys.executable, "-c", code], preexec_fn=join, check=True)
