@@ -26,6 +26,7 @@ from patience import PATIENCE_S
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(3600)]
 
+STILL_S = 10.0  # a step here takes less than one
 LONG: dict[str, Any] = {"train.epochs": 200, "train.lr": 1e-4, "cluster.max_failures": 5}
 
 
@@ -112,11 +113,12 @@ def ground(image: Path, network: Network, s3: Ceph) -> Iterator[Ground]:
 def row(what: str, run: Job, since: float, noticed: float | None) -> None:
     """Print a line of the table: steps lost, seconds until it is noticed and until a new step."""
     times = [line["time"] for line in run.lines()]
-    # The first step after the longest time without one.
+    # The first step after the longest time without one; none if training never stood still.
     longest, first = max((b - a, b) for a, b in itertools.pairwise(times) if b > since)
+    resumed = f"{first - since:.0f}" if longest > STILL_S else "-"
     lost = sum(event["lost_steps"] or 0 for event in run.result()["interruptions"])
     seconds = "-" if noticed is None else f"{noticed - since:.0f}"
-    print(f"| {what} | {lost} | {seconds} | {first - since:.0f} | {longest:.0f} | yes |")
+    print(f"| {what} | {lost} | {seconds} | {resumed} | yes |")
 
 
 @pytest.mark.parametrize("how", ["kill", "lose", "cut"])
