@@ -110,13 +110,17 @@ def ground(image: Path, network: Network, s3: Ceph) -> Iterator[Ground]:
         ground.cluster.end()
 
 
-def row(what: str, run: Job, since: float, noticed: float | None) -> None:
-    """Print a line of the table: steps lost, seconds until it is noticed and until a new step."""
+def row(what: str, run: Job, since: float, noticed: float | None, lost: int | None = None) -> None:
+    """Print a line of the table: steps lost, seconds until it is noticed and until a new step.
+
+    The steps lost are those of result.json, if `lost` is not given: a dead driver writes none.
+    """
     times = [line["time"] for line in run.lines()]
     # The first step after the longest time without one; none if training never stood still.
     longest, first = max((b - a, b) for a, b in itertools.pairwise(times) if b > since)
     resumed = f"{first - since:.0f}" if longest > STILL_S else "-"
-    lost = sum(event["lost_steps"] or 0 for event in run.result()["interruptions"])
+    if lost is None:
+        lost = sum(event["lost_steps"] or 0 for event in run.result()["interruptions"])
     seconds = "-" if noticed is None else f"{noticed - since:.0f}"
     print(f"| {what} | {lost} | {seconds} | {resumed} | yes |")
 
@@ -260,7 +264,7 @@ def test_the_head_is_lost(
     ground.workers()
     run = Job(ground.cluster, folder, "head", storage, LONG)
     run.wait_for_checkpoint(15)
-    since = time.time()
+    since, reached = time.time(), run.lines()[-1]["step"]
     ground.cluster.head.lose()
     ground.cluster.end()
     ground.renew()
@@ -274,6 +278,7 @@ def test_the_head_is_lost(
         again,
         since,
         None,
+        reached - [line["attempt"] for line in again.lines()].count(1),
     )
 
 
@@ -296,7 +301,7 @@ def test_two_clusters_have_one_run(
         refused = Job(second, folder, "both", storage, LONG)
         assert refused.process.wait(PATIENCE_S) != 0
         assert "run.name=both is running" in refused.log.read_text()
-        since = time.time()
+        since, reached = time.time(), run.lines()[-1]["step"]
         for container in ground.cluster.containers:
             container.cut()
         other = Job(second, folder, "both", storage, {**LONG, "cluster.workers": 1})
@@ -306,6 +311,8 @@ def test_two_clusters_have_one_run(
         other.wait_for_step(run.lines()[-1]["step"] + 10)
         other.stop()
         assert_alike(other.lines(), expected(other, 1))
-        row("all hosts of a cluster are cut off; another takes the run over", other, since, None)
+        lost = reached - [line["attempt"] for line in other.lines()].count(1)
+        what = "all hosts of a cluster are cut off; another takes the run over"
+        row(what, other, since, None, lost)
     ground.cluster.end()
     ground.renew()
