@@ -226,7 +226,7 @@ def test_a_disk_is_full(ground: Ground, folder: Path, storage: str, expected: Un
 
 
 @pytest.mark.parametrize("seconds", [30, 150])
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("restarts", [False, True], ids=["run", "restart"])
 def test_s3_answers_nothing(
     seconds: int,
     restarts: bool,

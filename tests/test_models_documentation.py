@@ -12,10 +12,11 @@ from peft import PeftModel
 from support.architectures import ARCHITECTURES, Architecture
 from test_model_mixers import CPU, loss_of_each, packed_loss
 from test_train_reading import memory
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayapp import model
 from rayapp.config import Lora
+from rayapp.model.small_files import write_small_files
 from rayapp.storage import open_storage
 from rayapp.train.loss import chunked_cross_entropy
 
@@ -94,6 +95,18 @@ def line(architecture: Architecture, folder: Path) -> str:
     whole, adapter = exports(architecture, folder)
     cells = [architecture.name, lm.hf.config.model_type, yes(missed == 0), ", ".join(ratios)]
     return "| " + " | ".join([*cells, packs(lm), whole, adapter]) + " |"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.kind)
+def test_an_exported_config_is_read_as_it_was(architecture: Architecture, tmp_path: Path) -> None:
+    """Its names for transformers 4 change no rotary setting of transformers 5."""
+    config = architecture.config()
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    write_small_files(hf, open_storage(str(tmp_path)), {}, None, None, torch.bfloat16, {})
+    again = AutoConfig.from_pretrained(tmp_path)
+    for name in ("rope_parameters", "layer_types"):
+        assert getattr(again, name, None) == getattr(config, name, None), name
 
 
 @pytest.mark.full
