@@ -53,6 +53,10 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {"cluster.instance": "g5.12xlarge", "cluster.workers": "4:8"},
         {"components": ("autoscaling",), "nodes": "autoscaled"},
     ),
+    "data": (
+        {"cluster.instance": "g5.12xlarge", "cluster.workers": "8"},
+        {"data_nodes": 3, "components": ("kueue", "lustre"), "lustre": LUSTRE},
+    ),
     "queue": (
         {"cluster.instance": "p5.48xlarge", "cluster.workers": "16"},
         {"components": ("kueue",)},
@@ -81,7 +85,7 @@ def config_of(case: str) -> RunConfig:
 def options_of(case: str, platform: str) -> Options:
     asked = dict(CASES[case][1])
     if platform == "ecs":
-        asked = {name: asked[name] for name in asked if name == "market"}
+        asked = {name: asked[name] for name in asked if name in ("market", "data_nodes")}
     return Options(account=ACCOUNT, tag="0.1.0", **asked)
 
 
@@ -108,10 +112,11 @@ def build(folder: Path) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_task_definitions(case: str) -> None:
     files = rendered(case, "ecs")
-    assert sorted(files) == ["head.json", "terraform.tfvars.json", "worker.json"]
+    roles = ["data", "head", "worker"] if case == "data" else ["head", "worker"]
+    assert sorted(files) == sorted([*(f"{role}.json" for role in roles), "terraform.tfvars.json"])
     for name, text in files.items():
         same_as_golden(f"ecs-{case}/{name}", text)
-    for role in ("head", "worker"):
+    for role in roles:
         assert check_task_definition(json.loads(files[f"{role}.json"])) == []
 
 
@@ -158,6 +163,56 @@ def test_one_type_may_say_its_market(platform: str) -> None:
     other = render(platform, plain, dataclasses.replace(options, market="spot"))
     assert differing(files, other) <= {"common/run.yaml"} and sorted(files) == sorted(other)
     assert "1 x p4d.24xlarge (9.5 each, spot)" in cost(platform, load(None, kind), options)
+
+
+@pytest.mark.parametrize("instance", ["g5.12xlarge", LIST])
+def test_hosts_for_data_change_nothing_else(instance: str) -> None:
+    """On ECS: a task definition and a group more; they are not placed with the workers."""
+    config = load(None, {"cluster.instance": instance, "cluster.workers": "8"})
+    options = Options(account=ACCOUNT, tag="0.1.0")
+    with_data = dataclasses.replace(options, data_nodes=3)
+    alone, files = (render("ecs", config, asked) for asked in (options, with_data))
+    variables = json.loads(files.pop("terraform.tfvars.json"))
+    group = variables["workers"].pop("data")
+    assert variables == json.loads(alone.pop("terraform.tfvars.json"))
+    task = json.loads(files.pop("data.json"))
+    assert files == alone
+    assert (group["instance_type"], group["nodes"], group["max_nodes"]) == ("m6i.8xlarge", 3, 3)
+    assert (group["gpus"], group["placed"], group["task"]) == (0, False, "data")
+    command = task["containerDefinitions"][0]["command"]
+    assert "--num-cpus=30" in command and "--num-gpus=0" in command  # of 32, two are the host's
+    assert task["family"] == "rayapp-ecs-data" and "--labels=rayapp/group=data" in command
+    (line,) = set(cost("ecs", config, with_data).splitlines()) - {
+        *cost("ecs", config, options).splitlines()
+    }
+    assert line.startswith("data: 3 x m6i.8xlarge beside the workers, 4.61 USD/h more (1.536 each")
+
+
+@needs_kubectl
+@pytest.mark.parametrize("instance", ["g5.12xlarge", LIST])
+def test_pods_for_data_come_after_the_workers(instance: str, tmp_path: Path) -> None:
+    """The patches of the workers' groups name them by place; these pods have the files too."""
+    config = load(None, {"cluster.instance": instance, "cluster.workers": "8"})
+    more: dict[str, Any] = {"components": ("lustre",), "lustre": LUSTRE}
+    options = Options(account=ACCOUNT, tag="0.1.0", **more)
+    groups = []
+    for folder, asked in (
+        ("alone", options),
+        ("data", dataclasses.replace(options, data_nodes=3)),
+    ):
+        write(render("kuberay", config, asked), tmp_path / folder)
+        (cluster,) = yaml.safe_load_all(build(tmp_path / folder / "cluster"))
+        groups.append(cluster["spec"]["workerGroupSpecs"])
+    alone, (*workers, data) = groups
+    assert workers == alone
+    assert (data["groupName"], data["labels"]) == ("data", {"rayapp/group": "data"})
+    assert [data[name] for name in ("minReplicas", "replicas", "maxReplicas")] == [3, 3, 3]
+    pod = data["template"]["spec"]
+    assert pod["nodeSelector"] == {"rayapp/group": "data"} and "tolerations" not in pod
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert set(container["resources"]["limits"]) == {"cpu", "memory"}
+    assert "/lustre" in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
 @needs_kubectl
@@ -297,7 +352,7 @@ def test_a_drain_can_evict_one_worker_at_a_time(
 
 
 @needs_kubectl
-@pytest.mark.parametrize("case", ["queue", "spot"])
+@pytest.mark.parametrize("case", ["queue", "spot", "data"])
 def test_a_queue_can_admit_the_cluster_and_the_job(case: str, tmp_path: Path) -> None:
     """Every pod has a flavor with its nodes, every resource a quota, and the quota is enough."""
     write(rendered(case, "kuberay"), tmp_path)
@@ -558,6 +613,14 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
             {"market": "capacity-block", "reservation": "cr-01234567"},
             "market=capacity-block is ambiguous: cluster.instance is bought as spot",
         ),
+        ({}, {"data_nodes": 2, "data_instance": "m6"}, "data_instance=m6 is unknown"),
+        ({}, {"data_nodes": 2, "data_instance": "g5.xlarge"}, "which preparing data does not use"),
+        (
+            {"cluster.instance": "m6i.4xlarge"},
+            {"data_nodes": 2},
+            "workers without GPUs would train on these hosts too",
+        ),
+        ({"cluster.gpu": "false"}, {"data_nodes": 2}, "data_nodes is impossible"),
         ({"run.storage": "s3://elsewhere/runs"}, {}, f"s3://rayapp-{ACCOUNT}-us-west-2/runs. Set"),
     ],
 )

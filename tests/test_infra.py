@@ -31,6 +31,7 @@ from rayapp.hardware import INSTANCES, instance
 from rayapp.storage import MIN_PART_BYTES, StorageError, open_storage
 from rayapp.storage.inputs import open_input
 
+DATA_NODES = 2
 ECS_INSTANCE = "p4d.24xlarge"
 EKS_INSTANCES = ("g5.12xlarge", "p3.8xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
 FROM_FILE = {  # the seed's set-ups for images
@@ -63,13 +64,14 @@ def tfvars(
 ) -> dict[str, Any]:
     described = load(str(ROOT / "configs" / file)) if file else config(instance_type)
     assert described.cluster.instance == instance_type
-    files = render(platform, described, Options(account=ACCOUNT, tag="0.1.0", **options))
+    asked = {"tag": "0.1.0", "data_nodes": DATA_NODES, **options}
+    files = render(platform, described, Options(account=ACCOUNT, **asked))
     return json.loads(files["terraform.tfvars.json"])
 
 
 @pytest.fixture(scope="module")
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
-    """All three stacks applied, two kinds of ECS workers and five of EKS; results in the bucket."""
+    """All three stacks applied: two kinds of ECS workers, five of EKS, hosts for data on both."""
     cloud = Cloud(tmp_path_factory.mktemp("cloud"))
     try:
         first = cloud.init("base")
@@ -79,7 +81,8 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         for stack in ("ecs", "eks"):
             assert (done := cloud.init(stack)).returncode == 0, done.stderr
         rendered = cloud.folder / "rendered"
-        write(render("ecs", config(ECS_INSTANCE), Options(account=ACCOUNT)), rendered)
+        options = Options(account=ACCOUNT, data_nodes=DATA_NODES)
+        write(render("ecs", config(ECS_INSTANCE), options), rendered)
         ecs, spot = tfvars("ecs", ECS_INSTANCE), tfvars("ecs", ECS_INSTANCE, market="spot")
         ecs["workers"] |= spot["workers"]
         eks = [tfvars("kuberay", one, FROM_FILE.get(one)) for one in EKS_INSTANCES]
@@ -87,6 +90,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             name.split(".")[0]: one["workers"]["workers"]
             for name, one in zip(EKS_INSTANCES, eks, strict=True)
         }
+        groups["data"] = eks[0]["workers"]["data"]
         groups["p5"] |= {"market": "capacity-block", "reservation_id": "cr-0123456789abcdef0"}
         admins = [f"arn:aws:iam::{ACCOUNT}:role/admins"]
         cloud.variables("base", {"region": REGION})
@@ -180,7 +184,7 @@ def launch_templates(cloud: Cloud) -> dict[str, dict[str, Any]]:
 
 def test_hosts_are_closed_and_encrypted(cloud: Cloud) -> None:
     templates = launch_templates(cloud)
-    assert len(templates) == 3 + 1 + len(EKS_INSTANCES)
+    assert len(templates) == 3 + 1 + len(EKS_INSTANCES) + 2
     for name, data in templates.items():
         assert data["MetadataOptions"]["HttpTokens"] == "required", name
         assert data["MetadataOptions"]["HttpPutResponseHopLimit"] == 1, name
@@ -218,14 +222,15 @@ def test_the_placement_group_is_the_workers(cloud: Cloud) -> None:
     of_ecs = [group for group in groups if group["AutoScalingGroupName"].startswith("rayapp-ecs")]
     placed = {group["AutoScalingGroupName"]: group.get("PlacementGroup") for group in of_ecs}
     workers = {f"rayapp-ecs-worker-{market}" for market in ("on-demand", "spot")}
-    assert placed == {"rayapp-ecs-head": None, **dict.fromkeys(workers, ecs)}
+    others = dict.fromkeys(("rayapp-ecs-head", "rayapp-ecs-worker-data"))
+    assert placed == {**others, **dict.fromkeys(workers, ecs)}
     assert all(group["MinSize"] == 0 for group in of_ecs)
     of_eks = {
         name.removeprefix("rayapp-eks-"): data.get("Placement", {}).get("GroupName")
         for name, data in launch_templates(cloud).items()
         if name.startswith("rayapp-eks")
     }
-    free = {"system": None, "p5": None}  # p5 has a capacity block
+    free = {"system": None, "data": None, "p5": None}  # p5 has a capacity block
     assert of_eks == {name.split(".")[0]: eks for name in EKS_INSTANCES} | free
 
 
@@ -266,7 +271,7 @@ def test_nodes_let_efa_lock_memory_and_use_their_own_disks(cloud: Cloud) -> None
     for name, data in launch_templates(cloud).items():
         script = base64.b64decode(data["UserData"]).decode()
         (disk,) = data["BlockDeviceMappings"]
-        gpus = not name.endswith(("-head", "-system"))
+        gpus = not name.endswith(("-head", "-system", "-data"))
         assert (disk["Ebs"].get("Throughput"), disk["Ebs"].get("Iops")) == (
             (1000, 6000) if gpus else (None, None)
         ), name
@@ -335,7 +340,9 @@ def test_alarms_tell_and_stop(cloud: Cloud) -> None:
     for stack in ("ecs", "eks"):
         assert {f"rayapp-{stack}-no-progress", f"rayapp-{stack}-head-down"} <= names
     idle = {alarm["AlarmName"]: alarm for alarm in alarms if alarm["AlarmName"].endswith("-idle")}
-    assert len(idle) == 2 + len(EKS_INSTANCES)
+    assert len(idle) == 2 + len(EKS_INSTANCES) + 2
+    by_cpu = {name for name, alarm in idle.items() if alarm["MetricName"] == "CPUUtilization"}
+    assert by_cpu == {"rayapp-ecs-worker-data-idle", "rayapp-eks-data-idle"}
     scaled = cloud.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]
     groups = {group["AutoScalingGroupName"] for group in scaled}
     eks = cloud.client("eks")
@@ -356,7 +363,7 @@ def test_alarms_tell_and_stop(cloud: Cloud) -> None:
         (step,) = policy["StepAdjustments"]
         assert (policy["AdjustmentType"], step["ScalingAdjustment"]) == ("ExactCapacity", 0)
         arns.add(policy["PolicyARN"])
-    assert len(arns) == 2 + len(EKS_INSTANCES)
+    assert len(arns) == 2 + len(EKS_INSTANCES) + 2
     for name, alarm in idle.items():
         assert len(arns & set(alarm["AlarmActions"])) == 1, f"{name} stops nothing"
     for stack, missing in (("ecs", "notBreaching"), ("eks", "breaching")):
@@ -792,7 +799,7 @@ def test_the_token_is_in_no_state_and_no_file(cloud: Cloud) -> None:
 
 def test_tasks_run_as_rendered(cloud: Cloud) -> None:
     ecs = cloud.client("ecs")
-    for role in ("head", "worker"):
+    for role in ("head", "worker", "data"):
         wanted = json.loads((cloud.folder / "rendered" / f"{role}.json").read_text())
         found = ecs.describe_task_definition(taskDefinition=f"rayapp-ecs-{role}")["taskDefinition"]
         for name in ("cpu", "memory", "networkMode", "taskRoleArn", "executionRoleArn"):

@@ -25,6 +25,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from rayapp.config import load
 from rayapp.driver import command
 from rayapp.driver.checks import check_resumable
+from rayapp.observe.columns import Columns
 from rayapp.observe.ending import (
     AGAIN,
     FAILURE,
@@ -228,17 +229,25 @@ def test_what_a_run_came_to(tmp_path: Path) -> None:
     assert result["step_s"] == {"planned": 9.0, "calibrated": None, "measured": None}
     assert result["start_s"] == {"data": 1.0, "first_step": 2.0}
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert result["storage"] == {"gib": size / 2**30, "usd_per_month": None}
+    assert result["storage"] == {"gib": size / 2**30, "usd_per_month": None, "usd": None}
     found = result["checkpoint"]
     assert (found["stall_s"], found["commit_s"]) == (0.6, 3.0)
     assert abs(found["best_every_s"] - math.sqrt(2 * 0.6 * 250 * 3600)) < 1.0
 
 
 def test_what_s3_keeps_has_a_price(s3_bucket: str) -> None:
+    """An hour a step, saved after steps 1, 3 and 5 of 6, of which one is kept."""
     run = open_storage(f"s3://{s3_bucket}/runs/one")
-    run.write("checkpoints/step-1/shard", b"0" * 2**20)
+    stalls = [0.5, 0.0, 0.5, 0.0, 0.5, 0.0]
+    steps = Columns.of(
+        {"step": n, "time": 3600.0 * n, "checkpoint_stall_s": stall}  # type: ignore[misc]
+        for n, stall in enumerate(stalls, 1)
+    )
+    run.write("checkpoints/step-5/shard", b"0" * 2**20)
     run.write("metrics.jsonl", b"1" * 2**20)
     open_storage(f"s3://{s3_bucket}/runs/other").write("shard", b"0" * 2**20)
-    kept = stored(run)
+    kept = stored(run, steps, keep=1)
     assert kept["gib"] == pytest.approx(2 / 1024)
     assert kept["usd_per_month"] == pytest.approx(0.023 * 2 / 1024)
+    # Two were replaced after two hours and deleted a day later, the third is an hour old.
+    assert kept["usd"] == pytest.approx(0.023 * (26 + 26 + 1) / 1024 / 730)

@@ -205,9 +205,8 @@ def test_what_checkpoints_cost_in_s3(steps: int, keep: int) -> None:
         for n in range(len(written))
     ]
     room = sum(end - start for start, end in zip(written, gone, strict=True))
-    gb = saving.size_gib * 2**30 / 1e9
-    assert saving.usd == pytest.approx(room * gb * 0.023 / 730)
-    assert saving.usd_per_month == pytest.approx(keep * gb * 0.023)
+    assert saving.usd == pytest.approx(room * saving.size_gib * 0.023 / 730)
+    assert saving.usd_per_month == pytest.approx(keep * saving.size_gib * 0.023)
     assert found.as_dict()["checkpoint"]["usd"] == saving.usd
     endless = planner.plan(config(train={"max_steps": None}, checkpoint={"keep": keep}))
     assert endless.saving is not None and endless.saving.usd is None

@@ -31,7 +31,7 @@ locals {
     [for zone, subnet in module.network.subnet_ids : { for name, group in local.preferred : "${name}-${zone}" => merge(group, { subnet_id = subnet }) }],
   )...)
   groups = merge(
-    { head = merge(var.head, { max_nodes = 1, market = "on-demand", reservation_id = null, subnet_id = module.network.subnet_id, preferred = false }) },
+    { head = merge(var.head, { max_nodes = 1, market = "on-demand", reservation_id = null, subnet_id = module.network.subnet_id, preferred = false, placed = false }) },
     { for name, group in local.workers : "worker-${name}" => group },
   )
   services = merge(
@@ -109,7 +109,7 @@ module "nodes" {
   max_nodes            = each.value.max_nodes
   market               = each.value.market
   reservation_id       = each.value.reservation_id
-  placement_group      = each.key == "head" || each.value.reservation_id != null ? null : each.value.preferred ? aws_placement_group.preferred[each.key].name : aws_placement_group.this.name
+  placement_group      = !each.value.placed || each.value.reservation_id != null ? null : each.value.preferred ? aws_placement_group.preferred[each.key].name : aws_placement_group.this.name
   subnet_id            = each.value.subnet_id
   security_group_id    = module.network.nodes_security_group_id
   instance_profile_arn = aws_iam_instance_profile.host.arn

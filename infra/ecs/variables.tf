@@ -42,7 +42,7 @@ variable "nat" {
 }
 
 variable "idle_minutes" {
-  description = "Minutes without GPU use before the idle alarm, which sets the workers to none; 0 for no such alarm. Rendered."
+  description = "Minutes without GPU use, or CPU use of groups without GPUs, before the idle alarm, which sets the workers to none; 0 for no such alarm. Rendered."
   type        = number
   default     = 60
 }
@@ -128,7 +128,7 @@ variable "head" {
 }
 
 variable "workers" {
-  description = "Groups of worker hosts by name, with the task of each; rendered. Those of a list in order of preference are `preferred`. A second group of another market (spot beside on-demand) is a second entry."
+  description = "Groups of worker hosts by name, with the task of each; rendered. Those of a list in order of preference are `preferred`; hosts that only prepare data need not be `placed` close to others. A second group of another market (spot beside on-demand) is a second entry."
   type = map(object({
     instance_type  = string
     gpus           = number
@@ -140,6 +140,7 @@ variable "workers" {
     reservation_id = optional(string)
     task           = optional(string, "worker")
     preferred      = optional(bool, false)
+    placed         = optional(bool, true)
   }))
   validation {
     condition     = alltrue([for group in values(var.workers) : group.nodes <= group.max_nodes])

@@ -210,7 +210,7 @@ module "nodes" {
   scaled_elsewhere   = each.value.autoscaled || each.value.preferred
   market             = each.value.market
   reservation_id     = each.value.reservation_id
-  placement_group    = each.value.reservation_id != null ? null : each.value.preferred ? aws_placement_group.preferred[each.key].name : aws_placement_group.this.name
+  placement_group    = !each.value.placed || each.value.reservation_id != null ? null : each.value.preferred ? aws_placement_group.preferred[each.key].name : aws_placement_group.this.name
   subnet_id          = module.network.subnet_id
   security_group_ids = [aws_eks_cluster.this.vpc_config[0].cluster_security_group_id, module.network.nodes_security_group_id]
   node_role_arn      = aws_iam_role.node.arn

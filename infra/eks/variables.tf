@@ -32,7 +32,7 @@ variable "nat" {
 }
 
 variable "idle_minutes" {
-  description = "Minutes without GPU use before the idle alarm, which sets the workers to none; 0 for no such alarm. Rendered."
+  description = "Minutes without GPU use, or CPU use of groups without GPUs, before the idle alarm, which sets the workers to none; 0 for no such alarm. Rendered."
   type        = number
   default     = 60
 }
@@ -125,7 +125,7 @@ variable "head" {
 }
 
 variable "workers" {
-  description = "Groups of worker nodes by name; rendered."
+  description = "Groups of worker nodes by name; rendered. Those that only prepare data need not be `placed` close to others."
   type = map(object({
     instance_type  = string
     gpus           = number
@@ -135,6 +135,7 @@ variable "workers" {
     max_nodes      = number
     autoscaled     = optional(bool, false)
     preferred      = optional(bool, false)
+    placed         = optional(bool, true)
     market         = optional(string, "on-demand")
     reservation_id = optional(string)
   }))

@@ -19,6 +19,7 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --region=NAME        us-west-2 by default
   --tag=TAG            of the image; by default that of these sources, which `make image` pushes
   --head=INSTANCE      m6i.2xlarge by default
+  --data_nodes=0       hosts without GPUs that prepare data; --data_instance=m6i.8xlarge
   --market=MARKET      on-demand, spot or capacity-block; --reservation=ID for the last
   --efa=auto           true insists on Elastic Fabric Adapters, false leaves them out
   --launch=ec2         Fargate has no GPUs
@@ -39,16 +40,17 @@ def render(argv: list[str]) -> int:
     from rayapp.config import arguments
 
     platform, names = argv[0], {field.name: field.default for field in fields(Options)}
-    texts = {"components": "", "api_cidrs": "", "retries": str(names["retries"])}
+    texts = {"components": "", "api_cidrs": ""}
     known = {name: "none" if value is None else str(value) for name, value in names.items()}
     config, asked = arguments.read(argv[1:], {**known, **texts, "out": f"build/{platform}"})
     out = asked.pop("out")
     values: dict[str, Any] = {n: None if v.lower() == "none" else v for n, v in asked.items()}
-    if not asked["retries"].isdigit():
-        raise ConfigError([f"--retries={asked['retries']} is not valid: a count is expected"])
+    for name in ("retries", "data_nodes"):
+        if not asked[name].isdigit():
+            raise ConfigError([f"--{name}={asked[name]} is not valid: a count is expected"])
+        values[name] = int(asked[name])
     for name in ("components", "api_cidrs"):
         values[name] = tuple(filter(None, asked[name].split(",")))
-    values["retries"] = int(asked["retries"])
     values["account"] = values["account"] or _account(asked["region"])
     options = Options(**values)
     write(render(platform, config, options), Path(out))

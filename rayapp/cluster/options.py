@@ -23,6 +23,9 @@ class Options:
     tag: str | None = None
     """Tag of the image in the account's registry; None: that of these sources (`image.tag`)."""
     head: str = "m6i.2xlarge"
+    data_nodes: int = 0
+    """Hosts without GPUs that prepare data beside the workers."""
+    data_instance: str = "m6i.8xlarge"
     market: str = "on-demand"
     reservation: str | None = None
     """Id of a capacity reservation, or of a capacity block with market=capacity-block."""

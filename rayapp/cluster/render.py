@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from rayapp.cluster import alternatives, image
+from rayapp.cluster import alternatives, data_nodes, image
 from rayapp.cluster.check import check_task_definition
 from rayapp.cluster.machines import bought, machines_of
 from rayapp.cluster.options import COMPONENTS, Options, bucket, option_problems, stack
@@ -56,10 +56,7 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
     """
     problems = option_problems(platform, options)
     options = bought(config, options, problems)
-    machines = machines_of(platform, config, options, problems)
-    if machines is None or problems:
-        raise ConfigError(problems)
-    head, fleets = machines
+    head, fleets, data = _machines(platform, config, options, problems)
     each = [_values(platform, config, options, head, workers) for workers in fleets]
     groups = dict[str, dict[str, object]]()
     if len(fleets) == 1:
@@ -74,9 +71,19 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
             own = replace(options, market=workers.choice.place[1])
             made.append(_kuberay(config, own, workers, values))
         files, groups = alternatives.pods(made, fleets)
-    variables = _terraform(platform, options, head, fleets[0])
-    if groups:
-        variables["workers"] = groups
+    groups = groups or _group(platform, options, fleets[0])
+    if data is not None:
+        values = _values(platform, config, options, head, data)
+        values |= data_nodes.values(data, len(fleets))
+        groups[data_nodes.GROUP] = data_nodes.variables(data)
+        if platform == "ecs":
+            groups[data_nodes.GROUP]["task"] = data_nodes.GROUP
+            data_nodes.add_task(files, _ecs(values))
+        else:
+            own = replace(options, market="on-demand")
+            data_nodes.add_pods(files, _kuberay(config, own, data, values))
+    variables = _terraform(platform, options, head)
+    variables["workers"] = groups
     variables["idle_minutes"] = config.cluster.idle_minutes or 0
     files["terraform.tfvars.json"] = json.dumps(variables, indent=2) + "\n"
     return files
@@ -90,14 +97,36 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
     """
     problems: list[str] = []
     options = bought(config, options, problems)
-    machines = machines_of(platform, config, options, problems)
-    if machines is None or problems:
-        raise ConfigError(problems)
-    head, fleets = machines
-    return "\n".join(
+    head, fleets, data = _machines(platform, config, options, problems)
+    lines = [
         cost_line(platform, workers, head.instance, options.region, options.market)
         for workers in fleets
-    )
+    ]
+    if data is not None:
+        lines.append(data_nodes.cost_line(data, options.region))
+    return "\n".join(lines)
+
+
+def _machines(
+    platform: str, config: RunConfig, options: Options, problems: list[str]
+) -> tuple[Node, list[Fleet], Fleet | None]:
+    """Return the head, the workers on each type of cluster.instance, and the hosts for data.
+
+    Raises:
+        ConfigError: with `problems` and those that are found.
+    """
+    data = data_nodes.data_fleet(options, problems)
+    machines = machines_of(platform, config, options, problems)
+    if machines is not None and data is not None:
+        of_workers = [_gpus(config, workers) for workers in machines[1]]
+        data_nodes.refuse_without_gpus(min(of_workers), problems)
+    if machines is None or problems:
+        raise ConfigError(problems)
+    return (*machines, data)
+
+
+def _gpus(config: RunConfig, workers: Fleet) -> int:
+    return workers.worker.instance.gpus if config.cluster.gpu != "false" else 0
 
 
 def paths_of_this_machine(config: RunConfig) -> list[str]:
@@ -151,7 +180,7 @@ def _values(
         "max_nodes": workers.max_nodes,
         "worker_cpus": worker.cpus,
         "worker_cpu_units": worker.cpus * 1024,
-        "worker_gpus": worker.instance.gpus if config.cluster.gpu != "false" else 0,
+        "worker_gpus": _gpus(config, workers),
         "worker_efa": worker.efa,
         "hugepages_mib": HUGEPAGES_POD_MIB,
         "head_pod_cpus": head.cpus,
@@ -259,11 +288,10 @@ def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values
     return files
 
 
-def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> dict[str, object]:
-    """Return Terraform's variables of a stack: name, region, head and workers."""
-    worker = workers.worker
+def _group(platform: str, options: Options, workers: Fleet) -> alternatives.Groups:
+    """Return Terraform's variables of the one group of workers, by its name."""
     group = {
-        **machine_variables(worker, WORKER_DISK_GIB),
+        **machine_variables(workers.worker, WORKER_DISK_GIB),
         "nodes": 0 if options.nodes == "autoscaled" else workers.max_nodes,
         "max_nodes": workers.max_nodes,
         "market": options.market,
@@ -271,11 +299,15 @@ def _terraform(platform: str, options: Options, head: Node, workers: Fleet) -> d
     }
     if platform != "ecs":
         group["autoscaled"] = options.nodes == "autoscaled"
+    return {options.market if platform == "ecs" else "workers": group}
+
+
+def _terraform(platform: str, options: Options, head: Node) -> dict[str, object]:
+    """Return Terraform's variables of a stack, without the workers: name, region and head."""
     stack_only = {} if platform == "ecs" else {"api_cidrs": list(options.api_cidrs)}
     return {
         "name": options.name,
         "region": options.region,
         **stack_only,
         "head": machine_variables(head, HEAD_DISK_GIB),
-        "workers": {options.market if platform == "ecs" else "workers": group},
     }

@@ -16,7 +16,8 @@ NCCL_SHARED_MEMORY_MIB = 8192  # of /dev/shm, for NCCL and PyTorch, on top of Ra
 # EKS's accelerated AMIs reserve 5128 pages of 2 MiB where the node has EFA; a pod requests 5 GiB of
 # them, as AWS's EFA samples do.
 HUGEPAGES_HOST_MIB, HUGEPAGES_POD_MIB = 10256, 5120
-WORKER_DISK_GIB, HEAD_DISK_GIB = 200, 100  # an image of some 20 GiB, and Ray's spilled objects
+# An image of some 20 GiB, and Ray's spilled objects.
+WORKER_DISK_GIB, HEAD_DISK_GIB, DATA_DISK_GIB = 200, 100, 200
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 from rayapp.config import reading
-from rayapp.config.choices import INSTANCE_LABEL, MARKET_LABEL, Choice, Place
+from rayapp.config.choices import DATA_LABEL, INSTANCE_LABEL, MARKET_LABEL, Choice, Place
 from rayapp.config.language import Config, Data, LanguageEval, Model, Parallel, Train
 from rayapp.config.lora import Lora
 from rayapp.config.reading import ConfigError, Described, combined_problems, differences
@@ -31,6 +31,7 @@ from rayapp.config.vision import (
 )
 
 __all__ = [
+    "DATA_LABEL",
     "INSTANCE_LABEL",
     "KINDS",
     "MARKET_LABEL",

@@ -15,6 +15,7 @@ from rayapp.config.fields import none_or, yaml_or
 MARKETS = ("on-demand", "spot")
 # Labels of Ray nodes of a rendered cluster, where cluster.instance is a list.
 INSTANCE_LABEL, MARKET_LABEL = "rayapp/instance", "rayapp/market"
+DATA_LABEL = ("rayapp/group", "data")  # of the nodes of a rendered cluster that prepare data
 MOST = 5  # an ECS cluster has at most 20 capacity providers, and each choice one in each zone
 
 Place: TypeAlias = tuple[str, str]

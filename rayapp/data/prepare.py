@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -41,6 +39,7 @@ from rayapp.data.prepared import (
     load,
     unit_name,
 )
+from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary, summed
 from rayapp.data.rows import stored_bytes
@@ -50,8 +49,6 @@ from rayapp.data.tokenising import tokenised
 from rayapp.data.unit_rows import UnitAccount, UnitRows
 from rayapp.storage import Storage, open_storage
 
-LOST = "lost"
-MAX_ATTEMPTS = 4  # times that preparing a unit may kill its process
 READERS = 16  # unit summaries read at once
 
 
@@ -214,82 +211,6 @@ def _fraction(recipe: RowRecipe) -> float:
 
 def _hashes_name(index: int) -> str:
     return f"hashes-{index:05d}.bin"
-
-
-def run_tasks(
-    recipes: Sequence[RowRecipe],
-    url: str,
-    tasks: list[UnitTask],
-    concurrency: int | None,
-    num_cpus: float | None = None,
-) -> Iterator[UnitTask]:
-    """Run tasks by Ray Data, which begins them in their order, and yield them as they end.
-
-    Each reserves `num_cpus` in Ray, by default one.
-    """
-    if not tasks:
-        return
-    import ray.data
-
-    # With the folder of its rows, whose name is made from the files too.
-    light = [(_without_files(recipe), recipe.fingerprint) for recipe in recipes]
-
-    def work(row: dict[str, Any]) -> dict[str, Any]:
-        if _attempts() >= MAX_ATTEMPTS:  # Ray itself retries without limit
-            return {"number": row["number"], "problem": LOST}
-        task: UnitTask = pickle.loads(row["task"])
-        try:
-            recipe, folder = light[task.source]
-            task.run(recipe, url, folder)
-        except sources.SourceError as error:  # Ray Data would wrap it
-            return {"number": row["number"], "problem": str(error)}
-        return {"number": row["number"], "problem": ""}
-
-    items = [{"number": n, "task": pickle.dumps(task)} for n, task in enumerate(tasks)]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items))
-    mapped = dataset.map(work, concurrency=concurrency, num_cpus=num_cpus)
-    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
-    mapped.context.execution_no_progress_timeout_s = -1
-    for row in mapped.iter_rows():
-        task = tasks[row["number"]]
-        if row["problem"]:
-            lost = _lost(recipes[task.source], task.origin, task.unit)
-            raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
-        yield task
-
-
-def _without_files(recipe: RowRecipe) -> RowRecipe:
-    """Drop the lists of files, which may be long: a unit names its own."""
-    held_out = replace(recipe.eval_source, files=()) if recipe.eval_source else None
-    return replace(recipe, source=replace(recipe.source, files=()), eval_source=held_out)
-
-
-def _attempts() -> int:
-    """Return how often the current Ray task was started before, on any machine."""
-    from ray._private.worker import global_worker  # no public API has it
-
-    worker: Any = global_worker
-    return int(worker.core_worker.get_current_task_attempt_number())
-
-
-def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
-    """Return the error text for a unit that killed every process that prepared it."""
-    source = recipe.source if origin == "train" else recipe.eval_source
-    assert source is not None
-    first = unit.pieces[0]
-    if first.is_stream:
-        place = f"{source.root}/{first.file}"
-    elif source.format in ("text", "jsonl"):
-        place = f"{source.root}/{first.file} bytes {first.start} to {first.end}"
-    elif source.format == "parquet":
-        place = f"{source.root}/{first.file} row group {first.start}"
-    else:
-        place = f"{first.file}[{first.start}]"
-    more = f" (and {len(unit.pieces) - 1} more parts)" if len(unit.pieces) > 1 else ""
-    return (
-        f"{place}{more} cannot be prepared: the process that reads it died {MAX_ATTEMPTS} "
-        "times, as when its memory is full. Split the large records there, or leave them out"
-    )
 
 
 def merge(recipe: RowRecipe, storage: Storage, units: dict[int, UnitSummary]) -> Prepared:

@@ -33,6 +33,7 @@ from ray.data.block import BlockMetadata
 
 from rayapp.data.growing import GrowingRows
 from rayapp.data.prepared import Prepared
+from rayapp.data.ray_tasks import on_workers_nodes
 from rayapp.data.rows import StepRows, step_rows
 from rayapp.order import EMPTY, Order
 
@@ -231,7 +232,7 @@ def blocks(
 def _lane(numbers: Numbers, read: Callable[[Arrays], Arrays], concurrency: int) -> ray.data.Dataset:
     # The same for both operators, so that Ray Data fuses them into one task.
     compute = ray.data.TaskPoolStrategy(size=concurrency)
-    tasks: dict[str, object] = {"num_cpus": 0, "compute": compute}
+    tasks: dict[str, Any] = {"num_cpus": 0, "compute": compute, **on_workers_nodes()}
     # Fewer tasks than that, in the last window, are no reason to split their blocks.
     dataset = ray.data.read_datasource(numbers, override_num_blocks=numbers.size, **tasks)
     dataset = dataset.map_batches(read, batch_size=None, **tasks)

@@ -19,8 +19,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from rayapp.data.prepare import UnitTask, jobs_of, merge, run_tasks, whole_units
+from rayapp.data.prepare import UnitTask, jobs_of, merge, whole_units
 from rayapp.data.prepared import USED, Prepared, unit_name
+from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary
 from rayapp.data.sources import SourceError

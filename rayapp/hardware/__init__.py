@@ -20,8 +20,6 @@ GIB = 2**30
 PRICE_DATE = "2026-11-21"
 PRICE_SOURCE = "AWS price list, on demand, Linux"
 DEFAULT_REGION = "us-west-2"
-# S3 Standard, the first 50 TB of an account; us-east-1 and us-west-2. https://aws.amazon.com/s3/pricing
-S3_USD_PER_GIB_MONTH = 0.023
 
 
 @dataclass(frozen=True)

@@ -303,11 +303,13 @@ class CheckpointCost(TypedDict):
 
 
 class StoredCost(TypedDict):
-    """What a run keeps in its folder when it ends, and what that costs from then on."""
+    """What a run keeps in its folder when it ends, and S3's list price; None: it is not on S3."""
 
     gib: float
     usd_per_month: float | None
-    """S3's list price; None for a folder that is not on S3."""
+    """Of what is kept, from the end on."""
+    usd: NotRequired[float | None]
+    """Of the checkpoints until the end, with those deleted; absent in runs of older releases."""
 
 
 class StepSeconds(TypedDict):

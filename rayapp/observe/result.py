@@ -11,7 +11,7 @@ import numpy as np
 
 from rayapp.config import RunConfig
 from rayapp.config.fields import unit_of
-from rayapp.hardware import GIB, S3_USD_PER_GIB_MONTH
+from rayapp.hardware import GIB, s3
 from rayapp.observe import metrics
 from rayapp.observe.columns import ACCOUNTED, Array, Columns
 from rayapp.observe.goodput import account, commands
@@ -23,7 +23,7 @@ from rayapp.observe.records import (
     StoredCost,
     Summary,
 )
-from rayapp.observe.run_folder import FAILED, RESULT
+from rayapp.observe.run_folder import CHECKPOINTS, FAILED, RESULT
 from rayapp.observe.status import planned_step_s
 from rayapp.planner.calibration import calibrate, rest_s
 from rayapp.storage import Storage, StorageError
@@ -93,17 +93,29 @@ def result_of(
         "start_s": restart_s,
         "wall_s": sums.wall_s,
         "cost_usd": sums.cost_usd,
-        "storage": stored(run),
+        "storage": stored(run, steps, config.checkpoint.keep),
         "versions": _versions(),
     }
     return cast(RunResult, values)  # some names are made of the unit's
 
 
-def stored(run: Storage) -> StoredCost:
-    """Return how much is in a run's folder, and S3's price of it."""
-    gib = sum(entry.size for entry in run.list()) / GIB
-    on_s3 = run.local_path() is None
-    return {"gib": gib, "usd_per_month": gib * S3_USD_PER_GIB_MONTH if on_s3 else None}
+def stored(run: Storage, steps: Columns, keep: int) -> StoredCost:
+    """Return how much is in a run's folder, S3's price of it, and what its checkpoints have cost.
+
+    A checkpoint was made after each step that saving held up. All are taken to be as large as those
+    that are there, and to be committed when their step ended.
+    """
+    sizes = {entry.name: entry.size for entry in run.list()}
+    gib = sum(sizes.values()) / GIB
+    if run.local_path() is not None:
+        return {"gib": gib, "usd_per_month": None, "usd": None}
+    kept = {path: size for path, size in sizes.items() if path.startswith(f"{CHECKPOINTS}/")}
+    each = sum(kept.values()) / GIB / max(1, len({path.split("/")[1] for path in kept}))
+    hours = steps["time"] / 3600
+    committed = hours[steps["checkpoint_stall_s"] > 0].tolist()
+    until = float(hours[-1]) if len(hours) else 0.0
+    usd = s3.usd_of_checkpoints(committed, keep, until, each)
+    return {"gib": gib, "usd_per_month": gib * s3.USD_PER_GIB_MONTH, "usd": usd}
 
 
 def step_s(run: Storage, steps: Columns) -> StepSeconds:

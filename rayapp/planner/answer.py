@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, cast
 
-from rayapp.hardware import GIB
+from rayapp.hardware import GIB, s3
 from rayapp.planner.flops import mfu
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_step import image_step_time
@@ -43,12 +43,6 @@ RECOVERY_S = 30.0
 # pixel of the model's input. One core of this project's machine took 2.1 ms at 224 pixels and
 # 6.6 ms at 600, with two operations of RandAugment (docs/plan.md); a vCPU counts as half a core.
 DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
-# S3 Standard, the first 50 TB, us-east-1 and us-west-2: USD per 1e9 bytes and month of 730 hours
-# (aws.amazon.com/s3/pricing, as known in 2025). Requests are not counted.
-S3_USD_PER_GB_MONTH, MONTH_HOURS = 0.023, 730.0
-# Hours in which a deleted checkpoint still takes room: infra/modules/storage keeps versions of
-# runs/ for a day.
-DELETED_HOURS = 24.0
 # Seconds from the command to the first step, added to every run. Estimate.
 START_S = 120.0
 
@@ -325,17 +319,13 @@ def _saving(question: Question) -> Saving:
 
 def _stored(saving: Saving, keep: int, hours: float | None) -> Saving:
     """Add what checkpoints cost in S3, one every `saving.every_s` seconds, `keep` of them kept."""
-    per_hour = saving.size_gib * GIB / 1e9 * S3_USD_PER_GB_MONTH / MONTH_HOURS
-    month = keep * per_hour * MONTH_HOURS
+    month = keep * saving.size_gib * s3.USD_PER_GIB_MONTH
     if hours is None:
         return replace(saving, usd_per_month=month)
     every = saving.every_s / 3600
-    count = math.floor(hours / every)
-    kept = min(count, keep)
-    # Each waits for `keep` newer ones, is deleted, and takes room for DELETED_HOURS more.
-    spent = (count - kept) * (keep * every + DELETED_HOURS)
-    spent += sum(hours - (count - newer) * every for newer in range(kept))
-    return replace(saving, usd_per_month=month, usd=spent * per_hour)
+    committed = [every * number for number in range(1, math.floor(hours / every) + 1)]
+    usd = s3.usd_of_checkpoints(committed, keep, hours, saving.size_gib)
+    return replace(saving, usd_per_month=month, usd=usd)
 
 
 def _goodput(question: Question, saving: Saving) -> float:

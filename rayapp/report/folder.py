@@ -26,6 +26,7 @@ from rayapp.observe.records import (
     Plan,
     RunResult,
     Sections,
+    StoredCost,
 )
 from rayapp.observe.run_folder import CONFIG
 from rayapp.report import evaluations, sources
@@ -190,9 +191,9 @@ class ReportedRun:
         return self.account.cost_usd if self.account else self.result.get("cost_usd")
 
     @property
-    def storage_usd_per_month(self) -> float | None:
-        """S3's price of what it kept when it ended; None before, and elsewhere."""
-        return self.result["storage"]["usd_per_month"] if "storage" in self.result else None
+    def storage(self) -> StoredCost | None:
+        """What it kept when it ended, and S3's price; None before."""
+        return self.result.get("storage")
 
     @property
     def interruptions(self) -> list[Interruption]:

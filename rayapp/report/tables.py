@@ -96,9 +96,13 @@ def _headline(run: ReportedRun) -> list[Figure]:
 
 
 def _cost_note(run: ReportedRun, price: str) -> str:
-    month = run.storage_usd_per_month
-    kept = [] if month is None else [f"{words.dollars(month)} a month for what S3 keeps of it"]
-    return "; ".join([*filter(None, [price]), *kept])
+    stored = run.storage or {"gib": 0.0, "usd_per_month": None}
+    parts = [price]
+    if (usd := stored.get("usd")) is not None:
+        parts.append(f"{words.dollars(usd)} for checkpoints in S3")
+    if (month := stored["usd_per_month"]) is not None:
+        parts.append(f"{words.dollars(month)} a month for what S3 keeps of it")
+    return "; ".join(filter(None, parts))
 
 
 def _held_figures(run: ReportedRun) -> list[Figure]:

@@ -159,6 +159,23 @@ resource "aws_cloudwatch_metric_alarm" "idle" {
   alarm_actions       = concat([aws_sns_topic.alarms.arn], lookup(var.idle_actions, each.key, []))
 }
 
+# Of groups without GPUs that may go: those that train on CPUs or prepare data. Ray itself takes a few per cent.
+resource "aws_cloudwatch_metric_alarm" "idle_cpus" {
+  for_each            = { for name, node in var.nodes : name => node if var.idle_minutes > 0 && node.gpus == 0 && contains(keys(var.idle_actions), name) }
+  alarm_name          = "${var.name}-${each.key}-idle"
+  alarm_description   = "CPUs of ${each.key} have done nothing for ${var.idle_minutes} minutes"
+  namespace           = "AWS/EC2"
+  metric_name         = "CPUUtilization"
+  dimensions          = { AutoScalingGroupName = each.value.group }
+  statistic           = "Maximum"
+  period              = 300
+  evaluation_periods  = ceil(var.idle_minutes / 5)
+  comparison_operator = "LessThanThreshold"
+  threshold           = 10
+  treat_missing_data  = "notBreaching" # no nodes
+  alarm_actions       = concat([aws_sns_topic.alarms.arn], var.idle_actions[each.key])
+}
+
 # A run that hangs repeats its step, and one whose driver has died tells none: its last one is repeated here. A run
 # that ends says so, which counts as progress. The last step itself must be in view, so one period more is looked at.
 resource "aws_cloudwatch_metric_alarm" "stalled" {

@@ -28,7 +28,7 @@ variable "head_running" {
 }
 
 variable "idle_minutes" {
-  description = "Minutes without GPU use before the idle alarm; 0 for no such alarm."
+  description = "Minutes without GPU use, or without CPU use in a group without GPUs, before the idle alarm; 0 for no such alarm."
   type        = number
 }
 
