@@ -51,8 +51,8 @@ def run_tasks(
     """Run tasks by Ray Data, which begins them in their order, and yield them as they end.
 
     Each reserves `num_cpus` in Ray, by default one. They run on the nodes that prepare data, if the
-    cluster has such, and where these are busy or gone on any other. Tasks that reserve nothing are
-    no more than these nodes' CPUs, or run on the workers' nodes.
+    cluster has such, and on others where these are busy or gone. Tasks that reserve nothing are at
+    most as many at once as these nodes have CPUs; without such nodes they run where workers do.
 
     Raises:
         SourceError: of a task, or it ended every process that ran it.
