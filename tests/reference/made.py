@@ -47,8 +47,8 @@ EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 48, "router_aux_loss_coef": 0.05}
 GRANITE = {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
 GEMMA = {"sliding_window": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}
-QWEN2_MOE = {"use_sliding_window": True, "max_window_layers": 1}
-QWEN2_MOE |= {"shared_expert_intermediate_size": 48}
+QWEN2_MOE = {"use_sliding_window": True, "shared_expert_intermediate_size": 48}
+QWEN2_MOE |= {"layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {  # by name: model_type, and what differs from SIZES
     "llama": {"kind": "llama"},
     "llama_tied": {"kind": "llama", "tie_word_embeddings": True},
@@ -115,7 +115,7 @@ def make_model(name: str, root: Path, tokenizer: Any) -> Path:
     if "qk_rope_head_dim" in known:  # attention by a latent has head sizes of its own
         wanted.pop("head_dim", None)
         wanted["num_key_value_heads"] = 4
-    if layers := known.get("layer_types"):  # each type twice
+    if layers := wanted.get("layer_types") or known.get("layer_types"):  # each type twice
         wanted["layer_types"] = list(dict.fromkeys(layers)) * 2
         wanted["num_hidden_layers"] = len(wanted["layer_types"])
     torch.manual_seed(0)
