@@ -98,6 +98,14 @@ def test_a_lease_that_is_not_renewed_is_taken_over_and_its_holder_told(
             assert run.exists(lease.LEASE)  # it is mine
 
 
+def test_a_release_leaves_a_lease_that_another_has_taken(run: Storage) -> None:
+    """Its own clock still says that it holds it, and it has not renewed since."""
+    with lease.held(run) as mine:
+        run.write(lease.LEASE, b'{"id": "another\'s"}')
+        mine.release()
+        assert b"another's" in run.read(lease.LEASE)
+
+
 def test_a_lease_that_is_taken_right_after_a_renewal_is_not_adopted(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

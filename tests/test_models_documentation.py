@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
 from support.architectures import ARCHITECTURES, Architecture
 from test_model_mixers import CPU, loss_of_each, packed_loss
 from test_train_reading import memory
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rayapp import model
 from rayapp.config import Lora
+from rayapp.model import small_files
 from rayapp.model.small_files import write_small_files
 from rayapp.storage import open_storage
 from rayapp.train.loss import chunked_cross_entropy
@@ -107,6 +110,22 @@ def test_an_exported_config_is_read_as_it_was(architecture: Architecture, tmp_pa
     again = AutoConfig.from_pretrained(tmp_path)
     for name in ("rope_parameters", "layer_types"):
         assert getattr(again, name, None) == getattr(config, name, None), name
+
+
+def test_the_config_of_any_family_is_read_as_it_was() -> None:
+    """As above, for every causal model of transformers by its defaults, where it has any."""
+    changed, count = {}, 0
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            values = AutoConfig.for_model(kind).to_dict()
+            before = AutoConfig.for_model(**values).to_dict()
+        except (KeyError, ValueError, TypeError, StrictDataclassError):
+            continue
+        count += 1
+        after = AutoConfig.for_model(**values | small_files._rotary_of_version_4(values)).to_dict()
+        if after.get("rope_parameters") != before.get("rope_parameters"):
+            changed[kind] = (before.get("rope_parameters"), after.get("rope_parameters"))
+    assert changed == {} and count > 100
 
 
 @pytest.mark.full

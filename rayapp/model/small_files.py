@@ -87,9 +87,9 @@ def _rotary_of_version_4(section: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     kind = str(section.get("model_type"))
     if "full_attention" in rope:  # layers with a window have settings of their own
-        local = rope.get("sliding_attention", {})
+        local = rope.get("sliding_attention") or {}
         found |= {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
-        rope = rope["full_attention"]
+        rope = rope["full_attention"] or {}  # none: these layers have no positions
     if "rope_theta" not in rope:
         return found
     if rope.get("rope_type", "default") not in ROTARY_TYPES_OF_VERSION_4:
