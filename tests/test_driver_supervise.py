@@ -15,6 +15,7 @@ from rich.console import Console
 
 from rayapp.config import from_dict
 from rayapp.driver import supervise
+from rayapp.driver.recovery import Recovery
 from rayapp.driver.stop import StopAsked
 from rayapp.driver.supervise import Command, fit
 from rayapp.observe import metrics
@@ -266,6 +267,19 @@ def test_workers_that_do_steps_answer_a_stop_themselves(run: Storage) -> None:
     driver = Driver(run, look)
     assert driver.fit()["status"] == "done"
     assert driver.shown == [7] and not driver.attempts[0].ended
+
+
+def test_a_pause_before_another_attempt_ends_with_a_stop(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pause_s(self: Recovery, ending: Any) -> float:
+        driver.stop_asked = True
+        return 1e9
+
+    monkeypatch.setattr(Recovery, "after", pause_s)
+    driver = Driver(run, lambda count: driver.attempts[0].end())
+    assert driver.fit()["status"] == "stopped"
+    assert len(driver.attempts) == 1
 
 
 def test_an_outage_between_two_attempts_is_waited_out(
