@@ -4,11 +4,12 @@
     python bench/step.py --device cuda --shape 1b --seq_len 4096    # one GPU
     python bench/step.py --only "rayapp, bf16" --rounds 1 --profile 20
 
-Every row of the table is one torchrun of its own; rounds go through all rows in turn, so that
-what else the machine does meets all of them. A row is a set of config overrides, and the model is
-made as a run makes it. Rows hold packed documents of drawn lengths, the same for all; tokens/s
-counts tokens of documents, not padding. "defaults" is what each does when nothing is asked of it:
-here packed rows, the precision and kernels that are best, there padded documents in fp32.
+On CPUs every row of the table is one torchrun of its own, on a GPU all rows of one engine share
+one; rounds go through all rows in turn, so that what else the machine does meets all of them. A row
+is a set of config overrides, and the model is made as a run makes it. Rows hold packed documents of
+drawn lengths, the same for all; tokens/s counts tokens of documents, not padding. "defaults" is
+what each does when nothing is asked of it: here packed rows, the precision and kernels that are
+best, there padded documents in fp32. A row that fails is a line with its error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from typing import Any
 
 import numpy as np
@@ -140,8 +142,10 @@ def micro_batches(options: argparse.Namespace, rank: int) -> list[dict[str, Any]
     return found
 
 
-def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[str, float]:
-    """Time steps of rayapp's own engine."""
+def run_rayapp(
+    options: argparse.Namespace, settings: dict[str, str], profile: Any
+) -> dict[str, float]:
+    """Time steps of rayapp's own engine; `profile` is a profiler of the timed steps, or None."""
     import torch
     import torch.distributed as dist
 
@@ -162,6 +166,8 @@ def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[st
     for step, batch in enumerate(micro_batches(options, dist.get_rank())):
         if step == WARM_UP_STEPS:
             synchronize(options)
+            if profile:
+                profile.start()
             began, cpu_s = time.perf_counter(), time.process_time()
         zeros = np.zeros((1, options.micro_batch), np.int64)
         rows = StepRows(
@@ -177,7 +183,10 @@ def run_rayapp(options: argparse.Namespace, settings: dict[str, str]) -> dict[st
     cpu_s = time.process_time() - cpu_s
     synchronize(options)
     seconds = time.perf_counter() - began
-    return figures(tokens, seconds, cpu_s, engine.peaks.highest_gib, control)
+    if profile:
+        profile.stop()
+    phases = {f"{name}_gib": gib for name, gib in engine.peaks.take().items()}
+    return figures(tokens, seconds, cpu_s, engine.peaks.highest_gib, control) | phases
 
 
 def figures(
@@ -210,35 +219,49 @@ def synchronize(options: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def worker(options: argparse.Namespace, engine: str, settings: dict[str, str]) -> None:
-    """Be one rank of a row."""
+def worker(options: argparse.Namespace, rows: list[Row]) -> None:
+    """Be one rank of some rows: print each one's figures, or its error."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    for row in rows:
+        torch.manual_seed(0)
+        try:
+            found: dict[str, Any] = run_row(options, *row)
+        except Exception as error:  # of a kernel or for memory: the other rows are measured
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        if dist.get_rank() == 0:
+            print("RESULT " + json.dumps(found), flush=True)
+        gc.collect()
+        if options.device == "cuda":
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def run_row(options: argparse.Namespace, engine: str, settings: dict[str, str]) -> dict[str, float]:
+    """Measure one row, and print its profile if one is asked for."""
     import torch
     import torch.distributed as dist
     from trainer_step import run_trainer
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    torch.manual_seed(0)
-
-    def run() -> dict[str, float]:
-        if engine == "rayapp":
-            return run_rayapp(options, settings)
+    profile = torch.profiler.profile() if options.profile else None
+    if engine == "rayapp":
+        found = run_rayapp(options, settings, profile)
+    else:
         packed, bf16 = engine == "trainer", settings.get("train.precision") == "bf16"
         batches = micro_batches(options, dist.get_rank())
-        return run_trainer(options, batches, shape_of(options), packed, bf16)
-
-    if not options.profile:
-        found = run()
-    else:
-        with torch.profiler.profile() as profile:
-            found = run()
-        if dist.get_rank() == 0:
-            table = profile.key_averages().table("self_cpu_time_total", row_limit=options.profile)
-            print(table, file=sys.stderr, flush=True)
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(found), flush=True)
-    gc.collect()
-    dist.destroy_process_group()
+        found = run_trainer(options, batches, shape_of(options), packed, bf16)
+    if profile and engine == "rayapp" and dist.get_rank() == 0:
+        device = "device" if options.device == "cuda" else "cpu"
+        table = profile.key_averages().table(
+            f"self_{device}_time_total", row_limit=options.profile, max_name_column_width=90
+        )
+        print(engine, settings, table, sep="\n", file=sys.stderr, flush=True)
+    return found
 
 
 def shape_of(options: argparse.Namespace) -> Any:
@@ -248,24 +271,32 @@ def shape_of(options: argparse.Namespace) -> Any:
     return LlamaConfig(**dict(config_of(PRESETS[options.shape])) | overrides_of(options))
 
 
-def measure(options: argparse.Namespace, row: Row) -> dict[str, float]:
-    """Run one row in processes of its own."""
+def measure(options: argparse.Namespace, rows: list[Row]) -> list[dict[str, Any]]:
+    """Run rows of one engine, one after the other, in processes of their own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={options.workers}", __file__, "--row", json.dumps(row)]
+    command += [f"--nproc-per-node={options.workers}", __file__, "--rows", json.dumps(rows)]
     for name in ("device", "shape", "seq_len", "micro_batch", "steps", "workers", "profile"):
         command += [f"--{name}", str(getattr(options, name))]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if options.device == "cpu" and (row[0] == "rayapp" or options.same_malloc):
+    if options.device == "cpu" and (rows[0][0] == "rayapp" or options.same_malloc):
         from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 
         environment |= CPU_ENVIRONMENT
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if options.profile:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    found = [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    if options.profile or any("error" in one for one in found) or len(found) < len(rows):
         print(done.stderr, file=sys.stderr)
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    raise RuntimeError(f"{row}: no result\n{done.stderr[-3000:]}")
+    missing = {"error": f"the process ended with exit code {done.returncode}"}
+    return found + [missing] * (len(rows) - len(found))
+
+
+def together(options: argparse.Namespace, rows: dict[str, Row]) -> list[list[str]]:
+    """Return the names of rows by process: on a GPU, start-up takes longer than a row's steps."""
+    if options.device == "cpu":
+        return [[name] for name in rows]
+    engines = dict.fromkeys(engine for engine, _ in rows.values())
+    return [[name for name, row in rows.items() if row[0] == engine] for engine in engines]
 
 
 def flops_per_token(options: argparse.Namespace, lora: bool) -> float:
@@ -289,7 +320,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--peak_flops", type=float, default=None, help="of one device, dense")
     parser.add_argument("--profile", type=int, default=0, help="lines of a profile to show")
     parser.add_argument("--same_malloc", action="store_true", help="Trainer with our malloc too")
-    parser.add_argument("--row", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.workers = options.workers or (2 if options.device == "cpu" else 1)
     return options
@@ -297,19 +328,25 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    if options.row:
-        worker(options, *json.loads(options.row))
+    if options.rows:
+        worker(options, json.loads(options.rows))
         return
     parts = [part for part in options.only.split(";") if part]
     every = ROWS[options.device]
     rows = {n: row for n, row in every.items() if not parts or any(part in n for part in parts)}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
     for _ in range(options.rounds):
-        for name, row in rows.items():
-            found[name].append(measure(options, row))
-            print(f"  {name}: {found[name][-1]}", file=sys.stderr, flush=True)
+        for names in together(options, rows):
+            results = measure(options, [rows[name] for name in names])
+            for name, result in zip(names, results, strict=True):
+                found[name].append(result)
+                print(f"  {name}: {result}", file=sys.stderr, flush=True)
     print(f"{'':32} {'tokens/s':>10} {'a CPU s':>10} {'peak GiB':>9} {'MFU':>6}")
     for name, results in found.items():
+        if errors := [result["error"] for result in results if "error" in result]:
+            print(f"{name:32} {errors[0]}")
+            results.clear()
+            continue
         rate = statistics.median(r["tokens_per_s"] for r in results)
         of_cpu = statistics.median(r["tokens_per_cpu_s"] for r in results)
         peak = max(r["peak_gib"] for r in results)
