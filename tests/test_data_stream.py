@@ -238,6 +238,17 @@ def test_rows_come_where_workers_hold_every_cpu(ray_cluster: None, tmp_path: Pat
         ray.util.remove_placement_group(held)
 
 
+def test_ray_has_nothing_to_say_where_cpus_outnumber_blocks(
+    ray_cluster: None, recwarn: pytest.WarningsRecorder
+) -> None:
+    order = Order.for_steps(num_rows=17, rows_per_step=2, micro_batch=1, seed=0, num_steps=3)
+    dealt = stream.blocks(order, 0, 1, 8, {}, lambda step, rank, columns: None, concurrency=15)
+    (lane,) = dealt.lanes
+    assert sum(1 for _ in lane.iter_batches(batch_size=None)) == 1  # block
+    shown = [str(each.message) for each in recwarn if each.category is UserWarning]
+    assert shown == []
+
+
 @pytest.mark.parametrize(
     ("world", "steps", "chunks"), [(1, 12_800, 512), (8, 10_000, 256), (256, 100_000, 8)]
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayapp.config import Lora, from_dict
 from rayapp.data.rows import StepRows
@@ -187,3 +188,26 @@ def test_rows_of_one_document_see_nothing_of_one_another(kind: str, values: dict
 
     apart = loss(slice(0, 1)) + loss(slice(1, 2))
     assert loss(slice(None)) == pytest.approx(apart, rel=1e-5)
+
+
+class ReadBack(TorchDispatchMode):
+    """Refuse the operation that gives Python a tensor's value: on a GPU it waits for all work."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Mixtral"])
+def test_packed_rows_run_without_waiting_for_the_device(kind: str) -> None:
+    sizes = COMMON | HEADS | ({"num_local_experts": 2} if kind == "Mixtral" else {})
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    lm = build(config, loss=chunked_cross_entropy, attention="varlen").to_empty(device="cpu")
+    for parameter in lm.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    ids, positions = torch.arange(16).unsqueeze(0), torch.arange(8).repeat(2).unsqueeze(0)
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
+    with ReadBack():
+        objective, _ = lm(ids, ids, positions, bounds, 8)
+        objective.backward()
+    assert all(parameter.grad is not None for parameter in lm.parameters())

@@ -66,6 +66,15 @@ def test_further_runs_with_the_same_constants() -> None:
     assert errors[-1] < 0.30
 
 
+@pytest.mark.parametrize(("compiled", "gib"), [(False, 12.765), (True, 8.766)])
+def test_blocks_keep_what_they_kept_on_an_h100(compiled: bool, gib: float) -> None:
+    """`bench/step.py`: peaks of llama3.2-1b, 2 x 4096 tokens, less that of full checkpointing."""
+    layout = Layout(shape_of(config_of("llama3.2-1b")), 1, 2, 4096, compiled=compiled)
+    full = replace(layout, checkpointing="full")
+    apart = peak_memory(layout).total - peak_memory(full).total
+    assert apart / 2**30 == pytest.approx(gib, rel=0.01)
+
+
 def test_scaling_from_8_to_128_gpus_is_the_published_one() -> None:
     """torchtitan: 97.7 % for bf16, 98.2 % for fp8."""
     for precision, published in (("bf16", 0.977), ("fp8", 0.982)):

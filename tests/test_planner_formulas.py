@@ -6,8 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rayapp import model
 from rayapp.config import Lora
@@ -21,8 +24,10 @@ from rayapp.planner.flops import (
     model_flops,
     recomputed_flops,
 )
+from rayapp.planner.memory import Layout, block_bytes
 from rayapp.planner.shape import UnknownShape, lora_parameters, shape_of
 from rayapp.presets import config_of
+from rayapp.train.loss import chunked_cross_entropy
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 320}
 
@@ -135,3 +140,52 @@ def test_checkpointing_adds_less_than_a_forward_and_keeping_all_adds_nothing() -
 def test_mfu_is_a_share_of_the_peak() -> None:
     assert mfu(100.0, 1e9, gpus=2, peak_flops=1e11) == pytest.approx(0.5)
     assert mfu(100.0, 1e9, gpus=2, peak_flops=None) is None
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3.2-1b", "qwen3-0.6b", "dolly-v2-7b"])
+def test_compiled_blocks_keep_what_the_compiler_decides(name: str) -> None:
+    """The partition of forward and backward that inductor asks for, of one block in bf16."""
+    tokens, config = 96, model.resolve(name).config
+    config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = 1, 80, True
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    lm = model.build(
+        config, loss=chunked_cross_entropy, attention="sdpa", dtype=torch.bfloat16
+    ).to_empty(device="cpu")
+    for parameter in lm.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    kept: list[torch.Tensor] = []
+
+    def partition(*args: object, **kwargs: object) -> tuple[object, object]:
+        forward, backward = min_cut_rematerialization_partition(*args, **kwargs)
+        (output,) = (node for node in forward.graph.nodes if node.op == "output")
+        kept.extend(node.meta["val"] for node in output.args[0][1:] if hasattr(node, "meta"))
+        return forward, backward
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: graph,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    (block,) = find_blocks(lm.hf)
+    block.forward = torch.compile(block.forward, backend=backend)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    lm(ids, ids)
+    tables = (1, tokens, rotated(config))  # of the rotary embedding: all blocks share them
+    of_tokens = [each for each in kept if tokens in each.shape and each.shape != tables]
+    # On CPUs the result of attention is kept in its own layout and in that of the next matrix.
+    heads = config.num_attention_heads * head_size(config)
+    expected = block_bytes(Layout(shape_of(config_of(name)), 1, 1, tokens, compiled=True))
+    total = sum(t.numel() * t.element_size() for t in of_tokens) / tokens
+    assert total - 2 * heads == pytest.approx(expected, rel=2e-3)
+
+
+def head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotated(config: PretrainedConfig) -> int:
+    """Return how many dimensions of a head are rotated."""
+    share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    return int(head_size(config) * share)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rayapp.planner.memory import LOG_PARTS
 from rayapp.train.loss import IGNORE, chunked_cross_entropy, liger_cross_entropy
 
 
@@ -213,6 +214,14 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int) -> None:
     with Watch() as watch:
         plain(*inputs).backward()
     assert max(watch.sizes) == tokens * vocabulary
+
+
+def test_logits_in_bf16_are_copied_to_fp32_in_parts() -> None:
+    inputs = cast(leaves((64,), 4, 1000, bias=False, seed=6), torch.bfloat16)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        objective_of(*inputs)
+    copies = [e.cpu_memory_usage for e in profile.events() if e.name == "aten::_to_copy"]
+    assert max(copies) == 64 * 1000 * 4 // LOG_PARTS  # bytes
 
 
 def products(inputs: Any) -> int:

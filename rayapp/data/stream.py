@@ -222,10 +222,11 @@ def blocks(
 
     in_window = min(chunks, max(LEAST_CHUNKS, WINDOW_BLOCKS // world))
     windows = math.ceil(chunks / in_window)
+    at_once = min(concurrency or spare_cpus(world), in_window * world)  # Ray warns about more
     lanes = []
     for lane in range(min(2, windows)):
         numbers = Numbers(chunks * world, in_window * world, lane, min(2, windows))
-        lanes.append(_lane(numbers, read, concurrency or spare_cpus(world)))
+        lanes.append(_lane(numbers, read, at_once))
     return Stream(world, lanes, windows, in_window)
 
 

@@ -19,7 +19,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
-    AttentionMaskInterface,
     PretrainedConfig,
 )
 
@@ -231,9 +230,6 @@ def _slow_in_half(query: Tensor, key: Tensor, dropout: float) -> bool:
     return narrow and not dropout and query.shape[2] == key.shape[2]
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
+# Without a mask function of this name transformers makes no mask. With one, even one that returns
+# None, it would first look for packed documents in the positions, and so wait for the GPU.
 AttentionInterface.register(IMPLEMENTATIONS["varlen"], varlen_attention)
-AttentionMaskInterface.register(IMPLEMENTATIONS["varlen"], _no_mask)

@@ -105,7 +105,8 @@ def shard(
     )
     model.offloaded = cpu_offload
     _prefetch(cast(list[FSDPModule], blocks))
-    _sum_gradients(model)
+    if mesh.size() > 1:
+        _sum_gradients(model)
     return model
 
 

@@ -47,6 +47,8 @@ class Measured:
     """Bytes at the peak of a forward pass that keeps nothing, its input left out."""
     results: float
     """Bytes of the results of matrix products and attention."""
+    products: float
+    """The same with what the products take, weights left out: what compiled blocks keep."""
     selective_share: float
     """Share of `flops` that selective checkpointing does not repeat, 0-1."""
     traffic: float

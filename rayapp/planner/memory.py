@@ -22,6 +22,7 @@ from rayapp.planner.flops import model_flops
 from rayapp.planner.shape import Shape, kept_linears, lora_parameters, targeted
 
 FP32 = 4  # bytes of an fp32 number
+LOG_PARTS = 8  # parts of a chunk of logits, one of which is copied to fp32 at a time
 LOSS_WORDS = 16_384  # vocabulary rows of the head's gradient that one product computes
 # Bytes outside PyTorch's allocator: CUDA context, NCCL's channels, cuBLAS' workspace. Estimate.
 CONTEXT_BYTES = 1.3 * GIB
@@ -128,20 +129,26 @@ def block_bytes(layout: Layout) -> float:
 
     In bf16, with H hidden and I intermediate: a norm keeps its input in fp32, the normalised and
     the scaled values (8 H); attention keeps q, k, v, its result and the fp32 log-sum-exp of each
-    head; a gated MLP keeps gate, its activation, up and their product (8 I). Compiled blocks
-    recompute norms and elementwise results from the results of the matrices.
+    head; a gated MLP keeps gate, its activation, up and their product (8 I). Compiled blocks keep
+    what matrices give and take, and recompute the rest: a norm keeps its input and its result in
+    the compute precision, a gated MLP gate, up and their product.
     """
     shape, e = layout.shape, layout.element
     if shape.measured:  # of blocks that differ, the mean
-        whole = shape.measured.results if layout.compiled else shape.measured.kept
+        whole = shape.measured.products if layout.compiled else shape.measured.kept
         return whole / shape.layers
     hidden, inner = shape.hidden, shape.intermediate
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = e * (2 * queries + 2 * keys) + FP32 * shape.heads
     experts = shape.active_experts
+    # qwen3: q and k have a norm per head
+    headed = shape.fp32_norms and shape.block_norm_parameters > 2 * hidden
+    of_heads = FP32 * (shape.heads + shape.kv_heads)
     if layout.compiled:
-        norms, mlp = 2 * e * hidden, (2 if shape.gated else 1) * e * inner * experts
-        return norms + attention + mlp + FP32 * 2
+        inputs = 2 if shape.fp32_norms else 1  # gpt_neox: both norms take the block's input
+        norms, mlp = (2 + inputs) * e * hidden, (3 if shape.gated else 2) * e * inner * experts
+        per_head = e * (queries + keys) + of_heads if headed else 0
+        return norms + attention + mlp + per_head + FP32 * 2
     if not shape.fp32_norms:  # gpt_neox: LayerNorm, q and k rotated in part, biases, one residual
         return e * (10 * hidden + 2 * inner) + FP32 * shape.heads
     normed = e if layout.lora_rank is None else 0  # a frozen scale needs no normalised values
@@ -149,9 +156,8 @@ def block_bytes(layout: Layout) -> float:
     mlp = 4 * e * inner * experts
     routed = 2 * e * hidden * experts if shape.experts > 1 else 0
     per_head = 0
-    if shape.block_norm_parameters > 2 * hidden:  # qwen3: q and k have a norm per head
-        heads = shape.heads + shape.kv_heads
-        per_head = (normed + (FP32 if e < FP32 else 0)) * (queries + keys) + FP32 * heads
+    if headed:
+        per_head = (normed + (FP32 if e < FP32 else 0)) * (queries + keys) + of_heads
     return 2 * norm + attention + mlp + routed + per_head + FP32 * 2
 
 
@@ -403,7 +409,8 @@ def _logit_bytes(layout: Layout) -> float:
     if shape.measured and shape.measured.whole_logits:  # and their gradient; a chunk's in fp32
         return 2 * e * tokens * shape.vocabulary + 2 * FP32 * chunk * shape.vocabulary
     # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
-    per_logit = e + FP32 * (2 if layout.on_cpu and e < FP32 else 1) + (e if chunk < tokens else 0)
+    fp32_logits = FP32 * (1 + 1 / LOG_PARTS if e < FP32 else 1)
+    per_logit = e + fp32_logits + (e if chunk < tokens else 0)
     logits = chunk * shape.vocabulary * per_logit
     if layout.lora_rank is not None:
         return logits

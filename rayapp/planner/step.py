@@ -142,14 +142,15 @@ def _compute(job: Workload[Layout]) -> _Compute:
 def _host_s(job: Workload[Layout]) -> float:
     """Return the seconds of kernel launches and FSDP's hooks on the host, per micro-batch."""
     layout = job.layout
-    hooks = 2 * HOOKS_S if job.machine.ranks > 1 else 0.0
-    return layout.shape.layers * (LAUNCH_S * _kernels(layout) * _passes(layout) + hooks)
+    kernels_s = LAUNCH_S * _kernels(layout) * _passes(layout)
+    return layout.shape.layers * (kernels_s + 2 * HOOKS_S)
 
 
 def _copies_s(job: Workload[Layout]) -> float:
-    """Return the seconds of copies into and out of collective buffers, per micro-batch."""
-    if job.machine.ranks == 1:
-        return 0.0
+    """Return the seconds of copies into and out of collective buffers, per micro-batch.
+
+    FSDP makes them on one GPU too.
+    """
     layout = job.layout
     gathers = 2 if _frees(layout) else 1
     gathered = 2 * layout.element * layout.shape.text_parameters * gathers

@@ -34,6 +34,7 @@ class Counted:
     forward: float = 0.0
     forward_alone: float = 0.0
     results: float = 0.0
+    products: float = 0.0
     kept_flops: float = 0.0
     traffic: float = 0.0
 
@@ -97,6 +98,7 @@ def total_of(blocks: Mapping[int, BlockPass], kinds: Mapping[int, int], length: 
         forward=max(block.forward for block in blocks.values()) / length,
         forward_alone=max(block.forward_alone for block in blocks.values()) / length,
         results=total(lambda block: block.counted.results),
+        products=total(lambda block: block.counted.products),
         kept_flops=total(lambda block: block.counted.kept_flops),
         traffic=total(lambda block: block.counted.traffic),
     )

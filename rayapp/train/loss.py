@@ -5,7 +5,7 @@
 
 The forward pass computes each chunk's gradient together with its loss, while its logits exist, and
 keeps only the gradients of the hidden states and of the weight. So each logit is computed once, and
-at most `chunk * vocabulary` exist (once in the compute dtype, once as fp32 log-probabilities).
+at most `chunk * vocabulary` exist (in the compute dtype, and as fp32 log-probabilities).
 The idea is Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Softmax and
 sums are at least fp32 whatever the compute dtype.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from rayapp.planner.memory import LOSS_WORDS
+from rayapp.planner.memory import LOG_PARTS, LOSS_WORDS
 
 IGNORE = -100
 
@@ -119,7 +119,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if weight is not None:
                 logits = torch.nn.functional.linear(logits, weight, bias)
             logit_target = logits.gather(1, target).to(sums)
-            log_p = torch.log_softmax(logits, 1, dtype=sums)  # [c, V]
+            log_p = _log_softmax(logits, sums)  # [c, V]
             log_p_target = log_p.gather(1, target)
             of_labels = torch.where(valid, log_p_target, 0)
             total -= of_labels.sum()
@@ -162,6 +162,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return hidden, weight, None, bias, *[None] * 5
+
+
+def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return log-probabilities in `dtype`; [c, V] -> [c, V].
+
+    PyTorch takes no bf16 logits for it. Parts of them are copied, one at a time.
+    """
+    if logits.dtype == dtype:
+        return torch.log_softmax(logits, 1)
+    log_p = torch.empty_like(logits, dtype=dtype)
+    for some, out in zip(logits.chunk(LOG_PARTS), log_p.chunk(LOG_PARTS), strict=True):
+        torch.log_softmax(some.to(dtype), 1, out=out)
+    return log_p
 
 
 def _softmax_less_target(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
 from rayapp import model
 from rayapp.model.attention import takes_any_kernel
@@ -85,9 +85,4 @@ class GroupedOnShapes(TorchDispatchMode):
         return func(*factors, *args[2:], **(kwargs or {})).to(args[0].dtype)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 AttentionInterface.register(ON_SHAPES, attention_on_shapes)
-AttentionMaskInterface.register(ON_SHAPES, _no_mask)

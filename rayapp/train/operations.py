@@ -43,6 +43,8 @@ class Operations(TorchDispatchMode):
         self.results = self.kept_results = self.traffic = 0.0
         """Bytes of results of products and attention; those that selective checkpointing keeps;
         bytes that all other operations read and write."""
+        self.products = 0.0
+        """Bytes of the results and of what products and attention take, without weights."""
         self.given = 0
         """Bytes of the block's input."""
         self.kernels = 0
@@ -52,6 +54,7 @@ class Operations(TorchDispatchMode):
         self.counts = True
         """False: only what is alive is followed."""
         self._seen = WeakIdKeyDictionary()
+        self._of_products = WeakIdKeyDictionary()
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors as alive from here on, until their storages are freed."""
@@ -90,6 +93,11 @@ class Operations(TorchDispatchMode):
         if not flops and name not in ATTENTION:
             self.traffic += nbytes(given) + nbytes(made)
             return
+        for tensor in [each for each in given if self.made_here(each)] + made:
+            storage = tensor.untyped_storage()
+            if storage not in self._of_products:
+                self._of_products[storage] = True
+                self.products += storage.nbytes()
         size, kept = nbytes(made), keeps_result(self.hidden_size, name, args)
         self.results += size
         self.kept_results += size if kept else 0

@@ -245,6 +245,7 @@ def _with_counts(
         forward=counted.forward,
         forward_alone=counted.forward_alone,
         results=counted.results,
+        products=counted.products,
         selective_share=counted.kept_flops / counted.flops,
         traffic=counted.traffic,
         kernels=sum(structure.kinds[n] * block.counted.kernels for n, block in blocks.items()),
