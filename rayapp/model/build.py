@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from rayapp.model import longrope
 from rayapp.model.attention import BY_BOUNDARIES, IMPLEMENTATIONS
 from rayapp.model.experts import Routing
 from rayapp.model.quantize import Linear4bit
@@ -202,6 +203,7 @@ def build(
             attn_implementation=IMPLEMENTATIONS[attention],
             trust_remote_code=False,
         )
+    longrope.by_document(hf)
     return LanguageModel(hf, loss, source_dtype, attention, router_weight)
 
 
