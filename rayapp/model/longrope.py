@@ -10,6 +10,7 @@ short one beside it is turned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,19 +21,24 @@ from transformers import PreTrainedModel
 
 def by_document(hf: PreTrainedModel) -> None:
     """Make the rotary embeddings of a model with LongRoPE choose for each document."""
-    for module in hf.modules():
-        if getattr(module, "rope_type", None) == "longrope":
-            limit = module.config.rope_parameters["original_max_position_embeddings"]
-            module.forward = partial(_turned, type(module).forward, module, limit)
+    rotary: Any
+    for rotary in hf.modules():
+        if getattr(rotary, "rope_type", None) == "longrope":
+            limit = rotary.config.rope_parameters["original_max_position_embeddings"]
+            rotary.forward = partial(_turned, type(rotary).forward, rotary, limit)
 
 
 def _turned(
-    forward: Any, module: nn.Module, limit: int, x: Tensor, position_ids: Tensor
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    rotary: nn.Module,
+    limit: int,
+    x: Tensor,
+    position_ids: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return (cos, sin) [B, S, D] of positions [B, S] that restart at 0 with each document."""
     long = is_long(position_ids, limit)
-    of_long = forward(module, x, position_ids)
-    of_short = forward(module, x, position_ids.masked_fill(long, 0))
+    of_long = forward(rotary, x, position_ids)
+    of_short = forward(rotary, x, position_ids.masked_fill(long, 0))
     chosen = long.unsqueeze(-1)
     return tuple(torch.where(chosen, a, b) for a, b in zip(of_long, of_short, strict=True))
 
