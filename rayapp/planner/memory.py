@@ -406,10 +406,10 @@ def _logit_bytes(layout: Layout) -> float:
     if layout.plain_loss:  # bf16 logits, an fp32 copy, its log-softmax and the gradient
         return tokens * shape.vocabulary * (e + 3 * FP32)
     chunk = min(layout.loss_chunk or tokens, tokens)
-    if shape.measured and shape.measured.whole_logits:  # and their gradient; a chunk's in fp32
-        return 2 * e * tokens * shape.vocabulary + 2 * FP32 * chunk * shape.vocabulary
-    # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
     fp32_logits = FP32 * (1 + 1 / LOG_PARTS if e < FP32 else 1)
+    if shape.measured and shape.measured.whole_logits:  # and their gradient; a chunk's in fp32
+        return 2 * e * tokens * shape.vocabulary + fp32_logits * chunk * shape.vocabulary
+    # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
     per_logit = e + fp32_logits + (e if chunk < tokens else 0)
     logits = chunk * shape.vocabulary * per_logit
     if layout.lora_rank is not None:
