@@ -10,7 +10,7 @@ SYNC, SPIKES, SCHEDULE = (
 )
 OF_LOOP = "tests/test_train_loop.py"
 WHOLE_RUN = f"{OF_LOOP} -k plain_loop"
-ONE_STEP = f"{OF_LOOP} -k 'who_leaves or in_a_row or behind or reads or drops or clipped'"
+ONE_STEP = f"{OF_LOOP} -k 'who_leaves or agreed or in_a_row or behind or reads or drops or clipped'"
 
 TRAINING = (
     # ---- The step
@@ -83,7 +83,7 @@ TRAINING = (
         LOOP,
         "leave = leave_of(engine, totals)",
         "leave = engine.leave_due() or leave_of(engine, totals)",
-        f"{OF_LOOP} -k all_damaged",
+        ONE_STEP,
     ),
     Mutation(
         "dropout-ends-with-evaluation",

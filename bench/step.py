@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -271,8 +272,8 @@ def shape_of(options: argparse.Namespace) -> Any:
     return LlamaConfig(**dict(config_of(PRESETS[options.shape])) | overrides_of(options))
 
 
-def measure(options: argparse.Namespace, rows: list[Row]) -> list[dict[str, Any]]:
-    """Run rows of one engine, one after the other, in processes of their own."""
+def measure(options: argparse.Namespace, rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """Run rows of one engine, one after the other, in processes of their own; yield as they end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={options.workers}", __file__, "--rows", json.dumps(rows)]
     for name in ("device", "shape", "seq_len", "micro_batch", "steps", "workers", "profile"):
@@ -282,13 +283,25 @@ def measure(options: argparse.Namespace, rows: list[Row]) -> list[dict[str, Any]
         from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 
         environment |= CPU_ENVIRONMENT
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found = [json.loads(line.removeprefix("RESULT ")) for line in lines]
-    if options.profile or any("error" in one for one in found) or len(found) < len(rows):
-        print(done.stderr, file=sys.stderr)
-    missing = {"error": f"the process ended with exit code {done.returncode}"}
-    return found + [missing] * (len(rows) - len(found))
+    missing, failed = len(rows), False
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("RESULT "):
+                found = json.loads(line.removeprefix("RESULT "))
+                missing, failed = missing - 1, failed or "error" in found
+                yield found
+        process.wait()
+        if options.profile or failed or missing:
+            errors.seek(0)
+            print(errors.read(), file=sys.stderr)
+    for _ in range(missing):
+        yield {"error": f"the process ended with exit code {process.returncode}"}
 
 
 def together(options: argparse.Namespace, rows: dict[str, Row]) -> list[list[str]]:
@@ -337,8 +350,7 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
     for _ in range(options.rounds):
         for names in together(options, rows):
-            results = measure(options, [rows[name] for name in names])
-            for name, result in zip(names, results, strict=True):
+            for name, result in zip(names, measure(options, [rows[n] for n in names]), strict=True):
                 found[name].append(result)
                 print(f"  {name}: {result}", file=sys.stderr, flush=True)
     print(f"{'':32} {'tokens/s':>10} {'a CPU s':>10} {'peak GiB':>9} {'MFU':>6}")

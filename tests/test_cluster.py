@@ -648,11 +648,12 @@ def test_the_lustre_component_needs_its_file_system() -> None:
 
 
 def test_nodes_follow_from_workers() -> None:
-    def machines(instance: str, workers: str, **more: str) -> tuple[int, int]:
+    def machines(instance: str, workers: str, elsewhere: bool = False, **more: str) -> Any:
         asked = {"cluster.instance": instance, "cluster.workers": workers}
         config = load(None, {**asked, **{f"cluster.{name}": v for name, v in more.items()}})
         problems: list[str] = []
-        found = fleet(config, node(hardware.instance(instance), efa=True), problems)
+        machine = node(hardware.instance(instance), efa=True)
+        found = fleet(config, machine, problems, data_elsewhere=elsewhere)
         assert found is not None and not problems
         return found.min_nodes, found.max_nodes
 
@@ -662,6 +663,9 @@ def test_nodes_follow_from_workers() -> None:
     assert machines("m5.xlarge", "2") == (1, 1)
     assert machines("m5.xlarge", "3") == (1, 2)  # a CPU stays for Ray Data
     assert machines("m5.xlarge", "1:2", resources="{CPU: 2}") == (1, 2)
+    whole = f"{{CPU: {node(hardware.instance('g5.12xlarge'), efa=True).cpus}, GPU: 4}}"
+    assert machines("g5.12xlarge", "2", resources=whole) == (2, 3)
+    assert machines("g5.12xlarge", "2", resources=whole, elsewhere=True) == (2, 2)
 
 
 def differing(before: dict[str, str], after: dict[str, str]) -> set[str]:

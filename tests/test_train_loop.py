@@ -709,6 +709,14 @@ def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> N
     assert ("eval_loss" in record) == (leave == STAY)  # type: ignore[operator]
 
 
+def test_what_is_asked_after_the_ranks_have_agreed_follows_the_next_step(engine: Engine) -> None:
+    """The other ranks of this step do not know of it."""
+    answers = iter([STAY, STOP])
+    engine.leave_due = lambda: next(answers)
+    lines: list[Any] = list(loop.train(engine, [OneRow(number, 1.0) for number in range(3)]))
+    assert [line["step"] for line in lines] == [1, 2] and engine.left == STOP
+
+
 @pytest.mark.parametrize(("bad", "fix"), [(9.0, "set train.on_spike=none"), (math.nan, "train.lr")])
 def test_skips_in_a_row_end_the_run(engine: Engine, bad: float, fix: str) -> None:
     """So many are none of single rows; a good step between begins the count anew."""

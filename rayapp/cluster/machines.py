@@ -119,7 +119,7 @@ def _machines(
                 f"{what}={room.instance.name} is too small: {room.cpus} CPUs and "
                 f"{room.memory_mib} MiB are left for Ray. Set a larger one"
             )
-    workers = fleet(config, worker, problems)
+    workers = fleet(config, worker, problems, data_elsewhere=options.data_nodes > 0)
     return None if workers is None else (system, workers)
 
 

@@ -85,11 +85,14 @@ def machine_variables(machine: Node, disk_gib: int) -> dict[str, object]:
     }
 
 
-def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
+def fleet(
+    config: RunConfig, worker: Node, problems: list[str], *, data_elsewhere: bool = False
+) -> Fleet | None:
     """Return how many machines the config's workers need; None, and `problems`, if they do not fit.
 
     A worker needs one CPU, one GPU if the instance has GPUs and cluster.gpu is not false, unless
-    `cluster.resources` says otherwise. At least one CPU of the cluster is left to Ray Data.
+    `cluster.resources` says otherwise. At least one of the machines' CPUs is left to Ray Data,
+    unless other hosts prepare data.
     """
     instance, asked = worker.instance, config.cluster.resources
     gpus = instance.gpus if config.cluster.gpu != "false" else 0
@@ -119,7 +122,8 @@ def fleet(config: RunConfig, worker: Node, problems: list[str]) -> Fleet | None:
     per_node = min(fits.values())
     least = math.ceil(config.cluster.min_workers / per_node)
     most = math.ceil(config.cluster.max_workers / per_node)
-    if config.cluster.max_workers * need["CPU"] > most * worker.cpus - 1:
+    spare = 0 if data_elsewhere else 1
+    if config.cluster.max_workers * need["CPU"] > most * worker.cpus - spare:
         most += 1  # else the workers would take all CPUs and Ray Data would starve
     return Fleet(worker, least, max(most, 1), config.cluster.choices[0])
 
