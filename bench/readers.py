@@ -48,7 +48,7 @@ def make(folder: Path, num_bytes: int) -> None:
         size += len(texts[-1])
     for name, parts in (("one", 1), ("many", FILES)):
         for number in range(parts):
-            mine = texts[number :: parts]
+            mine = texts[number::parts]
             lines = [json.dumps({"text": text}) for text in mine]
             for form, body in (("jsonl", lines), ("txt", mine)):
                 path = folder / form / name / f"{number}.{form}"

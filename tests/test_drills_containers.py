@@ -316,3 +316,40 @@ def test_two_clusters_have_one_run(
         row(what, other, since, None, lost)
     ground.cluster.end()
     ground.renew()
+
+
+def test_pods_are_deleted_and_killed(
+    image: Path, network: Network, s3: Ceph, folder: Path, storage: str, expected: Undisturbed
+) -> None:
+    """Pods as KubeRay makes them of a rendered RayCluster: the operator replaces one that is gone.
+
+    One is deleted, as a drain of its node does it: SIGTERM and its grace period. The run goes on
+    with the other, takes the new pod in, and loses that one by SIGKILL.
+    """
+    with ContainerCluster("kuberay", image, network, of_s3(s3)) as cluster:
+        cluster.start("head")
+        workers = [cluster.start("worker") for _ in range(2)]
+        watch = Watch(cluster.head)
+        run = Job(cluster, folder, "pods", storage, LONG)
+        run.wait_for_checkpoint(15)
+        deleted = time.time()
+        seconds = workers[1].stop()
+        assert seconds < workers[1].spec.stop_s, workers[1].said()
+        run.wait_for(lambda line: line["workers"] == 1)
+        replacement = cluster.start("worker")
+        run.wait_for(lambda line: line["time"] > deleted and line["workers"] == 2)
+        run.wait_for_checkpoint(run.lines()[-1]["step"] + 5)
+        killed = time.time()
+        replacement.kill()
+        run.wait_for(lambda line: line["time"] > killed and line["workers"] == 1)
+        run.wait_for_step(run.lines()[-1]["step"] + 10)
+        run.stop()
+        assert_alike(run.lines(), expected(run, 1))
+        assert worker_counts(run.lines()) == [2, 1, 2, 1]
+        taken, *moved, died = run.result()["interruptions"]
+        assert (taken["kind"], taken["lost_steps"]) == ("preemption", 0), taken
+        assert [event["lost_steps"] for event in moved] == [0] * len(moved), moved
+        assert died["kind"] == "failure", died
+        told = f"a pod is deleted; it left after {seconds:.0f} s, and another takes its place"
+        row(told, run, deleted, taken["time"], 0)
+        row("that pod is killed", run, killed, watch.fell_at(killed), died["lost_steps"])
