@@ -33,6 +33,7 @@ ENVIRONMENT = {
 WITHOUT_BF16 = {"K80", "P4", "P100", "V100", "T4"}  # NVIDIA GPUs before Ampere, by Ray's names
 TOKENS_LOGGER = "ray._private.authentication.authentication_token_setup"
 TOKENS_ARE_USED = "Token authentication is enabled"  # a warning that asks the user for nothing
+STARTS = 3  # of Ray on this machine, which gives each 30 s; a later one finds its files in memory
 SLOW_START = "timed out during startup"  # part of Ray's error message (ray/_private/node.py)
 NOBODY = "http://127.0.0.1:9"  # the discard service, which no machine runs
 
@@ -75,7 +76,7 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
 
 
 def _init(address: str, **options: Any) -> None:
-    """Call ray.init, once more if a local start timed out; then restore our SIGTERM handler.
+    """Call ray.init, again while a local start times out; then restore our SIGTERM handler.
 
     Raises:
         RunFailed: Ray does not start on this machine.
@@ -84,7 +85,7 @@ def _init(address: str, **options: Any) -> None:
 
     logging.getLogger(TOKENS_LOGGER).addFilter(_is_for_users)
     handler = signal.getsignal(signal.SIGTERM)
-    for attempt in (1, 2):
+    for attempt in range(1, STARTS + 1):
         try:
             ray.init(address=address, **options)
             break
@@ -92,13 +93,13 @@ def _init(address: str, **options: Any) -> None:
             if address != "local" or SLOW_START not in str(error):
                 raise
             ray.shutdown()
-            if attempt == 2:
+            if attempt == STARTS:
                 raise RunFailed(
-                    "Ray is slow to start on this machine: two starts took more than 30 s each, "
-                    "which Ray does not allow. Free its CPUs and disk, and run the same command "
-                    "again"
+                    f"Ray is slow to start on this machine: {STARTS} starts took more than 30 s "
+                    "each, which Ray does not allow. Free its CPUs and disk, and run the same "
+                    "command again"
                 ) from error
-            logger.warning("Ray took more than 30 s to start, trying once more")
+            logger.warning("Ray took more than 30 s to start, trying again (%d)", attempt + 1)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
