@@ -84,7 +84,7 @@ def test_every_family_trains_what_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_compiled_blocks_train_what_their_config_says(tmp_path: Path) -> None:
-    assert wrong(product.run([grid.compiled(tmp_path)], tmp_path)) == {}
+    assert wrong(product.run(grid.compiled(tmp_path), tmp_path)) == {}
 
 
 @pytest.mark.full

@@ -79,13 +79,13 @@ def families(root: Path, every: int = 1) -> list[Run]:
     return runs
 
 
-def compiled(root: Path) -> Run:
-    """Return a run with compiled blocks on a mixture, on two workers."""
-    model, files = made.make_model("llama", root, made.bpe()), made.make_data(root)
-    mixture = {str(files["text"]): 2, str(files["prompt"]): 1}
-    fields = BASE | {"model.path": str(model), "data.mixture": mixture}
-    more = {"train.compile": True, "parallel.activation_checkpointing": "selective"}
-    return Run("compiled", fields | more, ((2, None),))
+def compiled(root: Path) -> list[Run]:
+    """Return runs with compiled blocks on a mixture, on two workers: a dense model, and experts."""
+    tokenizer, files = made.bpe(), made.make_data(root)
+    fields = BASE | {"data.mixture": {str(files["text"]): 2, str(files["prompt"]): 1}}
+    fields |= {"train.compile": True, "parallel.activation_checkpointing": "selective"}
+    paths = {name: str(made.make_model(name, root, tokenizer)) for name in ("llama", "mixtral")}
+    return [Run(name, fields | {"model.path": paths[name]}, ((2, None),)) for name in paths]
 
 
 def in_8_bits(root: Path) -> Run:
