@@ -336,12 +336,14 @@ def test_pods_are_deleted_and_killed(
         seconds = workers[1].stop()
         assert seconds < workers[1].spec.stop_s, workers[1].said()
         run.wait_for(lambda line: line["workers"] == 1)
+        alone = run.lines()[-1]["attempt"]
         replacement = cluster.start("worker")
-        run.wait_for(lambda line: line["time"] > deleted and line["workers"] == 2)
+        run.wait_for(lambda line: line["attempt"] > alone and line["workers"] == 2)
+        both = run.lines()[-1]["attempt"]
         run.wait_for_checkpoint(run.lines()[-1]["step"] + 5)
         killed = time.time()
         replacement.kill()
-        run.wait_for(lambda line: line["time"] > killed and line["workers"] == 1)
+        run.wait_for(lambda line: line["attempt"] > both and line["workers"] == 1)
         run.wait_for_step(run.lines()[-1]["step"] + 10)
         run.stop()
         assert_alike(run.lines(), expected(run, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -60,3 +61,17 @@ def test_a_cluster_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.M
     with pytest.raises(Exception, match=ray_session.SLOW_START):
         ray_session._init("10.0.0.1:6379")
     assert len(asked) == 1
+
+
+def test_workers_on_a_cluster_are_told_what_their_job_does_not_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray refuses a variable that the job has too (`rayapp submit` sets them, users may)."""
+    job = {"runtime_env": {"env_vars": {"RAY_DATA_LOG_LEVEL": "DEBUG"}}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    told = ray_session._quiet_workers()
+    assert set(told) == set(ray_session.QUIET) - {"RAY_DATA_LOG_LEVEL"}
+    assert told["PYTHONWARNINGS"] == "error"
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    assert set(ray_session._quiet_workers()) == set(ray_session.QUIET)

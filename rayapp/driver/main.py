@@ -16,7 +16,13 @@ from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.storage import StorageError
 
 # transformers imports torchao where it is installed, and torchao warns of kernels that need a GPU.
-NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes")
+NOISY = {
+    "torchao": logging.ERROR,
+    "torch.utils._pytree": logging.ERROR,
+    "bitsandbytes": logging.ERROR,
+    "botocore": logging.WARNING,  # it tells where it has found credentials
+    "aiobotocore": logging.WARNING,
+}
 
 
 def main(
@@ -67,9 +73,9 @@ def _loaded(load_run: Callable[[], Callable[..., Mapping[str, Any]]]) -> Callabl
 
 
 def quieten() -> None:
-    """Keep warnings of libraries' imports, which no user can act on, out of the output."""
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """Keep lines of libraries, which no user can act on, out of the output."""
+    for name, level in NOISY.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def _refuse(error: ConfigError) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -65,6 +66,8 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
         options |= {"num_cpus": max(cores, config.cluster.max_workers + DATA_CPUS)}
         if not gpus_here():
             options["object_store_memory"] = OBJECT_STORE_BYTES
+    else:
+        options["runtime_env"] = {"env_vars": _quiet_workers()}
     _init(address, **options)
     try:
         if address != "local":
@@ -102,6 +105,16 @@ def _init(address: str, **options: Any) -> None:
             logger.warning("Ray took more than 30 s to start, trying again (%d)", attempt + 1)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
+
+
+def _quiet_workers() -> dict[str, str]:
+    """Return the variables that keep other lines out of workers' output on a cluster.
+
+    Workers have the job's environment, not that of its driver; Ray refuses to be told twice.
+    """
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    told = (job.get("runtime_env") or {}).get("env_vars") or {}
+    return {name: os.environ.get(name, value) for name, value in QUIET.items() if name not in told}
 
 
 def _is_for_users(record: logging.LogRecord) -> bool:

@@ -29,6 +29,8 @@ STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # seconds from SIGTERM, on which a run s
 STOP_WAIT_S = 600  # a save of 70B parameters to S3 takes minutes; Ray's own default is 3
 SKIPPED = (  # lines of workers that need no action; Ray's log files keep them
     r"class name: 'PreemptionWatcher'",
+    r"PreemptionWatcher: preemption detected",  # the run says so itself
+    r"The hostname of the client socket cannot be retrieved",  # a network without names
     r"Failed to query Ray Train Controller actor state",  # without a dashboard
     r"Dataset \S+ execution finished in",
     r"torchao/_C_|Detected no triton|register_constant\(\)",  # torchao's import without a GPU
