@@ -24,7 +24,7 @@ from image import ROOT, unpacked
 from image import missing as image_missing
 from patience import PATIENCE_S
 
-from rayapp.train.checkpoint import latest
+from rayapp.train.checkpoint.marker import latest
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(3600)]
 
