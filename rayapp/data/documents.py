@@ -201,8 +201,7 @@ class Renderer:
         documents: list[Made] = []
         for text, tokens in zip(texts, self._encode(texts), strict=True):
             num_bytes = self._bytes(tokens, text)
-            loss = np.broadcast_to(np.True_, len(tokens))  # takes no memory
-            documents.append((self._closed(tokens, loss, num_bytes), self._note(text)))
+            documents.append((self._closed(tokens, 0, num_bytes), self._note(text)))
             del tokens, num_bytes
         return documents
 
@@ -219,9 +218,8 @@ class Renderer:
             before, after = encoded[place], encoded[len(values) + place]
             tokens = np.concatenate([before, after])
             num_bytes = np.concatenate([self.bytes_of[before], self._bytes(after, completion)])
-            loss = np.arange(len(tokens)) >= len(before)
             note = self._note(prompts[place], completion)
-            documents.append((self._closed(tokens, loss, num_bytes), note))
+            documents.append((self._closed(tokens, len(before), num_bytes), note))
         return documents
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
@@ -259,31 +257,30 @@ class Renderer:
             num_bytes[0] -= 1
         return num_bytes
 
-    def _closed(
-        self, tokens: Tokens, loss: np.ndarray[Any, Any], num_bytes: np.ndarray[Any, Any]
-    ) -> Document:
-        """Add the opening tokens (BOS) and one end-of-text token, unless the text has them."""
-        if not len(tokens):
-            return Document(tokens, loss, num_bytes)
+    def _closed(self, tokens: Tokens, prompt: int, num_bytes: np.ndarray[Any, Any]) -> Document:
+        """Add the opening tokens (BOS) and one end-of-text token, unless the text has them.
+
+        All but the first `prompt` tokens bear loss.
+        """
         count = len(tokens)
-        while count and loss[count - 1] and tokens[count - 1] == self.end:  # it was in the text
+        if not count:
+            return Document(tokens, np.zeros(0, bool), num_bytes)
+        while count > prompt and tokens[count - 1] == self.end:  # it was in the text
             count -= 1
         opening = self.opening
-        if np.array_equal(tokens[: len(opening)], opening):  # it was in the text
+        if len(opening) and np.array_equal(tokens[: len(opening)], opening):  # it was in the text
             opening = opening[:0]
         first = len(opening)
-        size = first + count + (self.end is not None)
-        whole = np.empty(size, np.int32)
-        bears_loss, byte_counts = np.zeros(size, bool), np.zeros(size, np.uint16)
-        here = slice(first, first + count)
-        whole[:first], byte_counts[:first] = opening, self.bytes_of[opening]
-        whole[here], bears_loss[here], byte_counts[here] = (
-            tokens[:count],
-            loss[:count],
-            num_bytes[:count],
-        )
+        last = first + count
+        size = last + (self.end is not None)
+        whole, byte_counts = np.empty(size, np.int32), np.zeros(size, np.uint16)
+        bears_loss = np.ones(size, bool)
+        bears_loss[: first + prompt] = False
+        if first:
+            whole[:first], byte_counts[:first] = opening, self.bytes_of[opening]
+        whole[first:last], byte_counts[first:last] = tokens[:count], num_bytes[:count]
         if self.end is not None:
-            whole[-1], bears_loss[-1] = self.end, True
+            whole[-1] = self.end
         return Document(whole, bears_loss, byte_counts)
 
     def _chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:
