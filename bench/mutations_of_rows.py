@@ -178,15 +178,15 @@ ROWS = (
     Mutation(
         "answers-without-first-token",
         DOCUMENTS,
-        "loss = np.arange(len(tokens)) >= len(before)",
-        "loss = np.arange(len(tokens)) > len(before)",
+        "bears_loss[: first + prompt] = False",
+        "bears_loss[: first + prompt + (prompt > 0)] = False",
         "tests/test_data_documents.py",
     ),
     Mutation(
         "end-of-text-not-trained",
         DOCUMENTS,
-        "whole[-1], bears_loss[-1] = self.end, True",
-        "whole[-1] = self.end",
+        "            whole[-1] = self.end\n",
+        "            whole[-1], bears_loss[-1] = self.end, False\n",
         "tests/test_data_documents.py",
     ),
     Mutation(
