@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.package import QUIET
+from rayapp.observe.events import job_config
 from rayapp.observe.result import RunFailed
 
 DATA_CPUS = 2  # logical CPUs beyond those of the workers, so that Ray Data is never starved
@@ -112,8 +112,7 @@ def _quiet_workers() -> dict[str, str]:
 
     Workers have the job's environment, not that of its driver; Ray refuses to be told twice.
     """
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    told = (job.get("runtime_env") or {}).get("env_vars") or {}
+    told = (job_config().get("runtime_env") or {}).get("env_vars") or {}
     return {name: os.environ.get(name, value) for name, value in QUIET.items() if name not in told}
 
 

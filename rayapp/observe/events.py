@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -220,7 +221,11 @@ def _region() -> str:
     return named or hardware.DEFAULT_REGION
 
 
+def job_config() -> dict[str, Any]:
+    """Return what the Ray job whose driver this process is was submitted with; {} without a job."""
+    return dict(json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}"))
+
+
 def submission_id() -> str | None:
     """Return the submission id of the Ray job whose driver this process is, None without a job."""
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    return (job.get("metadata") or {}).get("job_submission_id")
+    return (job_config().get("metadata") or {}).get("job_submission_id")
