@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import ray
 
 from rayapp.driver import ray_session
 from rayapp.observe.result import RunFailed
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,13 @@ def test_a_cluster_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.M
     with pytest.raises(Exception, match=ray_session.SLOW_START):
         ray_session._init("10.0.0.1:6379")
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("module", ["rayapp.finetune.__main__", "rayapp.cli.data"])
+def test_commands_import_ray_after_they_have_told_it(module: str) -> None:
+    """Ray reads some of these variables when it is imported: which lines to skip, for one."""
+    code = f"import sys, {module}\nassert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_workers_on_a_cluster_are_told_what_their_job_does_not_say(

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from rayapp.observe.goodput import (
     read_events,
     spent,
 )
-from rayapp.observe.origin import origin
+from rayapp.observe.origin import origin, submission_id
 from rayapp.observe.records import Event, EventFields, MetricsLine
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
 from rayapp.planner.machines import named_instance, nodes_of, price_of
@@ -219,13 +218,3 @@ def _machines_of_a_list(config: RunConfig, workers: int, places: Sequence[Place]
 def _region() -> str:
     named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return named or hardware.DEFAULT_REGION
-
-
-def job_config() -> dict[str, Any]:
-    """Return what the Ray job whose driver this process is was submitted with; {} without a job."""
-    return dict(json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}"))
-
-
-def submission_id() -> str | None:
-    """Return the submission id of the Ray job whose driver this process is, None without a job."""
-    return (job_config().get("metadata") or {}).get("job_submission_id")

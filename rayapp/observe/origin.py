@@ -1,12 +1,14 @@
-"""Who began a command of a run, from which git commit, and what was typed."""
+"""Who began a command of a run, from which git commit, what was typed, and in which Ray job."""
 
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 from rayapp.observe.records import EventFields
 
@@ -30,6 +32,16 @@ def variables() -> dict[str, str]:
     """Return the environment variables that tell a job who submitted it, from which commit."""
     values = {USER: user_name(), COMMIT: git_commit()}
     return {name: value for name, value in values.items() if value}
+
+
+def job_config() -> dict[str, Any]:
+    """Return what the Ray job whose driver this process is was submitted with; {} without a job."""
+    return dict(json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}"))
+
+
+def submission_id() -> str | None:
+    """Return the submission id of the Ray job whose driver this process is, None without a job."""
+    return (job_config().get("metadata") or {}).get("job_submission_id")
 
 
 def user_name() -> str | None:
