@@ -249,10 +249,11 @@ def test_the_readmes_block_runs_as_written(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     assert json.loads(done.stdout.splitlines()[-1]) == ["done", 6]
     code = "import json; from rayapp.jobs import JobsClient\n"
-    code += "print(json.dumps({one.submission_id: one.status for one in JobsClient.at().jobs()"
-    code += " if one.run_url == 's3://bucket/runs/demo'}))"
-    statuses = list(kernel(cluster, code).values())
-    assert statuses == ["STOPPED", "SUCCEEDED"], "a stop that was asked for is no failure"
+    code += "print(json.dumps({one.submission_id: [one.status, one.message] for one in"
+    code += " JobsClient.at().jobs() if one.run_url == 's3://bucket/runs/demo'}))"
+    jobs = kernel(cluster, code)
+    statuses = [status for status, _ in jobs.values()]
+    assert statuses == ["STOPPED", "SUCCEEDED"], f"a stop that was asked for is no failure: {jobs}"
 
 
 @pytest.mark.full
