@@ -24,6 +24,7 @@ import numpy as np
 FILES = 8
 RUN = [
     "--data.seq_len=512",
+    "--data.eval_fraction=0",
     "--train.tokens_per_step=8192",
     "--train.micro_batch=8",
     "--train.warmup_steps=0",
