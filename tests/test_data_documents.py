@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, text_of
 from transformers import PreTrainedTokenizerFast
@@ -108,7 +110,7 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "MAX_ENCODED", 7)
         patch.setattr(documents, "CUT_REACH", 4)
-        parts = list(documents.parts_of(text))
+        parts = list(documents.parts_of([text]))
         assert "".join(parts) == text and max(map(len, parts)) <= 7
         tokenizer = sentencepiece(prepend, "bpe")
         made = document(tokenizer, "text", text)
@@ -116,6 +118,45 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
         if prepend != "never":
             plain = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert made.tokens[: len(plain)].tolist() == plain
+
+
+def test_words_and_lines_stay_whole_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "FEW_ENCODED", 100)
+    monkeypatch.setattr(documents, "CUT_REACH", 30)
+    for text, ends, begins in ((LINES, "\n", ""), (LINES.replace("\n", "  and "), "", " ")):
+        first, *rest = pieces = list(documents.pieces_of(text))
+        assert "".join(pieces) == text and len(pieces) > 12 and max(map(len, pieces)) <= 130
+        assert all(piece.endswith(ends) for piece in [first, *rest[:-1]])
+        assert all(piece.startswith(begins) for piece in rest)
+    assert list(documents.pieces_of("x" * 1000)) == ["x" * 1000]
+
+
+TEXTS_OF_PARTS = st.lists(
+    st.sampled_from(["ab\ncd", "e f", " ", "</s>", "<s>", "\n", "é"]), max_size=30
+).map("".join)
+
+
+@pytest.mark.parametrize("single", ["$A", "<s> $A </s>"])
+@pytest.mark.parametrize("special_tokens", ["text", "control"])
+@drawn
+@given(text=TEXTS_OF_PARTS)
+def test_parts_laid_end_to_end_are_the_document(
+    single: str, special_tokens: str, text: str
+) -> None:
+    renderer = Renderer(around(single), "text", special_tokens=special_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "MAX_ENCODED", 7)
+        patch.setattr(documents, "FEW_ENCODED", 4)
+        patch.setattr(documents, "CUT_REACH", 3)
+        whole, note = renderer.document({"text": text})
+        parts = list(renderer.in_parts({"text": text}))
+    assert whole is not None
+    for name in ("tokens", "loss", "num_bytes"):
+        joined = np.concatenate([getattr(part, name) for part, _, _ in parts])
+        assert joined.tolist() == getattr(whole, name).tolist()
+    assert [goes_on for _, _, goes_on in parts] == [True] * (len(parts) - 1) + [False]
+    if special_tokens == "control":
+        assert note is None and not any(note for _, note, _ in parts)
 
 
 @pytest.mark.parametrize(

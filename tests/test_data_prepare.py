@@ -25,13 +25,22 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
-from rayapp.data import prepare, sources, spool, tokenising, tokens, unit_rows
+from rayapp.data import (
+    documents,
+    prepare,
+    sections,
+    sources,
+    spool,
+    tokenising,
+    tokens,
+    unit_rows,
+)
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
 from rayapp.data.prepared import BLOCKS, USED, Prepared
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps
-from rayapp.data.sources import cutting
+from rayapp.data.sources import cutting, json_lines
 from rayapp.storage import Storage, open_storage
 
 S = 16  # positions of a row
@@ -504,6 +513,44 @@ def test_large_records_are_tokenised_few_at_a_time(
     prepared = here(replace(recipe, source=source, kind="chat"), tmp_path / "out")
     assert prepared.records == len(sizes)
     assert seen == [3, 1, 1, 32, 9]
+
+
+@pytest.mark.parametrize("name", ["long.jsonl", "long.jsonl.gz"])
+def test_long_texts_in_parts_give_the_rows_of_the_whole(
+    recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    values = [{"text": f"{n} " + 'é\u2028 \\ " 😀\n' * (n % 7) ** 3, "id": n} for n in range(60)]
+    lines = "".join(json.dumps(v, ensure_ascii=v["id"] % 2 == 0) + "\n" for v in values)
+    lines += json.dumps({"text": "half \ud83d of it " * 40}) + "\n"
+    data = lines.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    recipe = replace(recipe, source=sources.find(str(tmp_path / name)))
+    whole = here(recipe, tmp_path / "whole")
+    for module, constant in (
+        (json_lines, "LARGE"),
+        (json_lines, "PART_BYTES"),
+        (documents, "MAX_ENCODED"),
+        (documents, "FEW_ENCODED"),
+        (documents, "CUT_REACH"),
+        (tokenising, "MAX_ENCODED"),
+        (tokenising, "BATCH_SIZE"),
+        (sections, "SECTION_TOKENS"),
+        (spool, "SPOOL_TOKENS"),
+    ):
+        monkeypatch.setattr(module, constant, 50)
+    seen = []
+    in_parts = Renderer.in_parts
+    monkeypatch.setattr(
+        Renderer, "in_parts", lambda self, v: (seen.append(type(v["text"])), in_parts(self, v))[1]
+    )
+    parts = here(recipe, tmp_path / "parts")
+    assert seen.count(sources.LongText) > 20
+    folders = [open_storage(str(tmp_path / f)) / recipe.fingerprint for f in ("whole", "parts")]
+    assert contents(folders[0]) == contents(folders[1])
+    assert parts.records == whole.records == 61
+    assert parts.bad == {"has text that is not Unicode (half of a surrogate pair)": 1}
+    again = here(replace(recipe, seq_len=2 * S), tmp_path / "parts")  # from the stored tokens
+    assert again.counts["train"]["tokens"] == parts.counts["train"]["tokens"]
 
 
 @pytest.mark.usefixtures("ray_cluster")

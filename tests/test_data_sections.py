@@ -33,7 +33,7 @@ def records(draw: st.DrawFn) -> TokenisedRecord:
         )
     place = draw(st.integers(0, 2**40))
     piece, drawn = draw(st.integers(0, 2**31)), draw(st.integers(0, 2**64 - 1))
-    return TokenisedRecord(piece, place, document, problem, drawn)
+    return TokenisedRecord(piece, place, document, problem, drawn, draw(st.booleans()))
 
 
 def plain(record: TokenisedRecord) -> tuple[Any, ...]:
@@ -41,7 +41,7 @@ def plain(record: TokenisedRecord) -> tuple[Any, ...]:
     arrays = document and tuple(
         (a.dtype.str, a.tolist()) for a in (document.tokens, document.loss, document.num_bytes)
     )
-    return record.piece, record.place, arrays, record.problem, record.drawn
+    return record.piece, record.place, arrays, record.problem, record.drawn, record.goes_on
 
 
 @settings(deadline=None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -29,28 +29,45 @@ from rayapp.data.control import (
 from rayapp.data.messages import said_by, tools_of
 from rayapp.data.packing import Document
 from rayapp.data.shapes import COLUMNS
+from rayapp.data.sources import LongText
 from rayapp.data.tokens import token_bytes
 
 AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]\s*:")  # as a cell of CSV may hold
 MAX_ENCODED = 2**20  # most characters encoded in one call
+FEW_ENCODED = 2**18  # where words or lines end
 CUT_REACH = 64 * 2**10  # characters that are searched for a line end to cut at
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+WORD_END = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 # (document, None or a note on what it lacks), or (None, problem)
 Made: TypeAlias = tuple[Document | None, str | None]
 
 
-def content_of(value: Any, kind: str) -> bytes:
-    """Return the content that identifies a valid record: its text columns, and no others.
+def content_of(value: Any, kind: str) -> Iterator[bytes]:
+    """Yield the content that identifies a valid record: its text columns, and no others.
 
-    >>> content_of({"text": "a", "id": 7}, "text") == content_of("a", "text")
+    >>> list(content_of({"text": "a", "id": 7}, "text")) == list(content_of("a", "text"))
     True
     """
     if kind == "text":
-        return (value if isinstance(value, str) else str(value["text"])).encode()
-    columns = [value[name] for name in COLUMNS[kind]]
-    return json.dumps(columns, sort_keys=True, default=str).encode()
+        yield from (part.encode() for part in chunks_of(text_of(value)))
+    else:
+        columns = [value[name] for name in COLUMNS[kind]]
+        yield json.dumps(columns, sort_keys=True, default=str).encode()
+
+
+def text_of(value: Any) -> str | LongText:
+    """Return the text of a valid record of kind text."""
+    text = value if isinstance(value, str) else value["text"]
+    return text if isinstance(text, LongText) else str(text)
+
+
+def chunks_of(text: str | LongText) -> Iterable[str]:
+    """Return a text in chunks of which none is much more than MAX_ENCODED characters."""
+    if isinstance(text, LongText):
+        return text.parts()
+    return (text[start : start + MAX_ENCODED] for start in range(0, len(text), MAX_ENCODED))
 
 
 def problem_of(value: Any, kind: str) -> str | None:
@@ -62,7 +79,7 @@ def problem_of(value: Any, kind: str) -> str | None:
             names = ", ".join(map(repr, sorted(value))) or "none"
             return f"has no column {name!r} (it has {names})"
         if kind != "chat":
-            if not isinstance(value[name], str):
+            if not isinstance(value[name], str | LongText):
                 return f"has a {name!r} that is not text"
             if kind == "prompt" and AS_TEXT.match(value[name]):
                 return f"has a {name!r} that is a list of messages written as text"
@@ -71,9 +88,10 @@ def problem_of(value: Any, kind: str) -> str | None:
     return _problem_of_chat(value) if kind == "chat" else None
 
 
-def _problem_of_text(text: str) -> str | None:
+def _problem_of_text(text: str | LongText) -> str | None:
     try:
-        text.encode()
+        for part in chunks_of(text):
+            part.encode()
     except UnicodeEncodeError:
         return "has text that is not Unicode (half of a surrogate pair)"
     return None
@@ -137,20 +155,42 @@ def _is_call(call: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def parts_of(text: str) -> Iterator[str]:
+def parts_of(chunks: Iterable[str]) -> Iterator[str]:
     """Cut a text into parts of MAX_ENCODED characters, most of them less, after line ends.
 
-    A line end between two letters is a token's end for the usual tokenizers, so that the tokens are
-    those of the whole text. A line that is longer is cut anywhere.
+    It is given in chunks of any size. A line end between two letters is a token's end for the usual
+    tokenizers, so that the tokens are those of the whole text. A longer line is cut anywhere.
+    """
+    text, start = "", 0
+    for chunk in chunks:
+        text, start = text[start:] + chunk, 0
+        while len(text) - start > MAX_ENCODED:
+            end = start + MAX_ENCODED
+            newline = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
+            end = newline.end() if newline else end
+            yield text[start:end]
+            start = end
+    yield text[start:]
+
+
+def pieces_of(part: str) -> Iterator[str]:
+    """Cut a part after FEW_ENCODED characters or more, where a token ends for usual tokenizers.
+
+    That is after a line end between two letters, or else between a letter and a space.
     """
     start = 0
-    while len(text) - start > MAX_ENCODED:
-        end = start + MAX_ENCODED
-        newline = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
-        end = newline.end() if newline else end
-        yield text[start:end]
-        start = end
-    yield text[start:]
+    while (cut := _cut_of(part, start)) is not None:
+        yield part[start:cut]
+        start = cut
+    yield part[start:]
+
+
+def _cut_of(part: str, start: int) -> int | None:
+    for end in range(start + FEW_ENCODED, len(part), CUT_REACH):
+        for pattern in (LINE_END, WORD_END):
+            if found := pattern.search(part, max(start + 1, end - CUT_REACH), end):
+                return found.end()
+    return None
 
 
 class Renderer:
@@ -183,6 +223,25 @@ class Renderer:
         """Return (document, note) or (None, problem); an empty text gives an empty document."""
         (made,) = self.documents([value])
         return made
+
+    def in_parts(self, value: Any) -> Iterator[tuple[Document, str | None, bool]]:
+        """Yield (document, note, whether it goes on) for each part of a valid text's document.
+
+        Laid end to end they are the document of `document`; the last has the note. Memory is that
+        of two parts.
+        """
+        held, note = np.empty(0, np.int32), None
+        begins = True
+        parts = parts_of(chunks_of(text_of(value)))
+        for piece in (piece for part in parts for piece in pieces_of(part)):
+            note = note or self._note(piece)
+            (tokens,) = self._encode_whole([piece])
+            if not len(held) or (tokens == self.end).all():  # these may be the text's last tokens
+                held = np.concatenate([held, tokens])
+            else:
+                yield self._closed(held, 0, self.bytes_of[held], begins, ends=False), None, True
+                held, begins = tokens, False
+        yield self._closed(held, 0, self.bytes_of[held], begins), note, False
 
     def documents(self, values: Sequence[Any]) -> list[Made]:
         """Return `document(value)` for each value; a batch is cheaper than single calls."""
@@ -225,7 +284,7 @@ class Renderer:
     def _encode(self, texts: list[str]) -> list[Tokens]:
         """Return int32 [tokens] of each text, without special tokens around it.
 
-        Encoding takes some 100 bytes of memory per byte of text, so long texts are encoded in
+        Encoding takes some 120 bytes of memory per byte of text, so long texts are encoded in
         parts, unless the tokenizer puts a space before each text.
         """
         if self.adds_space or all(len(text) <= MAX_ENCODED for text in texts):
@@ -234,8 +293,8 @@ class Renderer:
 
     def _encode_parts(self, text: str) -> Tokens:
         ids = bytearray()
-        for part in parts_of(text):
-            ids += self._encode_whole([part])[0].data
+        for piece in (piece for part in parts_of([text]) for piece in pieces_of(part)):
+            ids += self._encode_whole([piece])[0].data
         return np.frombuffer(ids, np.int32)
 
     def _encode_whole(self, texts: list[str]) -> list[Tokens]:
@@ -257,29 +316,38 @@ class Renderer:
             num_bytes[0] -= 1
         return num_bytes
 
-    def _closed(self, tokens: Tokens, prompt: int, num_bytes: np.ndarray[Any, Any]) -> Document:
+    def _closed(
+        self,
+        tokens: Tokens,
+        prompt: int,
+        num_bytes: np.ndarray[Any, Any],
+        begins: bool = True,
+        ends: bool = True,
+    ) -> Document:
         """Add the opening tokens (BOS) and one end-of-text token, unless the text has them.
 
-        All but the first `prompt` tokens bear loss.
+        All but the first `prompt` tokens bear loss. A part of a document gets the opening if it
+        begins the document, and the end if it ends it.
         """
         count = len(tokens)
         if not count:
             return Document(tokens, np.zeros(0, bool), num_bytes)
-        while count > prompt and tokens[count - 1] == self.end:  # it was in the text
+        while ends and count > prompt and tokens[count - 1] == self.end:  # it was in the text
             count -= 1
-        opening = self.opening
+        opening = self.opening if begins else self.opening[:0]
         if len(opening) and np.array_equal(tokens[: len(opening)], opening):  # it was in the text
             opening = opening[:0]
         first = len(opening)
         last = first + count
-        size = last + (self.end is not None)
+        ends = ends and self.end is not None
+        size = last + ends
         whole, byte_counts = np.empty(size, np.int32), np.zeros(size, np.uint16)
         bears_loss = np.ones(size, bool)
         bears_loss[: first + prompt] = False
         if first:
             whole[:first], byte_counts[:first] = opening, self.bytes_of[opening]
         whole[first:last], byte_counts[first:last] = tokens[:count], num_bytes[:count]
-        if self.end is not None:
+        if ends:
             whole[-1] = self.end
         return Document(whole, bears_loss, byte_counts)
 

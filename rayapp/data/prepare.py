@@ -183,7 +183,7 @@ def prepare_unit(
                     held_out = sources.is_eval(piece, record.drawn, fraction)
                     if evaluated or not held_out:
                         split = "eval" if held_out else "train"
-                        rows.add(split, record.document, piece.is_stream)
+                        rows.add(split, record.document, piece.is_stream, record.goes_on)
         rows.flush()
     storage.write(_hashes_name(index), bytes(rows.hashes))
     counts = {split: summed(counts) for split, counts in rows.counts.items()}

@@ -4,10 +4,10 @@
         for record in section.records(): ...
 
 A section holds consecutive records of a block: their pieces and places, what they drew for the
-held-out split, and the tokens of those that are documents. What is made of tokens afterwards, rows
-and splits, is not in it. A section is a frame, whose header has the length and the xxh3 of the
-rest; that is compressed with Zstandard, to about 2 bytes a token. The last section is followed by
-END.
+held-out split, and the tokens of those that are documents. A long document may be in parts, each a
+record of its own. What is made of tokens afterwards, rows and splits, is not in it. A section is a
+frame, whose header has the length and the xxh3 of the rest; that is compressed with Zstandard, to
+about 2 bytes a token. The last section is followed by END.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class TokenisedRecord:
     """Why the record is no document; or, beside a document, what is left out of it."""
     drawn: int
     """What its content drew in [0, 2^64); 0 if it is no document."""
+    goes_on: bool = False
+    """Its document goes on in the next record, which is the same record of the user's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,19 +86,22 @@ class TokenSection:
     num_bytes: Array
     """uint16 [t]"""
     texts: tuple[str, ...]
+    going_on: tuple[int, ...] = ()
+    """The records whose documents go on in the next one, by their numbers in the section."""
 
     def records(self) -> Iterator[TokenisedRecord]:
         """Yield the records in order; their arrays are views."""
-        last = 0
+        last, going_on = 0, set(self.going_on)
         columns = (self.pieces, self.places, self.drawn, self.said, self.lengths)
-        for piece, place, drawn, said, length in zip(*(c.tolist() for c in columns), strict=True):
+        rows = zip(*(c.tolist() for c in columns), strict=True)
+        for number, (piece, place, drawn, said, length) in enumerate(rows):
             document = None
             if length != NO_DOCUMENT:
                 here = slice(last, last + length)
                 document = Document(self.tokens[here], self.loss[here], self.num_bytes[here])
                 last += length
             problem = self.texts[said - 1] if said else None
-            yield TokenisedRecord(piece, place, document, problem, drawn)
+            yield TokenisedRecord(piece, place, document, problem, drawn, number in going_on)
 
 
 def sections(records: Iterable[TokenisedRecord]) -> Iterator[TokenSection]:
@@ -128,6 +133,7 @@ def _section(records: list[TokenisedRecord]) -> TokenSection:
         _joined([d.loss for d in documents], np.bool_),
         _joined([d.num_bytes for d in documents], np.uint16),
         tuple(texts),
+        tuple(number for number, record in enumerate(records) if record.goes_on),
     )
 
 
@@ -157,6 +163,8 @@ def encoded(section: TokenSection) -> list[Any]:
     types = {name: _narrow(column) for name, column in columns.items()}
     sizes = [(name, types[name].str, len(column)) for name, column in columns.items()]
     head = {"base": base, "texts": section.texts, "arrays": sizes}
+    if section.going_on:
+        head["going_on"] = section.going_on
     text = json.dumps(head).encode()
     out = pa.BufferOutputStream()
     with pa.CompressedOutputStream(out, CODEC) as packing:  # one array after the other
@@ -201,5 +209,6 @@ def _decoded(packed: Any) -> TokenSection:
     return TokenSection(
         loss=np.unpackbits(loss, count=count).view(np.bool_),
         texts=tuple(head["texts"]),
+        going_on=tuple(head.get("going_on", ())),
         **{**arrays, "places": arrays["places"] + head["base"]},
     )

@@ -247,7 +247,11 @@ def standardised(record: sources.Record, kind: str, columns: Mapping[str, str]) 
 
 
 def read_records(
-    source: sources.DataSource, piece: sources.Piece, kind: str, columns: Mapping[str, str]
+    source: sources.DataSource,
+    piece: sources.Piece,
+    kind: str,
+    columns: Mapping[str, str],
+    long_texts: bool = False,
 ) -> Iterator[sources.Record]:
-    """Yield the records of a piece in order, as standard ones."""
-    return (standardised(r, kind, columns) for r in sources.read_piece(source, piece))
+    """Yield the records of a piece in order, as standard ones, maybe with a `LongText`."""
+    return (standardised(r, kind, columns) for r in sources.read_piece(source, piece, long_texts))

@@ -12,7 +12,7 @@ import numpy as np
 
 from rayapp.data.packing import Document, Slices
 
-SPOOL_TOKENS = 4 * 2**20  # most that are held in memory, at 7 bytes each
+SPOOL_TOKENS = 2**20  # most that are held in memory, at 7 bytes each
 TYPES: list[np.dtype[Any]] = [np.dtype(t) for t in (np.int32, np.bool_, np.uint16)]  # a Document's
 
 
@@ -21,13 +21,17 @@ class Spool:
 
     def __init__(self) -> None:
         self.lengths, self.size = array("q"), 0
+        self.open = False
         self.buffers = [bytearray() for _ in TYPES]
         self.files: list[IO[bytes]] = []
         self.stack = ExitStack()
 
-    def add(self, document: Document) -> None:
-        """Add a copy of a document at the end."""
-        self.lengths.append(len(document.tokens))
+    def add(self, document: Document, goes_on: bool = False) -> None:
+        """Add a copy of a document, or of the next part of one that goes on, at the end."""
+        if not self.open:
+            self.lengths.append(0)
+        self.lengths[-1] += len(document.tokens)
+        self.open = goes_on
         self.size += len(document.tokens)
         columns = (document.tokens, document.loss, document.num_bytes)
         plain = [np.ascontiguousarray(c, dtype) for c, dtype in zip(columns, TYPES, strict=True)]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from rayapp.data import sections, sources, tokens
-from rayapp.data.documents import Renderer, content_of
+from rayapp.data.documents import MAX_ENCODED, Renderer, content_of, problem_of
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sections import TokenisedRecord, TokenSection
 from rayapp.data.shapes import read_records
@@ -20,7 +20,7 @@ Numbered = tuple[int, sources.Record]  # the number of a piece of the block, and
 def tokenised(
     recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
 ) -> Iterator[TokenSection]:
-    """Yield the sections of a block; memory: a section, and a batch of records.
+    """Yield the sections of a block; memory: a section, a batch of records, the longest line.
 
     Raises:
         SourceError: a file is not of its format, so that the rest cannot be read.
@@ -33,12 +33,16 @@ def _records(
 ) -> Iterator[TokenisedRecord]:
     how = (recipe.kind, recipe.template, recipe.reasoning, recipe.special_tokens)
     renderer = _renderer(recipe.tokenizer_url, *how)
+    in_parts = recipe.kind == "text" and not renderer.adds_space
     records = (
         (number, record)
         for number, piece in enumerate(pieces)
-        for record in read_records(source, piece, recipe.kind, recipe.columns)
+        for record in read_records(source, piece, recipe.kind, recipe.columns, in_parts)
     )
     for batch in _batches(records):
+        if in_parts and _size(batch[0][1].value) > MAX_ENCODED:  # it is alone
+            yield from _in_parts(renderer, *batch.pop())
+            continue
         made = renderer.documents([r.value for _, r in batch if r.problem is None])
         made.reverse()
         batch.reverse()
@@ -50,6 +54,17 @@ def _records(
                 drawn = sources.drawn_of(content_of(record.value, recipe.kind))
             del record
             yield TokenisedRecord(number, place, document, problem, drawn)
+
+
+def _in_parts(renderer: Renderer, number: int, record: sources.Record) -> Iterator[TokenisedRecord]:
+    """Yield the parts of a long text, or its problem."""
+    problem = record.problem or problem_of(record.value, renderer.kind)
+    if problem is not None:
+        yield TokenisedRecord(number, record.place, None, problem, 0)
+        return
+    drawn = sources.drawn_of(content_of(record.value, renderer.kind))
+    for document, note, goes_on in renderer.in_parts(record.value):
+        yield TokenisedRecord(number, record.place, document, note, drawn, goes_on)
 
 
 def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
@@ -70,7 +85,7 @@ def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
 
 def _size(value: Any) -> int:
     """Return the number of characters of all text in a value."""
-    if isinstance(value, str):
+    if isinstance(value, str | sources.LongText):
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(_size, value.values()))

@@ -36,12 +36,20 @@ class UnitRows:
         self.files: dict[str, BinaryIO] = {}
         self.hashes = bytearray()
         """A 64-bit hash of each training document's tokens."""
+        self.hash = hashlib.blake2b(digest_size=8)
 
-    def add(self, split: str, document: Document, is_stream: bool) -> None:
-        """Add a document; what may be of any size, a stream or a window, is packed in parts."""
+    def add(self, split: str, document: Document, is_stream: bool, goes_on: bool = False) -> None:
+        """Add a document, or a part of one; a stream or a window may be of any size.
+
+        These are packed in parts.
+        """
+        self.held[split].add(document, goes_on)
+        self.hash.update(np.ascontiguousarray(document.tokens).data)
+        if goes_on:
+            return
         if split == "train":
-            self.hashes += hashlib.blake2b(document.tokens.tobytes(), digest_size=8).digest()
-        self.held[split].add(document)
+            self.hashes += self.hash.digest()
+        self.hash = hashlib.blake2b(digest_size=8)
         window_bytes = self.recipe.window_bytes
         most = 2 * window_bytes if window_bytes else WINDOW_TOKENS
         in_parts = is_stream or window_bytes is not None
@@ -115,6 +123,8 @@ class UnitAccount:
 
     def add(self, piece: sources.Piece, record: TokenisedRecord) -> None:
         """Count a record of a piece; name the place of the first with a problem."""
+        if record.goes_on:
+            return
         self.records += 1
         if record.problem is None:
             return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 
 from rayapp.data.sources import hub, own
 from rayapp.data.sources.formats import is_stream
+from rayapp.data.sources.json_lines import LARGE, LINE_BYTES, TOO_LONG, line_value
 from rayapp.data.sources.records import DataSource, Piece, Record, opened
-from rayapp.data.sources.streams import LINE_BYTES, TEXT_BYTES, TOO_LONG, json_line, read_stream
+from rayapp.data.sources.streams import TEXT_BYTES, read_stream
 from rayapp.storage import Readable
 
 BATCH_ROWS, BATCH_BYTES = 1024, 2 * 2**20  # most of a batch of Parquet
@@ -16,20 +17,25 @@ PAGE_BYTES = 2**20  # of Parquet that are read at once
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 
 
-def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
-    """Yield the records of a piece in order."""
+def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> Iterator[Record]:
+    """Yield the records of a piece in order.
+
+    With `long_texts`, values of JSONL may hold a `LongText` in place of a string of over a MiB.
+    """
     if source.format == "hub":
         yield from hub.read(source.root, source.version, piece.start)
     elif own.is_own(source.format):
         yield from own.read(source.root, piece.file, source.format)
     elif piece.is_stream:
-        yield from read_stream(source.root, piece.file, source.format, TEXT_BYTES, piece.etag)
+        yield from read_stream(
+            source.root, piece.file, source.format, TEXT_BYTES, piece.etag, long_texts
+        )
     elif source.format == "parquet":
         yield from _read_parquet(source, piece)
     elif source.format == "text":
         yield from _read_text(source, piece)
     else:
-        yield from _read_jsonl(source, piece)
+        yield from _read_jsonl(source, piece, long_texts)
 
 
 def file_of(source: DataSource, piece: Piece) -> str:
@@ -51,9 +57,15 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
     return f"{source.root}/{record_file}:{_line_number(source, record_file, place)}"
 
 
-def drawn_of(content: bytes) -> int:
-    """Return the number in [0, 2^64) that a record's content draws; its copies draw the same."""
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+def drawn_of(content: Iterable[bytes]) -> int:
+    """Return the number in [0, 2^64) that a record's content draws, given in parts.
+
+    Its copies draw the same, whatever the parts.
+    """
+    digest = blake2b(digest_size=8)
+    for part in content:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def is_eval(piece: Piece, drawn: int, eval_fraction: float) -> bool:
@@ -113,21 +125,18 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
         yield Record(piece.file, start + error.start, None, "is not UTF-8")
 
 
-LARGE = 2**20  # bytes of a line
-
-
-def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
+def _read_jsonl(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[Record]:
     base, data = line_bytes(source, piece)
     start = 0
     while start < len(data):  # no line is held, nor all of them once more
         end = data.find(b"\n", start)
         end = len(data) if end < 0 else end
-        place, lines = base + start, [data[start:end]]
+        place, found = base + start, line_value(data, start, end, long_texts)
         start = end + 1
         if end - place + base > LARGE:  # nor what has been read
             data, base, start = data[start:], base + start, 0
-        if lines[0].strip():
-            yield Record(piece.file, place, *json_line(lines.pop()))
+        if found is not None:
+            yield Record(piece.file, place, *found)
 
 
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:

@@ -16,22 +16,27 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from rayapp.data.sources.formats import codec_of
+from rayapp.data.sources.json_lines import LINE_BYTES, line_value
 from rayapp.data.sources.records import Record, SourceError, opened
 from rayapp.storage import StorageError
 
 CHUNK = 2**20
 TEXT_BYTES = 4 * 2**20  # of compressed text in a record
 OBJECT_BYTES = 64 * 2**20  # most of one object in a JSON array
-LINE_BYTES = 256 * 2**20  # most of a line, or of a cell of CSV
-JSON_DEPTH = 400  # most objects and lists in one another
-TOO_LONG = f"is longer than {LINE_BYTES // 2**20} MiB"
 BLANK = re.compile(r"[ \t\r\n]*")
 
 
 def read_stream(
-    root: str, name: str, format: str, text_bytes: int, etag: str | None = None
+    root: str,
+    name: str,
+    format: str,
+    text_bytes: int,
+    etag: str | None = None,
+    long_texts: bool = False,
 ) -> Iterator[Record]:
     """Yield the records of a file; text comes in parts of about `text_bytes`, cut at line ends.
+
+    With `long_texts`, values of JSONL may hold a `LongText`.
 
     Raises:
         SourceError: it is not of this format, or broken so that the rest cannot be read.
@@ -42,6 +47,8 @@ def read_stream(
         with open_stream(root, name, etag) as stream:
             if format == "text":
                 yield from _texts(stream, name, text_bytes)
+            elif format == "jsonl":
+                yield from _lines(stream, name, long_texts)
             else:
                 yield from READERS[format](stream, name)
     except SourceError as error:
@@ -65,34 +72,6 @@ def open_stream(root: str, name: str, etag: str | None = None) -> io.BufferedRea
     return io.BufferedReader(plain, CHUNK)
 
 
-def json_line(line: bytes) -> tuple[Any, str | None]:
-    """Return (the object on a line of JSONL, None) or (what is there instead, why it is bad)."""
-    if len(line) > LINE_BYTES:
-        return None, TOO_LONG
-    opened = line.count(b"[") + line.count(b"{")
-    try:
-        text = line.decode(json.detect_encoding(line), "surrogatepass")  # as json.loads does
-        del line  # it may be large, and the value is as large
-        value = json.loads(text)
-        if opened > JSON_DEPTH and is_deep(value):
-            raise RecursionError
-        return value, None if isinstance(value, dict) else "is not a JSON object"
-    except (ValueError, RecursionError) as error:
-        deep = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "too deep"
-        return None, f"is not JSON ({getattr(error, 'msg', deep)})"
-
-
-def is_deep(value: Any) -> bool:
-    """Return whether more than JSON_DEPTH objects and lists are in one another."""
-    level = [value]
-    for _ in range(JSON_DEPTH):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [each for some in inner for each in some if isinstance(each, dict | list)]
-        if not level:
-            return False
-    return True
-
-
 def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Record]:
     line = 1
     while data := stream.read(text_bytes):
@@ -106,15 +85,27 @@ def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Re
         line += data.count(b"\n")
 
 
-def _lines(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+def _lines(stream: io.BufferedReader, name: str, long_texts: bool) -> Iterator[Record]:
     for number in itertools.count(1):
-        line = rest = stream.readline(LINE_BYTES + 1)
-        while rest and not rest.endswith(b"\n"):  # as far as the end of a line that is too long
-            rest = stream.readline(LINE_BYTES + 1)
+        line = _line(stream)
         if not line:
             return
-        if line.strip():
-            yield Record(name, number, *json_line(line.removesuffix(b"\n")))
+        found = line_value(line, 0, len(line) - line.endswith(b"\n"), long_texts)
+        if found is not None:
+            yield Record(name, number, *found)
+
+
+def _line(stream: io.BufferedReader) -> bytes | bytearray:
+    """Read a line; of one that is longer than LINE_BYTES, a bit more than that is returned."""
+    part = stream.readline(CHUNK)
+    if len(part) < CHUNK or part.endswith(b"\n"):
+        return part
+    line = bytearray(part)  # which grows where it is
+    while part and not part.endswith(b"\n"):
+        part = stream.readline(CHUNK)
+        if len(line) <= LINE_BYTES:
+            line += part
+    return line
 
 
 def _array(stream: io.BufferedReader, name: str) -> Iterator[Record]:
@@ -247,7 +238,6 @@ def _rows(name: str, batches: Any) -> Iterator[Record]:
 
 
 READERS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
-    "jsonl": _lines,
     "json": _array,
     "csv": _separated(","),
     "tsv": _separated("\t"),
