@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--nice", type=int, default=19, help="of the command")
     parser.add_argument("command", nargs="+")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     hogs = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(asked.busy * (os.cpu_count() or 1))
@@ -52,7 +54,8 @@ def main() -> int:
 def timed_lines(command: list[str], nice: int) -> tuple[list[tuple[float, str]], int]:
     """Run a command; return (seconds since its start, line) of its output, and its exit code.
 
-    The first line is its start and the last is its end. Ctrl-C ends the command as SIGTERM does.
+    The first line is its start and the last is its end. Ctrl-C and SIGTERM end the command by
+    SIGTERM.
     """
     began = time.monotonic()
     lines = [(0.0, "(start)")]

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
 from rayapp.data import (
-    documents,
+    long_texts,
     prepare,
     sections,
     sources,
@@ -529,10 +529,9 @@ def test_long_texts_in_parts_give_the_rows_of_the_whole(
     for module, constant in (
         (json_lines, "LARGE"),
         (json_lines, "PART_BYTES"),
-        (documents, "MAX_ENCODED"),
-        (documents, "FEW_ENCODED"),
-        (documents, "CUT_REACH"),
-        (tokenising, "MAX_ENCODED"),
+        (long_texts, "MAX_ENCODED"),
+        (long_texts, "FEW_ENCODED"),
+        (long_texts, "CUT_REACH"),
         (tokenising, "BATCH_SIZE"),
         (sections, "SECTION_TOKENS"),
         (spool, "SPOOL_TOKENS"),

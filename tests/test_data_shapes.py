@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayapp.data import shapes
-from rayapp.data.documents import problem_of
+from rayapp.data.problems import problem_of
 from rayapp.data.shapes import ShapeError, kind_of, renamed, shape_of, standard, unused
 
 USER, ASSISTANT = ({"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."})

@@ -10,15 +10,14 @@ loss too. In `chat` the assistant's tokens bear loss; the template writes begin 
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from rayapp.data.chat import SPEAKING, ChatTemplate
+from rayapp.data.chat import ChatTemplate
 from rayapp.data.control import (
     CONTROL,
     IS_TEXT,
@@ -26,18 +25,20 @@ from rayapp.data.control import (
     TEXT,
     ControlTokens,
 )
-from rayapp.data.messages import said_by, tools_of
+from rayapp.data.long_texts import (
+    LINE_END,
+    PIECE_ENDS,
+    chunks_of,
+    encoded_line_end,
+    is_long,
+    parts_of,
+    pieces_of,
+)
 from rayapp.data.packing import Document
+from rayapp.data.problems import problem_of
 from rayapp.data.shapes import COLUMNS
 from rayapp.data.sources import LongText
 from rayapp.data.tokens import token_bytes
-
-AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]\s*:")  # as a cell of CSV may hold
-MAX_ENCODED = 2**20  # most characters encoded in one call
-FEW_ENCODED = 2**18  # where words or lines end
-CUT_REACH = 64 * 2**10  # characters that are searched for a line end to cut at
-LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
-WORD_END = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 # (document, None or a note on what it lacks), or (None, problem)
@@ -63,136 +64,6 @@ def text_of(value: Any) -> str | LongText:
     return text if isinstance(text, LongText) else str(text)
 
 
-def chunks_of(text: str | LongText) -> Iterable[str]:
-    """Return a text in chunks of which none is much more than MAX_ENCODED characters."""
-    if isinstance(text, LongText):
-        return text.parts()
-    return (text[start : start + MAX_ENCODED] for start in range(0, len(text), MAX_ENCODED))
-
-
-def problem_of(value: Any, kind: str) -> str | None:
-    """Return why a record is no valid document of this kind, or None; needs no tokenizer."""
-    if isinstance(value, str):
-        return _problem_of_text(value) if kind == "text" else f"is plain text, not {kind}"
-    for name in COLUMNS[kind]:
-        if name not in value:
-            names = ", ".join(map(repr, sorted(value))) or "none"
-            return f"has no column {name!r} (it has {names})"
-        if kind != "chat":
-            if not isinstance(value[name], str | LongText):
-                return f"has a {name!r} that is not text"
-            if kind == "prompt" and AS_TEXT.match(value[name]):
-                return f"has a {name!r} that is a list of messages written as text"
-            if problem := _problem_of_text(value[name]):
-                return problem
-    return _problem_of_chat(value) if kind == "chat" else None
-
-
-def _problem_of_text(text: str | LongText) -> str | None:
-    try:
-        for part in chunks_of(text):
-            part.encode()
-    except UnicodeEncodeError:
-        return "has text that is not Unicode (half of a surrogate pair)"
-    return None
-
-
-def _problem_of_chat(chat: Mapping[str, Any]) -> str | None:
-    messages = chat["messages"]
-    if isinstance(messages, str) or not hasattr(messages, "__iter__") or not len(messages):
-        return "has 'messages' that are not a list of messages"
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return "has a message without role and content"
-        if message.get("weight") not in (None, 0, 1):
-            return "has a message with a weight that is neither 0 nor 1"
-        if problem := _problem_of_content(message):
-            return problem
-    try:
-        names = [tool.get("function", tool)["name"] for tool in tools_of(chat)]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "has 'tools' that are not a list of functions with names"
-    if not all(isinstance(name, str) for name in names):
-        return "has 'tools' that are not a list of functions with names"
-    kwargs = chat.get("chat_template_kwargs")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        return "has 'chat_template_kwargs' that are not an object"
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if answers and all(message.get("weight") == 0 for message in answers):
-        return "has no assistant message with a weight above 0"
-    return None if answers else "has no assistant message"
-
-
-def _problem_of_content(message: Mapping[str, Any]) -> str | None:
-    """Return why a message's content or calls are invalid; calls or reasoning may be alone."""
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
-        return "has 'tool_calls' that are not a list of calls of functions with names"
-    content = message.get("content")
-    if content is None:
-        if message["role"] == "assistant" and any(message.get(name) for name in SPEAKING):
-            return None
-        if "content" in message:
-            return "has a message whose content is not text"
-        return "has a message without role and content"
-    if not isinstance(content, str) and not (
-        isinstance(content, list) and all(map(_is_text_part, content))
-    ):
-        return "has a message whose content is not text"
-    return _problem_of_text(said_by(message))
-
-
-def _is_text_part(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    )
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
-
-
-def parts_of(chunks: Iterable[str]) -> Iterator[str]:
-    """Cut a text into parts of MAX_ENCODED characters, most of them less, after line ends.
-
-    It is given in chunks of any size. A line end between two letters is a token's end for the usual
-    tokenizers, so that the tokens are those of the whole text. A longer line is cut anywhere.
-    """
-    text, start = "", 0
-    for chunk in chunks:
-        text, start = text[start:] + chunk, 0
-        while len(text) - start > MAX_ENCODED:
-            end = start + MAX_ENCODED
-            newline = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
-            end = newline.end() if newline else end
-            yield text[start:end]
-            start = end
-    yield text[start:]
-
-
-def pieces_of(part: str) -> Iterator[str]:
-    """Cut a part after FEW_ENCODED characters or more, where a token ends for usual tokenizers.
-
-    That is after a line end between two letters, or else between a letter and a space.
-    """
-    start = 0
-    while (cut := _cut_of(part, start)) is not None:
-        yield part[start:cut]
-        start = cut
-    yield part[start:]
-
-
-def _cut_of(part: str, start: int) -> int | None:
-    for end in range(start + FEW_ENCODED, len(part), CUT_REACH):
-        for pattern in (LINE_END, WORD_END):
-            if found := pattern.search(part, max(start + 1, end - CUT_REACH), end):
-                return found.end()
-    return None
-
-
 class Renderer:
     """Make documents of one kind with one tokenizer."""
 
@@ -209,6 +80,7 @@ class Renderer:
         self.bytes_of = token_bytes(tokenizer)
         self.end = tokenizer.eos_token_id
         self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
+        self.line_end = encoded_line_end(tokenizer, self.bytes_of) if self.adds_space else None
         self.chats = ChatTemplate(tokenizer, template, reasoning) if kind == "chat" else None
         if tokenizer.is_fast:  # a tokenizer.json may ask for them
             tokenizer.backend_tokenizer.no_truncation()
@@ -230,18 +102,22 @@ class Renderer:
         Laid end to end they are the document of `document`; the last has the note. Memory is that
         of two parts.
         """
-        held, note = np.empty(0, np.int32), None
-        begins = True
-        parts = parts_of(chunks_of(text_of(value)))
-        for piece in (piece for part in parts for piece in pieces_of(part)):
+        held, num_bytes = np.empty(0, np.int32), np.empty(0, np.uint16)
+        note, begins = None, True
+        for piece, tokens, sizes in self._pieces(text_of(value)):
             note = note or self._note(piece)
-            (tokens,) = self._encode_whole([piece])
-            if not len(held) or (tokens == self.end).all():  # these may be the text's last tokens
-                held = np.concatenate([held, tokens])
+            if not len(held) or (tokens == self.end).all():  # these may be the last tokens
+                tokens, sizes = np.concatenate([held, tokens]), np.concatenate([num_bytes, sizes])
             else:
-                yield self._closed(held, 0, self.bytes_of[held], begins, ends=False), None, True
-                held, begins = tokens, False
-        yield self._closed(held, 0, self.bytes_of[held], begins), note, False
+                yield self._closed(held, 0, num_bytes, begins, ends=False), None, True
+                begins = False
+            held, num_bytes = tokens, sizes
+        yield self._closed(held, 0, num_bytes, begins), note, False
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether long texts are encoded in pieces."""
+        return not self.adds_space or self.line_end is not None
 
     def documents(self, values: Sequence[Any]) -> list[Made]:
         """Return `document(value)` for each value; a batch is cheaper than single calls."""
@@ -282,20 +158,31 @@ class Renderer:
         return documents
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """Return int32 [tokens] of each text, without special tokens around it.
-
-        Encoding takes some 120 bytes of memory per byte of text, so long texts are encoded in
-        parts, unless the tokenizer puts a space before each text.
-        """
-        if self.adds_space or all(len(text) <= MAX_ENCODED for text in texts):
+        """Return int32 [tokens] of each text, without special tokens around it."""
+        if not self.can_cut or not any(map(is_long, texts)):
             return self._encode_whole(texts)
-        return [self._encode_parts(text) for text in texts]
+        return [self._encode_long(text) for text in texts]
 
-    def _encode_parts(self, text: str) -> Tokens:
+    def _encode_long(self, text: str) -> Tokens:
         ids = bytearray()
-        for piece in (piece for part in parts_of([text]) for piece in pieces_of(part)):
-            ids += self._encode_whole([piece])[0].data
+        for _, tokens, _ in self._pieces(text):
+            ids += tokens.data
         return np.frombuffer(ids, np.int32)
+
+    def _pieces(self, text: str | LongText) -> Iterator[tuple[str, Tokens, np.ndarray[Any, Any]]]:
+        """Yield (text, tokens, bytes per token) of the pieces of a text."""
+        if self.line_end is None:
+            pieces = pieces_of(parts_of(chunks_of(text)), PIECE_ENDS)
+        else:
+            pieces = pieces_of([str(text)], [LINE_END])
+        first = next(pieces)
+        (tokens,) = self._encode_whole([first])
+        yield first, tokens, self._bytes(tokens, first)
+        before = self.line_end or []
+        for piece in pieces:
+            (tokens,) = self._encode_whole([("\n" if before else "") + piece])
+            tokens = np.ascontiguousarray(tokens[len(before) :])
+            yield piece, tokens, self.bytes_of[tokens]
 
     def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:

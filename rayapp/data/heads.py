@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Any
 
 from rayapp.data import shapes, sources
-from rayapp.data.documents import problem_of
 from rayapp.data.messages import said_by
 from rayapp.data.prepared import reasons
+from rayapp.data.problems import problem_of
 from rayapp.data.sources.formats import is_stream
 
 HEAD_FILES, HEAD_RECORDS, HEAD_BYTES = 16, 64, 2**20  # limits of the heads

@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from rayapp.data import sections, sources, tokens
-from rayapp.data.documents import MAX_ENCODED, Renderer, content_of, problem_of
+from rayapp.data.documents import Renderer, content_of
+from rayapp.data.problems import problem_of
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sections import TokenisedRecord, TokenSection
 from rayapp.data.shapes import read_records
@@ -33,14 +34,14 @@ def _records(
 ) -> Iterator[TokenisedRecord]:
     how = (recipe.kind, recipe.template, recipe.reasoning, recipe.special_tokens)
     renderer = _renderer(recipe.tokenizer_url, *how)
-    in_parts = recipe.kind == "text" and not renderer.adds_space
+    in_parts = recipe.kind == "text" and renderer.can_cut
     records = (
         (number, record)
         for number, piece in enumerate(pieces)
         for record in read_records(source, piece, recipe.kind, recipe.columns, in_parts)
     )
     for batch in _batches(records):
-        if in_parts and _size(batch[0][1].value) > MAX_ENCODED:  # it is alone
+        if in_parts and _size(batch[0][1].value) > BATCH_SIZE:  # it is alone
             yield from _in_parts(renderer, *batch.pop())
             continue
         made = renderer.documents([r.value for _, r in batch if r.problem is None])

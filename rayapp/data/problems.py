@@ -1,0 +1,100 @@
+"""Tell why a record is no valid document of a kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rayapp.data.chat import SPEAKING
+from rayapp.data.long_texts import chunks_of
+from rayapp.data.messages import said_by, tools_of
+from rayapp.data.shapes import COLUMNS
+from rayapp.data.sources import LongText
+
+AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]\s*:")  # as a cell of CSV may hold
+
+
+def problem_of(value: Any, kind: str) -> str | None:
+    """Return why a record is no valid document of this kind, or None; needs no tokenizer."""
+    if isinstance(value, str):
+        return _problem_of_text(value) if kind == "text" else f"is plain text, not {kind}"
+    for name in COLUMNS[kind]:
+        if name not in value:
+            names = ", ".join(map(repr, sorted(value))) or "none"
+            return f"has no column {name!r} (it has {names})"
+        if kind != "chat":
+            if not isinstance(value[name], str | LongText):
+                return f"has a {name!r} that is not text"
+            if kind == "prompt" and AS_TEXT.match(value[name]):
+                return f"has a {name!r} that is a list of messages written as text"
+            if problem := _problem_of_text(value[name]):
+                return problem
+    return _problem_of_chat(value) if kind == "chat" else None
+
+
+def _problem_of_text(text: str | LongText) -> str | None:
+    try:
+        for part in chunks_of(text):
+            part.encode()
+    except UnicodeEncodeError:
+        return "has text that is not Unicode (half of a surrogate pair)"
+    return None
+
+
+def _problem_of_chat(chat: Mapping[str, Any]) -> str | None:
+    messages = chat["messages"]
+    if isinstance(messages, str) or not hasattr(messages, "__iter__") or not len(messages):
+        return "has 'messages' that are not a list of messages"
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return "has a message without role and content"
+        if message.get("weight") not in (None, 0, 1):
+            return "has a message with a weight that is neither 0 nor 1"
+        if problem := _problem_of_content(message):
+            return problem
+    try:
+        names = [tool.get("function", tool)["name"] for tool in tools_of(chat)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "has 'tools' that are not a list of functions with names"
+    if not all(isinstance(name, str) for name in names):
+        return "has 'tools' that are not a list of functions with names"
+    kwargs = chat.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        return "has 'chat_template_kwargs' that are not an object"
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if answers and all(message.get("weight") == 0 for message in answers):
+        return "has no assistant message with a weight above 0"
+    return None if answers else "has no assistant message"
+
+
+def _problem_of_content(message: Mapping[str, Any]) -> str | None:
+    """Return why a message's content or calls are invalid; calls or reasoning may be alone."""
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
+        return "has 'tool_calls' that are not a list of calls of functions with names"
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant" and any(message.get(name) for name in SPEAKING):
+            return None
+        if "content" in message:
+            return "has a message whose content is not text"
+        return "has a message without role and content"
+    if not isinstance(content, str) and not (
+        isinstance(content, list) and all(map(_is_text_part, content))
+    ):
+        return "has a message whose content is not text"
+    return _problem_of_text(said_by(message))
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
