@@ -12,6 +12,7 @@ from rayapp.data.sources import formats, hub, own
 from rayapp.data.sources.formats import SUFFIXES
 from rayapp.data.sources.records import DataFile, DataSource, SourceError
 from rayapp.data.sources.streams import open_stream
+from rayapp.data.sources.versions import versions_of
 from rayapp.storage import Entry, Readable
 from rayapp.storage.inputs import open_input
 
@@ -65,10 +66,9 @@ def find(path: str, format: str = "auto") -> DataSource:
         raise SourceError(f"data.path={path} is empty: its {len(wanted)} files hold 0 bytes")
     if not reader:
         format = _format_of(storage, wanted, path, format)
-    files = tuple(
-        DataFile(e.name, e.size, e.etag if storage.url.startswith("s3://") else _digest(storage, e))
-        for e in wanted
-    )
+    on_s3 = storage.url.startswith("s3://")
+    versions = [entry.etag for entry in wanted] if on_s3 else versions_of(storage, wanted)
+    files = tuple(DataFile(e.name, e.size, v) for e, v in zip(wanted, versions, strict=True))
     return DataSource(storage.url, format, files, reader)
 
 
@@ -219,11 +219,3 @@ def _unknown(name: str, path: str) -> SourceError:
 def _hidden(name: str) -> bool:
     *folders, last = name.split("/")
     return last.startswith(".") or any(folder.startswith((".", "_")) for folder in folders)
-
-
-def _digest(storage: Readable, entry: Entry) -> str:
-    """Digest a local file: its content up to 8 MiB, else its first and last MiB and its mtime."""
-    if entry.size <= 8 * 2**20:
-        return blake2b(storage.read(entry.name), digest_size=8).hexdigest()
-    ends = storage.read(entry.name, 0, 2**20) + storage.read(entry.name, entry.size - 2**20, 2**20)
-    return blake2b(ends + str(entry.modified_s).encode(), digest_size=8).hexdigest()
