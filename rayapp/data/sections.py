@@ -27,7 +27,7 @@ from rayapp.data.packing import Document
 SECTION_TOKENS, SECTION_RECORDS = 2**20, 2**16  # a section ends after either
 NO_DOCUMENT = 2**32 - 1  # as the length of a record
 HEADER = struct.Struct("<4sIQ")  # MAGIC, bytes that follow, their xxh3
-MAGIC = b"rtk1"
+MAGIC, MAGIC_OF_PARTS = b"rtk1", b"rtk2"  # the second with documents that go on
 SIZE = struct.Struct("<I")
 END = HEADER.pack(MAGIC, 0, xxh3_64_intdigest(b""))  # after the last section
 
@@ -173,7 +173,8 @@ def encoded(section: TokenSection) -> list[Any]:
             packing.write(column.astype(types[name]).view(np.uint8))
         packing.write(np.packbits(section.loss))
     packed = out.getvalue()
-    return [HEADER.pack(MAGIC, packed.size, xxh3_64_intdigest(packed)), packed]
+    magic = MAGIC_OF_PARTS if section.going_on else MAGIC
+    return [HEADER.pack(magic, packed.size, xxh3_64_intdigest(packed)), packed]
 
 
 def _narrow(column: Array) -> np.dtype[Any]:
@@ -191,7 +192,7 @@ def read(file: BinaryIO) -> Iterator[TokenSection]:
         if len(header) < HEADER.size:
             raise DamagedTokens("is cut off")
         magic, size, checksum = HEADER.unpack(header)
-        packed = file.read(size) if magic == MAGIC else b""
+        packed = file.read(size) if magic in (MAGIC, MAGIC_OF_PARTS) else b""
         if not packed or xxh3_64_intdigest(packed) != checksum:
             raise DamagedTokens("has other bytes than were written")
         yield _decoded(pa.CompressedInputStream(pa.BufferReader(packed), CODEC))
