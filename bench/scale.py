@@ -72,6 +72,7 @@ def link(data: Path, count: int, size: int) -> None:
         if not source.exists():
             with source.open("wb") as file:
                 file.truncate(size)
+            os.utime(source, (0, 0))  # versions of files that just changed are not kept
         os.link(source, data / f"{number:07d}.jsonl")
 
 
