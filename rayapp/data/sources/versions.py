@@ -23,7 +23,7 @@ from rayapp.storage import Entry, Readable
 
 WHOLE_BYTES = 8 * 2**20  # of a file that is read whole
 END_BYTES = 2**20
-READERS = 16
+READERS, AT_ONCE = 16, 64  # threads, and the files of a call
 KEPT_BYTES = 64 * 2**20  # read at a start, from which on versions are kept
 SETTLED_S = 10.0  # since a file has changed
 TABLE = """
@@ -42,9 +42,11 @@ def versions_of(storage: Readable, entries: Sequence[Entry]) -> list[str]:
     known = _kept(root) if keeps else {}
     began = time.time()
     new = [entry for entry in entries if known.get(entry.name, ("",))[0] != entry.etag]
+    parts = [new[first : first + AT_ONCE] for first in range(0, len(new), AT_ONCE)]
     with ThreadPoolExecutor(READERS) as pool:
-        made = pool.map(lambda entry: _digest(storage, entry), new)
-        found = {e.name: (e.etag, version) for e, version in zip(new, made, strict=True)}
+        made = pool.map(lambda part: [_digest(storage, entry) for entry in part], parts)
+        digests = [digest for part in made for digest in part]
+    found = {e.name: (e.etag, digest) for e, digest in zip(new, digests, strict=True)}
     if keeps and found:
         settled = (e for e in new if e.modified_s < began - SETTLED_S)
         _keep((root, entry.name, *found[entry.name]) for entry in settled)
