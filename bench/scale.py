@@ -5,7 +5,7 @@
 For each size of corpus and of its files, each in a fresh process: seconds and memory to list the
 files, to cut them into units and into windows, and to make the tasks that the driver gives to Ray
 Data; the largest task; and the objects that preparing leaves, per million tokens. Then the calls to
-the storage that preparing and training take per million tokens, counted on a small corpus.
+the storage that preparing takes per million tokens, counted on a small corpus.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
                 print(f"{gb} GB in files of {file_mb} MB", flush=True)
                 own = {"PER_TOKEN": str(bytes_per_token), "XDG_CACHE_HOME": str(folder / "cache")}
                 subprocess.run(command, check=True, env={**os.environ, **own})
-        print("calls to the storage per million tokens:", json.dumps(per_million))
+        print("calls to the storage per million tokens prepared:", json.dumps(per_million))
 
 
 def link(data: Path, count: int, size: int) -> None:
@@ -113,8 +113,8 @@ def timed(name: str, make: Callable[[], Made]) -> Made:
     return made
 
 
-def calls(folder: Path) -> tuple[dict[str, dict[str, float]], float]:
-    """Prepare a small corpus and read its rows; return calls per million tokens, bytes a token."""
+def calls(folder: Path) -> tuple[dict[str, float], float]:
+    """Prepare a small corpus; return the calls per million tokens, and bytes a token."""
     rng = np.random.default_rng(0)
     pool = corpus.text_pool(rng)
     corpus.save_tokenizer(folder / "tokenizer", pool, 16_000)
@@ -124,21 +124,13 @@ def calls(folder: Path) -> tuple[dict[str, dict[str, float]], float]:
     recipe = corpus.recipe(str(folder / "data"), "text", str(folder / "tokenizer"), SEQ_LEN, 0.0)
     cutting.UNIT_BYTES, unit_bytes = 16 * 2**20, cutting.UNIT_BYTES
     try:
-        counted = {"preparing": counting(lambda: prepared_rows(recipe, folder))}
+        counted = counting(lambda: prepared_rows(recipe, folder))
     finally:
         cutting.UNIT_BYTES = unit_bytes
     done = prepared.load(LocalStorage(str(folder / "rows" / recipe.fingerprint)))
     assert done is not None
     tokens = done.counts["train"]["tokens"]
-    rows = done.rows("train")
-    chosen = rng.permutation(done.num_rows("train"))
-    counted["training"] = counting(
-        lambda: [rows.read(chosen[at : at + 64]) for at in range(0, len(chosen), 64)]
-    )
-    each = {
-        what: {name: round(1e6 * count / tokens, 2) for name, count in found.items()}
-        for what, found in counted.items()
-    }
+    each = {name: round(1e6 * count / tokens, 2) for name, count in counted.items()}
     return each, recipe.source.num_bytes / tokens
 
 
