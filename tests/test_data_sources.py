@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import sysconfig
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -654,6 +656,30 @@ def test_versions_are_of_the_content(tmp_path: Path, kept: list[str]) -> None:
     cache.parent.rmdir()
     cache.parent.write_bytes(b"no folder")
     assert sources.find(str(tmp_path / "one")).files == one and len(kept) == 8
+
+
+# ---- Row groups --------------------------------------------------------------------------------
+
+
+def test_a_row_group_is_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    texts = [rng.bytes(2000).hex() for _ in range(2500)]  # 10 MB
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=len(texts))
+    sizes: list[int] = []
+
+    class Counted(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(-1 if size is None else size)
+            sizes.append(len(data))
+            return data
+
+    source = sources.find(str(tmp_path))
+    (unit,) = sources.units(source, 0.0)
+    files = SimpleNamespace(open_read=lambda name, etag: Counted(tmp_path / name))
+    monkeypatch.setattr(reading, "opened", lambda root: files)
+    (piece,) = unit.pieces
+    assert [record.value["text"] for record in reading.read_piece(source, piece)] == texts
+    assert sum(sizes) > 5e6 and max(sizes) < 4 * reading.PAGE_BYTES
 
 
 # ---- Long lines --------------------------------------------------------------------------------

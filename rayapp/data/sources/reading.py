@@ -143,7 +143,8 @@ def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
     import pyarrow.parquet as pq
 
     file = opened(source.root).open_read(piece.file, piece.etag)
-    parquet = pq.ParquetFile(file, buffer_size=PAGE_BYTES)  # 0: a whole column of a row group
+    # By default the columns of a row group are read whole.
+    parquet = pq.ParquetFile(file, buffer_size=PAGE_BYTES, pre_buffer=False)
     row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
     groups = list(range(piece.start, min(piece.end, parquet.num_row_groups)))
     row_groups = [parquet.metadata.row_group(i) for i in groups]
