@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +36,11 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
 from loop_alone import spec_of
+from ports import free_port
 
 from rayapp.data.rows import local_steps
 from rayapp.driver.observe import Observer
@@ -58,11 +61,6 @@ SIGNALS = {  # at a block without observation, and at one with it
     PROMETHEUS: (signal.SIGSTOP, signal.SIGCONT),
     FOLLOWER: (signal.SIGUSR1, signal.SIGUSR2),
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def observed(step: int, block: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.stub import Stubber
-from nodes import free_port
+from ports import free_port
 
 from rayapp.__main__ import main
 from rayapp.cluster.connect import (

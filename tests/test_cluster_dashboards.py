@@ -26,6 +26,7 @@ import pytest
 import yaml
 from browser import Browser, Page, needs_chromium
 from patience import PATIENCE_S
+from ports import free_port
 
 from rayapp.storage import Storage, open_storage
 
@@ -99,12 +100,6 @@ class Live:
             assert time.monotonic() < until, f"no data: {expression}"
             time.sleep(0.5)
         return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))  # on any address: Ray listens on its node's
-        return int(probe.getsockname()[1])
 
 
 def answers(port: int) -> bool:

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 import pytest
-from nodes import free_port
 from patience import PATIENCE_S
+from ports import free_port
 from rendered import head_name, specs
 
 from rayapp.cluster import Options, render

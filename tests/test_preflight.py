@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nodes import Node, cluster, free_port, with_jobs
+from nodes import Node, cluster, with_jobs
 from patience import PATIENCE_S
+from ports import free_port
 from processes import spawn
 
 from rayapp import __main__ as entry

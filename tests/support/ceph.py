@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nodes import free_port
 from patience import PATIENCE_S
+from ports import free_port
 
 COMMANDS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}  # of one who may do all
@@ -61,7 +61,6 @@ osd max object name len = 460
 osd max object namespace len = 64
 [client.rgw]
 rgw data = {folder}/rgw
-rgw frontends = beast endpoint={host}:{port}
 rgw thread pool size = 32
 """
 
@@ -79,19 +78,20 @@ class Ceph:
 
         `host` is this machine's address at which its clients find it.
         """
-        self.port, self._running = free_port(), list[subprocess.Popen[bytes]]()
-        self.url = f"http://{host}:{self.port}"
+        self._running = list[subprocess.Popen[bytes]]()
         self._folder = Path(tempfile.mkdtemp(prefix="ceph-"))
         try:
             starts = range(1, STARTS + 1)
-            if not any(self._store_comes_up(host, 10.0 * number) for number in starts):
+            if not any(self._store_comes_up(10.0 * number) for number in starts):
                 why = self._tail("ceph-mon") + self._tail("ceph-osd")
                 raise RuntimeError(f"Ceph's store did not come up in {STARTS} starts: {why}")
             self._admin(
                 *("user", "create", "--uid=testing", "--display-name=testing"),
                 *("--access-key=testing", "--secret=testing", "--caps=user-policy=*"),
             )
-            self._daemon("radosgw", "-n", "client.rgw")
+            where = f"{host}:{free_port()}"
+            self.url = f"http://{where}"
+            self._daemon("radosgw", "-n", "client.rgw", f"--rgw-frontends=beast endpoint={where}")
             if not self._wait(self._answers, PATIENCE_S):
                 raise RuntimeError(f"Ceph's gateway does not answer: {self._tail('radosgw')}")
         except BaseException:
@@ -139,7 +139,7 @@ class Ceph:
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _store_comes_up(self, host: str, seconds: float) -> bool:
+    def _store_comes_up(self, seconds: float) -> bool:
         """Start a new monitor and a new store; say whether the store is up in time."""
         self._kill()
         for path in self._folder.iterdir():
@@ -147,9 +147,7 @@ class Ceph:
         for name in ("mon", "osd", "rgw"):
             (self._folder / name).mkdir()
         cluster, store, monitor = str(uuid.uuid4()), str(uuid.uuid4()), free_port()
-        text = CONFIG.format(
-            fsid=cluster, monitor=monitor, port=self.port, host=host, folder=self._folder
-        )
+        text = CONFIG.format(fsid=cluster, monitor=monitor, folder=self._folder)
         (self._folder / "ceph.conf").write_text(text)
         monitors = str(self._folder / "monmap")
         where = ("--addv", "a", f"[v1:127.0.0.1:{monitor}]")

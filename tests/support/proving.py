@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from nodes import RAY, free_port
+from nodes import RAY
 from patience import PATIENCE_S
+from ports import free_port
 from terraform import ROOT, Cloud, mirror
 
 BIN = Path(sys.executable).parent

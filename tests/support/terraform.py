@@ -14,8 +14,8 @@ from typing import Any
 
 import boto3
 import pytest
-from nodes import free_port
 from patience import PATIENCE_S
+from ports import free_port
 
 ROOT = Path(__file__).parents[2]
 REGION, ACCOUNT = "us-west-2", "123456789012"
