@@ -4,12 +4,13 @@
 
 Two made-up corpora of JSONL, short documents ({"text"}) and chats ({"messages"}), are brought from
 the file to packed rows of 512 tokens on disk. rayapp runs `prepare_unit` on unit after unit,
-without Ray. The other side runs `load_dataset`, a tokenising `map(batched=True)` and TRL's
-`pack_dataset` (`bfd` and `wrapped`), with the same tokenizer. Both make the mask of what the
-assistant says. Each run is a fresh process of one thread with fresh folders; they run in turn, and
-ratios are taken round by round. Seconds are CPU seconds of the process, all its threads together,
-so that other load on the machine counts little. The second ratio leaves out `load_dataset`, which
-turns JSONL into Arrow files, while rayapp's time holds all of its reading.
+without Ray. The other sides run `load_dataset`, a tokenising `map(batched=True)` and TRL's
+`pack_dataset` (`bfd` and `wrapped`), with the same tokenizer. All make the mask of what the
+assistant says. `raw` encodes the texts of the documents by `encode_batch_fast`, and does no more.
+Each run is a fresh process of one thread with fresh folders; they run in turn, and ratios are taken
+round by round. Seconds are CPU seconds of the process, all its threads together, so that other load
+on the machine counts little. The second ratio leaves out `load_dataset`, which turns JSONL into
+Arrow files, while rayapp's time holds all of its reading.
 
 Needs the extra `bench` (TRL).
 
@@ -25,11 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN = 512
-ARMS = ("rayapp", "bfd", "wrapped")
+ARMS = {"text": ("rayapp", "raw", "bfd", "wrapped"), "chat": ("rayapp", "bfd", "wrapped")}
 WARM_UP_STEPS = 10
 ONE_THREAD = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -99,6 +101,28 @@ def theirs(
     return {"tokens": tokens, "seconds": end - start, "read_s": read - start}
 
 
+def raw(path: str, kind: str, tokenizer_url: str, folder: str) -> dict[str, float]:
+    """Encode the texts alone; return tokens and seconds."""
+    from rayapp.data.tokens import load_tokenizer
+
+    encode = load_tokenizer(tokenizer_url).backend_tokenizer.encode_batch_fast
+    with Path(path).open() as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    start = time.process_time()
+    ids = 0
+    for at in range(0, len(texts), 32):
+        ids += sum(map(len, encode(texts[at : at + 32], add_special_tokens=False)))
+    return {"tokens": ids + len(texts), "seconds": time.process_time() - start, "read_s": 0.0}
+
+
+SIDES = {
+    "rayapp": ours,
+    "raw": raw,
+    "bfd": partial(theirs, strategy="bfd"),
+    "wrapped": partial(theirs, strategy="wrapped"),
+}
+
+
 def arm(name: str, path: str, kind: str, tokenizer: str) -> dict[str, float]:
     """Run one side in a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
@@ -115,25 +139,26 @@ def arm(name: str, path: str, kind: str, tokenizer: str) -> dict[str, float]:
 
 def compare(label: str, path: str, kind: str, tokenizer: str, rounds: int) -> None:
     """Run all sides in turn and print medians."""
-    rates: dict[str, list[float]] = {name: [] for name in ARMS}
+    rates: dict[str, list[float]] = {name: [] for name in ARMS[kind]}
     ratios: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
-        found = {name: arm(name, path, kind, tokenizer) for name in ARMS}
+        found = {name: arm(name, path, kind, tokenizer) for name in ARMS[kind]}
         counts = {int(result["tokens"]) for result in found.values()}
         assert len(counts) == 1, f"the sides do not make the same tokens: {counts}"
         for name, result in found.items():
             rates[name].append(result["tokens"] / result["seconds"])
-        for name in ARMS[1:]:
+        for name in ARMS[kind][1:]:
             whole, read = found[name]["seconds"], found[name]["read_s"]
             mine = found["rayapp"]["seconds"]
             ratios.setdefault((name, "file to rows"), []).append(whole / mine)
-            ratios.setdefault((name, "without load_dataset"), []).append((whole - read) / mine)
+            if read:
+                ratios.setdefault((name, "without load_dataset"), []).append((whole - read) / mine)
     shown = ", ".join(f"{name} {statistics.median(rate):,.0f}" for name, rate in rates.items())
     print(f"{label}: tokens per CPU second, medians of {rounds} rounds: {shown}")
     for (name, what), ratio in ratios.items():
         low, high = min(ratio), max(ratio)
         print(
-            f"{label}: rayapp / datasets + {name}, {what}: "
+            f"{label}: rayapp's tokens per CPU second over those of {name}, {what}: "
             f"{statistics.median(ratio):.2f} ({low:.2f}-{high:.2f})",
             flush=True,
         )
@@ -161,7 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.arm:
         name, *rest = options.arm
-        print(json.dumps(ours(*rest) if name == "rayapp" else theirs(*rest, strategy=name)))
+        print(json.dumps(SIDES[name](*rest)))
         return
     import corpus
     import numpy as np
