@@ -56,26 +56,7 @@ class Node:
             command += [f"--temp-dir={self.temporary}", "--include-dashboard=false"]
         environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **(variables or {})}
         environment.pop("RAY_ADDRESS", None)
-        for _ in range(3):  # Ray gives up a node that has not started within 30 s
-            if self._start(command, environment, log):
-                return
-        raise AssertionError(log.read_text())
-
-    def _start(self, command: list[str], environment: dict[str, str], log: Path) -> bool:
-        """Run `ray start`; say whether it has started."""
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a process group that can be killed like a machine
-            )
-        while self.process.poll() is None:
-            if "Ray runtime started" in log.read_text():
-                return True
-            time.sleep(0.1)
-        return False
+        self.process = _started(command, environment, log)
 
     def preempt(self) -> None:
         """Do what a spot interruption or the end of a pod does: SIGTERM, then wait for the end."""
@@ -92,6 +73,24 @@ class Node:
     def end(self) -> None:
         if self.process.poll() is None:
             self.lose()
+
+
+def _started(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Return a `ray start --block` when its node has started; Ray gives one up after 30 s."""
+    for _ in range(3):
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group that can be killed like a machine
+            )
+        while process.poll() is None:
+            if "Ray runtime started" in log.read_text():
+                return process
+            time.sleep(0.1)
+    raise AssertionError(log.read_text())
 
 
 @contextlib.contextmanager
@@ -141,25 +140,20 @@ def with_jobs(folder: Path, cpus: int, workers: int = 0) -> Iterator[dict[str, s
     environment.pop("RAY_ADDRESS", None)
     started = []
 
-    def start(name: str, options: dict[str, object]) -> Path:
-        log = folder / f"{name}.log"
+    def start(name: str, options: dict[str, object]) -> None:
         options |= {"object-store-memory": 150_000_000, "node-ip-address": "127.0.0.1"}
         options |= {"dashboard-agent-listen-port": free_port(), "metrics-export-port": free_port()}
         options |= {"runtime-env-agent-port": free_port()}
         arguments = [f"--{name}={value}" for name, value in options.items()]
         arguments += ["--head"] if name == "head" else []
-        with log.open("w") as output:
-            command = [str(RAY), "start", "--block", "--disable-usage-stats", *arguments]
-            started.append(
-                subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-            )
-        return log
+        command = [str(RAY), "start", "--block", "--disable-usage-stats", *arguments]
+        started.append(_started(command, environment, folder / f"{name}.log"))
 
     try:
         options = {"port": gcs, "dashboard-port": dashboard, "temp-dir": temporary}
-        log = start("head", options | {"num-cpus": cpus, "ray-client-server-port": free_port()})
+        start("head", options | {"num-cpus": cpus, "ray-client-server-port": free_port()})
         address = f"http://127.0.0.1:{dashboard}"
-        _wait_for_dashboard(address, started[0], log)
+        _wait_for_dashboard(address, started[0], folder / "head.log")
         for number in range(workers):
             start(f"worker-{number}", {"address": f"127.0.0.1:{gcs}", "num-cpus": 2})
         yield {**environment, "RAY_API_SERVER_ADDRESS": address}
