@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -40,22 +40,24 @@ from rayapp.data.shapes import COLUMNS
 from rayapp.data.sources import LongText
 from rayapp.data.tokens import token_bytes
 
+AS_JSON = json.JSONEncoder(sort_keys=True, default=str)
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+Body: TypeAlias = tuple[Tokens, int, int]
+"""Tokens of text; those of the prompt before; bytes of the token after it that no text has."""
 # (document, None or a note on what it lacks), or (None, problem)
 Made: TypeAlias = tuple[Document | None, str | None]
 
 
-def content_of(value: Any, kind: str) -> Iterator[bytes]:
-    """Yield the content that identifies a valid record: its text columns, and no others.
+def content_of(value: Any, kind: str) -> Iterable[bytes]:
+    """Return the content that identifies a valid record: its text columns, and no others.
 
     >>> list(content_of({"text": "a", "id": 7}, "text")) == list(content_of("a", "text"))
     True
     """
     if kind == "text":
-        yield from (part.encode() for part in chunks_of(text_of(value)))
-    else:
-        columns = [value[name] for name in COLUMNS[kind]]
-        yield json.dumps(columns, sort_keys=True, default=str).encode()
+        return map(str.encode, chunks_of(text_of(value)))
+    columns = [value[name] for name in COLUMNS[kind]]
+    return [AS_JSON.encode(columns).encode()]
 
 
 def text_of(value: Any) -> str | LongText:
@@ -102,17 +104,19 @@ class Renderer:
         Laid end to end they are the document of `document`; the last has the note. Memory is that
         of two parts.
         """
-        held, num_bytes = np.empty(0, np.int32), np.empty(0, np.uint16)
+        held, held_added = np.empty(0, np.int32), 0
         note, begins = None, True
-        for piece, tokens, sizes in self._pieces(text_of(value)):
+        for piece, tokens, added in self._pieces(text_of(value)):
             note = note or self._note(piece)
             if not len(held) or (tokens == self.end).all():  # these may be the last tokens
-                tokens, sizes = np.concatenate([held, tokens]), np.concatenate([num_bytes, sizes])
+                tokens, added = np.concatenate([held, tokens]), held_added + added
             else:
-                yield self._closed(held, 0, num_bytes, begins, ends=False), None, True
+                (part,) = self._closed([(held, 0, held_added)], begins, ends=False)
+                yield part, None, True
                 begins = False
-            held, num_bytes = tokens, sizes
-        yield self._closed(held, 0, num_bytes, begins), note, False
+            held, held_added = tokens, added
+        (part,) = self._closed([(held, 0, held_added)], begins)
+        yield part, note, False
 
     @property
     def can_cut(self) -> bool:
@@ -133,12 +137,10 @@ class Renderer:
         return [next(rest) if problem is None else (None, problem) for problem in problems]
 
     def _texts(self, texts: list[str]) -> list[Made]:
-        documents: list[Made] = []
-        for text, tokens in zip(texts, self._encode(texts), strict=True):
-            num_bytes = self._bytes(tokens, text)
-            documents.append((self._closed(tokens, 0, num_bytes), self._note(text)))
-            del tokens, num_bytes
-        return documents
+        encoded = self._encode(texts)
+        added = map(self._added, encoded, texts)
+        documents = self._closed([(tokens, 0, n) for tokens, n in zip(encoded, added, strict=True)])
+        return list(zip(documents, map(self._note, texts), strict=True))
 
     def _note(self, *texts: str) -> str | None:
         as_text = self.special_tokens == TEXT
@@ -148,14 +150,13 @@ class Renderer:
         prompts = [value["prompt"] for value in values]
         completions = [value["completion"] for value in values]
         encoded = self._encode([*prompts, *completions])
-        documents: list[Made] = []
+        bodies: list[Body] = []
         for place, completion in enumerate(completions):
             before, after = encoded[place], encoded[len(values) + place]
-            tokens = np.concatenate([before, after])
-            num_bytes = np.concatenate([self.bytes_of[before], self._bytes(after, completion)])
-            note = self._note(prompts[place], completion)
-            documents.append((self._closed(tokens, len(before), num_bytes), note))
-        return documents
+            added = self._added(after, completion)
+            bodies.append((np.concatenate([before, after]), len(before), added))
+        notes = map(self._note, prompts, completions)
+        return list(zip(self._closed(bodies), notes, strict=True))
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
         """Return int32 [tokens] of each text, without special tokens around it."""
@@ -169,20 +170,20 @@ class Renderer:
             ids += tokens.data
         return np.frombuffer(ids, np.int32)
 
-    def _pieces(self, text: str | LongText) -> Iterator[tuple[str, Tokens, np.ndarray[Any, Any]]]:
-        """Yield (text, tokens, bytes per token) of the pieces of a text."""
+    def _pieces(self, text: str | LongText) -> Iterator[tuple[str, Tokens, int]]:
+        """Yield (text, tokens, bytes of them that are not in it) of the pieces of a text."""
         if self.line_end is None:
             pieces = pieces_of(parts_of(chunks_of(text)), PIECE_ENDS)
         else:
             pieces = pieces_of([str(text)], [LINE_END])
         first = next(pieces)
         (tokens,) = self._encode_whole([first])
-        yield first, tokens, self._bytes(tokens, first)
+        yield first, tokens, self._added(tokens, first)
         before = self.line_end or []
         for piece in pieces:
             (tokens,) = self._encode_whole([("\n" if before else "") + piece])
             tokens = np.ascontiguousarray(tokens[len(before) :])
-            yield piece, tokens, self.bytes_of[tokens]
+            yield piece, tokens, 0
 
     def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:
@@ -196,47 +197,47 @@ class Renderer:
         )
         return [np.asarray(plain(text)["input_ids"], np.int32) for text in texts]
 
-    def _bytes(self, tokens: Tokens, text: str) -> np.ndarray[Any, Any]:
-        """Return the bytes per token [n], without the space that some tokenizers put first."""
-        num_bytes = self.bytes_of[tokens]
-        if self.adds_space and len(tokens) and int(num_bytes.sum()) == len(text.encode()) + 1:
-            num_bytes[0] -= 1
-        return num_bytes
+    def _added(self, tokens: Tokens, text: str) -> int:
+        """Return 1 if the tokenizer put a space before a text, which its first token holds."""
+        if not self.adds_space or not len(tokens):
+            return 0
+        return int(self.bytes_of[tokens].sum()) == len(text.encode()) + 1
 
     def _closed(
-        self,
-        tokens: Tokens,
-        prompt: int,
-        num_bytes: np.ndarray[Any, Any],
-        begins: bool = True,
-        ends: bool = True,
-    ) -> Document:
-        """Add the opening tokens (BOS) and one end-of-text token, unless the text has them.
+        self, bodies: Sequence[Body], begins: bool = True, ends: bool = True
+    ) -> list[Document]:
+        """Return documents: the opening tokens (BOS), a body, and one end-of-text token.
 
-        All but the first `prompt` tokens bear loss. A part of a document gets the opening if it
-        begins the document, and the end if it ends it.
+        Opening and end are left out where the body has them, or has no token. All tokens bear loss
+        but those of the opening and the prompt. A part of a document gets the opening if it begins
+        the document, and the end if it ends it.
         """
-        count = len(tokens)
-        if not count:
-            return Document(tokens, np.zeros(0, bool), num_bytes)
-        while ends and count > prompt and tokens[count - 1] == self.end:  # it was in the text
-            count -= 1
         opening = self.opening if begins else self.opening[:0]
-        if len(opening) and np.array_equal(tokens[: len(opening)], opening):  # it was in the text
-            opening = opening[:0]
-        first = len(opening)
-        last = first + count
-        ends = ends and self.end is not None
-        size = last + ends
-        whole, byte_counts = np.empty(size, np.int32), np.zeros(size, np.uint16)
-        bears_loss = np.ones(size, bool)
-        bears_loss[: first + prompt] = False
-        if first:
-            whole[:first], byte_counts[:first] = opening, self.bytes_of[opening]
-        whole[first:last], byte_counts[first:last] = tokens[:count], num_bytes[:count]
-        if ends:
-            whole[-1] = self.end
-        return Document(whole, bears_loss, byte_counts)
+        end = np.array([self.end] if ends and self.end is not None else [], np.int32)
+        laid: list[Tokens] = []
+        places = []  # of the body's first token, of the one after it, and of the document's end
+        for body, prompt, _ in bodies:
+            before, count = opening, len(body)
+            while len(end) and count > prompt and body[count - 1] == self.end:
+                count -= 1
+            if len(opening) and (not len(body) or np.array_equal(body[: len(opening)], opening)):
+                before = opening[:0]
+            after = end[: len(body)]
+            laid += before, body[:count], after
+            places.append((len(before), len(before) + count, len(before) + count + len(after)))
+        tokens = np.concatenate(laid) if laid else np.empty(0, np.int32)
+        num_bytes, loss = self.bytes_of[tokens], np.ones(len(tokens), bool)
+        documents, start = [], 0
+        for (_, prompt, added), (first, last, size) in zip(bodies, places, strict=True):
+            spoken = start + first + prompt
+            loss[start:spoken] = False
+            if added and first + prompt < last:
+                num_bytes[spoken] -= added
+            num_bytes[start + last : start + size] = 0
+            here = slice(start, start + size)
+            documents.append(Document(tokens[here], loss[here], num_bytes[here]))
+            start += size
+        return documents
 
     def _chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:
         assert self.chats is not None

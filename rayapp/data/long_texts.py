@@ -32,6 +32,8 @@ def chunks_of(text: str | LongText) -> Iterable[str]:
     """Return a text in chunks of which none is much more than MAX_ENCODED characters."""
     if isinstance(text, LongText):
         return text.parts()
+    if not is_long(text):
+        return (text,)
     return (text[start : start + MAX_ENCODED] for start in range(0, len(text), MAX_ENCODED))
 
 

@@ -56,6 +56,8 @@ def said_by(message: Mapping[str, Any]) -> str:
 
 def without_none(value: Any) -> Any:
     """Drop None values at any depth: columns that only other rows of a table have."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, Mapping):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value

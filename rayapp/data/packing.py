@@ -64,7 +64,7 @@ class Document:
 
     def __post_init__(self) -> None:
         shapes = self.tokens.shape, self.loss.shape, self.num_bytes.shape
-        if len(set(shapes)) > 1 or self.tokens.ndim != 1:
+        if not shapes[0] == shapes[1] == shapes[2] or self.tokens.ndim != 1:
             raise ValueError(
                 f"tokens, loss, num_bytes of shapes {shapes} are not a document: each token has "
                 f"one of each. Set three arrays of one length"

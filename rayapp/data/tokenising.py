@@ -15,6 +15,7 @@ from rayapp.data.shapes import read_records
 
 BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
 
+TEXTS = (str, sources.LongText)
 Numbered = tuple[int, sources.Record]  # the number of a piece of the block, and a record of it
 
 
@@ -86,7 +87,7 @@ def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
 
 def _size(value: Any) -> int:
     """Return the number of characters of all text in a value."""
-    if isinstance(value, str | sources.LongText):
+    if isinstance(value, TEXTS):
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(_size, value.values()))
