@@ -178,22 +178,22 @@ ROWS = (
     Mutation(
         "answers-without-first-token",
         DOCUMENTS,
-        "bears_loss[: first + prompt] = False",
-        "bears_loss[: first + prompt + (prompt > 0)] = False",
+        "loss[start:spoken] = False",
+        "loss[start : spoken + (prompt > 0)] = False",
         "tests/test_data_documents.py",
     ),
     Mutation(
         "end-of-text-not-trained",
         DOCUMENTS,
-        "            whole[-1] = self.end\n",
-        "            whole[-1], bears_loss[-1] = self.end, False\n",
+        "num_bytes[start + last : start + size] = 0",
+        "num_bytes[start + last : start + size] = loss[start + last : start + size] = 0",
         "tests/test_data_documents.py",
     ),
     Mutation(
         "parts-of-a-text-each-with-an-end",
         DOCUMENTS,
-        "begins, ends=False), None, True",
-        "begins), None, True",
+        "begins, ends=False)",
+        "begins)",
         "tests/test_data_documents.py -k end_to_end",
     ),
     Mutation(
