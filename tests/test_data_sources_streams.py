@@ -170,7 +170,7 @@ def test_an_array_is_read_chunk_by_chunk(rows: list[Any], indent: int | None, ch
     [
         (b'[{"a": 1}\n{"b": 2}]', "is not a JSON array: line 2 lacks a comma or ]"),
         (b'[{"a": 1},\n{"b": }]', "is not a JSON array: Expecting value at line 2"),
-        (b'[{"a": 1},\n{"b": "x', "is not a JSON array: Unterminated string starting at at line 2"),
+        (b'[{"a": 1},\n{"b": "x', "is not a JSON array: Unterminated string starting at line 2"),
         (b'[{"a": 1}]\n{"b": 2}', "is not a JSON array: line 2 has more after its ]"),
         (b'[{"a": 1},', "is not a JSON array: Expecting value at line 1"),
         (b"[" + b"[" * 99_999, "is not a JSON array: line 1 is too deep"),
@@ -182,6 +182,20 @@ def test_a_broken_array_is_named_with_its_line(tmp_path: Path, data: bytes, word
     with pytest.raises(SourceError) as caught:
         read(source)
     assert str(caught.value) == f"{tmp_path}/a.json {words}"
+
+
+@pytest.mark.parametrize("value", ['"' + "x" * 5000 + '"', json.dumps(list(range(2000)))])
+def test_an_object_of_an_array_that_is_too_large_is_told_as_such(
+    tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "CHUNK", 100)
+    monkeypatch.setattr(streams, "OBJECT_BYTES", 2**10)
+    (tmp_path / "a.json").write_text('[{"a": 1},\n{"b": ' + value + "}]")
+    with pytest.raises(SourceError, match=r"the object at line 2 goes on for more than 0 MiB"):
+        read(sources.find(str(tmp_path / "a.json")))
+    (tmp_path / "a.json").write_text('[{"a": 1},\n{"b": }, {"c": ' + value + "}]")
+    with pytest.raises(SourceError, match="not a JSON array: Expecting value at line 2"):
+        read(sources.find(str(tmp_path / "a.json")))
 
 
 def test_rows_of_csv_that_do_not_fit_are_bad_records(tmp_path: Path) -> None:

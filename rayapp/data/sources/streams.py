@@ -23,6 +23,7 @@ from rayapp.storage import StorageError
 CHUNK = 2**20
 TEXT_BYTES = 4 * 2**20  # of compressed text in a record
 OBJECT_BYTES = 64 * 2**20  # most of one object in a JSON array
+LONGEST_ESCAPE = 12  # characters: both halves of one beyond 16 bits
 BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -168,12 +169,23 @@ class _Text:
             except json.JSONDecodeError as error:
                 held = len(self.held) - self.at
                 if self.ended or held > OBJECT_BYTES:
-                    line = self.line + self.held.count("\n", self.at, error.pos)
-                    raise SourceError(f"is not a JSON array: {error.msg} at line {line}") from error
+                    raise self._refused(error) from error
             except RecursionError as error:
                 raise SourceError(f"is not a JSON array: line {self.line} is too deep") from error
             for _ in range(max(1, (len(self.held) - self.at) // CHUNK)):  # read twice as much
                 self.more()
+
+    def _refused(self, error: json.JSONDecodeError) -> SourceError:
+        """Return why the value that begins here cannot be read."""
+        # A value that is not held to its end is wrong there, or in a string that reaches there.
+        cut = error.pos > len(self.held) - LONGEST_ESCAPE or error.msg.startswith("Unterminated")
+        if cut and not self.ended:
+            return SourceError(
+                f"is not read: the object at line {self.line} goes on for more than "
+                f"{OBJECT_BYTES // 2**20} MiB. Is a quote missing? If not, write it as JSONL"
+            )
+        line = self.line + self.held.count("\n", self.at, error.pos)
+        return SourceError(f"is not a JSON array: {error.msg.removesuffix(' at')} at line {line}")
 
 
 def _separated(delimiter: str) -> Callable[[io.BufferedReader, str], Iterator[Record]]:
