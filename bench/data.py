@@ -103,16 +103,12 @@ def theirs(
 
 def raw(path: str, kind: str, tokenizer_url: str, folder: str) -> dict[str, float]:
     """Encode the texts alone; return tokens and seconds."""
-    from rayapp.data.tokens import load_tokenizer
+    import corpus
 
-    encode = load_tokenizer(tokenizer_url).backend_tokenizer.encode_batch_fast
     with Path(path).open() as lines:
         texts = [json.loads(line)["text"] for line in lines]
-    start = time.process_time()
-    ids = 0
-    for at in range(0, len(texts), 32):
-        ids += sum(map(len, encode(texts[at : at + 32], add_special_tokens=False)))
-    return {"tokens": ids + len(texts), "seconds": time.process_time() - start, "read_s": 0.0}
+    tokens, seconds = corpus.encode_alone(texts, tokenizer_url)
+    return {"tokens": tokens + len(texts), "seconds": seconds, "read_s": 0.0}
 
 
 SIDES = {

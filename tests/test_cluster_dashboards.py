@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import yaml
 from browser import Browser, Page, needs_chromium
+from nodes import started
 from patience import PATIENCE_S
 from ports import free_port
 
@@ -127,24 +128,23 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     }
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
-    started: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *command: str) -> subprocess.Popen[bytes]:
         with (folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT
             )
-        started.append(process)
+        processes.append(process)
         return process
 
     gcs, dashboard, port = free_port(), free_port(), free_port()
     options = {"port": gcs, "dashboard-port": dashboard, "temp-dir": temporary, "num-cpus": 8}
     options |= {"object-store-memory": 200_000_000, "ray-client-server-port": free_port()}
     options |= {"dashboard-agent-listen-port": free_port(), "metrics-export-port": free_port()}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    start(
-        "ray", str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", *arguments
-    )
+    command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    processes.append(started(command, environment, folder / "ray.log"))
     for source in PROMETHEUS.glob("*.yml"):
         text = source.read_text()
         if source.name == "prometheus.yml":
@@ -165,7 +165,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         until = time.monotonic() + PATIENCE_S
         while not (Path(temporary, Path(DISCOVERY).name).exists() and answers(dashboard)):
             log = (folder / "ray.log").read_text()
-            assert started[0].poll() is None and time.monotonic() < until, log
+            assert processes[0].poll() is None and time.monotonic() < until, log
             time.sleep(0.5)
         address = f"127.0.0.1:{gcs}"
         command = [sys.executable, "-m", "rayapp", "submit", str(ROOT / "configs/tiny_cpu.yaml")]
@@ -198,10 +198,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             time.sleep(1)
         yield found
     finally:
-        for process in reversed(started):
+        for process in reversed(processes):
             if process.poll() is None:
                 process.terminate()
-        for process in started:
+        for process in processes:
             try:
                 process.wait(timeout=PATIENCE_S)
             except subprocess.TimeoutExpired:

@@ -56,7 +56,7 @@ class Node:
             command += [f"--temp-dir={self.temporary}", "--include-dashboard=false"]
         environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **(variables or {})}
         environment.pop("RAY_ADDRESS", None)
-        self.process = _started(command, environment, log)
+        self.process = started(command, environment, log)
 
     def preempt(self) -> None:
         """Do what a spot interruption or the end of a pod does: SIGTERM, then wait for the end."""
@@ -75,7 +75,7 @@ class Node:
             self.lose()
 
 
-def _started(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def started(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Return a `ray start --block` when its node has started; Ray gives one up after 30 s."""
     for _ in range(3):
         with log.open("w") as output:
@@ -138,7 +138,7 @@ def with_jobs(folder: Path, cpus: int, workers: int = 0) -> Iterator[dict[str, s
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
     environment.pop("RAY_ADDRESS", None)
-    started = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, options: dict[str, object]) -> None:
         options |= {"object-store-memory": 150_000_000, "node-ip-address": "127.0.0.1"}
@@ -147,20 +147,20 @@ def with_jobs(folder: Path, cpus: int, workers: int = 0) -> Iterator[dict[str, s
         arguments = [f"--{name}={value}" for name, value in options.items()]
         arguments += ["--head"] if name == "head" else []
         command = [str(RAY), "start", "--block", "--disable-usage-stats", *arguments]
-        started.append(_started(command, environment, folder / f"{name}.log"))
+        processes.append(started(command, environment, folder / f"{name}.log"))
 
     try:
         options = {"port": gcs, "dashboard-port": dashboard, "temp-dir": temporary}
         start("head", options | {"num-cpus": cpus, "ray-client-server-port": free_port()})
         address = f"http://127.0.0.1:{dashboard}"
-        _wait_for_dashboard(address, started[0], folder / "head.log")
+        _wait_for_dashboard(address, processes[0], folder / "head.log")
         for number in range(workers):
             start(f"worker-{number}", {"address": f"127.0.0.1:{gcs}", "num-cpus": 2})
         yield {**environment, "RAY_API_SERVER_ADDRESS": address}
     finally:
-        for process in reversed(started):
+        for process in reversed(processes):
             process.terminate()
-        for process in started:
+        for process in processes:
             process.wait(timeout=PATIENCE_S)
         shutil.rmtree(temporary, ignore_errors=True)
 
