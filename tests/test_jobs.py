@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shlex
+import subprocess
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -66,9 +67,20 @@ def test_the_entrypoint_is_the_config(path: Path) -> None:
     """What a shell and the command make of it is the config again."""
     wanted = load(str(path), {"run.storage": "s3://bucket/runs"})
     words = shlex.split(prepare(wanted, SubmitOptions()).entrypoint)
-    assert words[:3] == ["python", "-m", wanted.MODULE]
-    found, _ = read(words[3:], {}, type(wanted))
+    assert words[:4] == ["exec", "python", "-m", wanted.MODULE]
+    found, _ = read(words[4:], {}, type(wanted))
     assert found == wanted
+
+
+def test_the_process_that_ray_stops_is_the_driver(tmp_path: Path) -> None:
+    """Not a shell that starts it: a shell stopped in that moment leaves a driver that trains."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho $$\n")
+    (tmp_path / "python").chmod(0o755)
+    entrypoint = prepare(config(), SubmitOptions()).entrypoint
+    driver = subprocess.Popen(
+        entrypoint, shell=True, env={"PATH": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.communicate()[0] == f"{driver.pid}\n"
 
 
 def test_nothing_in_a_config_reaches_the_shell() -> None:
@@ -77,7 +89,7 @@ def test_nothing_in_a_config_reaches_the_shell() -> None:
         eval__prompts=json.dumps(hostile), data__mixture='{"s3://b/a b": 2.5}', train__max_steps="9"
     )
     words = shlex.split(prepare(wanted, SubmitOptions()).entrypoint)
-    found, _ = read(words[3:], {})
+    found, _ = read(words[4:], {})
     assert found == wanted and list(found.eval.prompts) == hostile
 
 

@@ -570,6 +570,17 @@ def test_a_stop_is_stopped_in_rays_dashboard(
     assert served.stopped == (["demo"] if roomy else [])
 
 
+@pytest.mark.parametrize("status", ["PENDING", "RUNNING"])
+def test_a_job_that_has_not_begun_is_ended_by_ray(
+    served: Dashboard, tmp_path: Path, status: str
+) -> None:
+    """However little time Ray gives it: a starting driver takes the file STOP for an older one."""
+    run = folder_of(tmp_path, note={})
+    served.add("demo", status, metadata={"rayapp.run": run.url})
+    assert Job(run.url).stop() == "stopped"
+    assert served.stopped == ["demo"] and not run.exists(STOP)
+
+
 def test_a_stop_that_may_wait_for_ever_does_not_end_the_job(
     served: Dashboard, tmp_path: Path
 ) -> None:

@@ -521,7 +521,7 @@ def test_the_job_is_no_run() -> None:
     config = Config.model_validate({"run": {"name": "demo", "storage": "s3://bucket/runs"}})
     order = prepare(config, SubmitOptions(tags={"team": "x"}), command.MODULE, ["--json=true"])
     assert order.entrypoint == (
-        "python -m rayapp.cluster.preflight --run.name=demo --run.storage=s3://bucket/runs"
+        "exec python -m rayapp.cluster.preflight --run.name=demo --run.storage=s3://bucket/runs"
         " --json=true"
     )
     assert order.name == "preflight"

@@ -217,12 +217,13 @@ class Job:
         Returns the status. `wait_s=0` asks and does not wait. Ray is asked to stop the job from
         the start, if it gives the job at least a minute to save (`submit` sets 600 s). With
         `hard=False` Ray is not asked, and TimeoutError is raised if the run has not ended in time.
-        A job that is still pending is ended by Ray at once, and waited for without a limit.
+        A job that is pending or starting has nothing to save, and its driver would take the file
+        STOP for an older one: Ray ends it at once, and it is waited for without a limit.
         """
         before = self.status()
         if before in EXIT_CODES:
             return before
-        if before == PENDING:
+        if before == PENDING or (before == STARTING and hard):
             self._remote.end()
             return self.wait()
         self.run.write(STOP, b"asked\n")

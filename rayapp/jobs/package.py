@@ -136,10 +136,13 @@ def prepare(
     arguments = [f"--{name}={value}" for name, value in config.to_overrides().items()]
     is_run = module is None
     module = module or config.MODULE
+    command = ["python", "-m", module, *arguments, *flags]
     return Submission(
         run_url=f"{config.run.storage}/{config.run.name}",
         name=config.run.name if is_run else module.rpartition(".")[2],
-        entrypoint=shlex.join(["python", "-m", module, *arguments, *flags]),
+        # exec: Ray runs this by a shell. Without it, a stop while the shell starts Python ends the
+        # shell alone: the job is STOPPED, and its driver trains on.
+        entrypoint=f"exec {shlex.join(command)}",
         options=options,
         package=package,
         is_run=is_run,
