@@ -581,6 +581,42 @@ def test_a_job_that_has_not_begun_is_ended_by_ray(
     assert served.stopped == ["demo"] and not run.exists(STOP)
 
 
+@pytest.mark.parametrize(
+    ("end", "expected"), [("done", "running"), ("stopped", "stopping"), ("failed", "running")]
+)
+def test_a_run_lasts_until_its_command_has_exited(
+    served: Dashboard, tmp_path: Path, end: str, expected: str
+) -> None:
+    """It writes result.json and the report after its last event, and still holds the lease."""
+    ended = LEFT | {"time": 4000.0, "status": end}
+    run = folder_of(tmp_path, BEGAN, ended)
+    assert Job(run.url).status() == end
+    run.write(LEASE, b"{}")
+    found, now, _ = Job(run.url).snapshot()
+    assert found == expected and now is not None and now.status == expected
+    with pytest.raises(TimeoutError):
+        Job(run.url).wait(0.01)
+    quiet(run, 200.0)
+    assert Job(run.url).status() == end, "the command was killed in its report"
+
+    run = folder_of(tmp_path, BEGAN | {"submission_id": "raysubmit_1"}, ended)
+    served.add("raysubmit_1", "RUNNING")
+    assert Job(run.url).status() == expected, "Ray's job has not ended"
+    served.add("raysubmit_1", "SUCCEEDED", driver_exit_code=0, end_time=5000)
+    assert Job(run.url).status() == end
+
+
+def test_a_driver_that_cannot_renew_its_lease_is_not_starting(
+    served: Dashboard, tmp_path: Path
+) -> None:
+    """Ray's job has not ended, and its command has begun: S3 does not answer, for instance."""
+    run = folder_of(tmp_path, BEGAN | {"submission_id": "raysubmit_1"})
+    served.add("raysubmit_1", "RUNNING")
+    quiet(run, 200.0)
+    found, now, _ = Job(run.url).snapshot()
+    assert found == "running" and now is not None and now.reason is None
+
+
 def test_a_stop_that_may_wait_for_ever_does_not_end_the_job(
     served: Dashboard, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ from rayapp.observe.run_folder import (
     STOP,
     STOPPED,
 )
-from rayapp.observe.status import LIVE_S, VANISHED, NoRun, Progress, read
+from rayapp.observe.status import LIVE_S, VANISHED, NoRun, Progress, read, until_exit
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ class Job:
     def status(self) -> str:
         """Return the run's status.
 
-        While it lasts: pending, starting, preparing, waiting (for room), running or stopping. At
-        its end: done, stopped, failed, lost (its driver is gone) or refused (the config is not
-        valid there).
+        Until its command has exited: pending, starting, preparing, waiting (for room), running or
+        stopping. Then: done, stopped, failed, lost (its driver is gone) or refused (the config is
+        not valid there).
         """
         return self.snapshot()[0]
 
@@ -150,8 +150,8 @@ class Job:
             if now is None:
                 raise
             status = now.status
-        if now is not None and status != now.status and status in (STOPPED, LOST):
-            reason = STOPPED_EARLY if status == STOPPED else VANISHED
+        if now is not None and status != now.status:
+            reason = {STOPPED: STOPPED_EARLY, LOST: VANISHED}.get(status)
             now = replace(now, status=status, reason=reason, left_s=None)
         return status, now, self._followed.steps
 
@@ -162,19 +162,21 @@ class Job:
             return None
 
     def _status(self, now: Progress | None) -> str:
-        live = now is not None and now.live
-        if now is not None and live and (now.quiet_s or 0.0) < QUIET_S:
+        if now is not None and now.live and (now.quiet_s or 0.0) < QUIET_S:
             return now.status
         info = self._remote.info()
+        if now is not None:
+            if info is not None and self._remote.started_by() == info.submission_id:
+                alive = not info.ended
+            else:  # the folder's last command is no job, or another than the newest
+                alive = now.quiet_s is not None and now.quiet_s < LIVE_S
+            if alive:
+                return until_exit(now.status)
         if info is None:
             if now is None:
                 raise NoRun(f"{self.run.url} holds no run, and the cluster knows no job of it")
             return now.status
-        if now is not None and live and self._remote.started_by() != info.submission_id:
-            return now.status  # the live driver is another command's, not this job's
         if not info.ended:
-            if now is not None and live:
-                return now.status
             return PENDING if info.status == "PENDING" else STARTING
         stopped = info.status == "STOPPED"
         if now is not None and (now.updated_s or 0.0) >= (info.started_s or 0.0):
@@ -203,13 +205,7 @@ class Job:
 
     def follow(self) -> Iterator[str]:
         """Yield the driver's output until the run ends, from the cluster or the run's folder."""
-        return self._remote.follow(self._is_over)
-
-    def _is_over(self) -> bool:
-        """Say whether the run has ended and its command has printed all: it gives up the lease."""
-        status, now, _ = self.snapshot()
-        quiet_s = None if now is None else now.quiet_s
-        return status in EXIT_CODES and (quiet_s is None or quiet_s > LIVE_S)
+        return self._remote.follow(lambda: self.status() in EXIT_CODES)
 
     def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
         """Ask the run to save and exit, wait up to `wait_s` seconds, then have Ray end its job.

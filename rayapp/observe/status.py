@@ -155,6 +155,16 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
     )
 
 
+def until_exit(status: str) -> str:
+    """Return the status of a run whose command is alive, though its folder may say that it ended.
+
+    The command writes the report then; or it is taken for lost and waits for its storage.
+    """
+    if status in LIVE:
+        return status
+    return STOPPING if status == STOPPED else RUNNING
+
+
 def summary(run: Storage) -> Progress:
     """Read what a list of runs shows; of a run that is done or stopped, two small files say it.
 
