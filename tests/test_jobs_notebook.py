@@ -577,8 +577,11 @@ def test_a_job_that_has_not_begun_is_ended_by_ray(
     """However little time Ray gives it: a starting driver takes the file STOP for an older one."""
     run = folder_of(tmp_path, note={})
     served.add("demo", status, metadata={"rayapp.run": run.url})
-    assert Job(run.url).stop() == "stopped"
+    handle = Job(run.url)
+    assert handle.stop() == "stopped"
     assert served.stopped == ["demo"] and not run.exists(STOP)
+    with pytest.raises(JobError, match="is stopped: its job was stopped before it had saved"):
+        handle.result()
 
 
 @pytest.mark.parametrize(
@@ -604,6 +607,9 @@ def test_a_run_lasts_until_its_command_has_exited(
     assert Job(run.url).status() == expected, "Ray's job has not ended"
     served.add("raysubmit_1", "SUCCEEDED", driver_exit_code=0, end_time=5000)
     assert Job(run.url).status() == end
+    served.add("demo", "RUNNING", start_time=6000_000)
+    resumed = Job(run.url, submission_id="demo")
+    assert resumed.status() == "starting", "it has the lease, and has not begun to write"
 
 
 def test_a_driver_that_cannot_renew_its_lease_is_not_starting(

@@ -169,7 +169,8 @@ class Job:
             if info is not None and self._remote.started_by() == info.submission_id:
                 alive = not info.ended
             else:  # the folder's last command is no job, or another than the newest
-                alive = now.quiet_s is not None and now.quiet_s < LIVE_S
+                held = now.quiet_s is not None and now.quiet_s < LIVE_S
+                alive = held and (now.live or info is None or info.ended)
             if alive:
                 return until_exit(now.status)
         if info is None:
@@ -190,7 +191,8 @@ class Job:
     def reason(self) -> str | None:
         """Return why the run ended, from its folder; if it failed without, the end of its log."""
         status, now, _ = self.snapshot()
-        reason = None if now is None else now.reason
+        unwritten = STOPPED_EARLY if status == STOPPED else None
+        reason = unwritten if now is None else now.reason
         if reason is None and status in (FAILED, REFUSED):
             return self.logs().strip()[-2000:]
         return reason
