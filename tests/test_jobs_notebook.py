@@ -256,6 +256,40 @@ def test_the_readmes_block_runs_as_written(
     assert statuses == ["STOPPED", "SUCCEEDED"], f"a stop that was asked for is no failure: {jobs}"
 
 
+@pytest.mark.drill
+def test_a_run_stopped_at_any_moment_resumes_at_once(
+    cluster: dict[str, str], s3_bucket: str
+) -> None:
+    """From the moment of submission to the report: no resume is refused, no driver lives on."""
+    text = "".join(f"Line {i} says {i * i % 97}.\n" for i in range(2000))
+    open_storage(f"s3://{s3_bucket}").write("data/text.txt", text.encode())
+    code = f"""
+import json, time, rayapp
+job = rayapp.submit(
+    {{"model": {{"path": "tiny", "tokenizer": "bytes", "overrides": {{"num_hidden_layers": 1}}}}}},
+    data={{"path": "s3://{s3_bucket}/data", "seq_len": 128}},
+    train={{"max_steps": 200, "tokens_per_step": 1024, "micro_batch": 2, "warmup_steps": 0}},
+    run={{"name": "often", "storage": "s3://{s3_bucket}/runs"}},
+)
+ends = []
+for seconds in (0, 0, 0.3, 0.3, 1, 1, 2, 4, 6, 8, 12, 16, 20, 24):
+    time.sleep(seconds)
+    ends.append(job.stop())
+    if ends[-1] == "done":
+        break
+    job = job.resume()
+print(json.dumps([ends, job.wait(), job.result().steps, job.metrics().step.tolist()]))
+"""
+    ends, status, steps, lines = kernel(cluster, code)
+    assert set(ends) <= {"stopped", "done"} and ends.count("stopped") >= 8
+    assert (status, steps, lines) == ("done", 200, list(range(1, 201)))
+    code = "import json; from rayapp.jobs import JobsClient\n"
+    code += "print(json.dumps([one.status for one in JobsClient.at().jobs()"
+    code += f" if one.run_url == 's3://{s3_bucket}/runs/often']))"
+    jobs = kernel(cluster, code)
+    assert set(jobs) == {"STOPPED", "SUCCEEDED"} and jobs.count("SUCCEEDED") == 1
+
+
 @pytest.mark.full
 def test_what_the_cluster_cannot_run_is_said(
     cluster: dict[str, str], s3_bucket: str, tmp_path: Path
