@@ -14,6 +14,14 @@ from ray.experimental import internal_kv
 from rayapp.driver import job_page
 from rayapp.driver.job_page import JobPage
 
+asked: list[str] = []
+
+
+def page_of(run_url: str = "runs/demo") -> JobPage:
+    asked.clear()
+    return JobPage("raysubmit_1", "demo", run_url, lambda: asked.append("stop"))
+
+
 KEY = JobInfoStorageClient.JOB_DATA_KEY.format(job_id="raysubmit_1").encode()
 
 
@@ -40,7 +48,7 @@ def record(store: dict[bytes, bytes]) -> Any:
 def test_a_job_gets_a_name_a_folder_and_how_far_it_is(
     store: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = JobPage("raysubmit_1", "demo", "s3://b/runs/demo")
+    page = page_of("s3://b/runs/demo")
     page.tell("tokenising a.txt")
     assert record(store)["message"] == "tokenising a.txt"
     assert record(store)["metadata"] == {
@@ -58,7 +66,7 @@ def test_a_job_gets_a_name_a_folder_and_how_far_it_is(
 
 def test_a_name_that_was_given_stays(store: dict[bytes, bytes]) -> None:
     store[KEY] = json.dumps({**record(store), "metadata": {"job_name": "mine"}}).encode()
-    JobPage("raysubmit_1", "demo", "runs/demo").tell("planning")
+    page_of().tell("planning")
     assert record(store)["metadata"] == {"job_name": "mine", "rayapp.run": "runs/demo"}
 
 
@@ -69,19 +77,25 @@ def test_a_head_that_does_not_answer_ends_no_heartbeat(
         raise RpcError("the head is gone")
 
     monkeypatch.setattr(internal_kv, "_internal_kv_get", lost)
-    JobPage("raysubmit_1", "demo", "runs/demo").tell("planning")
+    page_of().tell("planning")
     assert "Ray's Jobs page does not show how far the run is: the head is gone" in caplog.text
 
 
 @pytest.mark.parametrize("status", ["STOPPED", "FAILED", None])
-def test_a_job_that_has_ended_is_not_changed(store: dict[bytes, bytes], status: str | None) -> None:
+def test_a_job_that_has_ended_is_not_changed(
+    store: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch, status: str | None
+) -> None:
     if status is None:
         del store[KEY]
     else:
         store[KEY] = json.dumps({**record(store), "status": status}).encode()
     before = dict(store)
-    JobPage("raysubmit_1", "demo", "runs/demo").tell("planning")
+    page = page_of()
+    page.tell("planning")
     assert store == before
+    monkeypatch.setattr(job_page.time, "monotonic", lambda: 10.0)
+    page.tell("training")
+    assert asked == (["stop"] if status == "STOPPED" else []), "Ray has missed this driver, once"
 
 
 def test_a_store_that_fails_is_told_once(
@@ -91,7 +105,7 @@ def test_a_store_that_fails_is_told_once(
         raise RuntimeError("the head is gone")
 
     monkeypatch.setattr(internal_kv, "_internal_kv_get", fail)
-    page = JobPage("raysubmit_1", "demo", "runs/demo")
+    page = page_of()
     for text in ("planning", "training"):
         page.tell(text)
         monkeypatch.setattr(job_page.time, "monotonic", lambda: 60.0)

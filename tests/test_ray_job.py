@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -177,6 +178,30 @@ def test_a_job_that_ray_stops_has_saved_and_goes_on(
     send("second", saved + 3)
     assert metrics.read(run)[saved]["attempt"] == 2
     client(RAY, "job", "stop", "second")
+
+
+@pytest.mark.drill
+def test_a_driver_that_ray_has_missed_saves_and_leaves(
+    client: Callable[..., str], s3_bucket: str, tmp_path: Path
+) -> None:
+    """Ray sends its signals to the job's processes; here, as in the first second, not to all."""
+    more = ("--train.max_steps=100000", "--cluster.workers=1")
+    storage = f"s3://{s3_bucket}/runs"
+    run = open_storage(f"{storage}/missed")
+    sent = line("missed", storage, "missed", tmp_path, *more)
+    at = sent.index("--") + 1
+    client(*sent[:at], "sh", "-c", f"(setsid {shlex.join(sent[at:])} &); exec sleep 1000")
+    deadline = time.monotonic() + PATIENCE_S
+    while not metrics.read(run):
+        assert time.monotonic() < deadline, client(RAY, "job", "logs", "missed")
+        time.sleep(0.5)
+    client(RAY, "job", "stop", "missed")
+    assert "'missed' was stopped" in client(RAY, "job", "status", "missed")
+    while not run.exists("result.json"):
+        assert time.monotonic() < deadline, client(RAY, "job", "logs", "missed")
+        time.sleep(0.5)
+    assert json.loads(run.read("result.json"))["status"] == "stopped"
+    assert "Ray has stopped this job, but not its command" in client(RAY, "job", "logs", "missed")
 
 
 @pytest.mark.drill

@@ -3,7 +3,7 @@
     with Heartbeat(phases, console, tail) as heartbeat:
         phases.begin("starting Ray")             # one line, if it takes a second
         ...                                      # "starting Ray, 0:20" after SAY_EVERY_S of silence
-        with heartbeat.stored(run, name):        # from here on other processes see it too
+        with heartbeat.stored(run, name, stop.ask):  # from here on other processes see it too
             ...
 
 On a terminal a line at the bottom is redrawn instead, until a progress bar takes its place.
@@ -83,13 +83,14 @@ class Heartbeat:
         self._end_line()
 
     @contextmanager
-    def stored(self, run: Storage, name: str) -> Iterator[None]:
+    def stored(self, run: Storage, name: str, ask_to_stop: Callable[[], None]) -> Iterator[None]:
         """Inside the block, store the activity in the run's folder and export it to Prometheus.
 
-        The connected Ray exports it, and shows it on its Jobs page if this is a job.
+        The connected Ray exports it, and shows it on its Jobs page if this is a job. `ask_to_stop`
+        is called if Ray takes that job for stopped.
         """
         gauge, job = PhaseGauge(name), submission_id()
-        self._page = None if job is None else JobPage(job, name, run.url)
+        self._page = None if job is None else JobPage(job, name, run.url, ask_to_stop)
         self._gauge, self._run = gauge, run
         try:
             with Reporter(run, ACTIVITY, self.phases):

@@ -132,7 +132,10 @@ def _run(
             display.result(console, result)
             return result
         phases.begin("starting Ray" if local else f"connecting to Ray at {address}")
-        with connected(ready.config, address), heartbeat.stored(run, ready.config.run.name):
+        with (
+            connected(ready.config, address),
+            heartbeat.stored(run, ready.config.run.name, stop.ask),
+        ):
             phases.end("ray")
             phases.begin("checking the run's folder")
             gpus = uses_gpus(ready.config)

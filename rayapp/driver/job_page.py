@@ -1,7 +1,8 @@
 """Show a run on the Jobs page of Ray's dashboard: its name, its folder, and how far it is.
 
 Ray has no public call that changes a job while it runs, so its record in Ray's key-value store is
-changed here. Ray writes the record itself only before this process starts and after it has ended.
+changed here. Ray writes the record itself only before this process starts and after it has ended,
+or after Ray has missed it: `ray job stop` may end the shell that starts a command alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rayapp.jobs.package import NAME_KEY, RUN_KEY
@@ -21,13 +23,17 @@ logger = logging.getLogger("rayapp.driver")
 class JobPage:
     """The record of this driver's job, however the job was sent."""
 
-    def __init__(self, submission_id: str, name: str, run_url: str) -> None:
+    def __init__(
+        self, submission_id: str, name: str, run_url: str, ask_to_stop: Callable[[], None]
+    ) -> None:
+        """`ask_to_stop` is called if Ray takes this job for stopped, though its driver lives."""
         from ray.dashboard.modules.job.common import JobInfoStorageClient
 
         self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission_id).encode()
         self._ours = {NAME_KEY: name, RUN_KEY: run_url}
         self._last_shown, self._shown_at = "", 0.0
-        self._failed = False
+        self._failed = self._stopped = False
+        self._ask_to_stop = ask_to_stop
 
     def tell(self, text: str) -> None:
         """Make a text the job's status message, at most every TELL_S seconds."""
@@ -53,6 +59,10 @@ class JobPage:
 
         stored = _internal_kv_get(self._key, namespace=KV_NAMESPACE_JOB)
         record: dict[str, Any] = json.loads(stored or b"{}")
+        if record.get("status") == "STOPPED" and not self._stopped:
+            self._stopped = True
+            logger.warning("Ray has stopped this job, but not its command: it saves and leaves")
+            self._ask_to_stop()
         if record.get("status") != "RUNNING":
             return
         record["message"] = text
