@@ -133,6 +133,14 @@ def client(cluster: dict[str, str]) -> Callable[..., str]:
     return told
 
 
+def wait_until(reached: Callable[[], bool], logs: Callable[[], str]) -> None:
+    """Wait until a run is that far; fail with its logs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline, logs()
+        time.sleep(0.5)
+
+
 def line(job: str, storage: str, name: str, folder: Path, *more: str) -> list[str]:
     """Return README's line that sends a run, under a submission id."""
     text = folder / "text.txt"
@@ -158,11 +166,8 @@ def test_a_job_that_ray_stops_has_saved_and_goes_on(
         return len(metrics.read(run))  # while it trains, what is on S3 is in segments
 
     def send(job: str, until: int) -> None:
-        sent = client(*line(job, storage, "demo", tmp_path, *more))
-        deadline = time.monotonic() + PATIENCE_S
-        while steps() < until:
-            assert time.monotonic() < deadline, sent + client(RAY, "job", "logs", job)
-            time.sleep(0.5)
+        client(*line(job, storage, "demo", tmp_path, *more))
+        wait_until(lambda: steps() >= until, lambda: client(RAY, "job", "logs", job))
 
     send("first", 5)
     assert "running" in client(*RAYAPP, "status", run.url)
@@ -191,17 +196,16 @@ def test_a_driver_that_ray_has_missed_saves_and_leaves(
     sent = line("missed", storage, "missed", tmp_path, *more)
     at = sent.index("--") + 1
     client(*sent[:at], "sh", "-c", f"(setsid {shlex.join(sent[at:])} &); exec sleep 1000")
-    deadline = time.monotonic() + PATIENCE_S
-    while not metrics.read(run):
-        assert time.monotonic() < deadline, client(RAY, "job", "logs", "missed")
-        time.sleep(0.5)
+
+    def logs() -> str:
+        return client(RAY, "job", "logs", "missed")
+
+    wait_until(lambda: bool(metrics.read(run)), logs)
     client(RAY, "job", "stop", "missed")
     assert "'missed' was stopped" in client(RAY, "job", "status", "missed")
-    while not run.exists("result.json"):
-        assert time.monotonic() < deadline, client(RAY, "job", "logs", "missed")
-        time.sleep(0.5)
+    wait_until(lambda: run.exists("result.json"), logs)
     assert json.loads(run.read("result.json"))["status"] == "stopped"
-    assert "Ray has stopped this job, but not its command" in client(RAY, "job", "logs", "missed")
+    assert "Ray has stopped this job, but not its command" in logs()
 
 
 @pytest.mark.drill
@@ -217,9 +221,7 @@ def test_runs_that_share_a_cluster_all_end(
         client(*line(name, storage, name, tmp_path, *more))
 
     def wait_for(name: str, file: str) -> None:
-        while not runs[name].exists(file):
-            assert time.monotonic() < deadline, client(RAY, "job", "logs", name)
-            time.sleep(0.5)
+        wait_until(lambda: runs[name].exists(file), lambda: client(RAY, "job", "logs", name))
 
     send("two", 2, 100_000)
     send("one", 1, 100_000)
