@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shlex
 import shutil
@@ -60,7 +61,8 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
     # A job's log has lines, not a bar that is redrawn.
     assert "step 6/6" in done.stdout and "tok/s" in done.stdout
     printed = done.stdout.splitlines()
-    assert [line for line in printed if "pid=" in line] == [], "lines of Ray's own processes"
+    of_ray = re.compile(r"pid=|\(raylet\)")
+    assert list(filter(of_ray.search, printed)) == [], "lines of Ray's own processes"
     assert f"model in {storage}/job/model" in done.stdout
     run = open_storage(f"{storage}/job")
     lines = [json.loads(line) for line in run.read("metrics.jsonl").splitlines()]

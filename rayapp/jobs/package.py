@@ -33,6 +33,7 @@ SKIPPED = (  # lines of workers that need no action; Ray's log files keep them
     r"The hostname of the client socket cannot be retrieved",  # a network without names
     r"Failed to query Ray Train Controller actor state",  # without a dashboard
     r"Dataset \S+ execution finished in",
+    r"PYTHON worker processes have been started on node",  # a small machine
     r"torchao/_C_|Detected no triton|register_constant\(\)",  # torchao's import without a GPU
 )
 QUIET = {  # keeps other lines out of the run's own output
