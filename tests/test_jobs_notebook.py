@@ -612,8 +612,11 @@ def test_a_job_that_has_not_begun_is_ended_by_ray(
     run = folder_of(tmp_path, note={})
     served.add("demo", status, metadata={"rayapp.run": run.url})
     handle = Job(run.url)
+    served.stops_at_once = False
+    assert handle.stop(wait_s=0) == ("pending" if status == "PENDING" else "starting")
+    served.stops_at_once = True
     assert handle.stop() == "stopped"
-    assert served.stopped == ["demo"] and not run.exists(STOP)
+    assert served.stopped == ["demo", "demo"] and not run.exists(STOP)
     with pytest.raises(JobError, match="is stopped: its job was stopped before it had saved"):
         handle.result()
 

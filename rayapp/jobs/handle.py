@@ -216,14 +216,14 @@ class Job:
         the start, if it gives the job at least a minute to save (`submit` sets 600 s). With
         `hard=False` Ray is not asked, and TimeoutError is raised if the run has not ended in time.
         A job that is pending or starting has nothing to save, and its driver would take the file
-        STOP for an older one: Ray ends it at once, and it is waited for without a limit.
+        STOP for an older one: Ray ends it at once, and a wait for that has no limit.
         """
         before = self.status()
         if before in EXIT_CODES:
             return before
         if before == PENDING or (before == STARTING and hard):
             self._remote.end()
-            return self.wait()
+            return self.wait() if wait_s else self.status()
         self.run.write(STOP, b"asked\n")
         asked = hard and self._remote.ask_to_stop()
         if wait_s == 0:

@@ -17,7 +17,7 @@ class Dashboard:
 
     `asked` are all requests, `sent` the jobs that were submitted, `uploaded` the sizes of packages
     in bytes, `stopped` the ids stopped, `logs` what the jobs printed,
-    `late` how a job is once it was submitted.
+    `late` how a job is once it was submitted, `stops_at_once` whether a job ends when asked to.
     """
 
     def __init__(self, address: str) -> None:
@@ -29,6 +29,7 @@ class Dashboard:
         self.uploaded: list[int] = []
         self.logs: dict[str, str] = {}
         self.late: dict[str, dict[str, Any]] = {}
+        self.stops_at_once = True
 
     def add(self, submission_id: str, status: str, **facts: Any) -> None:
         known: dict[str, Any] = {"type": "SUBMISSION", "submission_id": submission_id}
@@ -59,7 +60,8 @@ class Dashboard:
             return 200, {"logs": self.logs.get(submission_id, f"logs of {submission_id}\n")}
         if what == "stop":
             self.stopped.append(submission_id)
-            self.jobs[submission_id]["status"] = "STOPPED"
+            if self.stops_at_once:
+                self.jobs[submission_id]["status"] = "STOPPED"
             return 200, {"stopped": True}
         return 200, self.jobs[submission_id]
 
