@@ -7,23 +7,26 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
+import psutil
 import pytest
 from botocore.stub import Stubber
+from patience import PATIENCE_S
 from ports import free_port
 
 from rayapp.__main__ import main
 from rayapp.cluster.connect import (
+    Forwarding,
     NotReachable,
     Way,
-    keep,
     missing_tasks,
     through,
     to_ecs,
-    variables,
     wait_for_tasks,
 )
 
@@ -65,14 +68,6 @@ def test_the_way_to_an_ecs_head() -> None:
 def test_no_head(tasks: list[dict[str, Any]]) -> None:
     with pytest.raises(NotReachable, match="no running head"):
         to_ecs("rayapp", "us-west-2", 8265, clients(tasks))
-
-
-def test_the_token_is_for_this_user_alone(tmp_path: Path) -> None:
-    path = keep("first", "rayapp-ecs", tmp_path / "tokens")
-    path = keep("s3cret", "rayapp-ecs", tmp_path / "tokens")
-    assert path.read_text() == "s3cret"
-    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
-    assert "s3cret" not in str(variables(path, 8265))
 
 
 def test_render_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,20 +141,48 @@ def test_up_renders_and_tells_the_cost_before_it_applies(home: str) -> None:
     assert "infra/base destroy" not in down.stdout and f"infra/{home} destroy" in down.stdout
 
 
-OPEN_ONCE = """
-import socket, sys, time
+LISTENS = """
+import socket, subprocess, sys, time
 server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
-server.accept()
+"""
+ONCE, ALWAYS = LISTENS + "server.accept()", LISTENS + "time.sleep(600)"
+# `aws` starts the session manager's plug-in, which listens.
+BY_A_CHILD = (
+    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ALWAYS!r}, sys.argv[1]])"
+)
+# Another user's process, which came between the look at the port and the command.
+BY_ANOTHER = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {ALWAYS!r}, sys.argv[1]], start_new_session=True)
+time.sleep(600)
 """
 
 
-def test_a_command_runs_with_the_port_forwarded(tmp_path: Path) -> None:
-    """What forwards it ends after each connection, and is started again."""
-    port = free_port()
-    way = Way([sys.executable, "-c", OPEN_ONCE, str(port)], "s3cret")
-    code = f"""
-import os, socket, time
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Return a port; what still listens on it at the end is ended."""
+    given = free_port()
+    yield given
+    for connection in psutil.net_connections("tcp"):
+        if connection.laddr[1] == given and connection.status == "LISTEN":
+            assert connection.pid is not None
+            psutil.Process(connection.pid).kill()
+
+
+def forwarding(code: str, port: int, folder: Path) -> Forwarding:
+    way = Way([sys.executable, "-c", code, str(port)], "s3cret")
+    return Forwarding(way, port, folder / "new" / "token")
+
+
+@pytest.mark.parametrize("code", [ONCE, BY_A_CHILD], ids=["once", "by a child"])
+def test_a_command_runs_with_the_port_forwarded(code: str, port: int, tmp_path: Path) -> None:
+    """What forwards it may end after each connection, and is started again."""
+    run = f"""
+import os, socket, stat, time
 assert os.environ["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:{port}"
+token = os.environ["RAY_AUTH_TOKEN_PATH"]
+assert stat.S_IMODE(os.stat(token).st_mode) == 0o600 and open(token).read() == "s3cret"
+assert stat.S_IMODE(os.stat(os.path.dirname(token)).st_mode) == 0o700
 until = time.monotonic() + 60
 for _ in range(2):
     while socket.socket().connect_ex(("127.0.0.1", {port})):
@@ -167,16 +190,121 @@ for _ in range(2):
         time.sleep(0.1)
 raise SystemExit(7)
 """
-    command = [sys.executable, "-c", code]
-    assert through(way, port, keep(way.token, "x", tmp_path), command) == 7
+    way = forwarding(code, port, tmp_path)
+    try:
+        assert through(way, [sys.executable, "-c", run]) == 7
+    finally:
+        way.end()
+    assert "s3cret" not in str(way.variables) and not list((tmp_path / "new").iterdir())
+    until = time.monotonic() + PATIENCE_S
     with socket.socket() as client:
-        assert client.connect_ex(("127.0.0.1", port)) != 0
+        while client.connect_ex(("127.0.0.1", port)) == 0:
+            assert time.monotonic() < until
 
 
-def test_a_port_that_stays_closed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayapp.cluster.connect.FORWARDED_S", 1.0)
-    with pytest.raises(NotReachable, match="is closed: `false` has not forwarded it"):
-        through(Way(["false"], "s3cret"), free_port(), tmp_path / "token", ["true"])
+@pytest.mark.parametrize(
+    ("code", "taken", "message"),
+    [
+        ("raise SystemExit(1)", False, "is closed: `.*` has not forwarded it"),
+        ("raise SystemExit(1)", True, "is taken: another process listens on it"),
+        (ALWAYS, True, "is taken: another process listens on it"),
+        (BY_ANOTHER, False, "is closed: `.*` has not forwarded it"),
+    ],
+)
+def test_the_token_waits_for_the_forwarding_itself(
+    code: str,
+    taken: bool,
+    message: str,
+    port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another listener on the port would be sent the token, which is code on every node."""
+    monkeypatch.setattr("rayapp.cluster.connect.FORWARDED_S", 3.0)
+    squatter = socket.create_server(("127.0.0.1", port)) if taken else None
+    way, ran = forwarding(code, port, tmp_path), tmp_path / "ran"
+    try:
+        with pytest.raises(NotReachable, match=message):
+            through(way, ["touch", str(ran)])
+        assert not ran.exists() and not list(tmp_path.rglob("token"))
+    finally:
+        way.end()
+        if squatter is not None:
+            squatter.close()
+
+
+def test_a_command_ends_where_another_takes_the_port(port: int, tmp_path: Path) -> None:
+    """Between the end of the forwarding and its next start."""
+    code = f"""{ONCE}
+server.close()
+subprocess.Popen([sys.executable, "-c", {ALWAYS!r}, sys.argv[1]], start_new_session=True)
+until = time.monotonic() + 60
+while socket.socket().connect_ex(("127.0.0.1", int(sys.argv[1]))):
+    assert time.monotonic() < until
+"""
+    way = forwarding(code, port, tmp_path)
+    run = f"import socket, time; socket.create_connection(('127.0.0.1', {port})); time.sleep(600)"
+    try:
+        with pytest.raises(NotReachable, match="is taken"):
+            through(way, [sys.executable, "-c", run])
+    finally:
+        way.end()
+    assert not list(tmp_path.rglob("token"))
+
+
+KUBECTL = """#!{python}
+import base64, socket, sys, time
+words = [word for word in sys.argv[1:] if not word.startswith("-")]
+if words == ["get", "rayjob/demo"]:
+    print("demo-x7k2p", end="")
+elif words == ["get", "secret/demo-x7k2p"]:
+    print(base64.b64encode(b"s3cret").decode(), end="")
+elif words[:2] == ["port-forward", "service/demo-x7k2p-head-svc"] and words[2].endswith(":8265"):
+    server = socket.create_server(("127.0.0.1", int(words[2].partition(":")[0])))
+    time.sleep({seconds})
+else:
+    sys.exit(f"unknown: {{words}}")
+"""
+SHOW = 'echo "$RAY_API_SERVER_ADDRESS $(basename $RAY_AUTH_TOKEN_PATH) $(cat $RAY_AUTH_TOKEN_PATH)"'
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_way_to_the_cluster_of_a_rayjob(stays: bool, tmp_path: Path) -> None:
+    """On a free port, with a token's file of its own, which goes with the connection."""
+    text = KUBECTL.format(python=sys.executable, seconds=600 if stays else 2)
+    (tmp_path / "kubectl").write_text(text)
+    (tmp_path / "kubectl").chmod(0o755)
+    command = [sys.executable, "-m", "rayapp", "connect", "eks", "--job=demo"]
+    command += ["--", "sh", "-c", SHOW] if stays else []
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if stays:
+        assert done.returncode == 0, done.stderr
+        found = re.fullmatch(r"http://127.0.0.1:(\d+) (\S+) s3cret\n", done.stdout)
+        assert found is not None and found[2] == f"rayapp-eks-us-west-2-{found[1]}.token"
+    else:  # the shell that has read these lines would send the token to the next listener
+        assert done.returncode == 1 and "`kubectl` has ended" in done.stderr
+        assert done.stdout.count("export RAY_") == 3
+    assert not list((tmp_path / ".rayapp").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["connect", "eks", "--name=../../x"], "name=../../x is malformed"),
+        (["connect", "ecs", "--region=../x"], "region=../x is malformed"),
+        (["capacity", "eks", "--name=../../x"], "name=../../x is malformed"),
+        (["connect", "ecs", "--job=demo"], "--job=demo is impossible: ECS has no RayJob"),
+        (["connect", "eks", "--port=x"], "--port=x is not valid"),
+    ],
+)
+def test_what_no_cluster_is_called(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such a name would also be that of a file outside ~/.rayapp."""
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 WHY = "We currently do not have sufficient p5.48xlarge capacity in the zone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from patience import PATIENCE_S
 from rich.console import Console
 
 from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
-from rayapp.observe.run_folder import STOP
+from rayapp.observe.run_folder import EVENTS, RETRIED, STOP
 from rayapp.storage import Storage, open_storage
 
 
@@ -32,6 +33,34 @@ def test_what_was_there_before_is_removed(run: Storage) -> None:
     stop.forget_old()
     assert not run.exists(STOP) and not stop.asked()
     stop.check()
+
+
+@pytest.mark.parametrize(
+    ("asked", "ended", "kept"),
+    [
+        (b"asked\n", False, True),
+        (b"", False, True),
+        (b"signal\n", False, False),
+        (b"", True, False),
+    ],
+)
+def test_another_try_answers_what_a_lost_driver_was_asked(
+    run: Storage, asked: bytes, ended: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KubeRay starts a lost driver again; a user who starts a run again wants it to go on."""
+    run.write(STOP, asked)
+    events: list[dict[str, Any]] = [{"event": "started", "seen_until": None}]
+    if ended:
+        events.append({"event": "ended", "status": "stopped", "reason": None, "seconds": {}})
+    lines = "".join(json.dumps({"time": 1.0, **one}) + "\n" for one in events)
+    run.write(EVENTS, lines.encode())
+    monkeypatch.setenv(RETRIED, "1")
+    stop = Stop(run)
+    stop.forget_old()
+    assert stop.asked() is kept
+    monkeypatch.delenv(RETRIED)
+    stop.forget_old()
+    assert not stop.asked()
 
 
 def test_what_came_before_the_lease_was_held_counts(run: Storage) -> None:

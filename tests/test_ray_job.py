@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nodes
+import psutil
 import pytest
 from aws_config import endpoint_in_config
 from patience import PATIENCE_S
 from transformers import AutoModelForCausalLM
 
 from rayapp.observe import metrics
+from rayapp.observe.run_folder import RETRIED
 from rayapp.storage import open_storage
 
 ROOT = Path(__file__).parent.parent
@@ -241,6 +243,52 @@ def test_runs_that_share_a_cluster_all_end(
         wait_for(name, "result.json")
         endings[name] = json.loads(run.read("result.json"))["status"]
     assert endings == {"two": "stopped", "one": "stopped", "more": "done"}
+
+
+@pytest.mark.full
+def test_ray_calls_a_decided_end_stopped_where_failed_jobs_are_tried_again(
+    client: Callable[..., str], s3_bucket: str, tmp_path: Path
+) -> None:
+    """As in a RayJob: KubeRay repeats what is FAILED. Refused by the parser, refused by the checks,
+    stopped by the file STOP alone, and a driver that is killed."""
+    storage = f"s3://{s3_bucket}/runs"
+
+    def send(job: str, *more: str) -> None:
+        sent = line(job, storage, job, tmp_path, "--cluster.workers=1", *more)
+        at = sent.index("--runtime-env-json") + 1
+        environment = json.loads(sent[at])
+        environment["env_vars"][RETRIED] = "1"
+        client(*sent[:at], json.dumps(environment), *sent[at + 1 :])
+
+    def ends(job: str, status: str) -> None:
+        told = f"'{job}' {status}"
+        wait_until(lambda: told in client(RAY, "job", "status", job), lambda: logs(job))
+
+    def logs(job: str) -> str:
+        return client(RAY, "job", "logs", job)
+
+    send("parsed", "--train.lr=x")
+    send("checked", f"--data.path={tmp_path}/nowhere")
+    for job, field in (("parsed", "train.lr=x"), ("checked", "data.path=")):
+        ends(job, "was stopped")
+        assert field in logs(job) and "exit code 2 is final" in logs(job)
+    for job in ("asked", "killed"):
+        run = open_storage(f"{storage}/{job}")
+        send(job, "--train.max_steps=100000")
+        wait_until(lambda run=run: bool(metrics.read(run)), lambda job=job: logs(job))
+        if job == "asked":
+            run.write("STOP", b"asked\n")
+            ends(job, "was stopped")
+            assert json.loads(run.read("result.json"))["status"] == "stopped"
+        else:
+            (driver,) = [
+                one
+                for one in psutil.process_iter(["cmdline"])
+                if f"--run.name={job}" in (one.info["cmdline"] or [])
+                and one.info["cmdline"][0] == sys.executable
+            ]
+            driver.kill()
+            ends(job, "failed")
 
 
 @pytest.mark.full

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
+import time
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -28,7 +31,8 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
   --prometheus=URL     of yours, as the head reaches it, and
   --grafana=URL        of yours: Ray's dashboard then shows their charts
-  --retries=2          KubeRay: new clusters that a RayJob may start"""
+  --queue=TYPE:NODES   KubeRay: the quota of Kueue's queue, all nodes of the platform
+  --retries=2          KubeRay: new clusters that a RayJob may start when one is lost"""
 
 
 def render(argv: list[str]) -> int:
@@ -97,6 +101,7 @@ def capacity(argv: list[str]) -> int:
     from rayapp.cluster.capacity import start
     from rayapp.cluster.connect import HOMES, NotReachable, wait_for_tasks
     from rayapp.cluster.node_groups import wait_for_pods
+    from rayapp.cluster.options import malformed
     from rayapp.config import arguments
 
     home = argv[0]
@@ -104,6 +109,8 @@ def capacity(argv: list[str]) -> int:
         raise ConfigError([f"{home} is unknown: there is no such cluster to start. Set ecs or eks"])
     known = {"name": "rayapp", "region": "us-west-2", "wait_s": "1800"}
     _, asked = arguments.read(argv[1:], known)
+    if wrong := malformed({"name": asked["name"], "region": asked["region"]}):
+        raise ConfigError(wrong)
     seconds = arguments.number("wait_s", asked["wait_s"])
     client, say = partial(boto3.client, region_name=asked["region"]), partial(print, flush=True)
     try:
@@ -116,14 +123,15 @@ def capacity(argv: list[str]) -> int:
     return Exit.DONE
 
 
-CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=8265] [-- COMMAND]
+CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=PORT] [-- COMMAND]
 
   --name=NAME      that of infra/base, as `make up-*` takes it; --region=NAME
-  --port=PORT      of this machine
+  --port=PORT      of this machine; a free one by default
+  --job=NAME       EKS: to the own cluster of a RayJob, as `kubectl get rayjob` names it
 
 Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps its
-token in ~/.rayapp. What it prints first is for the shell in which you submit. With a command it
-runs that in such an environment, and returns what it returns.
+token in ~/.rayapp meanwhile. What it prints is for the shell in which you submit. With a command
+it runs that in such an environment, and returns what it returns.
 
   --wait_s=0    ECS: wait so long for head and workers; a group of hosts without capacity says so"""
 
@@ -137,6 +145,7 @@ def connect(argv: list[str]) -> int:
         return Exit.DONE if own else Exit.REFUSED
     from rayapp.cluster.connect import NotReachable
 
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGHUP, signal.SIGTERM)}
     try:
         return _connect(own, command)
     except NotReachable as error:
@@ -147,44 +156,56 @@ def connect(argv: list[str]) -> int:
         return Exit.FAILED
     except KeyboardInterrupt:
         return Exit.DONE
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: Any) -> None:
+    """End with the forwarding, and without the token's file."""
+    sys.exit(128 + number)
 
 
 def _connect(argv: list[str], command: list[str]) -> int:
-    import subprocess
-
     import boto3
 
-    from rayapp.cluster.connect import (
-        HOMES,
-        keep,
-        through,
-        to_ecs,
-        to_eks,
-        variables,
-        wait_for_tasks,
-    )
+    from rayapp.cluster import connect as way_in
+    from rayapp.cluster.options import malformed
     from rayapp.config import arguments
 
     home = argv[0]
-    if home not in HOMES:
+    if home not in way_in.HOMES:
         raise ConfigError([f"{home} is unknown: there is no such cluster. Set one of ecs, eks"])
-    known = {"name": "rayapp", "region": "us-west-2", "port": "8265", "wait_s": "0"}
+    known = {"name": "rayapp", "region": "us-west-2", "port": "0", "job": "none", "wait_s": "0"}
     _, asked = arguments.read(argv[1:], known)
-    if not asked["port"].isdigit():
-        raise ConfigError([f"--port={asked['port']} is not valid: a port number is expected"])
-    port, name = int(asked["port"]), asked["name"]
+    name, region, job = asked["name"], asked["region"], asked["job"]
+    problems = malformed({"name": name, "region": region})
+    if not re.fullmatch("[0-9]{1,5}", asked["port"]):
+        problems.append(f"--port={asked['port']} is not valid: a port number is expected")
+    if job != "none" and home == "ecs":
+        problems.append(f"--job={job} is impossible: ECS has no RayJob. Leave it out")
+    if problems:
+        raise ConfigError(problems)
+    port = int(asked["port"]) or way_in.free_port()
     seconds = arguments.number("wait_s", asked["wait_s"], zero=True)
     if home == "ecs":
-        client = partial(boto3.client, region_name=asked["region"])
+        client = partial(boto3.client, region_name=region)
         if seconds:
-            wait_for_tasks(name, client, seconds, partial(print, flush=True))
-        way = to_ecs(name, asked["region"], port, client)
+            way_in.wait_for_tasks(name, client, seconds, partial(print, flush=True))
+        way = way_in.to_ecs(name, region, port, client)
     else:
-        way = to_eks(port)
-    path = keep(way.token, f"{name}-{home}", Path.home() / ".rayapp")
-    if command:
-        return through(way, port, path, command)
-    for variable, value in variables(path, port).items():
-        print(f"export {variable}={value}")
-    sys.stdout.flush()
-    return Exit.DONE if subprocess.run(way.command).returncode == 0 else Exit.FAILED
+        way = way_in.to_eks(port, None if job == "none" else job)
+    token = Path.home() / ".rayapp" / f"{name}-{home}-{region}-{port}.token"
+    forwarding = way_in.Forwarding(way, port, token)
+    try:
+        if command:
+            return way_in.through(forwarding, command)
+        forwarding.open_in_time()
+        for variable, value in forwarding.variables.items():
+            print(f"export {variable}={value}", flush=True)
+        while not forwarding.closed():
+            time.sleep(way_in.FORWARD_POLL_S)
+    finally:
+        forwarding.end()
+    print(f"failed: `{way.command[0]}` has ended. Run the same command again", file=sys.stderr)
+    return Exit.FAILED

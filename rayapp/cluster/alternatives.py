@@ -49,16 +49,12 @@ def pods(each: list[Files], fleets: list[Fleet]) -> tuple[Files, Groups]:
     There is no folder `job`: its cluster would stay without workers.
     """
     files, groups, specs = Files(), Groups(), list[Any]()
-    common, components = dict[str, None](), list[str]()
+    components = list[str]()
     for number, (rendered, workers) in enumerate(zip(each, fleets, strict=True), start=1):
         name, market = workers.choice.place
         (spec,) = yaml.safe_load(rendered["base/raycluster.yaml"])["spec"]["workerGroupSpecs"]
         specs.append({**spec, "labels": {INSTANCE_LABEL: name, MARKET_LABEL: market}})
         groups[_name(number, workers)] = _group(workers)
-        for path in yaml.safe_load(rendered["common/kustomization.yaml"])["resources"]:
-            own = f"drain-{number}.yaml" if path == "drain.yaml" else path
-            files[f"common/{own}"] = rendered[f"common/{path}"]
-            common[own] = None
         for folder in yaml.safe_load(rendered["cluster/kustomization.yaml"])["components"]:
             if number == 1 or not folder.endswith("-head"):  # of the head, of which there is one
                 path = f"{folder.removeprefix('../')}/kustomization.yaml"
@@ -68,11 +64,10 @@ def pods(each: list[Files], fleets: list[Fleet]) -> tuple[Files, Groups]:
     cluster = yaml.safe_load(first["base/raycluster.yaml"])
     cluster["spec"]["workerGroupSpecs"] = specs
     files["base/raycluster.yaml"] = yaml.safe_dump(cluster, sort_keys=False)
-    named = {"common": ("resources", list(common)), "cluster": ("components", components)}
-    for folder, (key, value) in named.items():
-        path = f"{folder}/kustomization.yaml"
-        files[path] = yaml.safe_dump({**yaml.safe_load(first[path]), key: value})
-    files |= {path: first[path] for path in ("base/kustomization.yaml", "common/run.yaml")}
+    path = "cluster/kustomization.yaml"
+    files[path] = yaml.safe_dump({**yaml.safe_load(first[path]), "components": components})
+    files["base/kustomization.yaml"] = first["base/kustomization.yaml"]
+    files |= {path: text for path, text in first.items() if path.startswith("common/")}
     return files, groups
 
 

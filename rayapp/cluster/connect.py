@@ -2,7 +2,8 @@
 
 ECS: an SSM session into the head's container, which needs the AWS CLI with its session manager
 plug-in. EKS: `kubectl port-forward`. Either way the dashboard and the Jobs API are then on this
-machine's loopback, and every request to them needs the token.
+machine's loopback, and every request to them needs the token. The token is kept only while the
+command that this process has started listens on the port: another listener would get it.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 DASHBOARD_PORT = 8265
 HOMES = ("ecs", "eks")
-POLL_S = 15.0
+POLL_S, FORWARD_POLL_S = 15.0, 0.5
 DESCRIBED = 10  # the most services in one request
 FORWARDED_S = 60.0  # until the forwarding command has opened its port
 SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name
+ERROR_LETTERS = 500
+SOCKETS = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
+LISTEN = "0A"  # their state of a socket that listens
 
 
 class NotReachable(RuntimeError):
@@ -65,26 +71,42 @@ def to_ecs(name: str, region: str, port: int, client: Callable[[str], Any]) -> W
     return Way(command, str(parameter["Parameter"]["Value"]))
 
 
-def to_eks(port: int) -> Way:
-    """Return how to reach the head of cluster/kuberay in kubectl's current context.
+def to_eks(port: int, job: str | None = None) -> Way:
+    """Return how to reach the head of cluster/kuberay, or of a RayJob's own cluster.
+
+    Either is that of kubectl's current context.
 
     Raises:
         NotReachable: kubectl finds no such cluster.
     """
-    path = f"jsonpath={{.data.{SECRET_KEY}}}"
-    asked = ["kubectl", "--namespace=rayapp", "get", "secret", "rayapp", f"--output={path}"]
+    cluster = "rayapp"
+    if job is not None:
+        cluster = kubectl("get", f"rayjob/{job}", "--output=jsonpath={.status.rayClusterName}")
+        if not cluster:
+            raise NotReachable(
+                f"RayJob {job} has no cluster: it waits for room, or is between two tries. Look "
+                "with `kubectl --namespace=rayapp get rayjob`"
+            )
+    secret = kubectl("get", f"secret/{cluster}", f"--output=jsonpath={{.data.{SECRET_KEY}}}")
+    command = ["kubectl", "--namespace=rayapp", "port-forward", f"service/{cluster}-head-svc"]
+    command += [f"{port}:{DASHBOARD_PORT}"]
+    return Way(command, base64.b64decode(secret).decode())
+
+
+def kubectl(*words: str) -> str:
+    """Return what kubectl prints of the namespace of Ray clusters, in its current context."""
     try:
-        done = subprocess.run(asked, capture_output=True, text=True)
+        done = subprocess.run(
+            ["kubectl", "--namespace=rayapp", *words], capture_output=True, text=True
+        )
     except FileNotFoundError:
         raise NotReachable("kubectl is not installed. Install it") from None
-    if done.returncode != 0 or not done.stdout:
+    if done.returncode != 0:
         raise NotReachable(
-            f"kubectl finds no Ray cluster: {done.stderr.strip()[-500:] or 'no token'}. "
-            "Set its context with `aws eks update-kubeconfig`, then apply the rendered cluster"
+            f"kubectl {words[0]} fails: {done.stderr.strip()[-ERROR_LETTERS:]}. Set its context "
+            "with `aws eks update-kubeconfig`, and apply the rendered cluster"
         )
-    command = ["kubectl", "--namespace=rayapp", "port-forward", "service/rayapp-head-svc"]
-    command += [f"{port}:{DASHBOARD_PORT}"]
-    return Way(command, base64.b64decode(done.stdout).decode())
+    return done.stdout
 
 
 def missing_tasks(name: str, client: Callable[[str], Any]) -> list[str]:
@@ -170,59 +192,124 @@ def wait_until_complete(
         time.sleep(POLL_S)
 
 
-def through(way: Way, port: int, path: Path, command: list[str]) -> int:
-    """Run a command while the port is forwarded, again where that ends; return what it returns.
+def free_port() -> int:
+    """Return a local port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Forwarding:
+    """A command that forwards a port, and a file with the token for this user's other commands.
+
+    The file is there from when the command listens on the port until `end`.
+    """
+
+    def __init__(self, way: Way, port: int, token: Path) -> None:
+        self._way, self._port, self._token = way, port, token
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that Ray's clients, and so `rayapp submit`, connect with."""
+        return {
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{self._port}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token),
+        }
+
+    def closed(self) -> bool:
+        """Say whether the command has not been started, or has ended."""
+        return self._process is None or self._process.poll() is not None
+
+    def open(self, wanted: Callable[[], bool]) -> bool:
+        """Start the command, again while it ends, until it listens; False: it is not wanted longer.
+
+        Raises:
+            NotReachable: another process listens on the port.
+        """
+        while self._process is None or not _listens(self._process.pid, self._port):
+            if self.closed():
+                self.end()
+                if _taken(self._port):
+                    raise NotReachable(
+                        f"port {self._port} is taken: another process listens on it, and would get "
+                        "the cluster's token. Leave --port out, or set a free one"
+                    )
+                self._process = subprocess.Popen(
+                    self._way.command, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            if not wanted():
+                return False
+            time.sleep(FORWARD_POLL_S)
+        self._token.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._token.unlink(missing_ok=True)
+        self._token.touch(mode=0o600)
+        self._token.write_text(self._way.token, encoding="utf-8")
+        return True
+
+    def open_in_time(self) -> None:
+        """Open the port; raise NotReachable if it is not open after FORWARDED_S seconds."""
+        until = time.monotonic() + FORWARDED_S
+        if not self.open(lambda: time.monotonic() < until):
+            raise NotReachable(
+                f"port {self._port} is closed: `{self._way.command[0]}` has not forwarded it "
+                f"within {FORWARDED_S:.0f} s. See what it says above"
+            )
+
+    def end(self) -> None:
+        """End the command with what it has started, and delete the token's file."""
+        self._token.unlink(missing_ok=True)
+        if self._process is not None:
+            with suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait()
+
+
+def through(forwarding: Forwarding, command: list[str]) -> int:
+    """Run a command while a port is forwarded, again where that ends; return its exit code.
 
     Raises:
-        NotReachable: the port is not open in time.
+        NotReachable: the port is not open in time, or another process has taken it.
     """
-    ended, forwarding = threading.Event(), list[subprocess.Popen[bytes]]()
-
-    def forward() -> None:
-        while not ended.is_set():
-            forwarding[:] = [subprocess.Popen(way.command, stdin=subprocess.DEVNULL)]
-            forwarding[0].wait()
-            ended.wait(1.0)
-
-    thread = threading.Thread(target=forward, name="forwarding")
-    thread.start()
+    forwarding.open_in_time()
+    running = subprocess.Popen(command, env={**os.environ, **forwarding.variables})
     try:
-        until = time.monotonic() + FORWARDED_S
-        while not _listens(port):
-            if time.monotonic() > until:
-                raise NotReachable(
-                    f"port {port} is closed: `{way.command[0]}` has not forwarded it within "
-                    f"{FORWARDED_S:.0f} s. See what it says above"
-                )
-            time.sleep(0.2)
-        return subprocess.run(command, env={**os.environ, **variables(path, port)}).returncode
+        while running.poll() is None:
+            if forwarding.closed():
+                forwarding.open(lambda: running.poll() is None)
+            time.sleep(FORWARD_POLL_S)
     finally:
-        ended.set()
-        for process in forwarding:
-            process.terminate()
-        thread.join()
+        running.terminate()
+    return running.wait()
 
 
-def _listens(port: int) -> bool:
+def _taken(port: int) -> bool:
+    """Say whether a process listens on a local port."""
     with socket.socket() as client:
         client.settimeout(1.0)
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def keep(token: str, home: str, folder: Path) -> Path:
-    """Write the token to a file that only this user can read; return its path."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / f"{home}.token"
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600)
-    path.write_text(token, encoding="utf-8")
-    return path
+def _listens(session: int, port: int) -> bool:
+    """Say whether processes of a session listen on a local port, and no others.
 
-
-def variables(path: Path, port: int) -> dict[str, str]:
-    """Return the environment variables that Ray's clients, and so `rayapp submit`, connect with."""
-    return {
-        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(path),
+    Without Linux's /proc, whoever listens is taken to be of the session.
+    """
+    tables = [path.read_text().splitlines()[1:] for path in SOCKETS if path.exists()]
+    if not tables:
+        return _taken(port)
+    sockets = {
+        f"socket:[{inode}]"
+        for _, local, _, state, *_, inode in (line.split()[:10] for line in chain(*tables))
+        if state == LISTEN and int(local.rpartition(":")[2], 16) == port
     }
+    return bool(sockets) and sockets <= set(_files(session))
+
+
+def _files(session: int) -> Iterator[str]:
+    """Yield what each open file of a session's processes is, as /proc names it."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
+            if os.getsid(int(folder.name)) == session:
+                yield from (os.readlink(path) for path in (folder / "fd").iterdir())

@@ -80,7 +80,7 @@ def add_task(files: dict[str, str], of_data: dict[str, str]) -> None:
 
 
 def add_pods(files: dict[str, str], of_data: dict[str, str]) -> None:
-    """Add to a rendered RayCluster a group of pods, its volume of Lustre and its quota in Kueue."""
+    """Add to a rendered RayCluster a group of pods and its volume of Lustre."""
     path = "base/raycluster.yaml"
     cluster = yaml.safe_load(files[path])
     (spec,) = yaml.safe_load(of_data[path])["spec"]["workerGroupSpecs"]
@@ -92,23 +92,6 @@ def add_pods(files: dict[str, str], of_data: dict[str, str]) -> None:
         folder = yaml.safe_load(files["cluster/kustomization.yaml"])
         folder["components"].append(f"../components/lustre-{GROUP}")
         files["cluster/kustomization.yaml"] = yaml.safe_dump(folder, sort_keys=False)
-    if (path := "common/kueue.yaml") in of_data:
-        files[path] = _with_quota(files[path], of_data[path])
-
-
-def _with_quota(text: str, of_data: str) -> str:
-    """Return Kueue's objects with a flavor for the hosts and a quota of it."""
-    name = f"rayapp-{GROUP}"
-    flavor, *_ = yaml.safe_load_all(of_data)
-    flavor["metadata"]["name"] = name
-    flavor["spec"]["nodeLabels"]["rayapp/group"] = GROUP
-    objects = list(yaml.safe_load_all(text))
-    for mine, theirs in zip(objects, yaml.safe_load_all(of_data), strict=True):
-        if mine["kind"] == "ClusterQueue":
-            (group,) = mine["spec"]["resourceGroups"]
-            quota = theirs["spec"]["resourceGroups"][0]["flavors"][0]
-            group["flavors"].append({**quota, "name": name})
-    return yaml.safe_dump_all([flavor, *objects], sort_keys=False)
 
 
 def cost_line(fleet: Fleet, region: str) -> str:

@@ -104,14 +104,8 @@ def _machines(
         if "x86_64" not in machine.architectures:
             problems.append(f"{what} is impossible: the image is for x86_64. Set another instance")
     problems += _gpu_problems(worker_instance, options)
-    efa = options.efa != "false"
     kube = platform == "kuberay"
-    worker = node(
-        worker_instance,
-        efa,
-        0,
-        HUGEPAGES_HOST_MIB if kube and efa and worker_instance.efa_interfaces else 0,
-    )
+    worker = worker_node(worker_instance, options, kube)
     system = node(head, False, *((SYSTEM_CPUS, SYSTEM_MIB) if kube else (0, 0)))
     for what, room in (("cluster.instance", worker), ("head", system)):
         if room.cpus < 1 or room.memory_mib < 4096:
@@ -121,6 +115,13 @@ def _machines(
             )
     workers = fleet(config, worker, problems, data_elsewhere=options.data_nodes > 0)
     return None if workers is None else (system, workers)
+
+
+def worker_node(machine: Instance, options: Options, kube: bool) -> Node:
+    """Return what a worker gets of a machine; on Kubernetes, less the huge pages for EFA."""
+    efa = options.efa != "false"
+    pages = HUGEPAGES_HOST_MIB if kube and efa and machine.efa_interfaces else 0
+    return node(machine, efa, 0, pages)
 
 
 def _gpu_problems(worker: Instance, options: Options) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,13 @@ from typing import Any
 from rayapp.cluster.connect import (
     NotReachable,
     activities_of,
+    kubectl,
     refusal,
     scaling_group,
     wait_until_complete,
 )
 
 PREFERRED = re.compile(r"[0-9]-")  # the number is the choice's place in the list
-ERROR_LETTERS = 500
 
 Client = Callable[[str], Any]
 
@@ -111,7 +110,7 @@ def _hosts(stack: str, client: Client) -> dict[str, str]:
 
 def _specs() -> list[Any]:
     """Return the pods' groups of the RayCluster."""
-    cluster = json.loads(_kubectl("get", "raycluster", "rayapp", "--output=json"))
+    cluster = json.loads(kubectl("get", "raycluster", "rayapp", "--output=json"))
     return list(cluster["spec"]["workerGroupSpecs"])
 
 
@@ -126,13 +125,13 @@ def _set_pods(group: str, pods: int) -> None:
         {"op": "test", "path": f"{place}/groupName", "value": group},
         {"op": "add", "path": f"{place}/replicas", "value": pods},
     ]
-    _kubectl("patch", "raycluster", "rayapp", "--type=json", f"--patch={json.dumps(patch)}")
+    kubectl("patch", "raycluster", "rayapp", "--type=json", f"--patch={json.dumps(patch)}")
 
 
 def _ready(selector: str) -> int:
     """Return how many pods of the Ray cluster are ready, and are not about to end."""
     asked = f"--selector=ray.io/cluster=rayapp,{selector}"
-    pods = json.loads(_kubectl("get", "pods", asked, "--output=json"))["items"]
+    pods = json.loads(kubectl("get", "pods", asked, "--output=json"))["items"]
     return sum(
         "deletionTimestamp" not in pod["metadata"]
         and any(
@@ -141,19 +140,3 @@ def _ready(selector: str) -> int:
         )
         for pod in pods
     )
-
-
-def _kubectl(*words: str) -> str:
-    """Return what kubectl prints, in its current context."""
-    try:
-        done = subprocess.run(
-            ["kubectl", "--namespace=rayapp", *words], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        raise NotReachable("kubectl is not installed. Install it") from None
-    if done.returncode != 0:
-        raise NotReachable(
-            f"kubectl {words[0]} fails: {done.stderr.strip()[-ERROR_LETTERS:]}. Set its context "
-            "with `aws eks update-kubeconfig`, and apply the rendered cluster"
-        )
-    return done.stdout

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rayapp.hardware import DEFAULT_REGION
+from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
 
 PLATFORMS = ("ecs", "kuberay")
 COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
+PATTERNS = {
+    "account": (r"[0-9]{12}", "12 digits"),
+    "name": (r"[a-z][a-z0-9-]{1,19}", "2 to 20 lower-case letters, digits and dashes"),
+    "region": (r"[a-z]{2}(-[a-z]+)+-[0-9]", "a region such as us-west-2"),
+    "tag": (r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image"),
+    "reservation": (r"cr-[0-9a-f]{8,17}", "a capacity reservation such as cr-0123456789abcdef0"),
+    "queue": (r"[a-z0-9.-]+:[1-9][0-9]{0,4}", "a type and a number of nodes: p5.48xlarge:32"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,9 @@ class Options:
     grafana: str | None = None
     """URL of a Grafana of yours, for the head and for browsers."""
     retries: int = 2
-    """How many new clusters a RayJob may start after failures."""
+    """How many new clusters a RayJob may start after its driver or its head is lost."""
+    queue: str | None = None
+    """TYPE:NODES, all nodes of the platform, for Kueue's queue; None renders no queue."""
 
 
 def bucket(options: Options) -> str:
@@ -67,20 +77,7 @@ def option_problems(platform: str, options: Options) -> list[str]:
             "account=none is missing: names of roles and images contain it, and the credentials do "
             "not tell it. Set --account=123456789012"
         )
-    patterns = {
-        "account": (r"[0-9]{12}", "12 digits"),
-        "name": (r"[a-z][a-z0-9-]{1,19}", "2 to 20 lower-case letters, digits and dashes"),
-        "region": (r"[a-z]{2}(-[a-z]+)+-[0-9]", "a region such as us-west-2"),
-        "tag": (r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image"),
-        "reservation": (
-            r"cr-[0-9a-f]{8,17}",
-            "a capacity reservation such as cr-0123456789abcdef0",
-        ),
-    }
-    for field, (pattern, what) in patterns.items():
-        value = getattr(options, field)
-        if value is not None and not re.fullmatch(pattern, value):
-            problems.append(f"{field}={value} is malformed: {what} is expected. Set --{field}")
+    problems += malformed({field: getattr(options, field) for field in PATTERNS})
     choices = {
         "market": ("on-demand", "spot", "capacity-block"),
         "efa": ("auto", "true", "false"),
@@ -105,12 +102,28 @@ def option_problems(platform: str, options: Options) -> list[str]:
     problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
     if options.api_cidrs and platform == "ecs":
         problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")
+    if options.queue is not None:
+        if platform == "ecs":
+            problems.append("queue is impossible: ECS has no Kueue. Leave it out")
+        try:
+            instance(options.queue.partition(":")[0], "queue")
+        except UnknownInstance as error:
+            problems.append(str(error))
     if "lustre" in options.components and options.lustre is None:
         problems.append(
             "lustre=none is missing: the volume is that of infra/eks. "
             'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
         )
     return problems
+
+
+def malformed(values: Mapping[str, str | None]) -> list[str]:
+    """Return a problem for each value that PATTERNS does not allow."""
+    return [
+        f"{field}={value} is malformed: {PATTERNS[field][1]} is expected. Set --{field}"
+        for field, value in values.items()
+        if value is not None and not re.fullmatch(PATTERNS[field][0], value)
+    ]
 
 
 def _component_problems(platform: str, options: Options) -> list[str]:

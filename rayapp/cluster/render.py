@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -16,7 +17,7 @@ import yaml
 
 from rayapp.cluster import alternatives, data_nodes, image
 from rayapp.cluster.check import check_task_definition
-from rayapp.cluster.machines import bought, machines_of
+from rayapp.cluster.machines import bought, machines_of, worker_node
 from rayapp.cluster.options import COMPONENTS, Options, bucket, option_problems, stack
 from rayapp.cluster.sizes import (
     HEAD_DISK_GIB,
@@ -26,9 +27,12 @@ from rayapp.cluster.sizes import (
     Node,
     cost_line,
     machine_variables,
+    node,
 )
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.text import flatten, shipped
+from rayapp.hardware import instance
+from rayapp.observe.run_folder import RETRIED
 
 ROOT = shipped("cluster")
 # Ray drains for DRAIN_S seconds and is killed after GRACE_S. A spot notice comes 2 minutes ahead on
@@ -42,6 +46,8 @@ JOB_STOP_S = 600
 HEALTH_PERIOD_MS, HEALTH_TIMEOUT_MS, HEALTH_FAILURES = 1000, 3000, 5
 SUBMITTER_CPUS, SUBMITTER_MIB = 1, 1024  # of the submitter's pod and the head's side-car
 QUEUE_LABEL = {"kueue.x-k8s.io/queue-name": "rayapp"}
+# KubeRay takes 47 letters of a RayJob, and appends 6 for its cluster, whose secret it cuts at 50.
+RAYJOB_LETTERS = 40
 AGENT_IMAGE = "public.ecr.aws/cloudwatch-agent/cloudwatch-agent:1.300062.0b1304"
 
 Values: TypeAlias = dict[str, Any]
@@ -235,24 +241,21 @@ def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values
     if options.market == "spot" and "spot" not in chosen:
         chosen.append("spot")
     common = ["namespace", "access", "network", "disruption", "metrics"]
-    common += [name for name in ("kueue", "lustre") if name in chosen]
-    if values["nodes"] > 1 and "autoscaling" not in chosen:  # fixed size: one node may drain
-        common.append("drain")
+    common += ["lustre"] if "lustre" in chosen else []
+    if options.queue is not None:
+        common.append("kueue")
+        values |= _quota(options, options.queue, values)
     if values["worker_gpus"]:
         chosen.append("gpu")
     if "lustre" in chosen:
         chosen.append("lustre-head")
     if values["worker_efa"]:
         chosen.append("efa")
-    storage = config.run.storage
+    storage = config.run.storage.rstrip("/")
     storage = storage if storage.startswith("s3://") else f"s3://{bucket(options)}/runs"
-    command = [
-        "python",
-        "-m",
-        config.MODULE,
-        "/etc/rayapp/run.yaml",
-        f"--run.storage={storage}",
-    ]
+    # Two shells and Ray's own quoting read it: anything else of a run is in its config.
+    command = f"python -m {config.MODULE} /etc/rayapp/run.yaml".split()
+    command += [f"--run.storage={storage}", f"--run.name={config.run.name}"]
     values |= {
         "server_variables": "".join(
             f'\n              - {{name: {name}, value: "{url}"}}'
@@ -262,16 +265,10 @@ def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values
         "components": json.dumps([f"../components/{name}" for name in sorted(chosen)]),
         "job_labels": json.dumps(QUEUE_LABEL if "kueue" in chosen else {}),
         "entrypoint": json.dumps(shlex.join(command)),
-        "run_name": re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-")[:40],
+        "rayjob": rayjob_name(config.run.name, storage, options),
+        "run_config": json.dumps(config.to_yaml()),
+        "retried": RETRIED,
         "retries": options.retries,
-        "drain_min_nodes": values["nodes"] - 1,
-        "quota_cpus": workers.max_nodes * workers.worker.cpus,
-        "quota_memory_mib": workers.max_nodes * values["worker_memory_mib"],
-        "quota_gpus": workers.max_nodes * values["worker_gpus"],
-        "quota_efa": workers.max_nodes * values["worker_efa"],
-        "quota_hugepages_mib": workers.max_nodes * (HUGEPAGES_POD_MIB if workers.worker.efa else 0),
-        "quota_system_cpus": values["head_pod_cpus"] + SUBMITTER_CPUS,
-        "quota_system_memory_mib": values["head_memory_mib"] + SUBMITTER_MIB,
     }
     if options.lustre is not None:
         lustre = json.loads(options.lustre)
@@ -284,8 +281,45 @@ def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values
     files = {str(path.relative_to(ROOT / "kuberay")): _fill(path, values) for path in sorted(paths)}
     for text in files.values():
         list(yaml.safe_load_all(text))  # raises if a filled-in value broke the YAML
-    files["common/run.yaml"] = config.to_yaml()
     return files
+
+
+def _quota(options: Options, queue: str, head: Values) -> Values:
+    """Return Kueue's quotas: of all nodes for workers and for data, and of one head."""
+    kind, _, count = queue.partition(":")
+    worker = worker_node(instance(kind, "queue"), options, kube=True)
+    data, nodes = node(instance(options.data_instance, "data_instance"), efa=False), int(count)
+    return {
+        "quota_cpus": nodes * worker.cpus,
+        "quota_memory_mib": nodes * worker.memory_mib,
+        "quota_gpus": nodes * worker.instance.gpus,
+        "quota_efa": nodes * worker.efa,
+        "quota_hugepages_mib": nodes * HUGEPAGES_POD_MIB if worker.efa else 0,
+        "quota_data_cpus": options.data_nodes * data.cpus,
+        "quota_data_memory_mib": options.data_nodes * data.memory_mib,
+        "quota_system_cpus": head["head_pod_cpus"] + SUBMITTER_CPUS,
+        "quota_system_memory_mib": head["head_memory_mib"] + SUBMITTER_MIB,
+    }
+
+
+def rayjob_name(name: str, storage: str, options: Options) -> str:
+    """Return the name of a run's RayJob, which no other run's has: a DNS-1035 label.
+
+    It is run.name where that is such a label and the run is in the cluster's bucket, else it ends
+    in a digest of the run's folder. A run.name that ends like one has another appended.
+
+    >>> rayjob_name("demo", "s3://rayapp-123456789012-us-west-2/runs", Options("123456789012"))
+    'demo'
+    >>> rayjob_name("Demo", "s3://rayapp-123456789012-us-west-2/runs", Options("123456789012"))
+    'demo-5b1f8c36'
+    """
+    label = rf"(?!rayapp$|.*-[0-9a-f]{{8}}$)[a-z]([a-z0-9-]{{0,{RAYJOB_LETTERS - 2}}}[a-z0-9])?"
+    if re.fullmatch(label, name) and storage == f"s3://{bucket(options)}/runs":
+        return name  # `rayapp` is the cluster that stays, whose service would be the RayJob's
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    words = words if words[0].isalpha() else f"run-{words}"
+    digest = hashlib.sha256(f"{storage}/{name}".encode()).hexdigest()[:8]
+    return f"{words[: RAYJOB_LETTERS - 9].rstrip('-')}-{digest}"
 
 
 def _group(platform: str, options: Options, workers: Fleet) -> alternatives.Groups:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +15,8 @@ from rich.console import Console
 from rayapp.config import ConfigError, RunConfig, arguments, help
 from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
-from rayapp.observe.run_folder import EXIT_CODES, Exit
+from rayapp.observe.origin import submission_id
+from rayapp.observe.run_folder import EXIT_CODES, RETRIED, Exit
 from rayapp.storage import StorageError
 
 # transformers imports torchao where it is installed, and torchao warns of kernels that need a GPU.
@@ -23,6 +27,7 @@ NOISY = {
     "botocore": logging.WARNING,  # it tells where it has found credentials
     "aiobotocore": logging.WARNING,
 }
+STOP_S = 20.0  # Ray sends SIGTERM about a second after it is asked to stop a job
 
 
 def main(
@@ -34,7 +39,9 @@ def main(
 ) -> int:
     """Run the command line and return the exit code.
 
-    `load_run` is called only once the config is valid, as its imports take seconds.
+    `load_run` is called only once the config is valid, as its imports take seconds. An end that
+    this returns for the run is final, but for a secret or a storage that cannot be reached; KubeRay
+    tries again after these, after an exception of another kind, and after a driver that is killed.
     """
     try:
         if "--help" in argv or "-h" in argv:
@@ -43,7 +50,7 @@ def main(
             return Exit.DONE
         config, _ = arguments.read(argv, {}, kind)
     except ConfigError as error:
-        return _refuse(error)
+        return _final(_refuse(error))
     tell_ray()
     quieten()
     run = _loaded(load_run)  # only now needed
@@ -52,11 +59,36 @@ def main(
     try:
         result = run(config, Console(), started)
     except ConfigError as error:
-        return _refuse(error)
+        return _final(_refuse(error))
     except (RunFailed, SecretError, StorageError) as error:
         print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
-    return EXIT_CODES[result["status"]]
+        return _final(Exit.FAILED) if isinstance(error, RunFailed) else Exit.FAILED
+    return _final(EXIT_CODES[result["status"]])
+
+
+def _final(code: int) -> int:
+    """Return the exit code; where a failed job is tried again, have Ray stop this one first.
+
+    KubeRay starts a RayJob again on a new cluster if Ray calls its job FAILED, as it does after any
+    exit code but 0. It calls a job that it was asked to stop STOPPED. Where it cannot be asked,
+    exit code 0 prevents another try.
+    """
+    job = submission_id()
+    if code == Exit.DONE or job is None or RETRIED not in os.environ:
+        return code
+    from ray.dashboard.utils import get_address_for_submission_client
+    from ray.exceptions import RayError
+
+    from rayapp.jobs import JobsClient
+
+    print(f"exit code {code} is final: Ray stops the job, and it is not tried again", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+    try:
+        JobsClient.at(get_address_for_submission_client(None), check_version=False).stop(job)
+        time.sleep(STOP_S)
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        print(f"Ray cannot be asked, so the job ends as if it were done: {error}", file=sys.stderr)
+    return Exit.DONE
 
 
 def _loaded(load_run: Callable[[], Callable[..., Mapping[str, Any]]]) -> Callable[..., Any]:

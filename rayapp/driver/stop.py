@@ -22,10 +22,13 @@ from rayapp.jobs.client import RAY_STOP_WAIT_S
 from rayapp.jobs.package import STOP_WAIT, STOP_WAIT_S
 from rayapp.observe import run_folder
 from rayapp.observe.clock import CLOCK, Call, Clock
+from rayapp.observe.goodput import ENDED, commands, read_events
+from rayapp.observe.run_folder import RETRIED
 from rayapp.storage import Storage
 
 POLL_S = 0.5
 LEAST_WAIT_S = 60.0
+SIGNALLED = b"signal\n"  # content of a STOP file that a driver has written itself
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger("rayapp.driver")
@@ -62,8 +65,12 @@ class Stop:
         self._signalled = clock.event()
 
     def forget_old(self) -> None:
-        """Delete the STOP file that was there before, unless it has changed since."""
-        if self._old is None:
+        """Delete the STOP file that was there before, unless it has changed since.
+
+        One that a user has asked for stays if this is another try after a driver that was lost
+        before it had stopped.
+        """
+        if self._old is None or (RETRIED in os.environ and self._unanswered()):
             return
         self._run.delete_if(run_folder.STOP, self._old)
 
@@ -116,9 +123,19 @@ class Stop:
         finally:
             restore()
 
+    def _unanswered(self) -> bool:
+        """Say whether a user has asked to stop, and the last command of the run has no end."""
+        events = commands(read_events(self._run))
+        if not events or any(event["event"] == ENDED for event in events[-1]):
+            return False
+        try:
+            return self._run.read(run_folder.STOP) != SIGNALLED
+        except FileNotFoundError:
+            return False
+
     def _tell_workers(self) -> None:
         try:
-            self._run.write(run_folder.STOP, b"signal\n")
+            self._run.write(run_folder.STOP, SIGNALLED)
         except OSError as error:
             logger.error("the workers cannot be asked to stop: %s", error)
 

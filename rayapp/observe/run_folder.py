@@ -66,6 +66,9 @@ EXIT_CODES = {
 }
 """The exit code for each status of a run or job that has ended."""
 
+RETRIED = "RAYAPP_RETRIED"
+"""An environment variable: it is set where a job that fails is started again, as KubeRay does."""
+
 # ---- The lease ------------------------------------------------------------------------------
 
 LEASE_RENEWED_S = 10.0  # the driver renews it at this interval

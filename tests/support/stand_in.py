@@ -94,7 +94,7 @@ def kubectl(words: list[str], known: dict[str, Any]) -> None:
         condition = next((word for word in plain if word.startswith("--for=condition=")), "")
         check(condition.endswith(("HeadPodReady", "RayClusterProvisioned")), "no condition")
         check("raycluster/rayapp" in plain and any("--timeout=" in word for word in plain), "what")
-    elif plain[:3] == ["get", "secret", "rayapp"]:
+    elif plain[:2] == ["get", "secret/rayapp"]:
         check("--output=jsonpath={.data.auth_token}" in plain, "no key")
         print(base64.b64encode(known["token"].encode()).decode(), end="")
     elif plain[:2] == ["port-forward", "service/rayapp-head-svc"]:
