@@ -297,6 +297,7 @@ def test_the_way_to_the_cluster_of_a_rayjob(stays: bool, tmp_path: Path) -> None
         (["capacity", "eks", "--name=../../x"], "name=../../x is malformed"),
         (["connect", "ecs", "--job=demo"], "--job=demo is impossible: ECS has no RayJob"),
         (["connect", "eks", "--port=x"], "--port=x is not valid"),
+        (["connect", "eks", "--port=65536"], "--port=65536 is not valid"),
     ],
 )
 def test_what_no_cluster_is_called(

@@ -584,7 +584,9 @@ def test_a_job_that_ended_before_its_run_did(
     found, now, _ = handle.snapshot()
     assert found == expected and now is not None and now.status == expected
     quiet(run, 60.0)
-    assert handle.status() == expected
+    assert handle.stop(wait_s=0) == expected
+    assert run.exists(STOP) is (expected == "lost"), "KubeRay may start a lost driver again"
+    run.delete(STOP)
     run.write("events.jsonl", json.dumps(BEGAN | {"time": 5000.0}).encode() + b"\n")
     run.write(LEASE, b"{}")
     quiet(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
@@ -180,7 +179,7 @@ def _connect(argv: list[str], command: list[str]) -> int:
     _, asked = arguments.read(argv[1:], known)
     name, region, job = asked["name"], asked["region"], asked["job"]
     problems = malformed({"name": name, "region": region})
-    if not re.fullmatch("[0-9]{1,5}", asked["port"]):
+    if not asked["port"].isdecimal() or int(asked["port"]) > 65535:
         problems.append(f"--port={asked['port']} is not valid: a port number is expected")
     if job != "none" and home == "ecs":
         problems.append(f"--job={job} is impossible: ECS has no RayJob. Leave it out")

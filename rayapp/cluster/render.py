@@ -253,7 +253,7 @@ def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values
         chosen.append("efa")
     storage = config.run.storage.rstrip("/")
     storage = storage if storage.startswith("s3://") else f"s3://{bucket(options)}/runs"
-    # Two shells and Ray's own quoting read it: anything else of a run is in its config.
+    # Two shells and Ray's own quoting read this line, so all else of a run is in its config.
     command = f"python -m {config.MODULE} /etc/rayapp/run.yaml".split()
     command += [f"--run.storage={storage}", f"--run.name={config.run.name}"]
     values |= {
@@ -311,7 +311,7 @@ def rayjob_name(name: str, storage: str, options: Options) -> str:
     >>> rayjob_name("demo", "s3://rayapp-123456789012-us-west-2/runs", Options("123456789012"))
     'demo'
     >>> rayjob_name("Demo", "s3://rayapp-123456789012-us-west-2/runs", Options("123456789012"))
-    'demo-5b1f8c36'
+    'demo-f2b44a5a'
     """
     label = rf"(?!rayapp$|.*-[0-9a-f]{{8}}$)[a-z]([a-z0-9-]{{0,{RAYJOB_LETTERS - 2}}}[a-z0-9])?"
     if re.fullmatch(label, name) and storage == f"s3://{bucket(options)}/runs":

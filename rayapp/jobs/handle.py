@@ -220,6 +220,8 @@ class Job:
         """
         before = self.status()
         if before in EXIT_CODES:
+            if before == LOST:  # KubeRay starts a lost driver again, which then finds the file
+                self.run.write(STOP, b"asked\n")
             return before
         if before == PENDING or (before == STARTING and hard):
             self._remote.end()

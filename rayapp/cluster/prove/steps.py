@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import socket
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -134,10 +133,7 @@ def come_up(proof: Proof) -> str:
 def _rayapp(proof: Proof, *words: str) -> int:
     """Run a command of rayapp as a user does, through `rayapp connect`; return its exit code."""
     account, rayapp = proof.account, [sys.executable, "-m", "rayapp"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]  # 8265 may be another cluster's
-    way = [*rayapp, "connect", account.home, f"--name={account.name}", f"--port={port}"]
+    way = [*rayapp, "connect", account.home, f"--name={account.name}"]
     way += [f"--region={account.region}", "--", *rayapp, *words]
     return proof.command(way, proof.left_s)
 
