@@ -5,11 +5,14 @@ What needs several ranks runs in spawned processes; everything else in a group o
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
+import io
 import json
 import logging
 import os
+import pickle
 import random
 import signal
 import threading
@@ -635,6 +638,77 @@ def test_a_state_that_is_no_json_is_damage(tmp_path: Path, group: None) -> None:
         assert skipped == ["checkpoints/step-00000002 is skipped: state.json is damaged"]
 
 
+class Runs:
+    """What calls a function when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.made = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.made
+
+
+def forged(storage: Storage, name: str, data: bytes) -> None:
+    """Replace a file of step 2, and its size and checksum in the marker."""
+    folder = storage / "checkpoints" / "step-00000002"
+    folder.write(name, data)
+    said = json.loads(folder.read(MARKER))
+    said["files"][name] = {"size": len(data), "sha256": [hashlib.sha256(data).hexdigest()]}
+    folder.write(MARKER, json.dumps(said).encode())
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ((os.system, "touch {}"), "it names posix.system, which no checkpoint needs"),
+        ((Path.touch, Path("{}")), "it names pathlib.Path.touch"),
+        ((getattr, "{}", "touch"), "it names builtins.getattr"),
+        ((torch.load, "{}"), "it names torch.serialization.load"),
+        ((torch.hub.load, "{}"), "it names torch.hub.load"),
+        ((list, "{}"), "it names builtins.list"),
+        ((torch.Size, (1, 2)), "it is of another form"),
+        (None, "is damaged: "),
+        ("words", "is damaged: "),
+    ],
+)
+def test_nothing_of_the_metadata_is_run(tmp_path: Path, group: None, made: Any, why: str) -> None:
+    """Though the marker was forged with it: the step before it is taken."""
+    storage, mark = open_storage(str(tmp_path / "run")), tmp_path / "ran"
+    for step in (1, 2):
+        save(storage, step)
+    if isinstance(made, tuple):
+        put = [
+            type(part)(str(part).format(mark)) if isinstance(part, str | Path) else part
+            for part in made[1:]
+        ]
+        made = Runs(made[0], *put)
+    forged(storage, METADATA, b"" if made is None else pickle.dumps(made))
+    with pytest.raises(Damaged, match=rf"step-00000002 could not be loaded: \.metadata .*{why}"):
+        saved_shapes(storage, "step-00000002")
+    step, (said,) = resumed(storage)
+    assert step == 1 and ".metadata is damaged" in said and not mark.exists()
+
+
+def test_no_value_of_a_shard_is_run(tmp_path: Path, group: None) -> None:
+    """torch pickles what is no tensor into the shards."""
+    storage, mark = open_storage(str(tmp_path / "run")), tmp_path / "ran"
+    values = {"x": torch.ones(3), "v": [1.5, (True, None), "words", {"deep": 3}]}
+    save(storage, 1, values)
+    loaded = {"x": torch.zeros(3), "v": [0, 0, 0, {"deep": 0}]}
+    load_checkpoint(storage, "step-00000001", loaded)
+    assert loaded["v"] == values["v"]
+    save(storage, 2, {"v": "words"})
+    torch.save(Runs(os.system, f"touch {mark}"), shard := io.BytesIO())
+    known = files.CheckedReader(storage / "checkpoints", "step-00000002").metadata
+    ((index, place),) = known.storage_data.items()
+    known.storage_data = {index: dataclasses.replace(place, length=len(shard.getvalue()))}
+    forged(storage, METADATA, pickle.dumps(known))
+    forged(storage, "__0_0.distcp", shard.getvalue())
+    with pytest.raises(Damaged, match=r"(?s)v is damaged: .*posix.system"):
+        load_checkpoint(storage, "step-00000002", {"v": ""})
+    assert not mark.exists()
+
+
 def test_none_is_usable_is_told_from_none_was_made(storage: Storage) -> None:
     """To begin anew is right after a first save that was cut off, not after a committed one."""
     (storage / "checkpoints").write("step-00000001/__0_0.distcp", b"half")
@@ -679,34 +753,33 @@ def test_a_checkpoint_of_another_run_is_refused(storage: Storage) -> None:
 
 
 def test_a_run_keeps_its_id(storage: Storage) -> None:
-    """It is the same after a resume, where its file was lost, and wherever its folder is."""
+    """It is the same wherever its folder is, and after an editor has ended its line."""
     save(storage, 1)
     run = storage.read(RUN_ID)
     save(storage, 2)
-    storage.delete(RUN_ID)
-    save(storage, 3)
     assert storage.read(RUN_ID) == run
     moved = storage / "moved"
     for name in folders(storage):
         copy_of(storage, name, moved)
-    moved.write(RUN_ID, run)
-    found, skipped = latest(moved)
-    assert found is not None and (found.step, skipped) == (3, [])
+    moved.write(RUN_ID, run + b"\n")
+    assert resumed(moved) == (2, [])
 
 
-def test_a_checkpoint_without_a_runs_id_is_used(storage: Storage) -> None:
-    """As versions that gave runs no id have saved it."""
+def test_a_checkpoint_that_no_id_ties_to_its_run_is_refused(storage: Storage) -> None:
+    """Its marker has none, or the run's folder: it may be of any run."""
     save(storage, 1)
     save(storage, 2)
-    folder = storage / "checkpoints" / "step-00000002"
-    said = json.loads(folder.read(MARKER))
+    marked, run = "checkpoints/step-00000002/COMMITTED", storage.read(RUN_ID)
+    said = json.loads(storage.read(marked))
     del said["run"]
-    folder.write(MARKER, json.dumps(said).encode())
-    for _ in range(2):
-        assert resumed(storage) == (2, [])
-        storage.delete(RUN_ID)  # as it was before such a run's next save
-    save(storage, 3)
-    assert folders(storage) == ["step-00000002", "step-00000003"]
+    storage.write(marked, json.dumps(said).encode())
+    assert resumed(storage) == (1, [f"{marked.removesuffix('/COMMITTED')} is skipped: "
+                                    "COMMITTED is damaged"])  # fmt: skip
+    storage.delete(RUN_ID)
+    with pytest.raises(NoneUsable, match=rf"RUN_ID is missing .* write {run.decode()} into that"):
+        resume_point(storage)
+    storage.write(RUN_ID, run)
+    assert resumed(storage)[0] == 1
 
 
 def test_what_is_refused_is_swept_and_not_counted(storage: Storage) -> None:

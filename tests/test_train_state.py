@@ -5,8 +5,12 @@ test_train_loop and test_vision resume whole runs.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +25,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rayapp.config import load
+from rayapp.config import Origin, load
 from rayapp.observe.clock import CLOCK, Call
 from rayapp.observe.records import LoopState
 from rayapp.order import Order
 from rayapp.storage import Storage, open_storage
-from rayapp.train.checkpoint.marker import CheckpointError
+from rayapp.train.checkpoint.marker import CheckpointError, NoneUsable, latest
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import (
     Resumed,
     StartAgain,
     restore,
+    start_from,
     state_tensors,
     state_values,
 )
@@ -158,16 +163,36 @@ def test_a_run_does_not_resume_on_other_data(group: None, tmp_path: Path) -> Non
         restore(spec_of(seq_len=16), trainee_of(2), storage)
 
 
-def test_a_damaged_checkpoint_is_met_once(group: None, tmp_path: Path) -> None:
+def flip(folder: Path) -> None:
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+
+
+def forge(folder: Path) -> None:
+    """Replace the metadata by a pickle that calls os.getcwd, and its checksum in the marker."""
+    forged, said = pickle.dumps(os.getcwd), json.loads((folder / "COMMITTED").read_text())
+    (folder / ".metadata").write_bytes(forged)
+    facts = {"size": len(forged), "sha256": [hashlib.sha256(forged).hexdigest()]}
+    said["files"][".metadata"] = facts
+    (folder / "COMMITTED").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"), [(flip, "another checksum"), (forge, "names posix.getcwd")]
+)
+def test_a_damaged_checkpoint_is_met_once(
+    group: None, tmp_path: Path, damage: Callable[[Path], None], why: str
+) -> None:
     storage = open_storage(str(tmp_path / "run"))
     saved(storage, trainee_of(1), 3, 4)
-    shard = tmp_path / "run" / "checkpoints" / "step-00000004" / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(StartAgain, match=r"another checksum .* this checkpoint is not used again"):
+    damage(tmp_path / "run" / "checkpoints" / "step-00000004")
+    with pytest.raises(NoneUsable, match=rf"model.init_from=.*{why}"):
+        start_from(trainee_of(2), Origin(storage.url))
+    with pytest.raises(StartAgain, match=rf"{why}.* this checkpoint is not used again"):
         restore(spec_of(), trainee_of(2), storage)
     assert restore(spec_of(), trainee_of(2), storage)[0] == 3
+    assert why in latest(storage)[1][0]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -72,8 +72,8 @@ class SavedCheckpoint:
     """Folder under `checkpoints/`."""
     step: int
     state: State
-    run: str | None
-    """Id of the run that saved it; None if a version without run ids saved it."""
+    run: str
+    """Id of the run that saved it."""
 
 
 @dataclass(frozen=True)
@@ -228,22 +228,19 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
 
 
 def run_id(storage: Storage) -> str | None:
-    """Return a run's id; None before its first commit, or if an older version saved the run."""
+    """Return a run's id; None before its first commit."""
     try:
-        return storage.read(RUN_ID).decode(errors="replace")
+        return storage.read(RUN_ID).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
 
 
 def claim_run_id(storage: Storage) -> str:
-    """Return a run's id; if it has none, give it the id of its newest checkpoint, or a new one."""
-    known = run_id(storage)
-    if known is None:
-        newest, _ = latest(storage)
-        known = (newest and newest.run) or uuid.uuid4().hex
-        if not storage.create(RUN_ID, known.encode()):  # another process was first
-            known = storage.read(RUN_ID).decode()
-    return known
+    """Return a run's id, a new one if it has none."""
+    if (known := run_id(storage)) is not None:
+        return known
+    storage.create(RUN_ID, uuid.uuid4().hex.encode())  # unless another process was first
+    return storage.read(RUN_ID).decode()
 
 
 def refuse(storage: Storage, name: str, why: str) -> None:
@@ -259,7 +256,7 @@ class Marker:
 
     step: int
     files: dict[str, SavedFile]
-    run: str | None
+    run: str
     """Id of the run that saved it."""
 
 
@@ -278,11 +275,11 @@ def read_marker(folder: Storage, name: str) -> Marker:
         raise CheckpointError(why) from None
     try:
         marker = json.loads(text)
-        step, run = _whole_number(marker["step"]), marker.get("run")
+        step, run = _whole_number(marker["step"]), marker["run"]
         files = {file: SavedFile.from_dict(facts) for file, facts in marker["files"].items()}
         whole = marker["name"] == name and (step, 0) <= (order_of(name) or (0, 0)) < (step + 1, 0)
         whole = whole and {STATE, METADATA} <= files.keys()
-        whole = whole and isinstance(run, str | None)
+        whole = whole and isinstance(run, str)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         whole = False
     if not whole:
@@ -303,14 +300,19 @@ def _whole_number(value: Any) -> int:
 def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
     """Check a checkpoint's marker, the sizes of its files, and the content of state and metadata.
 
-    `run` is the id of the run that must have saved it; None: any run may have.
+    `run` is the id of the run that must have saved it; None: the run's folder has no id.
 
     Raises:
         CheckpointError: saying what is wrong with it.
     """
     marked = read_marker(folder, name)
     files = marked.files
-    if run is not None and marked.run is not None and marked.run != run:
+    if run is None:
+        raise CheckpointError(
+            f"it may be of another run: {RUN_ID} is missing from the run's folder. If it is of "
+            f"this run, write {marked.run} into that file"
+        )
+    if marked.run != run:
         raise CheckpointError(
             f"it is of another run: its id is {marked.run}, and {RUN_ID} has {run}"
         )

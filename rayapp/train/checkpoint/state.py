@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -19,8 +18,8 @@ from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.order import Cursor, differences
 from rayapp.storage import Storage, open_storage
 from rayapp.train.checkpoint import marker, quantized
-from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
-from rayapp.train.checkpoint.marker import CheckpointError, Damaged, read_marker
+from rayapp.train.checkpoint.files import FAILURES, CheckedPlanner, CheckedReader, reason_of
+from rayapp.train.checkpoint.marker import CheckpointError, Damaged
 from rayapp.train.checkpoint.origin import find
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.spec import AnySpec
@@ -99,19 +98,18 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, Loo
     if checkpoint is None:
         return 0, {}
     check_cursor(spec, checkpoint.state)
-    wanted = state_tensors(trainer)
-    saved = saved_shapes(storage, checkpoint.name)
-    rank = str(dist.get_rank())
-    if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
-        del wanted["rng"]
-    scales = wanted.pop("scales", {rank: {}})[rank]
-    same = all(
-        saved.get(f"scales.{rank}.{key}") == (*scale.shape,) for key, scale in scales.items()
-    )
-    if scales and same:  # otherwise the shards' sizes have changed
-        wanted["scales"] = {rank: scales}
-    own, wanted = wanted["optimizer"], quantized.widened(wanted)
+    wanted, rank = state_tensors(trainer), str(dist.get_rank())
+    own, scales = wanted["optimizer"], wanted.pop("scales", {rank: {}})[rank]
     try:
+        saved = saved_shapes(storage, checkpoint.name)
+        if not any(name.startswith(f"rng.{rank}.") for name in saved):  # there were fewer workers
+            del wanted["rng"]
+        same = all(
+            saved.get(f"scales.{rank}.{key}") == (*scale.shape,) for key, scale in scales.items()
+        )
+        if scales and same:  # otherwise the shards' sizes have changed
+            wanted["scales"] = {rank: scales}
+        wanted = quantized.widened(wanted)
         load_checkpoint(storage, checkpoint.name, wanted)
     except marker.Damaged as damage:
         if dist.get_rank() == 0:
@@ -213,8 +211,8 @@ def load_checkpoint(storage: Storage, name: str, tensors: Tensors) -> None:
         CheckpointError: a tensor is missing or has another shape, or the storage has failed.
     """
     try:
-        reader = _Reader(storage / CHECKPOINTS, name)
-        dcp_load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        reader, alone = CheckedReader(storage / CHECKPOINTS, name), not dist.is_initialized()
+        dcp_load(tensors, storage_reader=reader, planner=CheckedPlanner(), no_dist=alone)
     except FAILURES as error:
         causes: list[BaseException] = [error]
         if isinstance(error, CheckpointException):
@@ -226,20 +224,16 @@ def load_checkpoint(storage: Storage, name: str, tensors: Tensors) -> None:
 
 
 def saved_shapes(storage: Storage, name: str) -> dict[str, tuple[int, ...] | None]:
-    """Return the names in a checkpoint, each with the tensor's shape, or None for an object."""
-    metadata = _Reader(storage / CHECKPOINTS, name).read_metadata().state_dict_metadata
+    """Return the names in a checkpoint, each with the tensor's shape, or None for an object.
+
+    Raises:
+        Damaged: its metadata is not what was saved.
+    """
+    try:
+        metadata = CheckedReader(storage / CHECKPOINTS, name).metadata.state_dict_metadata
+    except Damaged as damage:
+        raise Damaged(f"{CHECKPOINTS}/{name}{NOT_LOADED}{damage}") from damage
     return {
         key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for key, item in metadata.items()
     }
-
-
-class _Reader(FileSystemReader):
-    """Read shards from `<storage>/<name>` and check them against its marker."""
-
-    def __init__(self, storage: Storage, name: str) -> None:
-        super().__init__(name)
-        files = read_marker(storage / name, name).files
-        checked = {f"{name}/{file}": facts for file, facts in files.items()}
-        self.fs = Files(storage, checked)  # type: ignore[assignment]
-        self.path = name
