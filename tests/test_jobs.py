@@ -23,6 +23,7 @@ from rayapp.config import Config, ConfigError, load
 from rayapp.config.arguments import read
 from rayapp.jobs import JobError, JobsClient, SubmitOptions, client, package, prepare
 from rayapp.jobs.client import address_of
+from rayapp.jobs.private import secret_problems
 from rayapp.jobs.remote import is_of
 
 ROOT = Path(__file__).parent.parent
@@ -93,10 +94,13 @@ def test_nothing_in_a_config_reaches_the_shell() -> None:
     assert found == wanted and list(found.eval.prompts) == hostile
 
 
+HARMLESS = ("NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "PWD", "MAX_TOKENS")
+
+
 def test_what_a_cluster_could_not_run_is_refused_before() -> None:
     options = SubmitOptions(
         pip=("ring==1.0", "loose>=2", "also"),
-        env={"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_abc", "OPENAI_API_KEY": "x"},
+        env=dict.fromkeys(HARMLESS, "/x") | {"HF_TOKEN": "hf_abc", "OPENAI_API_KEY": "x"},
         secrets={"HF_TOKEN": ARN, "PLAIN": "hf_abc"},
     )
     with pytest.raises(ConfigError) as error:
@@ -109,6 +113,47 @@ def test_what_a_cluster_could_not_run_is_refused_before() -> None:
     ]  # fmt: skip
     assert "hf_abc" not in str(error.value)
     assert "Set loose==VERSION" in problems[3]
+
+
+HUB = f"hf_{'AbCdEfGhIjKlMnOpQrStUvWxYz01234567'}"  # not whole in this file, which is searched
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            (f"env.{name}", "x")
+            for name in (
+                "AWS_ACCESS_KEY_ID",
+                "PGPASS",
+                "AUTH",
+                "GH_PAT",
+                "DB_PWD",
+                "SSH_PASSPHRASE",
+            )
+        ),
+        ("env.DATABASE_URL", "postgres://ada:word@host/db"),
+        ("env.MLFLOW_TRACKING_URI", "https://ada:word@host"),
+        ("env.ANY", HUB),
+        ("env.ANY", "ghp_0123456789abcdefghij0123456789abcdef"),
+        ("env.ANY", "AKIAIOSFODNN7EXAMPLE"),
+        ("env.ANY", "-----BEGIN RSA PRIVATE KEY-----"),
+        ("tags.ANY", HUB),
+        ("pip", f"mine @ git+https://ada:{HUB}@host/mine"),
+        ("run.storage", "s3://AKIAIOSFODNN7EXAMPLE:wJalr/K7M@bucket/runs"),
+        ("data.path", "https://ada:word@host/data.jsonl"),
+        ("eval.prompts", f'["The token is {HUB}", "b"]'),
+    ],
+)
+def test_no_secret_is_in_what_ray_shows_of_a_job(field: str, value: str) -> None:
+    section, _, name = field.partition(".")
+    given: Any = {section: (value,) if section == "pip" else {name: value}}
+    fields = {} if section in ("env", "tags", "pip") else {field.replace(".", "__"): value}
+    options = SubmitOptions() if fields else SubmitOptions(**given)
+    with pytest.raises(ConfigError) as error:
+        prepare(config(**fields), options)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{field} ") and value not in problem
 
 
 def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +216,53 @@ KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END"
         ("infra/terraform.tfstate", "{}"),
         ("tls/both.pem", KEY),
         ("notes.txt", KEY),
+        ("book.ipynb", json.dumps({"cells": [KEY], "picture": "x" * 2**18})),
+        ("my-project-1234.json", json.dumps({"type": "service_account", "private_key": KEY})),
+        ("notes.txt", f"token: {HUB}"),
+        ("code/login.py", f'login("{HUB}")'),
+        ("settings.ini", f"aws_secret_access_key = {'aB/3' * 10}"),
+        *(
+            (name, "anything")
+            for name in (
+                "prod.env",
+                ".rayapp/cluster.token",
+                ".config/gh/hosts.yml",
+                "terraform.tfvars",
+                ".cargo/credentials.toml",
+                "stored_tokens",
+                "secrets.yaml",
+                "credentials.json",
+                ".modal.toml",
+                ".databrickscfg",
+                ".vault-token",
+                "kubeconfig",
+                ".my.cnf",
+                "id_ed25519.bak",
+                "id_rsa~",
+                "deploy_rsa",
+                ".aws/config",
+                ".azure/x",
+                ".kube/config",
+                ".docker/config.json",
+                ".config/gcloud/credentials.db",
+                ".pgpass",
+                ".npmrc",
+                ".pypirc",
+                ".bash_history",
+                "prod.kubeconfig",
+                "client_secret_1.json",
+                "hf_token",
+                "serviceAccountKey.json",
+                "api_key.txt",
+                "a.kdbx",
+                "a.p12",
+                "a.jks",
+                "kaggle.json",
+                "google-credentials.json",
+                "secrets.prod.yaml",
+                ".terraform.d/credentials.tfrc.json",
+            )
+        ),
     ],
 )
 def test_a_folder_with_secrets_is_not_packed(tmp_path: Path, path: str, text: str) -> None:
@@ -193,6 +285,39 @@ def test_a_folder_with_secrets_is_not_packed(tmp_path: Path, path: str, text: st
     assert "\n" not in problem
     (folder / ".rayignore").write_text(f"{path}\n")
     assert prepare(config(), options).package is not None
+
+
+def test_what_only_looks_like_a_secret_is_packed(tmp_path: Path) -> None:
+    """Data that quote a key, and the names of a language model's and a project's usual files."""
+    quoting = {"data.jsonl": KEY, "train.csv": HUB, "big.txt": KEY + "x" * 2**17, "README.md": KEY}
+    names = [
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+        "vocab.json", "merges.txt", "tokens.txt", "token.json", "wiki.train.tokens",
+        "secrets.jsonl", "config.json", "secrets.py", "credentials.py", "auth.py", "auth.json",
+        "token.py", "keys.py", "keystore.py", "test_rsa.py", "rsa.py", "id_rsa.pub", "ca.crt",
+        "public.pem", ".env.example", ".env.template", "sample.env", "environment.yml",
+        "terraform.tfvars.example", "terraform.tfvars.json", "variables.tf", "hosts.yml",
+        "secret_santa.json", "credentials_schema.json", "external-secrets.yaml", "kubeconfig.py",
+        "docs/secrets.md", ".gitignore", "docker/config.json", "gh/hosts.yml",
+        "huggingface/tokenizer.json", "src/secrets/main.py",
+    ]  # fmt: skip
+    example = "AKIAIOSFODNN7EXAMPLE hf_xxxxxxxxxxxxxxxxxxxxxxxxxx"
+    for name, text in (dict.fromkeys(names, example) | quoting).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    package = prepare(config(), SubmitOptions(working_dir=str(tmp_path))).package
+    assert package is not None
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        assert {*names, *quoting} <= set(archive.namelist())
+
+
+def test_nothing_of_the_checkout_looks_like_a_secret() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            archive.write(ROOT / name, name)
+    assert secret_problems(ROOT, made.getvalue()) == []
 
 
 def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:

@@ -78,6 +78,20 @@ def test_an_error_ends_the_command(tmp_path: Path) -> None:
     assert last["reason"] == "cannot read s3://a/b: the bucket is gone."
 
 
+def test_a_password_in_a_command_line_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, word = open_storage(str(tmp_path)), "wJalr/K7M"
+    data = f"--data.path=https://ada:{word}@host/a.jsonl"
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "rayapp.finetune", data])
+    with pytest.raises(StorageError), Journal(run).command(Config(), time.time()):
+        raise StorageError("read", f"https://ada:{word}@host/a.jsonl", "it is gone")
+    assert word not in run.read("events.jsonl").decode()
+    first, *_, last = read_events(run)
+    assert first["command"] == "-m rayapp.finetune --data.path=https://***@host/a.jsonl"
+    assert last["reason"] == "cannot read https://***@host/a.jsonl: it is gone."
+
+
 def test_an_event_that_cannot_be_stored_is_stored_with_the_next(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -251,10 +251,12 @@ def test_a_run_says_how_to_repeat_it(storage: Storage) -> None:
         f"python -m rayapp.finetune {run.run.url}/config.yaml --run.name=demo-again"
     ]
     run.pause(10.0)
-    command = "-m rayapp.finetune my.yaml --train.lr=1e-3"
+    command = "-m rayapp.finetune my.yaml --data.path=s3://KEY:word/1@bucket/a"
     run.events[-1] |= {"commit": "0123456789ab+", "command": command, "user": "ada"}
     run.interrupt()
     page = page_of(run.run)
+    assert "--data.path=s3://***@bucket/a" in page.texts["body"][0]
+    assert b"word/1" not in run.run.read(REPORT)
     assert page.texts["pre"][0].splitlines()[0] == "git checkout 0123456789ab"
     assert "Files of the checkout had been changed" in page.texts["body"][0]
     rows = dict(provenance.environment(folder.read(run.run)))

@@ -28,7 +28,7 @@ from rayapp.observe.goodput import (
     read_events,
     spent,
 )
-from rayapp.observe.origin import origin, submission_id
+from rayapp.observe.origin import origin, redacted, submission_id
 from rayapp.observe.records import Event, EventFields, MetricsLine
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
 from rayapp.planner.machines import named_instance, nodes_of, price_of
@@ -168,7 +168,7 @@ class Journal:
         passed = [self.passed.popleft() for _ in range(len(self.passed))]
         phases = [Event(event=PHASE, time=each.began, phase=each.phase) for each in passed]
         self.events += [added, *phases] if event == STARTED else [*phases, added]
-        text = "".join(json.dumps(each) + "\n" for each in self.events)
+        text = "".join(redacted(json.dumps(each)) + "\n" for each in self.events)
         try:
             self.run.write(EVENTS, text.encode())
         except OSError as error:

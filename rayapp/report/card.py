@@ -20,6 +20,7 @@ from rayapp.config.lora import method
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.goodput import DamagedEvents
+from rayapp.observe.origin import redacted
 from rayapp.observe.run_folder import MODEL
 from rayapp.report.curves import smooth, thin, window_of
 from rayapp.report.folder import ReportedRun, read
@@ -45,7 +46,7 @@ def write_card(storage: Storage) -> None:
             return
         run = read(storage)
         folder.write(CURVE, curve(run).encode())
-        folder.write(CARD, card(run, adapter=folder.exists(ADAPTER)).encode())
+        folder.write(CARD, redacted(card(run, adapter=folder.exists(ADAPTER))).encode())
     except (DamagedEvents, StorageError) as error:
         logger.warning("the model card is not written: %s", error)
 

@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rayapp.observe import words
+from rayapp.observe.origin import redacted
 from rayapp.observe.run_folder import METRICS
 from rayapp.report import charts, comparison, evaluations, experts, provenance, tables, timeline
 from rayapp.report.chart import Chart
@@ -157,6 +158,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(PAGE),
         autoescape=True,
+        finalize=lambda value: redacted(value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
