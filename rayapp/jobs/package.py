@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rayapp.config import ConfigError, RunConfig
-from rayapp.jobs.private import link_problems, secret_problems
+from rayapp.jobs.private import KEY, link_problems, secret_problems
 from rayapp.jobs.secrets import VARIABLE, encode, problems_of
 from rayapp.observe import origin
+from rayapp.observe.origin import redacted
 
 LIMIT_MIB = 100  # largest upload the dashboard accepts (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # in a job's metadata: the run's folder
@@ -44,7 +45,11 @@ QUIET = {  # keeps other lines out of the run's own output
     "TOKENIZERS_PARALLELISM": "false",
 }
 PINNED = re.compile(r"^[A-Za-z0-9._\[\],-]+(==|\s*@\s*)\S+$")
-LOOKS_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|(^|_)KEY$|API_KEY)", re.IGNORECASE)
+LOOKS_SECRET = re.compile(  # the name of a variable, unless it is that of a file
+    r"(?!.*_(DIR|FILE|PATH)$)((^|_)(AUTH|KEY|PASS|PASSWD|PAT)$|_PWD$|TOKEN(_|$)|(ACCESS|API|PRIVATE)_?KEY"
+    r"|CREDENTIAL|PASSPHRASE|PASSWORD|PGPASS|SECRET)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ def prepare(
         ConfigError: with every problem.
     """
     problems = [*_storage_problems(config), *_environment_problems(options)]
+    problems += _shown_problems(config, options)
     package = None
     names: set[str] = set()
     if options.working_dir is not None:
@@ -178,8 +184,8 @@ def _environment_problems(options: SubmitOptions) -> list[str]:
     problems = [
         f"env.{name} looks like a secret: everyone who can see the job can read its environment "
         f"variables. Set secrets.{name} to the ARN of a secret or of an SSM parameter"
-        for name in options.env
-        if LOOKS_SECRET.search(name)
+        for name, value in options.env.items()
+        if LOOKS_SECRET.search(name) or redacted(value) != value or KEY.search(value.encode())
     ]
     problems += [
         f"pip={requirement} is not pinned: all nodes of a run must have the same version. "
@@ -188,6 +194,18 @@ def _environment_problems(options: SubmitOptions) -> list[str]:
         if not PINNED.match(requirement)
     ]
     return problems + problems_of(options.secrets)
+
+
+def _shown_problems(config: RunConfig, options: SubmitOptions) -> list[str]:
+    """Return a line for each credential in what Ray shows of a job; the line does not show it."""
+    shown = {**config.to_overrides(), **{f"tags.{k}": v for k, v in options.tags.items()}}
+    shown["pip"] = ",".join(options.pip)
+    return [
+        f"{name} holds a password or token: everyone who can see the job can read its command "
+        "line, tags and requirements. Leave it out, and give access by a role or by secrets"
+        for name, value in shown.items()
+        if redacted(str(value)) != str(value)
+    ]
 
 
 def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) -> list[str]:

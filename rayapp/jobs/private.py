@@ -11,17 +11,44 @@ import re
 import zipfile
 from pathlib import Path
 
-NAMES = re.compile(
-    r"\.env|\.env\.(?!(example|sample|template|dist)$).+|\.envrc|[._]netrc|\.pgpass|\.pypirc|\.npmrc"
-    r"|\.git-credentials|\.htpasswd|\.dockercfg|\.boto|\.s3cfg"
-    r"|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.+\.(key|p12|pfx|jks|keystore|kdbx|ppk)|.+\.tfstate(\..+)?"
-    r"|application_default_credentials\.json",
-    re.IGNORECASE,
+from rayapp.observe.origin import TOKEN
+
+# The files of gitleaks' and gitrob's rules, and those in which tools keep what they log in with.
+PRIVATE = re.compile(
+    r"""(.*/)?(
+    (\.aws|\.azure|\.gnupg|\.huggingface|\.kube|\.password-store|\.rayapp|\.secrets|\.ssh
+      |\.terraform(\.d)?|\.config/(doctl|gcloud|gh|glab-cli|hub|op|rclone))(/.*)?
+    |\.circleci/cli\.yml|(\.codex|\.composer|containers)/auth\.json|\.dbt/profiles\.yml
+    |\.docker/config\.json|\.gradle/gradle\.properties|huggingface/token|\.m2/settings.*\.xml
+    |\.ray/auth_token|sops/age/keys\.txt|\.snowflake/.+\.toml|\.snowsql/config
+    |\.env|\.env[._-](?!(defaults?|dist|example|sample|template)$).+|\.envrc
+    |(.+\.)?(local|prod|production|secrets?|staging)\.env
+    |[._]netrc|\.?pgpass(\.conf)?|\.my(login)?\.cnf|\.npmrc|\.pypirc|\.docker(cfg|configjson)
+    |\.boto|\.s3cfg|\.passwd-s3fs|\.?rclone\.conf|\.databrickscfg|\.modal\.toml|kaggle\.json
+    |\.git-credentials|\.htpasswd|\.\w+_history|\.?vault[-_](token|pass(word)?)(\.txt)?
+    |\.?terraform\.?rc|\.comet\.config|clearml\.conf|\.ftpconfig|sftp(-config)?\.json
+    |\.?(access|auth|gh|github|hf)_token(\.txt)?|stored_tokens|\.?(\w+_)?api_?keys?(\.(json|txt))?
+    |(rootkey|.*accesskeys?)\.csv|client_secret_.+\.json|service[-_]?account([-_]?key)?\.json
+    |\.?(([a-z0-9]+[-_])?(credentials?|creds)|((app|aws|client|db)[-_])?secrets?)
+      ([._-](dev|local|prod|production|staging))?
+      (\.(cfg|conf|csv|env|ini|json|properties|tfrc\.json|toml|txt|ya?ml))?
+    |application_default_credentials\.json|(.+[.-])?kubeconfig(-[\w-]+)?(\.(conf|json|ya?ml))?
+    |(.+\.)?tfvars|.+\.tfstate(\..+)?|.+\.publishsettings|ssh_host_\w+_key
+    |.+_(dsa|ecdsa|ed25519|rsa)(_sk)?|id_(dsa|ecdsa|ed25519|rsa)(_sk)?[._~-](?!pub$).*
+    |.+\.(agilekeychain|jks|kdbx?|key|keystore|p12|p8|pfx|pkcs12|ppk)
+    )""",
+    re.IGNORECASE | re.VERBOSE,
 )
-FOLDERS = {".aws", ".azure", ".gnupg", ".huggingface", ".kube", ".ssh", ".terraform"}
-ENDS = (".docker/config.json", ".ray/auth_token", "huggingface/token", ".streamlit/secrets.toml")
-KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY")
-KEY_BYTES = 64 * 2**10  # larger files are not searched for a private key
+KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File|AGE-SECRET-KEY-1")
+CREDENTIAL = re.compile(
+    TOKEN.pattern.encode() + rb"|(?i:secret_?access_?key)\W{1,5}[A-Za-z0-9/+]{40}\b"
+    rb"|client-key-data: *[A-Za-z0-9+/=]{64}"
+)
+PLACEHOLDER = re.compile(rb"EXAMPLE|[xX]{8}|12345678")
+QUOTE_KEYS = (".md", ".py")
+DATA = (".arrow", ".csv", ".jsonl", ".parquet", ".tsv")
+SEARCHED_BYTES = 64 * 2**10  # a larger file is data, but for a notebook with its pictures
+NOTEBOOK_BYTES = 16 * 2**20
 SHOWN = 5  # names in a message
 
 
@@ -63,7 +90,9 @@ def secret_problems(folder: Path, package: bytes) -> list[str]:
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
         files = [info for info in archive.infolist() if not info.is_dir()]
         names = [
-            info.filename for info in files if _is_named(info.filename) or _has_key(archive, info)
+            info.filename
+            for info in files
+            if PRIVATE.fullmatch(info.filename) or _holds_secret(archive, info)
         ]
     if not names:
         return []
@@ -74,20 +103,16 @@ def secret_problems(folder: Path, package: bytes) -> list[str]:
     ]
 
 
-def _is_named(path: str) -> bool:
-    *folders, name = path.split("/")
-    return (
-        NAMES.fullmatch(name) is not None
-        or any(folder.lower() in FOLDERS for folder in folders)
-        or any(f"/{path}".lower().endswith(f"/{end}") for end in ENDS)
-    )
-
-
-def _has_key(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    """Say whether a file holds a private key; .py, .md and .ipynb may quote one and are skipped."""
-    if info.file_size > KEY_BYTES or info.filename.endswith((".py", ".md", ".ipynb")):
+def _holds_secret(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    """Say whether a file holds a private key or a token; Python and Markdown may quote a key."""
+    name = info.filename.lower()
+    limit = NOTEBOOK_BYTES if name.endswith(".ipynb") else SEARCHED_BYTES
+    if info.file_size > limit or name.endswith(DATA):
         return False
-    return KEY.search(archive.read(info)) is not None
+    data = archive.read(info)
+    if not name.endswith(QUOTE_KEYS) and KEY.search(data):
+        return True
+    return any(not PLACEHOLDER.search(found[0]) for found in CREDENTIAL.finditer(data))
 
 
 def _some(names: list[str]) -> str:
