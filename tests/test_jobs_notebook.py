@@ -414,6 +414,31 @@ def test_a_folder_sends_nothing_anywhere(
     assert sent["metadata"]["rayapp.tag.t"] == "u"
 
 
+def test_code_that_a_folders_config_names_is_asked_for(
+    served: Dashboard, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder_of(tmp_path, BEGAN, LEFT, note={})
+    run.write("config.yaml", (ROOT / "examples" / "own_code" / "config.yaml").read_bytes())
+    run.write(
+        "config.yaml",
+        run.read("config.yaml").replace(b"own-code", f"demo\n  storage: {tmp_path}/runs".encode()),
+    )
+    served.add("demo", "FAILED", start_time=1000)
+    names = {
+        "data.format": "lab.data:notes",
+        "train.loss": "lab.objectives:focal",
+        "eval.metrics": "lab.objectives:accuracy",
+        "run.hooks": "lab.hooks:Diary",
+    }
+    code = f"--code={','.join(names.values())}"
+    refused = said(capsys, 2, "resume", run.url).splitlines()
+    assert [line.split(" ")[0] for line in refused] == [f"{k}={v}" for k, v in names.items()]
+    assert "anyone who can write to" in refused[0] and refused[0].endswith(code.removeprefix("--"))
+    (some,) = said(capsys, 2, "resume", run.url, code.replace("focal,", "other,")).splitlines()
+    assert some.startswith("train.loss=lab.objectives:focal is not run again") and not served.sent
+    assert "job demo-2 at" in said(capsys, 0, "resume", run.url, code)
+
+
 def test_an_upload_says_how_many_bytes(served: Dashboard, tmp_path: Path) -> None:
     folder = tmp_path / "code"
     folder.mkdir()

@@ -37,7 +37,8 @@ SUBMIT = """rayapp submit [CONFIG.yaml] [--section.field=value ...]
 RESUME = """rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
 
   --working_dir=FOLDER, --pip, --env, --secrets   as for submit: give the same again, or none; they
-                        are not read from the run's folder, which others may be able to write"""
+                        are not read from the run's folder, which others may be able to write
+  --code=LIST           your functions that the folder's config names, with commas"""
 
 LOGS = """rayapp logs RUN [--storage=URL] [--address=URL] [--follow]
 
@@ -131,11 +132,12 @@ def resume(argv: list[str]) -> int:
     """Send a run again; it goes on from its newest checkpoint; see RESUME."""
     argv = arguments.flags(argv, {"follow", "wait"})
     options = {name: SHIPPED[name] for name in Again.__annotations__}
-    handle, asked = handle_of(argv, {"follow": "false", "wait": "false", **options})
+    handle, asked = handle_of(argv, {"follow": "false", "wait": "false", "code": "", **options})
     named = arguments.split(argv)[1]
     changed = _submit_options({**SHIPPED, **asked})
     given = {name: getattr(changed, name) for name in options if name in named}
-    return _after(handle.resume(or_none(asked["address"]), **cast(Again, given)), asked)
+    code = asked["code"].replace(",", " ").split()
+    return _after(handle.resume(or_none(asked["address"]), code=code, **cast(Again, given)), asked)
 
 
 @command("rayapp watch RUN [--storage=URL] [--address=URL]")

@@ -3,37 +3,61 @@
     loss = load_code("train.loss", "mypackage.losses:focal")
     digest = digest_of("train.loss", "mypackage.losses:focal")
 
-The module is imported where the function is used: it lies in the job's working_dir, in the image,
-or in the folder where the run is started.
+A config may come from anywhere. So it can choose among the operator's code alone: that of the
+folder in which the command runs (of a job: its working_dir), and of the packages that NAMED lists.
+The process that reads the config checks this; workers import what it has checked.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
+import stat
 import sys
+from collections.abc import Mapping
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 CODE_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+NAMED = "RAYAPP_CODE"  # an environment variable: packages and modules, with commas
+FIELDS = ("data.format", "train.loss", "eval.metrics", "run.hooks")
 
 
 class CodeError(RuntimeError):
     """A function that the config names cannot be used; the message is `field=name is ...`."""
 
 
-def load_code(field: str, name: str) -> Any:
-    """Import what a field names.
+def code_in(sections: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (field, name) of each function that the sections of a config name."""
+    found = list[tuple[str, str]]()
+    for field in FIELDS:
+        section, _, name = field.partition(".")
+        value = sections.get(section, {}).get(name) or ()
+        names = [value] if isinstance(value, str) else value
+        found += [(field, each) for each in names if ":" in each]  # a known format has none
+    return found
+
+
+def load_code(field: str, name: str, checked: bool = False) -> Any:
+    """Import what a field names, if it is code of the operator's.
+
+    `checked`: the process that has read the config knows that it is.
 
     Raises:
-        CodeError: it cannot be imported, or cannot be called.
+        CodeError: it is other code, cannot be imported, or cannot be called.
     """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # the console command leaves it out
         sys.path.append(os.getcwd())
     try:
+        _check(module, checked)
         found = getattr(importlib.import_module(module), attribute)
+        if hasattr(found, "__qualname__"):  # a function or class, perhaps imported by the module
+            _check(str(found.__module__), checked)
+    except CodeError as error:
+        raise CodeError(f"{field}={name} is not {error}") from None
     except Exception as error:  # the user's module may raise anything
         raise CodeError(
             f"{field}={name} cannot be imported: {type(error).__name__}: {error}. Start "
@@ -44,18 +68,58 @@ def load_code(field: str, name: str) -> Any:
     return found
 
 
+def _check(module: str, checked: bool) -> None:
+    """Raise CodeError unless a module is the operator's; only its parents are imported."""
+    top, named = module.partition(".")[0], os.environ.get(NAMED, "").replace(",", " ").split()
+    if top in sys.stdlib_module_names or top == "rayapp":
+        raise CodeError(
+            f"code of yours: {module} is a module of {'rayapp' if top == 'rayapp' else 'Python'}. "
+            "Name a function that your own package defines; give a module of yours another name"
+        )
+    if checked or any(f"{module}.".startswith(f"{each}.") for each in named):
+        return
+    folder = Path.cwd().resolve()
+    for part in accumulate(module.split("."), "{}.{}".format):
+        spec = importlib.util.find_spec(part)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {part!r}")
+        for each in filter(None, [*(spec.submodule_search_locations or ()), spec.origin]):
+            place = Path(each).resolve()  # a link may lead out of the folder
+            inner = place.relative_to(folder).parts if place.is_relative_to(folder) else ()
+            if inner[:1] != (top,) and not (len(inner) == 1 and inner[0].startswith(f"{top}.")):
+                raise CodeError(
+                    f"code of yours: {part} is {place}, not of the working folder {folder}. Start "
+                    "the command from the folder that holds your code, or "
+                    f"set {NAMED}={top} to have this package run"
+                )
+            for below in accumulate(inner, Path.joinpath, initial=folder):
+                if _others_may_write(below):
+                    raise CodeError(
+                        f"safe to run: others can write to {below}. Take that right from them, or "
+                        f"set {NAMED}={top} to have it run all the same"
+                    )
+
+
+def _others_may_write(path: Path) -> bool:
+    """Say whether users but root and this one may; a group of one's own has the user's number."""
+    known, trusted = path.stat(), (0, os.geteuid())
+    by_group = known.st_mode & stat.S_IWGRP and known.st_gid not in trusted
+    return bool(known.st_mode & stat.S_IWOTH or by_group) or known.st_uid not in trusted
+
+
 def digest_of(field: str, name: str) -> str:
     """Return a digest of the source files of the function's package, or of its module alone.
 
     Raises:
-        CodeError: it cannot be imported, or has no source.
+        CodeError: it is not the operator's code, cannot be imported, or has no source.
     """
     load_code(field, name)
     top = sys.modules[name.partition(":")[0].partition(".")[0]]
     folders = [Path(folder) for folder in getattr(top, "__path__", ())]
     files = [(file.relative_to(root), file) for root in folders for file in root.rglob("*.py")]
-    if not folders and (source := getattr(top, "__file__", None)):
-        files = [(Path(Path(source).name), Path(source))]
+    source = Path(getattr(top, "__file__", None) or "")
+    if not folders and source.is_file():
+        files = [(Path(source.name), source)]
     if not files:
         raise CodeError(f"{field}={name} is without source: its code cannot be identified")
     digest = blake2b(digest_size=8)

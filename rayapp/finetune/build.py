@@ -58,10 +58,10 @@ class Head:
         if train.loss_kernel == "liger":
             self.loss = liger_cross_entropy
         if train.loss is not None:
-            function = load_code("train.loss", train.loss)
+            function = load_code("train.loss", train.loss, checked=True)
             self.loss = partial(own_loss, function=function, chunk=train.loss_chunk)
         self.metrics: dict[str, TokenFunction] = {
-            name: load_code("eval.metrics", name) for name in config.eval.metrics
+            name: load_code("eval.metrics", name, checked=True) for name in config.eval.metrics
         }
         self.metric_sums: torch.Tensor | None = None
         """Set to zeros [metrics] to have the metrics of each batch added."""

@@ -215,7 +215,10 @@ def shape_problem(config: Config, run: Storage, shape: Any) -> str | None:
     if origin is None or steps_done(run):
         return None
     storage = open_storage(origin.run)
-    saved = saved_shapes(storage, find(storage, origin.step).name)
+    try:
+        saved = saved_shapes(storage, find(storage, origin.step).name)
+    except CheckpointError as error:
+        return f"model.init_from={origin} is not usable: {error}. Set another step of it, or run"
     lm = model.build(shape, loss=model.no_loss, attention="eager")
     if config.model.lora is not None:
         model.add_adapters(lm, config.model.lora)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -244,13 +244,14 @@ class Job:
         self,
         address: str | None = None,
         say: Callable[[str], None] = print,
+        code: Collection[str] = (),
         **given: Unpack[Again],
     ) -> Job:
         """Submit the same run again; it continues from its newest checkpoint.
 
         If another process submitted it with a `working_dir`, `pip`, `env` or `secrets`, these must
-        be given again, or given as empty: they are not taken from the run's folder, which others
-        may be able to write to.
+        be given again, or given as empty, and `code` must list the functions of yours that the
+        config names: others may be able to write to the run's folder, which is not believed.
 
         Raises:
             ConfigError: it is live or done already, was never submitted, or lacks such a name.
@@ -264,7 +265,8 @@ class Job:
         if self._sent is not None:
             config, options = self._sent[0], replace(self._sent[1], **given)
         else:
-            config, options = own_config_of(self.run), options_again(self.run, given)
+            config = own_config_of(self.run)
+            options = options_again(self.run, config, code, given)
         return Job.send(config, options, address or self._remote.address, say, check_live=False)
 
     def wait(self, timeout_s: float | None = None) -> str:

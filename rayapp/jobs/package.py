@@ -13,7 +13,7 @@ import shlex
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rayapp.config import ConfigError, RunConfig
@@ -122,8 +122,7 @@ def prepare(
     Raises:
         ConfigError: with every problem.
     """
-    problems = [*_storage_problems(config), *_environment_problems(options)]
-    problems += _shown_problems(config, options)
+    problems = [*_storage_problems(config), *_environment_problems(config, options)]
     package = None
     names: set[str] = set()
     if options.working_dir is not None:
@@ -156,11 +155,6 @@ def prepare(
     )
 
 
-def as_dict(options: SubmitOptions) -> dict[str, object]:
-    """Return the options as plain values for the run's submission.json; secrets stay references."""
-    return asdict(options)
-
-
 def _storage_problems(config: RunConfig) -> list[str]:
     storage = config.run.storage
     if "://" in storage or os.path.isabs(storage):
@@ -171,7 +165,7 @@ def _storage_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _environment_problems(options: SubmitOptions) -> list[str]:
+def _environment_problems(config: RunConfig, options: SubmitOptions) -> list[str]:
     texts = {"env": options.env, "secrets": options.secrets, "tags": options.tags}
     problems = [
         f"{kind}.{name} is not text: its value is of type {type(value).__name__}. Put it in quotes"
@@ -187,6 +181,13 @@ def _environment_problems(options: SubmitOptions) -> list[str]:
         for name, value in options.env.items()
         if LOOKS_SECRET.search(name) or redacted(value) != value or KEY.search(value.encode())
     ]
+    shown = {**config.to_overrides(), **{f"tags.{k}": v for k, v in options.tags.items()}}
+    problems += [
+        f"{name} holds a password or token: everyone who can see the job can read its command "
+        "line, tags and pip. Leave it out, and give access by a role or by secrets"
+        for name, value in {**shown, "pip": ",".join(options.pip)}.items()
+        if redacted(value) != value
+    ]
     problems += [
         f"pip={requirement} is not pinned: all nodes of a run must have the same version. "
         f"Set {re.split('[<>=!~ ]', requirement)[0]}==VERSION"
@@ -194,18 +195,6 @@ def _environment_problems(options: SubmitOptions) -> list[str]:
         if not PINNED.match(requirement)
     ]
     return problems + problems_of(options.secrets)
-
-
-def _shown_problems(config: RunConfig, options: SubmitOptions) -> list[str]:
-    """Return a line for each credential in what Ray shows of a job; the line does not show it."""
-    shown = {**config.to_overrides(), **{f"tags.{k}": v for k, v in options.tags.items()}}
-    shown["pip"] = ",".join(options.pip)
-    return [
-        f"{name} holds a password or token: everyone who can see the job can read its command "
-        "line, tags and requirements. Leave it out, and give access by a role or by secrets"
-        for name, value in shown.items()
-        if redacted(str(value)) != str(value)
-    ]
 
 
 def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) -> list[str]:

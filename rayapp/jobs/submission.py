@@ -1,8 +1,8 @@
 """Send a run to a cluster, and keep a note in its folder: address, submission id and options.
 
 Of the note, the id, the driver's CPUs and memory, and the tags are used again. A `working_dir`,
-`pip`, `env` or `secrets` of the note is never sent again unless the user names it: whoever can
-write to the folder could have put any folder of the user's machine there.
+`pip`, `env` or `secrets` of the note, and code that the folder's config names, are never sent again
+unless the user names them: whoever can write to the folder could have put anything there.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
 from rayapp.config import ConfigError, RunConfig, from_dict, load
+from rayapp.config.code import code_in
 from rayapp.jobs import JobsClient, SubmitOptions, prepare
-from rayapp.jobs.package import as_dict
 from rayapp.observe.goodput import DamagedEvents
 from rayapp.observe.run_folder import EVENTS, SUBMISSION
 from rayapp.observe.status import NoRun, read
@@ -79,9 +79,8 @@ def send(
         size = number_of_bytes(len(order.package))
         say(f"uploading {options.working_dir} to {cluster.address}: {size} packed")
     submission_id = cluster.submit(order)
-    note = {"address": cluster.address, "submission_id": submission_id, "time": time.time()}
-    note["shipment"] = as_dict(options)
-    run.write(SUBMISSION, json.dumps(note, indent=1).encode())
+    note = Note(cluster.address, submission_id, time.time(), options)
+    run.write(SUBMISSION, json.dumps(asdict(note), indent=1).encode())
     say(f"job {submission_id} at {cluster.address}: results in {order.run_url}")
     return order.run_url, cluster.address
 
@@ -116,34 +115,41 @@ def sent(run: Storage) -> Note | None:
     return note
 
 
-def options_again(run: Storage, given: Again) -> SubmitOptions:
+def options_again(
+    run: Storage, config: RunConfig, code: Collection[str], given: Again
+) -> SubmitOptions:
     """Return the options to submit a run with again: those of its note, changed by `given`.
 
-    Of the note, nothing that `Again` lists is used without the user naming it.
+    Of the note, nothing that `Again` lists is used without the user naming it, nor is code that the
+    folder's config names and `code` does not.
 
     Raises:
         ConfigError: the run was sent with something that the user has to name.
     """
-    note = sent(run)
+    note, named = sent(run), code_in(config.model_dump())
+    problems = [
+        f"{field}={name} is not run again by itself: anyone who can write to {run.url} could have "
+        f"set it. If it is your code, give code={','.join(name for _, name in named)}"
+        for field, name in named
+        if name not in code
+    ]
     if note is None:
         if "working_dir" not in given:
-            raise ConfigError(
-                [
-                    f"working_dir is missing: {run.url} was sent by `ray job submit`, which does "
-                    "not record the folder. Give it, or none to run the code of the image"
-                ]
+            problems.append(
+                f"working_dir is missing: {run.url} was sent by `ray job submit`, which does "
+                "not record the folder. Give it, or none to run the code of the image"
             )
-        return replace(SubmitOptions(), **given)
-    problems = [
-        f"{name}={_as_typed(getattr(note.shipment, name))} is not sent again by itself: anyone who "
-        f"can write to {run.url} could have set it. Give {name} again, or {name}=none to leave "
-        "it out"
-        for name in Again.__annotations__
-        if getattr(note.shipment, name) and name not in given
-    ]
+    else:
+        problems += [
+            f"{name}={_as_typed(getattr(note.shipment, name))} is not sent again by itself: anyone "
+            f"who can write to {run.url} could have set it. Give {name} again, or {name}=none to "
+            "leave it out"
+            for name in Again.__annotations__
+            if getattr(note.shipment, name) and name not in given
+        ]
     if problems:
         raise ConfigError(problems)
-    return replace(note.shipment, **given)
+    return replace(note.shipment if note else SubmitOptions(), **given)
 
 
 def _as_typed(value: Any) -> str:

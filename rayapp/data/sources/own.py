@@ -52,7 +52,7 @@ def read(root: str, name: str, format: str) -> Iterator[Record]:
 
 def _function(format: str) -> RecordReader:
     try:
-        function: RecordReader = load_code(FIELD, format)
+        function: RecordReader = load_code(FIELD, format, checked=True)
     except CodeError as error:
         raise SourceError(str(error)) from error
     return function
