@@ -83,7 +83,8 @@ def _check(module: str, checked: bool) -> None:
         spec = importlib.util.find_spec(part)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {part!r}")
-        for each in filter(None, [*(spec.submodule_search_locations or ()), spec.origin]):
+        found = [*(spec.submodule_search_locations or ()), spec.origin]
+        for each in list(filter(None, found)) or ["nowhere"]:
             place = Path(each).resolve()  # a link may lead out of the folder
             inner = place.relative_to(folder).parts if place.is_relative_to(folder) else ()
             if inner[:1] != (top,) and not (len(inner) == 1 and inner[0].startswith(f"{top}.")):

@@ -25,7 +25,7 @@ TOKEN = re.compile(
     r"|xox[abeoprs]-[\w-]{10,}|npm_[A-Za-z0-9]{36}|pypi-AgEI[\w-]{20,}|dapi[0-9a-f]{32}|hvs\.\w{20,})"
 )
 # user:password@ of a URL; a password may hold slashes, and a port before a path is none.
-USER_INFO = re.compile(r"(?<=://)[^\s/:@\[\"']*:(?!\d{1,5}([/,]|$))[^\s@\"']+(@[^\s@/\"']+)*(?=@)")
+USER_INFO = re.compile(r"(?<=://)[^\s/:@\[\"']*:(?!\d{1,5}([/,?]|$))[^\s@\"']+(@[^\s@/\"']+)*(?=@)")
 
 
 def redacted(text: str) -> str:
@@ -83,9 +83,9 @@ def git_commit() -> str | None:
     try:
         top, git, shared, commit = _git(os.environ, "rev-parse", *wanted).splitlines()
         with tempfile.TemporaryDirectory() as empty:
-            form = "sha1" if len(commit) == 40 else "sha256"
-            settings = f"[core]\nrepositoryformatversion=1\n[extensions]\nobjectFormat={form}\n"
-            Path(empty, "config").write_text(settings)
+            if len(commit) > 40:
+                form = "[core]\nrepositoryFormatVersion=1\n[extensions]\nobjectFormat=sha256\n"
+                Path(empty, "config").write_text(form)
             Path(empty, "HEAD").write_text(commit)
             Path(empty, "refs").mkdir()
             own = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
