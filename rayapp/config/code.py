@@ -52,12 +52,12 @@ def load_code(field: str, name: str, checked: bool = False) -> Any:
     if os.getcwd() not in sys.path:  # the console command leaves it out
         sys.path.append(os.getcwd())
     try:
-        _check(module, checked)
+        _check(field, name, module, checked)
         found = getattr(importlib.import_module(module), attribute)
         if hasattr(found, "__qualname__"):  # a function or class, perhaps imported by the module
-            _check(str(found.__module__), checked)
-    except CodeError as error:
-        raise CodeError(f"{field}={name} is not {error}") from None
+            _check(field, name, str(found.__module__), checked)
+    except CodeError:
+        raise
     except Exception as error:  # the user's module may raise anything
         raise CodeError(
             f"{field}={name} cannot be imported: {type(error).__name__}: {error}. Start "
@@ -68,13 +68,14 @@ def load_code(field: str, name: str, checked: bool = False) -> Any:
     return found
 
 
-def _check(module: str, checked: bool) -> None:
+def _check(field: str, name: str, module: str, checked: bool) -> None:
     """Raise CodeError unless a module is the operator's; only its parents are imported."""
     top, named = module.partition(".")[0], os.environ.get(NAMED, "").replace(",", " ").split()
     if top in sys.stdlib_module_names or top == "rayapp":
         raise CodeError(
-            f"code of yours: {module} is a module of {'rayapp' if top == 'rayapp' else 'Python'}. "
-            "Name a function that your own package defines; give a module of yours another name"
+            f"{field}={name} is not code of yours: {module} is a module of "
+            f"{'rayapp' if top == 'rayapp' else 'Python'}. Name a function that your own package "
+            "defines; give a module of yours another name"
         )
     if checked or any(f"{module}.".startswith(f"{each}.") for each in named):
         return
@@ -89,15 +90,15 @@ def _check(module: str, checked: bool) -> None:
             inner = place.relative_to(folder).parts if place.is_relative_to(folder) else ()
             if inner[:1] != (top,) and not (len(inner) == 1 and inner[0].startswith(f"{top}.")):
                 raise CodeError(
-                    f"code of yours: {part} is {place}, not of the working folder {folder}. Start "
-                    "the command from the folder that holds your code, or "
+                    f"{field}={name} is not code of yours: {part} is {place}, not of the working "
+                    f"folder {folder}. Start the command from the folder that holds your code, or "
                     f"set {NAMED}={top} to have this package run"
                 )
             for below in accumulate(inner, Path.joinpath, initial=folder):
                 if _others_may_write(below):
                     raise CodeError(
-                        f"safe to run: others can write to {below}. Take that right from them, or "
-                        f"set {NAMED}={top} to have it run all the same"
+                        f"{field}={name} is not safe to run: others can write to {below}. Take "
+                        f"that right from them, or set {NAMED}={top} to have it run all the same"
                     )
 
 
