@@ -235,7 +235,7 @@ def test_code_that_others_can_write_is_shown_and_asked_for(
         mine = path == asked
         found[0] = (found[0] & ~0o7777) | (mode if mine else 0o755)
         found[4] = owner if mine and owner is not None else os.geteuid()
-        found[5] = group if mine and group is not None else os.geteuid()
+        found[5] = group if mine and group is not None else os.getegid()
         return os.stat_result(found)
 
     monkeypatch.setattr(Path, "stat", status)

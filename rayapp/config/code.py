@@ -103,10 +103,10 @@ def _check(field: str, name: str, module: str, checked: bool) -> None:
 
 
 def _others_may_write(path: Path) -> bool:
-    """Say whether users but root and this one may; a group of one's own has the user's number."""
-    known, trusted = path.stat(), (0, os.geteuid())
-    by_group = known.st_mode & stat.S_IWGRP and known.st_gid not in trusted
-    return bool(known.st_mode & stat.S_IWOTH or by_group) or known.st_uid not in trusted
+    """Say whether users but root, this one and those of this process's group may."""
+    known = path.stat()
+    by_group = known.st_mode & stat.S_IWGRP and known.st_gid not in (0, os.getegid())
+    return known.st_uid not in (0, os.geteuid()) or bool(known.st_mode & stat.S_IWOTH or by_group)
 
 
 def digest_of(field: str, name: str) -> str:
