@@ -153,7 +153,7 @@ CHECKPOINTS = (
     Mutation(
         "marker-of-another-run",
         MARKER,
-        "if run is not None and marked.run is not None and marked.run != run:",
+        "if marked.run != run:",
         "if False:",
         OF_CHECKPOINT,
     ),
