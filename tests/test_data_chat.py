@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp.data.chat import ChatTemplate
 from rayapp.data.documents import Renderer
+from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
+from rayapp.data.problems import NOT_UNICODE
 from rayapp.data.tokens import (
     CHAT_TEMPLATE,
     FIRST_TEMPLATE,
@@ -287,6 +290,13 @@ MARKED_CALLS = HERMES.replace(
     "{% endfor %}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
     "{% endfor %}",
 )
+THINKING = (  # as Qwen3, but of every turn
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] %}<think>\n{{ m['reasoning_content'] }}\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"in": "Rome"}'}}
 CALLING: list[dict[str, Any]] = [
@@ -382,6 +392,138 @@ def test_our_own_template_writes_tools_calls_and_reasoning() -> None:
     assert tokenizer_digest(tokenizer_with(CHATML)) != tokenizer_digest(new)
 
 
+WITH_NULLS = {  # a tool as JSON Schema has it, in which null is a value
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "in": {"type": ["string", "null"], "default": None, "enum": ["Rome", None]},
+                "days": {"const": None, "examples": [None, {"n": None}]},
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("template", [HERMES, MARKED_CALLS, CHAT_TEMPLATE])
+def test_nulls_that_the_user_wrote_are_rendered(template: str) -> None:
+    """In arguments, given as an object or as text, and in tools; as apply_chat_template does."""
+    arguments = {"in": None, "days": [None, {"n": None}]}
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    as_text = {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
+    tokenizer = tokenizer_with(template)
+    found = []
+    for each in (call, as_text):
+        answer = {"role": "assistant", "content": "", "tool_calls": [each]}
+        for tools in ([WITH_NULLS], json.dumps([WITH_NULLS])):
+            found.append(made(template, messages=[TURNS[0], answer], tools=tools))
+    messages = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    whole = tokenizer.apply_chat_template(messages, tools=[WITH_NULLS], tokenize=False)
+    assert [text for text, _ in found] == [whole] * 4 and len({said for _, said in found}) == 1
+    assert '"default": null' in whole and '{"in": null, "days": [null, {"n": null}]}' in whole
+
+
+def test_of_a_table_the_fields_of_other_rows_are_left_out() -> None:
+    """Structs have the fields of all rows; text of JSON has those that the user wrote."""
+    rows = [
+        {"messages": [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [CALLED]}]}
+        for CALLED in (
+            {"type": "function", "function": {"name": "weather", "arguments": {"in": "Rome"}}},
+            {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}},
+        )
+    ]
+    padded = pa.Table.from_pylist(rows).to_pylist()
+    assert padded[0] != rows[0]
+    plain = Renderer(tokenizer_with(HERMES), "chat").documents(rows)
+    pads = Renderer(tokenizer_with(HERMES), "chat", pads=True)
+    for (one, _), (other, _) in zip(plain, pads.documents(padded), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    text = {**rows[0], "tools": json.dumps([WITH_NULLS])}
+    (whole, _) = pads.document(text)
+    assert '"default": null' in str(tokenizer_with(HERMES).decode(whole.tokens))
+
+
+HALF = "cut \ud83d"
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, HERMES, THINKING, LAST_ONLY, JOINED])
+def test_half_of_a_surrogate_pair_spoils_its_own_chat_alone(template: str) -> None:
+    """In any field that the template writes: told by the text that is rendered."""
+    half: list[dict[str, Any]] = [
+        {"messages": [{**TURNS[0], "content": HALF}, TURNS[1]]},
+        {"messages": [{**TURNS[0], "role": HALF}, TURNS[1]]},
+        {"messages": [TURNS[0], {**TURNS[1], "reasoning_content": HALF}]},
+        {"messages": [TURNS[0], {**CALLING[1], "content": HALF}, *CALLING[2:]]},
+        {"messages": CALLING, "tools": [{**TOOL, "description": HALF}]},
+        {"messages": TURNS, "chat_template_kwargs": {"style": HALF}},
+    ]
+    for arguments in ({"in": HALF}, {HALF: 1}, json.dumps({"in": HALF}), HALF):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        half.append({"messages": [TURNS[0], answer]})
+    named = {"type": "function", "function": {"name": HALF, "arguments": {}}}
+    half.append({"messages": [TURNS[0], {**CALLING[1], "tool_calls": [named]}]})
+    renderer = Renderer(tokenizer_with("{{ style }}" + template), "chat")
+    for chat in half:
+        (first, _), (document, problem), (last, _) = renderer.documents(
+            [{"messages": TURNS}, chat, {"messages": TURNS[:2]}]
+        )
+        assert first is not None and last is not None
+        omits = problem is not None and "the chat template leaves out" in problem
+        refuses = problem is not None and problem.startswith("is refused by the chat template")
+        assert document is not None or omits or refuses or problem == NOT_UNICODE, (chat, problem)
+        assert problem is None or problem.isprintable()
+    assert renderer.document(half[0]) == renderer.document(half[5]) == (None, NOT_UNICODE)
+
+
+SILENCES: list[dict[str, Any]] = [
+    {"content": ""},
+    {"content": []},
+    {"content": " \n"},
+    {"content": "", "function_call": {"name": "f", "arguments": "{}"}},
+    {"content": "", "refusal": "No."},
+    {"content": "", "tool_calls": []},
+]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, CHATML], ids=["marked", "prefix"])
+@pytest.mark.parametrize("fields", SILENCES)
+def test_an_answer_without_words_is_noted(template: str, fields: dict[str, Any]) -> None:
+    renderer = Renderer(tokenizer_with(template), "chat")
+    answer = {"role": "assistant", **fields}
+    for messages in ([TURNS[0], answer], [*TURNS[:2], TURNS[0], answer]):
+        document, note = renderer.document({"messages": messages})
+        assert document is not None and note == SILENT
+    unweighed = [TURNS[0], {**answer, "weight": 0}, *TURNS]
+    assert renderer.document({"messages": unweighed})[1] is None
+
+
+# ---- Several templates -------------------------------------------------------------------------
+
+
+def test_chats_with_tools_take_the_template_for_tools() -> None:
+    """As `apply_chat_template(tools=)`, of a tokenizer with templates of several names."""
+    named = {"default": CHATML, "tool_use": HERMES, "rag": "{{ messages }}"}
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.chat_template = named
+    chats = [
+        {"messages": TURNS},
+        {"messages": [{**m, "tool_calls": []} for m in TURNS], "tools": [TOOL]},
+        {"messages": TURNS, "tools": []},
+        {"messages": TURNS, "tools": json.dumps([TOOL])},
+    ]
+    for chat in chats:
+        (document, problem), tools = Renderer(tokenizer, "chat").document(chat), chat.get("tools")
+        assert document is not None, problem
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        expected = tokenizer.apply_chat_template(chat["messages"], tools=tools, tokenize=False)
+        assert str(tokenizer.decode(document.tokens)) == expected
+        assert ("weather" in expected) == bool(tools)
+        assert masked(tokenizer, document) == "".join(f"{text}<|im_end|>" for text in SAID)
+
+
 # ---- Weights and reasoning ---------------------------------------------------------------------
 
 PHI = CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
@@ -400,15 +542,6 @@ def test_an_answer_of_weight_0_bears_no_loss(template: str) -> None:
     text, said = made(template, messages=weighed)
     assert text == plain and SAID[0] not in said and SAID[1] in said
     assert whole.endswith(said) and 0 < len(said) < len(whole)
-
-
-THINKING = (  # as Qwen3, but of every turn
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['reasoning_content'] %}<think>\n{{ m['reasoning_content'] }}\n</think>\n\n{% endif %}"
-    "{{ m['content'] }}{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, THINKING], ids=["marked", "prefix"])

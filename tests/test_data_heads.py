@@ -62,6 +62,14 @@ def test_columns_that_are_not_used_are_told(tmp_path: Path) -> None:
     assert head == heads.SourceHead("prompt", ("id",), [])
 
 
+def test_fields_of_messages_that_are_not_used_are_told(tmp_path: Path) -> None:
+    (user, answer), bad = VALUES["chat"](1)["messages"], {"messages": "x", "id": 1}
+    rows = [{"messages": [user, {**answer, "refusal": "", "text": "x"}]}, bad]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    head = heads.inspect("a.jsonl", source, "auto", 0.9)
+    assert head.unused == ("id", "messages.refusal", "messages.text")
+
+
 def test_heads_of_parquet_and_of_nothing(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"text": "x"}] * 3), tmp_path / "a.parquet")
     source = sources.find(str(tmp_path / "a.parquet"))

@@ -9,7 +9,7 @@ import signal
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,11 +37,12 @@ from rayapp.data import (
 )
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
-from rayapp.data.prepared import BLOCKS, USED, Prepared
+from rayapp.data.prepared import BLOCKS, USED, Prepared, load
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting, json_lines
 from rayapp.storage import Storage, open_storage
+from rayapp.storage.processes import machine
 
 S = 16  # positions of a row
 
@@ -378,7 +379,7 @@ def test_shards_that_were_truncated_or_lost_are_made_again(
     prepared = here(recipe, tmp_path / "out")
     storage = open_storage(prepared.url)
     expected = contents(storage)
-    for name in ("train-00000.rows", "train-00002.rows"):
+    for name in ("train-00000.shard", "train-00002.shard"):
         storage.write(name, expected[name][:-7])
     storage.delete("train-00003.rows")
     again = prepare.prepare(recipe, open_storage(str(tmp_path / "out")))
@@ -635,28 +636,95 @@ def test_rows_that_are_written_in_windows_from_a_spool_are_the_same(
     assert contents(open_storage(again.url)) == contents(open_storage(whole.url)) and files
 
 
-def test_shards_without_checksums_are_read_and_gone_on_with(
-    recipe: RowRecipe, tmp_path: Path
+@pytest.mark.parametrize("units", [slice(2), slice(None)])
+def test_shards_of_the_version_before_are_read_and_gone_on_with(
+    recipe: RowRecipe, tmp_path: Path, units: slice
 ) -> None:
-    """Two units of an earlier version, and the others of this one."""
+    """Two units of it, and the others of this one; or a whole data set."""
     whole = here(recipe, tmp_path / "out")
-    root = open_storage(str(tmp_path / "earlier"))
-    storage = make(recipe, root)
-    row_bytes = 10 * S + 4
-    for index in range(2):
-        name = f"unit-{index:05d}.json"
-        text = storage.read(name).decode().replace(".rows", ".bin")
-        for shard in json.loads(text)["shards"].values():
-            stored = np.frombuffer(storage.read(shard.replace(".bin", ".rows")), np.uint8)
-            plain = stored.reshape(-1, row_bytes + 8)[:, :row_bytes]
-            storage.write(shard, plain.tobytes())
-            storage.delete(shard.replace(".bin", ".rows"))
-        storage.write(name, text.encode())
-    found = prepare.prepare(recipe, root)
-    names = [name for name, _ in found.shards["train"]]
-    assert names[:3] == ["train-00000.bin", "train-00001.bin", "train-00002.rows"]
+    found = here(recipe, tmp_path / "earlier")
+    storage = open_storage(found.url)
+    corpora.make_earlier(storage, 10 * S + 4, units)
+    if units.stop:
+        storage.delete("manifest.json")
+    found = prepare.prepare(recipe, open_storage(str(tmp_path / "earlier")))
+    ends = [name.partition(".")[2] for name, _ in found.shards["train"]]
+    assert ends[:2] == ["rows", "rows"] and ends[2] == ("shard" if units.stop else "rows")
     ids = np.arange(whole.num_rows("train"))
     assert (found.rows("train").read(ids) == whole.rows("train").read(ids)).all()
+
+
+ANY_JSON = [b"", b"{", b"null", b"[]", b"7", b'"x"', b"{}", b'{"shards": 1}', b"[" * 10**5, b"\xff"]
+
+
+def damaged_accounts(text: bytes) -> Iterator[bytes]:
+    """Yield other contents of a unit's summary or a manifest."""
+    yield from ANY_JSON
+    yield text[: len(text) // 2]
+    account = json.loads(text)
+    for name in account:
+        for value in (None, [], {}, "x", -1, [["x"]]):
+            if account[name] != value:
+                yield json.dumps({**account, name: value}).encode()
+    for split, shards in account["shards"].items():
+        if isinstance(shards, list):
+            for other in (shards[::-1], shards[1:], [shards[0], *shards]):
+                yield json.dumps(
+                    {**account, "shards": {**account["shards"], split: other}}
+                ).encode()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "unit-00001.json"])
+def test_a_damaged_account_is_a_missing_one(recipe: RowRecipe, tmp_path: Path, name: str) -> None:
+    """Of a data set it is made again from those of its units, of a unit with its rows."""
+    whole = here(recipe, tmp_path / "out")
+    root, storage = open_storage(str(tmp_path / "out")), open_storage(whole.url)
+    text = storage.read(name)
+    for data in damaged_accounts(text):
+        storage.write(name, data)
+        if name != "manifest.json":
+            storage.delete("manifest.json")
+            units = prepare.whole_units(storage, len(jobs_of(recipe)), S)
+            assert sorted(units) == [n for n in range(len(jobs_of(recipe))) if n != 1], data
+            make(recipe, root, slice(1, 2))
+        assert prepare.prepare(recipe, root) == whole, data
+        assert storage.read(name) == text
+
+
+def test_what_belongs_elsewhere_is_made_again(recipe: RowRecipe, tmp_path: Path) -> None:
+    """Summaries that changed places, a file of hashes that is gone, another data set's files."""
+    whole = here(recipe, tmp_path / "out")
+    root, storage = open_storage(str(tmp_path / "out")), open_storage(whole.url)
+    every = set(range(len(jobs_of(recipe))))
+
+    def kept() -> set[int]:
+        return set(prepare.whole_units(storage, len(every), S))
+
+    one, two = (storage.read(f"unit-0000{n}.json") for n in (1, 2))
+    storage.write("unit-00001.json", two)
+    storage.write("unit-00002.json", one)
+    assert kept() == every - {1, 2}
+    storage.delete("hashes-00003.bin")
+    storage.write("hashes-00004.bin", b"")
+    assert kept() == every - {1, 2, 3, 4}
+    other = replace(recipe, eval_fraction=0.3)
+    storage = open_storage(here(other, tmp_path / "out").url)
+    for entry in (root / recipe.fingerprint).list():
+        storage.write(entry.name, (root / recipe.fingerprint).read(entry.name))
+    assert load(storage) is None and not kept()
+
+
+@pytest.mark.parametrize("found", [*ANY_JSON, b'{"machine": 1}', "ours"])
+def test_a_damaged_claim_is_nobodys(recipe: RowRecipe, tmp_path: Path, found: bytes | str) -> None:
+    whole = here(recipe, tmp_path / "out")
+    root = open_storage(str(tmp_path / "again"))
+    blocks = [e.name for e in open_storage(str(tmp_path / "out")).list() if "tokens/" in e.name]
+    pid = {"machine": machine(), "pid": "../self", "process": None, "id": ""}
+    claim = json.dumps(pid).encode() if isinstance(found, str) else found
+    for name in blocks:
+        root.write(f"{name}.claim", claim)
+    assert here(recipe, tmp_path / "again").counts == whole.counts
+    assert not [entry.name for entry in root.list() if entry.name.endswith(".claim")]
 
 
 @pytest.fixture

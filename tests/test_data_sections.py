@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from rayapp.data import sections
 from rayapp.data.packing import Document
-from rayapp.data.sections import DamagedTokens, TokenisedRecord
+from rayapp.data.sections import DamagedTokens, TokenisedRecord, TokenSection
 
+SEED = 2**64 - 1  # of the block's file
 TOKEN = st.tuples(st.sampled_from([0, 1, 255, 256, 65535, 65536, 2**31 - 1]), st.booleans())
 
 
@@ -51,17 +52,29 @@ def test_sections_give_back_their_records(given_records: list[TokenisedRecord], 
         patch.setattr(sections, "SECTION_TOKENS", most)
         patch.setattr(sections, "SECTION_RECORDS", 5)
         made = list(sections.sections(given_records))
-    stored = b"".join(part for section in made for part in sections.encoded(section))
-    file = io.BytesIO(stored + sections.END)
-    found = [plain(record) for section in sections.read(file) for record in section.records()]
+    stored = b"".join(encoded(made))
+    file = io.BytesIO(stored + sections.end_of(SEED, len(made)))
+    read = sections.read(file, SEED)
+    found = [plain(record) for section in read for record in section.records()]
     assert found == [plain(record) for record in given_records]
     assert all(len(section.lengths) <= 5 for section in made)
 
 
-def some() -> bytes:
+def encoded(made: list[TokenSection], seed: int = SEED) -> list[bytes]:
+    """Return each section as it is stored."""
+    every = (sections.encoded(each, seed, number) for number, each in enumerate(made))
+    return [b"".join(map(bytes, parts)) for parts in every]
+
+
+def parts() -> list[bytes]:
+    """Return two alike sections as they are stored, and the end."""
     document = Document(np.arange(300, dtype=np.int32), np.ones(300, bool), np.ones(300, np.uint16))
-    (section,) = sections.sections([TokenisedRecord(0, 7, document, None, 3)])
-    return b"".join(sections.encoded(section) * 2) + sections.END
+    made = list(sections.sections([TokenisedRecord(0, 7, document, None, 3)])) * 2
+    return [*encoded(made), sections.end_of(SEED, 2)]
+
+
+def some() -> bytes:
+    return b"".join(parts())
 
 
 @given(st.data())
@@ -71,17 +84,27 @@ def test_no_changed_bit_is_read_as_tokens(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(DamagedTokens):
-        list(sections.read(io.BytesIO(whole)))
+        list(sections.read(io.BytesIO(whole), SEED))
 
 
 @given(st.data())
 @settings(deadline=None)
 def test_what_is_cut_off_is_damaged(data: st.DataObject) -> None:
     whole = some()
-    lengths = st.sampled_from([0, len(whole) - len(sections.END)]) | st.integers(0, len(whole) - 1)
+    last = len(whole) - sections.HEADER.size
+    lengths = st.sampled_from([0, last]) | st.integers(0, len(whole) - 1)
     end = data.draw(lengths)
     with pytest.raises(DamagedTokens):
-        list(sections.read(io.BytesIO(whole[:end])))
+        list(sections.read(io.BytesIO(whole[:end]), SEED))
+
+
+@pytest.mark.parametrize("order", ["102", "02", "12", "2", "0012", "002", "112", "012 elsewhere"])
+def test_sections_that_were_moved_are_damaged(order: str) -> None:
+    """Swapped, dropped or repeated, up to the end alone; or the file of another block."""
+    each, (numbers, _, elsewhere) = parts(), order.partition(" ")
+    file = io.BytesIO(b"".join(each[int(number)] for number in numbers))
+    with pytest.raises(DamagedTokens):
+        list(sections.read(file, SEED + 10 if elsewhere else SEED))
 
 
 def test_a_token_of_a_small_vocabulary_takes_two_bytes_at_most() -> None:
@@ -89,4 +112,4 @@ def test_a_token_of_a_small_vocabulary_takes_two_bytes_at_most() -> None:
     tokens = rng.integers(0, 2**16, 10_000).astype(np.int32)
     document = Document(tokens, np.ones(10_000, bool), np.full(10_000, 4, np.uint16))
     (section,) = sections.sections([TokenisedRecord(0, 0, document, None, 0)])
-    assert sum(len(part) for part in sections.encoded(section)) < 2.05 * 10_000
+    assert len(encoded([section])[0]) < 2.05 * 10_000

@@ -9,7 +9,15 @@ import pytest
 
 from rayapp.data import shapes
 from rayapp.data.problems import problem_of
-from rayapp.data.shapes import ShapeError, kind_of, renamed, shape_of, standard, unused
+from rayapp.data.shapes import (
+    ShapeError,
+    kind_of,
+    renamed,
+    shape_of,
+    standard,
+    unused,
+    unused_fields,
+)
 
 USER, ASSISTANT = ({"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."})
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -141,6 +149,12 @@ def test_prompts_of_alpaca_are_stanfords() -> None:
             "has a 'function_call' that is not JSON",
         ),
         ({"instruction": "x", "output": 3}, "chat", "has a 'output' that is not text"),
+        ({"instruction": "x", "output": None}, "chat", "has a 'output' that is null"),
+        ({"instruction": None, "output": "y"}, "chat", "has a 'instruction' that is null"),
+        ({"instruction": "x", "output": None}, "prompt", "has a 'output' that is null"),
+        ({"question": "x", "answer": None}, "chat", "has a 'answer' that is null"),
+        ({"question": None, "answer": "y"}, "chat", "has a 'question' that is null"),
+        ({"question": "x", "answer": None}, "prompt", "has a 'answer' that is null"),
         (
             {"instruction": "x", "output": "y", "history": ["a"]},
             "chat",
@@ -163,6 +177,32 @@ def test_what_is_no_valid_row_of_its_shape_is_named(row: Any, kind: str, words: 
     with pytest.raises(ShapeError) as caught:
         standard(row, kind)
     assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"text": None}, "text"),
+        ({"prompt": None, "completion": "A"}, "prompt"),
+        ({"prompt": "Q", "completion": None}, "prompt"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "chat"),
+        ({"messages": [{"role": "user", "content": None}, ASSISTANT]}, "chat"),
+        ({"prompt": [USER], "completion": [{"role": "assistant", "content": None}]}, "chat"),
+        ({"conversations": [USER, {"from": "gpt", "value": None}]}, "chat"),
+        ({"instruction": "Q", "output": "A", "history": [["Q", None]]}, "chat"),
+    ],
+)
+def test_null_is_no_text(row: Any, kind: str) -> None:
+    """Of the other shapes it is refused before."""
+    assert problem_of(standard(row, kind), kind)
+
+
+def test_fields_of_messages_that_nothing_is_made_of_are_named() -> None:
+    answer = {**ASSISTANT, "refusal": None, "toolCalls": [], "name": "x", "text": "\ud83d"}
+    chat = {"messages": [{**USER, "weight": 1, "\ud83d": 1}, answer]}
+    assert unused_fields(chat) == ("messages.\\ud83d", "messages.toolCalls", "messages.text")
+    turns = {"conversations": [{"from": "gpt", "value": "A", "html": "<p>"}]}
+    assert unused_fields(standard(turns, "chat")) == ("messages.html",)
 
 
 def test_columns_are_renamed_and_the_users_own_win() -> None:

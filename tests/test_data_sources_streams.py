@@ -6,6 +6,8 @@ import csv
 import gzip
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,10 +221,101 @@ def test_a_file_that_is_cut_off_is_refused_by_name(tmp_path: Path, name: str) ->
     form, _, suffix = name[2:].partition(".")
     data = PACKED[f".{suffix}" if suffix else ""](WRITERS[form][1](ROWS * 400))
     (tmp_path / name).write_bytes(data[: len(data) * 2 // 3])
+    after = r"( after (line|row) \d+)?: |"
     with pytest.raises(
-        SourceError, match=f"{name} is not {form}, or cut off: |{name} is not to be"
+        SourceError, match=f"{name} cannot be read as {form}{after}{name} is not to be"
     ):
         read(sources.find(str(tmp_path / name)))
+
+
+DAMAGE = """
+import resource, sys
+from pathlib import Path
+from rayapp.data import sources
+
+path = Path(sys.argv[1])
+data, mib = path.read_bytes(), 2**10
+begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def changes():
+    for bit in range(0, 8 * len(data), 11):
+        at = bit // 8
+        yield data[:at] + bytes([data[at] ^ 1 << bit % 8]) + data[at + 1 :]
+    for at in range(0, len(data) - 8, 5):
+        for large in (b"\\xfe\\xff\\xff\\xff\\x0f", (2**40).to_bytes(8, "little")):
+            yield data[:at] + large + data[at + len(large) :]
+    for end in range(0, len(data), 31):
+        yield data[:end]
+
+told = 0
+for changed in changes():
+    path.write_bytes(changed)
+    try:
+        source = sources.find(str(path))
+        for unit in sources.units(source, 0.0):
+            for piece in unit.pieces:
+                sources.content_key(source, (piece,))
+                for record in sources.read_piece(source, piece):
+                    pass
+    except sources.SourceError as error:
+        told += 1
+        assert path.name in str(error) and "\\n" not in str(error), error
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun) / mib
+assert told > 300 and grown < 400, (told, grown)
+"""
+
+
+@pytest.mark.parametrize("form", ["arrow", "feather", "parquet"])
+def test_damage_is_told_with_the_file_and_ends_no_process(tmp_path: Path, form: str) -> None:
+    """Bits, numbers that are too large, and cuts; pyarrow itself checks little of what it reads."""
+    path = tmp_path / f"a.{WRITERS[form][0]}"
+    path.write_bytes(WRITERS[form][1](ROWS))
+    done = subprocess.run([sys.executable, "-c", DAMAGE, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+
+
+def test_a_place_is_told_where_the_rest_cannot_be_read(tmp_path: Path) -> None:
+    for form in ("arrow", "jsonl"):
+        data = WRITERS[form][1]([{"text": f"{n * 7919} " * 20} for n in range(20_000)])
+        path = tmp_path / f"a.{form}.gz"
+        path.write_bytes(gzip.compress(data)[:-2000])
+        place = "after row" if form == "arrow" else "after line"
+        with pytest.raises(SourceError, match=rf"{path} cannot be read as {form} {place} \d+: "):
+            read(sources.find(str(path)))
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_pylist([{"text": f"{n}" * 400} for n in range(3000)])
+    pq.write_table(table, path, row_group_size=1000, write_page_checksum=True, compression="none")
+    source, data = sources.find(str(path)), path.read_bytes()
+    at = data.index(b"1500" * 100)
+    path.write_bytes(data[:at] + b"2" + data[at + 1 :])  # the text would be another one
+    with pytest.raises(SourceError, match=rf"{path} cannot be read as parquet: .*CRC"):
+        read(source)
+    path.unlink()
+    with pytest.raises(SourceError, match=rf"{path} cannot be read as parquet: it has gone since"):
+        sources.content_key(source, (sources.Piece("a.parquet", 0, 1, "train", len(data)),))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.md.zst"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    data = b"\xef\xbb\xbfone \xef\xbb\xbf\ntw\xe9o" if name == "a.txt" else b"\xef\xbb\xbfone"
+    suffix = Path(name).suffix
+    (tmp_path / name).write_bytes(PACKED.get(suffix, bytes)(data.replace(b"\xe9", b"")))
+    (record,) = read(sources.find(str(tmp_path / name)))
+    assert record.value == data.replace(b"\xe9", b"").decode().removeprefix("\ufeff")
+    (tmp_path / name).write_bytes(PACKED.get(suffix, bytes)(b"\xef\xbb\xbfone\ntw\xe9o"))
+    source = sources.find(str(tmp_path / name))
+    (record,) = read(source)
+    assert record.problem == "is not UTF-8"
+    assert sources.place_of(source, name, record.place) == f"{tmp_path}/{name}:2"
+
+
+def test_a_line_of_csv_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "LINE_BYTES", 300)
+    (tmp_path / "a.csv").write_bytes(b"text,n\na,1\n" + b"\0" * 10_000)
+    with pytest.raises(SourceError, match=r"a\.csv is not CSV: line 3 is longer than 256 MiB"):
+        read(sources.find(str(tmp_path / "a.csv")))
 
 
 def test_compression_that_the_name_hides_is_refused(tmp_path: Path) -> None:
@@ -254,6 +347,8 @@ def test_compressed_text_is_cut_at_line_ends(
 # ---- A user's own format -----------------------------------------------------------------------
 
 OWN = """
+import json
+
 def read(path):
     with open(path) as file:
         for line in file:
@@ -262,6 +357,10 @@ def read(path):
 
 def broken(path):
     yield 7
+
+def fails(path):
+    yield {"text": "a"}
+    yield {"text": json.loads("{")}
 
 VALUE = 3
 """
@@ -286,6 +385,16 @@ def test_a_users_function_reads_each_file(module: str, tmp_path: Path) -> None:
     assert sources.place_of(source, "pairs.qa", 1) == "pairs.qa row 1"
     (record,) = read(sources.find("data", f"{module}:broken"))
     assert record.problem == "is int, neither a mapping nor text"
+
+
+def test_a_users_function_that_fails_is_named_with_its_line(module: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        read(sources.find("data", f"{module}:fails"))
+    assert str(caught.value) == (
+        f"data.format={module}:fails fails on {tmp_path}/data/pairs.qa after row 0: "
+        "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 "
+        f"(char 1) ({tmp_path}/{module}.py:15, in fails). Correct the function"
+    )
 
 
 def test_the_source_of_a_users_function_is_in_the_digest(module: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import corpora
 import numpy as np
 import pytest
 from patience import PATIENCE_S
@@ -18,7 +19,8 @@ from rayapp.data import stream
 from rayapp.data.packing import IGNORE, row_dtype
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import (
-    CHECKED,
+    EARLIER,
+    SHARD,
     StepRows,
     TokenRows,
     local_steps,
@@ -63,10 +65,12 @@ def random_rows(url: str) -> Prepared:
     rows["target_bytes"] = rng.integers(0, 2**32, len(rows))
     shards, first = [], 0
     for number, count in enumerate(SHARDS):
-        some, checked = rows[first : first + count], number % 2 == 0
-        shards.append((f"train-{number:05d}{CHECKED if checked else '.bin'}", count))
-        stored = with_checksums(some) if checked else some
-        open_storage(url).write(shards[-1][0], stored.tobytes())
+        some, ours = rows[first : first + count], number % 2 == 0
+        name = f"train-{number:05d}{SHARD if ours else EARLIER}"
+        stored = with_checksums(some, f"{url}/{name}", 0).tobytes()
+        before = corpora.as_before([row.tobytes() for row in some])
+        open_storage(url).write(name, stored if ours else before)
+        shards.append((name, count))
         first += count
     counts = {"train": {"rows": len(rows)}}
     return Prepared(
@@ -288,7 +292,7 @@ def test_rows_by_number(where: str, request: pytest.FixtureRequest, tmp_path: Pa
     whole = rows.read(np.arange(17))
     data = b"".join(
         np.frombuffer(open_storage(url).read(name), np.uint8)
-        .reshape(-1, stored_bytes(name, SEQ_LEN))[:, : rows.dtype.itemsize]
+        .reshape(-1, stored_bytes(SEQ_LEN))[:, : rows.dtype.itemsize]
         .tobytes()
         for name, _ in rows.shards
     )
@@ -315,17 +319,14 @@ def test_rows_that_lie_close_come_with_one_get(
     reads: list[tuple[int, int]],
 ) -> None:
     """`reads` are (first row of a shard, rows)."""
-    size = stored_bytes("a.rows", SEQ_LEN)
+    size = stored_bytes(SEQ_LEN)
     monkeypatch.setattr(row_files, "GAP_BYTES", gap * size)
     monkeypatch.setattr(row_files, "RANGE_BYTES", most * size)
     rows = random_rows(str(tmp_path)).rows("train")
     far: Any = Far(rows.storage)
     expected, rows.storage = rows.read(np.array(ids)), far
     assert rows.read(np.array(ids)).tobytes() == expected.tobytes()
-    found = [
-        (offset // stored_bytes(name, SEQ_LEN), length // stored_bytes(name, SEQ_LEN))
-        for name, offset, length in sorted(far.reads)
-    ]
+    found = [(offset // size, length // size) for _, offset, length in sorted(far.reads)]
     assert sorted(found) == sorted(reads)
 
 
@@ -347,9 +348,9 @@ class Far:
 @pytest.mark.parametrize("where", ["folder", "s3"])
 def test_a_row_with_a_changed_bit_is_named(where: str, tmp_path: Path, s3_bucket: str) -> None:
     """In each of its bytes, the checksum's own included; the rows beside it are read."""
-    url = str(tmp_path) if where == "folder" else f"s3://{s3_bucket}"
+    url = str(tmp_path) if where == "folder" else f"s3://{s3_bucket}/rows"
     prepared, storage = random_rows(url), open_storage(url)
-    name, size = "train-00002.rows", stored_bytes("a.rows", SEQ_LEN)
+    name, size = "train-00002.shard", stored_bytes(SEQ_LEN)
     whole = storage.read(name)
     ids = np.arange(6, 14)  # of this shard
     expected = prepared.rows("train").read(ids)
@@ -360,6 +361,29 @@ def test_a_row_with_a_changed_bit_is_named(where: str, tmp_path: Path, s3_bucket
             rows.read(ids)
         assert f"{name}: row 3 has other bytes than were written" in str(caught.value)
         assert (rows.read(ids[4:]) == expected[4:]).all()
+
+
+def test_a_row_is_not_read_where_another_one_was(tmp_path: Path) -> None:
+    """Two rows, two shards, or the rows of two data sets have changed places."""
+    urls = [str(tmp_path / name) for name in ("a", "b")]
+    prepared = [random_rows(url) for url in urls]
+    name, size = "train-00002.shard", stored_bytes(SEQ_LEN)
+    whole = open_storage(urls[0]).read(name)
+    rows = [whole[at : at + size] for at in range(0, len(whole), size)]
+    moved = {
+        "rows": b"".join([rows[1], rows[0], *rows[2:]]),
+        "a row twice": b"".join([rows[1], *rows[1:]]),
+        "shards": open_storage(urls[0]).read("train-00000.shard") + b"".join(rows[:3]),
+    }
+    ids = np.arange(6, 14)  # of this shard
+    for what, data in moved.items():
+        open_storage(urls[0]).write(name, data)
+        with pytest.raises(StorageError, match=f"{name}: row 0 has other bytes than were written"):
+            prepared[0].rows("train").read(ids)
+            pytest.fail(what)
+    open_storage(urls[1]).write(name, whole)
+    with pytest.raises(StorageError, match=f"b/{name}: row 0 has other bytes"):
+        prepared[1].rows("train").read(ids)
 
 
 def test_bounds_are_given_where_a_row_holds_documents() -> None:

@@ -14,7 +14,7 @@ from rayapp.data.tokens import CHAT_TEMPLATE, byte_tokenizer
 def test_a_file_and_chatml(tmp_path: Path, s3_bucket: str) -> None:
     from rayapp.storage import open_storage
 
-    (tmp_path / "a.jinja").write_text("{{ messages }} é")
+    (tmp_path / "a.jinja").write_text("\ufeff{{ messages }} é")
     open_storage(f"s3://{s3_bucket}/x").write("a.jinja", b"of s3")
     assert template_of(str(tmp_path / "a.jinja"), None) == "{{ messages }} é"
     assert template_of(f"s3://{s3_bucket}/x/a.jinja", None) == "of s3"

@@ -61,6 +61,19 @@ def test_bytes_of_added_special_and_long_tokens() -> None:
     assert [int(table[wrapped.convert_tokens_to_ids(n)]) for n in names] == [7, 9, 300, 0, 0, 0]
 
 
+def test_ids_without_a_token_are_counted_as_ids() -> None:
+    """A token of a higher id than the tokenizer has tokens is encoded, with its bytes."""
+    rules = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    rules["model"]["vocab"]["Q"] = 280  # it was another number
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(rules)), eos_token="<|endoftext|>"
+    )
+    assert len(wrapped) < tokens.num_ids(wrapped) == 281 == len(token_bytes(wrapped))
+    assert tokens.num_ids(byte_tokenizer()) == len(byte_tokenizer()) == 259
+    made = document(wrapped, "text", "a Q")
+    assert made.tokens.max() == 280 and made.num_bytes.tolist() == [1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("kind", ["local", "s3"])
 def test_saved_and_loaded_tokenizers_have_one_digest(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, ResNetConfig
+from tokenizers import Tokenizer
+from transformers import AutoConfig, PreTrainedTokenizerFast, ResNetConfig
 
 from rayapp import model
 from rayapp.config import from_dict
+from rayapp.data.tokens import byte_tokenizer, save_tokenizer
 from rayapp.finetune import check, finetune
 from rayapp.finetune.check import forecast
 from rayapp.planner import size_problem
+from rayapp.storage import open_storage
 
 
 def config(**cluster: Any) -> Any:
@@ -57,6 +62,51 @@ def test_random_weights_of_a_published_model_are_asked_for() -> None:
         problems = []
         check._model(from_dict({"model": words, "data": {"seq_len": 64}}), set(), problems)
         assert not problems
+
+
+def test_ids_without_an_embedding_are_named(tmp_path: Path) -> None:
+    """By their highest id: it may be above the number of tokens, and inside the vocabulary."""
+    rules = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    found = {}
+    for name, ids in {"inside": [280, 287], "beyond": [287, 288, 300, 400, 500]}.items():
+        rules["model"]["vocab"] = byte_tokenizer().get_vocab() | {f"<{i}>": i for i in ids}
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(rules)), eos_token="<|endoftext|>"
+        )
+        save_tokenizer(wrapped, open_storage(str(tmp_path / name)))
+        tree = {
+            "model": {
+                "path": "tiny",
+                "tokenizer": str(tmp_path / name),
+                "overrides": {"vocab_size": 288},
+            },
+            "data": {"seq_len": 64},
+        }
+        problems: list[str] = []
+        check._model(from_dict(tree), set(), problems)
+        found[name] = problems
+    assert found == {
+        "inside": [],
+        "beyond": [
+            f"model.tokenizer={tmp_path}/beyond is too large for the model: '<288>' has id 288, "
+            "'<300>' has id 300, '<400>' has id 400, and 1 more, and tiny has embeddings for 288 "
+            "ids. Set model.tokenizer to the one the model was trained with"
+        ],
+    }
+
+
+def test_templates_without_a_default_are_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"tool_use": "x", "rag": "y"}
+    save_tokenizer(tokenizer, open_storage(str(tmp_path)))
+    tree = {"model": {"path": "tiny", "tokenizer": str(tmp_path)}, "data": {"seq_len": 64}}
+    problems: list[str] = []
+    check._model(from_dict(tree), {"chat"}, problems)
+    assert problems == [
+        f"data.kind=chat is without a template: {tmp_path} has no chat_template named default (but "
+        "tool_use, rag). Set model.tokenizer to one that has one, data.chat_template, or "
+        "data.kind=prompt if the records can be prompts"
+    ]
 
 
 def test_the_forecast_knows_the_steps_and_the_shape_it_is_given() -> None:

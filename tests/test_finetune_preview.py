@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from rich.console import Console
 
 from rayapp.__main__ import main
 from rayapp.config import load
-from rayapp.data.tokens import byte_tokenizer
+from rayapp.data.messages import SILENT
+from rayapp.data.tokens import CHAT_TEMPLATE, byte_tokenizer
 from rayapp.finetune.check import CheckedLanguageRun, check
 from rayapp.finetune.preview import SHOWN, preview, rendered, runs
 from rayapp.finetune.show import records
@@ -76,6 +79,44 @@ def test_a_plan_has_the_beginnings_of_the_first_documents(chats: Path, tmp_path:
     out = io.StringIO()
     records(Console(file=out, width=10_000), [found])
     assert "\u27e6answer<|im_end|>\u27e7" in out.getvalue()
+
+
+def test_what_is_not_used_is_what_the_template_does_not_read(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "", "refusal": "No.", "tool_plan": "x"}
+    path, template = tmp_path / "a.jsonl", tmp_path / "a.jinja"
+    path.write_text(json.dumps({"messages": [CHATS[0]["messages"][0], answer], "id": 1}))
+    template.write_text(CHAT_TEMPLATE + "{% if false %}{{ message.tool_plan }}{% endif %}")
+    fields = {"data__path": str(path), "data__chat_template": str(template)}
+    (found,) = preview(checked(tmp_path, **fields))
+    assert found.unused == ("id", "messages.refusal") and found.notes == {SILENT: 1}
+    (found,) = preview(checked(tmp_path, data__path=str(path)))
+    assert found.unused == ("id", "messages.refusal", "messages.tool_plan")
+
+
+def test_data_that_break_off_later_are_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The check reads their beginning; a tokenizer is then trained on more of them."""
+    lines = "".join(f'{{"text": "{n}", "id": "{n * 7919:0100d}"}}\n' for n in range(20_000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-5000])
+    argv = ["data", f"--data.path={tmp_path}/a.jsonl.gz", "--model.tokenizer=bpe:300"]
+    assert main([*argv, f"--run.storage={tmp_path}"]) == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path}/a.jsonl.gz cannot be read as jsonl after line" in told
+    assert "Traceback" not in told
+
+
+def test_names_that_are_not_unicode_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = '{"text": "x", "\\ud83d": 1}\n{"text\n'
+    (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text(lines)
+    argv = ["data", f"--data.path={tmp_path}", "--data.bad_rows=0.9", "--model.tokenizer=bytes"]
+    for more in ([], ["--json"]):
+        assert main([*argv, f"--run.storage={tmp_path}", *more]) == 0
+        told = capsys.readouterr().out
+        told.encode()
+        assert "\\udcff.jsonl:2" in told.replace("\\\\", "\\") and "ud83d" in told
 
 
 def test_the_command(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

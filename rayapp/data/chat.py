@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rayapp.data.messages import (
+    SILENT,
+    SPEAKING,
     THINKING,
     Json,
     in_parts,
@@ -33,6 +35,7 @@ from rayapp.data.messages import (
     with_text_arguments,
     without_none,
 )
+from rayapp.data.problems import NOT_UNICODE
 from rayapp.data.spans import (
     REASONING,
     Words,
@@ -58,7 +61,7 @@ FIXED_DATE = (
 # Matches templates that distinguish missing content (a message that only calls tools) from empty.
 TESTS_CONTENT = re.compile(r"content['\"\]\s]*\)?\s+is\s+(not\s+)?none", re.IGNORECASE)
 TAKES_PARTS = re.compile(r"\bin\s+\w+(\.|\[['\"])content")  # loops over a message's content
-SPEAKING = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # beside the content
+TOOL_USE = "tool_use"  # the name of the template that transformers takes for chats with tools
 OWN_TEMPLATE = "Set data.chat_template=training, or to a file that"
 REFUSED = "is refused by the chat template"
 UNSTABLE = (
@@ -85,10 +88,19 @@ Rendered: TypeAlias = tuple[str, Spans, str | None]
 class ChatTemplate:
     """Renders chats, i.e. lists of messages with role and content."""
 
-    def __init__(self, tokenizer: Any, template: str = "", reasoning: str = "train") -> None:
-        """`template` replaces the tokenizer's; `reasoning` is data.reasoning."""
+    def __init__(
+        self, tokenizer: Any, template: str = "", reasoning: str = "train", pads: bool = False
+    ) -> None:
+        """`template` replaces the tokenizer's; `reasoning` is data.reasoning.
+
+        With `pads` the chats are from a table, which adds None where a row lacks a field.
+        """
+        self.of_tools: ChatTemplate | None = None
         if not template:
             template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+            named = tokenizer.chat_template
+            if isinstance(named, dict) and TOOL_USE in named:
+                self.of_tools = ChatTemplate(tokenizer, named[TOOL_USE], reasoning, pads)
         if not template:
             raise ValueError(
                 "data.kind=chat is without a template: the tokenizer has no chat_template. "
@@ -107,8 +119,8 @@ class ChatTemplate:
         self.takes_parts = TAKES_PARTS.search(template) is not None
         self.marked = GENERATION.search(template) is not None
         self.specials = dict(tokenizer.special_tokens_map)
-        self.reasoning = reasoning
-        self.reads = [name for name in REASONING if _reads(template, name)]
+        self.reasoning, self.pads = reasoning, pads
+        self.reads = [name for name in REASONING if reads(template, name)]
 
     def render(self, chats: Sequence[Mapping[str, Any]]) -> list[Rendered]:
         """Return (text, spans that bear loss, note) or ("", [], problem) per chat.
@@ -129,9 +141,12 @@ class ChatTemplate:
         return [self._one(chat) for chat in chats]
 
     def _one(self, chat: Mapping[str, Any]) -> Rendered:
+        if self.of_tools is not None and chat.get("tools"):
+            return self.of_tools._one(chat)
         messages = self._messages(chat["messages"])
-        given = dict(without_none(chat.get("chat_template_kwargs") or {}))
-        if tools := tools_of(chat):
+        kwargs = chat.get("chat_template_kwargs") or {}
+        given = dict(without_none(kwargs) if self.pads else kwargs)
+        if tools := tools_of(chat, self.pads):
             given["tools"] = tools
         made = self._attempt(messages, given)
         # Some templates concatenate arguments as text, and some take content in parts only.
@@ -155,6 +170,8 @@ class ChatTemplate:
             if given.get("tools") and self._render(messages, renamed(given))[0] == text:
                 return "", [], NO_TOOLS
             return self._judged(messages, text, spans, given)
+        except UnicodeEncodeError:
+            return "", [], NOT_UNICODE
         except Exception as error:  # a template's code may raise anything
             first = (str(error).splitlines() or [""])[0]
             return "", [], f"{REFUSED} ({type(error).__name__}: {first})"
@@ -183,7 +200,10 @@ class ChatTemplate:
             if chosen is None:
                 return "", [], NO_WEIGHTS
             spans = chosen
-        return text, spans, left_out(answers, text) if thinks or calls else None
+        note = left_out(answers, text) if thinks or calls else None
+        pairs = zip(answers, meant, strict=True)
+        silent = any(empty and message.get("weight") != 0 for message, empty in pairs)
+        return text, spans, SILENT if silent else note
 
     def _chosen(self, messages: list[Any], text: str, spans: Spans, given: Json) -> Spans | None:
         """Return the spans without answers of weight 0, and without reasoning if that is masked."""
@@ -318,13 +338,16 @@ class ChatTemplate:
             **given,
         )
         texts, marks = rendered
+        for text in texts:
+            text.encode()  # which raises an error for half of a surrogate pair, of any field
         return texts, marks if self.marked else [[] for _ in texts]
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Json]:
         """Return messages as templates expect them: content as text, call arguments as objects."""
         made = []
         for message in messages:
-            plain = without_none(message)
+            plain = without_none(message) if self.pads else dict(message)
+            plain = {name: value for name, value in plain.items() if value is not None}
             absent = message.get("content") is None and self.tests_content
             plain["content"] = None if absent else said_by(message)
             if plain["role"] == "assistant":
@@ -346,5 +369,6 @@ class ChatTemplate:
             message[self.reads[0]] = message.pop(given[0])
 
 
-def _reads(template: str, name: str) -> bool:
+def reads(template: str, name: str) -> bool:
+    """Return whether a template reads a field of this name."""
     return re.search(rf"\.{name}\b|['\"]{name}['\"]", template) is not None

@@ -34,6 +34,7 @@ from rayapp.data.long_texts import (
     parts_of,
     pieces_of,
 )
+from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
 from rayapp.data.problems import problem_of
 from rayapp.data.shapes import COLUMNS
@@ -76,6 +77,7 @@ class Renderer:
         template: str = "",
         reasoning: str = "train",
         special_tokens: str = CONTROL,
+        pads: bool = False,
     ) -> None:
         self.tokenizer, self.kind, self.special_tokens = tokenizer, kind, special_tokens
         self.control = ControlTokens(tokenizer)
@@ -83,7 +85,8 @@ class Renderer:
         self.end = tokenizer.eos_token_id
         self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
         self.line_end = encoded_line_end(tokenizer, self.bytes_of) if self.adds_space else None
-        self.chats = ChatTemplate(tokenizer, template, reasoning) if kind == "chat" else None
+        how = (template, reasoning, pads)
+        self.chats = ChatTemplate(tokenizer, *how) if kind == "chat" else None
         if tokenizer.is_fast:  # a tokenizer.json may ask for them
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
@@ -155,7 +158,10 @@ class Renderer:
             before, after = encoded[place], encoded[len(values) + place]
             added = self._added(after, completion)
             bodies.append((np.concatenate([before, after]), len(before), added))
-        notes = map(self._note, prompts, completions)
+        notes = [
+            self._note(*texts) if texts[1].strip() else SILENT
+            for texts in zip(prompts, completions, strict=True)
+        ]
         return list(zip(self._closed(bodies), notes, strict=True))
 
     def _encode(self, texts: list[str]) -> list[Tokens]:

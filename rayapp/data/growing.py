@@ -6,12 +6,12 @@ rows, order = growing.at(step)              # waits for the windows that the ste
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from functools import lru_cache
 
-from rayapp.data.prepared import Prepared, rows_of_windows, unit_name
+from rayapp.data.prepared import Prepared, account_of, rows_of_windows, unit_name
+from rayapp.data.report import UnitSummary
 from rayapp.data.rows import TokenRows
 from rayapp.order import Order, visits
 from rayapp.storage import open_storage
@@ -67,8 +67,7 @@ class GrowingRows:
 def _shard_of(url: str, index: int) -> tuple[str, int] | None:
     """Wait for a window; return its training shard with its number of rows, None if it has none."""
     storage, name = open_storage(url), unit_name(index)
-    while not storage.exists(name):
+    while (unit := account_of(storage, name, UnitSummary)) is None:
         time.sleep(POLL_S)
-    unit = json.loads(storage.read(name))
     shard = unit["shards"].get("train")
     return None if shard is None else (shard, unit["counts"]["train"]["rows"])

@@ -31,7 +31,7 @@ class SourceHead:
     kind: str
     """text, prompt or chat."""
     unused: tuple[str, ...]
-    """Columns that nothing is made of."""
+    """Columns that nothing is made of, and `messages.NAME` for fields that rayapp does not know."""
     problems: list[str]
 
 
@@ -56,12 +56,16 @@ def inspect(
         kind = next((k for k, _ in kinds.most_common(1) if k), "text")
     if not heads:
         return SourceHead(kind, (), [f"data.path={path} is empty: there is no record in its files"])
+    judged = _judged(heads, kind, columns)
+    wrong = [(record, why) for record, why in judged if why]
     unused = dict.fromkeys(name for row in rows for name in shapes.unused(row, kind))
-    wrong = _wrong(heads, kind, columns)
+    if kind == "chat":
+        chats = [record.value for record, why in judged if not why]
+        unused |= dict.fromkeys(name for chat in chats for name in shapes.unused_fields(chat))
     refused = len(wrong) > limit * len(heads) if whole or not limit else len(wrong) == len(heads)
     if refused and limit and not whole:
         spread = _spread(source)
-        refused = limit < 1 and len(_wrong(spread, kind, columns)) == len(spread)
+        refused = limit < 1 and all(why for _, why in _judged(spread, kind, columns))
     if not refused:
         return SourceHead(kind, tuple(unused), [])
     firsts = {why: record for record, why in reversed(wrong)}
@@ -74,13 +78,12 @@ def inspect(
     return SourceHead(kind, tuple(unused), [problem])
 
 
-def _wrong(
+def _judged(
     records: list[sources.Record], kind: str, columns: Mapping[str, str]
-) -> list[tuple[sources.Record, str]]:
-    """Return the unusable records, each with the reason."""
+) -> list[tuple[sources.Record, str | None]]:
+    """Return the records as standard ones, each with why it is unusable, or None."""
     made = [shapes.standardised(record, kind, columns) for record in records]
-    judged = [(record, record.problem or problem_of(record.value, kind)) for record in made]
-    return [(record, why) for record, why in judged if why]
+    return [(record, record.problem or problem_of(record.value, kind)) for record in made]
 
 
 def _spread(source: sources.DataSource) -> list[sources.Record]:

@@ -13,6 +13,10 @@ from rayapp.data.spans import REASONING
 THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 NO_REASONING = "has reasoning that the chat template leaves out"
 NO_WORDS = "has words beside tool calls that the chat template leaves out"
+SILENT = "has an empty answer, which teaches the model to say nothing"
+# Fields of a message that rayapp reads; SPEAKING are those of an answer beside its content.
+SPEAKING = ("tool_calls", *REASONING)
+FIELDS = ("role", "content", "name", "tool_call_id", "weight", *SPEAKING)
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object: from a user's record, or arguments of a template."""
@@ -34,18 +38,20 @@ def left_out(answers: list[Json], text: str) -> str | None:
     return NO_WORDS if any(words not in text for words in texts) else None
 
 
-def tools_of(chat: Mapping[str, Any]) -> list[Json]:
+def tools_of(chat: Mapping[str, Any], pads: bool = False) -> list[Json]:
     """Return the tools of a chat, which may be a list or JSON text.
+
+    With `pads` the list is from a table, which adds None where a tool lacks a field of another.
 
     Raises:
         ValueError: they are not a list of objects.
     """
     tools = chat.get("tools") or []
     if isinstance(tools, str):
-        tools = json.loads(tools)
+        tools, pads = json.loads(tools), False
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError("tools are not a list of objects")
-    return [without_none(tool) for tool in tools]
+    return [without_none(tool) if pads else dict(tool) for tool in tools]
 
 
 def said_by(message: Mapping[str, Any]) -> str:
@@ -55,7 +61,7 @@ def said_by(message: Mapping[str, Any]) -> str:
 
 
 def without_none(value: Any) -> Any:
-    """Drop None values at any depth: columns that only other rows of a table have."""
+    """Drop None values at any depth: fields that only other rows of a table have."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):

@@ -16,7 +16,6 @@ of their own, which all come before the one that packs it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,14 +29,17 @@ import numpy as np
 from rayapp.data import sources
 from rayapp.data.prepared import (
     BLOCKS,
+    MANIFEST,
     MAX_EXAMPLES,
     NOT_STORED,
     SPLITS,
     USED,
     Prepared,
+    account_of,
     duplicate_share,
     load,
     unit_name,
+    write_account,
 )
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
@@ -88,9 +90,9 @@ def prepare(
     assert len(whole) == len(jobs), f"shards in {storage.url} changed while they were being made"
     merged = merge(recipe, storage, dict(sorted(whole.items())))
     manifest = {name: value for name, value in vars(merged).items() if name not in NOT_STORED}
-    storage.write("manifest.json", json.dumps(manifest, indent=1).encode())
+    write_account(storage, MANIFEST, manifest)
     loaded = load(storage)
-    assert loaded is not None, f"{storage.url}/manifest.json does not match the shards just written"
+    assert loaded is not None, f"{storage.url}/{MANIFEST} does not match the shards just written"
     return loaded
 
 
@@ -156,7 +158,7 @@ def _source_and_store(
 def prepare_unit(
     recipe: RowRecipe, root: str, folder: str, origin: str, index: int, unit: sources.ReadUnit
 ) -> None:
-    """Pack the documents of one unit: write `<split>-<index>.rows`, then `unit-<index>.json`.
+    """Pack the documents of one unit: write `<split>-<index>.shard`, then `unit-<index>.json`.
 
     These lie in `folder` of the URL `root`, beside the hashes of the documents. Blocks of tokens,
     which lie in `root`, are made where they are missing. Memory: the tokens of this unit, or of a
@@ -188,7 +190,7 @@ def prepare_unit(
     storage.write(_hashes_name(index), bytes(rows.hashes))
     counts = {split: summed(counts) for split, counts in rows.counts.items()}
     summary = account.summary(counts, rows.shards)
-    storage.write(unit_name(index), json.dumps(summary).encode())
+    write_account(storage, unit_name(index), summary)
 
 
 def _taken(
@@ -254,13 +256,15 @@ def whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSum
     sizes = {entry.name: entry.size for entry in storage.list()}
     present = [index for index in range(count) if unit_name(index) in sizes]
     with ThreadPoolExecutor(READERS) as pool:
-        texts = pool.map(lambda index: storage.read(unit_name(index)), present)
-        summaries = dict(zip(present, map(json.loads, texts), strict=True))
+        found = pool.map(lambda index: account_of(storage, unit_name(index), UnitSummary), present)
+        summaries = dict(zip(present, found, strict=True))
     return {
         index: summary
         for index, summary in summaries.items()
-        if all(
-            sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(name, seq_len)
+        if summary is not None
+        and sizes.get(_hashes_name(index)) == 8 * summary["counts"]["train"]["documents"]
+        and all(
+            sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(seq_len)
             for split, name in summary["shards"].items()
         )
     }

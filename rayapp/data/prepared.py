@@ -11,16 +11,17 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rayapp.data.report import Counts, DataReport, summed
-from rayapp.data.rows import TokenRows, stored_bytes
+from rayapp.data.rows import SHARD, TokenRows, checksum_of, seed_of, stored_bytes
 from rayapp.order import SOURCE_ROWS, fingerprint
 from rayapp.storage import Storage, open_storage
 
 SPLITS = ("train", "eval")
+MANIFEST = "manifest.json"
 USED = "USED"  # written anew whenever a run takes the rows; its time is that of the last use
 BLOCKS = "blocks.txt"  # the blocks of tokens that the rows were made of, below the token folder
 # Fields that no manifest has.
@@ -28,6 +29,8 @@ NOT_STORED = ("sizes", "weights", "sources", "places", "windows", "known", "pack
 MAX_EXAMPLES = 16  # reasons whose first record is named
 MAX_REASONS = 5  # reasons in one line
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
+
+Account = TypeVar("Account")
 
 
 @dataclass(frozen=True)
@@ -186,19 +189,36 @@ def reasons(bad: Mapping[str, int], examples: Sequence[tuple[str, str]]) -> str:
 
 
 def load(storage: Storage) -> Prepared | None:
-    """Return a prepared data set; None if its manifest is missing or a shard has another size."""
-    if not storage.exists("manifest.json"):
+    """Return a prepared data set; None if its manifest or a shard is missing or not whole."""
+    prepared = account_of(storage, MANIFEST, Prepared)
+    if prepared is None:
         return None
-    loaded = {**json.loads(storage.read("manifest.json")), "url": storage.url}
-    for split, shards in loaded["shards"].items():
-        loaded["shards"][split] = [(name, count) for name, count in shards]
-    loaded["examples"] = [(place, why) for place, why in loaded["examples"]]
-    prepared = Prepared(**loaded)
     sizes = {entry.name: entry.size for entry in storage.list()}
     shards = [shard for split in SPLITS for shard in prepared.shards[split]]
-    seq_len = prepared.seq_len
-    whole = all(sizes.get(name) == n * stored_bytes(name, seq_len) for name, n in shards)
-    return prepared if whole else None
+    whole = all(sizes.get(name) == n * stored_bytes(prepared.seq_len) for name, n in shards)
+    return replace(prepared, url=storage.url) if whole else None
+
+
+def write_account(storage: Storage, name: str, values: Mapping[str, object]) -> None:
+    """Write a unit's summary or a manifest, with a checksum that is of its place too."""
+    checksum = checksum_of(json.dumps(values).encode(), seed_of(f"{storage.url}/{name}"))
+    storage.write(name, json.dumps({**values, "checksum": checksum}, indent=1).encode())
+
+
+def account_of(storage: Storage, name: str, kind: type[Account]) -> Account | None:
+    """Read what `write_account` wrote; None if it is missing, damaged, or belongs elsewhere."""
+    from pydantic import TypeAdapter
+
+    try:
+        values = json.loads(storage.read(name))
+        checksum = values.pop("checksum", None)
+        found = TypeAdapter(kind).validate_python(values)
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+    if checksum is None:  # as in the version before, whose shards have other names
+        return None if SHARD in json.dumps(values) else found
+    expected = checksum_of(json.dumps(values).encode(), seed_of(f"{storage.url}/{name}"))
+    return found if checksum == expected else None
 
 
 def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, float]) -> Prepared:
@@ -211,11 +231,10 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
     bad: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     parts = dict(sorted(parts.items()))  # so that the order in the config does not matter
-    names: dict[str, object] = {"weights": dict(weights)}
-    for path, part in parts.items():
+    names = parts_of_mixture({path: part.parts for path, part in parts.items()}, weights)
+    for part in parts.values():
         bad.update(part.bad)
         notes.update(part.notes)
-        names |= {f"{path} {name}": value for name, value in part.parts.items()}
         for split in SPLITS:
             shards[split] += [(f"{part.fingerprint}/{n}", rows) for n, rows in part.shards[split]]
     documents = [part.counts["train"]["documents"] for part in parts.values()]
@@ -239,6 +258,14 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         windows=tuple(count for part in parts.values() for count in part.windows),
         known=tuple(count for part in parts.values() for count in part.known),
     )
+
+
+def parts_of_mixture(
+    parts: Mapping[str, Mapping[str, object]], weights: Mapping[str, float]
+) -> dict[str, object]:
+    """Return the named parts of a mixture's fingerprint, from those of each source by its path."""
+    each = {f"{path} {name}": value for path in parts for name, value in parts[path].items()}
+    return {"weights": dict(weights)} | each
 
 
 def rows_of_windows(

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rayapp.data.chat import SPEAKING
 from rayapp.data.long_texts import chunks_of
-from rayapp.data.messages import said_by, tools_of
+from rayapp.data.messages import SPEAKING, said_by, tools_of
 from rayapp.data.shapes import COLUMNS
 from rayapp.data.sources import LongText
 
+NOT_UNICODE = "has text that is not Unicode (half of a surrogate pair)"
 AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]\s*:")  # as a cell of CSV may hold
 
 
@@ -38,7 +38,7 @@ def _problem_of_text(text: str | LongText) -> str | None:
         for part in chunks_of(text):
             part.encode()
     except UnicodeEncodeError:
-        return "has text that is not Unicode (half of a surrogate pair)"
+        return NOT_UNICODE
     return None
 
 

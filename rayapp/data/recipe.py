@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from rayapp.data import sources
 from rayapp.order import fingerprint
 
-VERSIONS = {"text": 2, "prompt": 2, "chat": 3}  # of the rows made of a recipe, by its kind
-TOKENS_VERSION = 1  # of the blocks of tokens, and of how records are cut into them
+VERSIONS = {"text": 3, "prompt": 3, "chat": 4}  # of the rows made of a recipe, by its kind
+TOKENS_VERSION = 2  # of the blocks of tokens, and of how records are cut into them
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 
 class Counts(TypedDict):

@@ -7,8 +7,8 @@ A prepared data set is a list of shard files of fixed-size records (`packing.row
 record n - first of the shard whose rows start at `first`. Shards are numbered consecutively, unless
 `firsts` says otherwise. A row is contiguous:
 it is read from a memory map, or by a ranged GET, which takes the rows that lie close by too. A
-record is followed by its xxh3, which is checked at each read; shards named .bin, which an earlier
-version wrote, have none.
+record is followed by the xxh3 of its bytes and its place, which is checked at each read; that of
+shards named .rows, which the version before wrote, is of its bytes alone.
 """
 
 from __future__ import annotations
@@ -28,20 +28,37 @@ from rayapp.storage import Storage, StorageError
 READERS = 16  # concurrent ranged GETs
 GAP_BYTES = 16_384  # between two rows, read in vain: it takes less time than another GET
 RANGE_BYTES = 8 * 2**20
-CHECKED = ".rows"  # the end of the names of shards with checksums
+SHARD, EARLIER = ".shard", ".rows"  # the ends of the names of shards, and of those before
 CHECKSUM = np.dtype("<u8")
 
 
-def stored_bytes(name: str, seq_len: int) -> int:
-    """Return the bytes of a record in a shard of this name."""
-    return row_dtype(seq_len).itemsize + CHECKSUM.itemsize * name.endswith(CHECKED)
+def stored_bytes(seq_len: int) -> int:
+    """Return the bytes of a record in a shard."""
+    return row_dtype(seq_len).itemsize + CHECKSUM.itemsize
 
 
-def with_checksums(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return rows [n] of `row_dtype` as they are stored: uint8 [n, stored_bytes]."""
+def seed_of(url: str) -> int:
+    """Return what the checksums in a file begin with: a number of its folder and name.
+
+    The parts of a file have this and the following seeds, so that none is taken for another.
+    """
+    return xxh3_64_intdigest("/".join(url.split("/")[-2:]).encode())
+
+
+def checksum_of(data: Any, seed: int, number: int = 0) -> int:
+    """Return the checksum of a part of a file, by the seed of the file and the part's number."""
+    return xxh3_64_intdigest(data, (seed + number) % 2**64)
+
+
+def with_checksums(rows: np.ndarray[Any, Any], url: str, first: int) -> np.ndarray[Any, Any]:
+    """Return rows [n] of `row_dtype` as a shard at a URL has them from row `first` on.
+
+    Shapes: uint8 [n, stored_bytes].
+    """
     plain = rows.view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
-    checksums = np.array([xxh3_64_intdigest(row.data) for row in plain], CHECKSUM)
-    return np.concatenate([plain, checksums[:, None].view(np.uint8)], axis=1)
+    seed = seed_of(url)
+    checksums = [checksum_of(row.data, seed, number) for number, row in enumerate(plain, first)]
+    return np.concatenate([plain, np.array(checksums, CHECKSUM)[:, None].view(np.uint8)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -154,6 +171,7 @@ class TokenRows:
         self._len = int(counts.sum())
         self._firsts = np.cumsum(counts) - counts if firsts is None else np.array(firsts, np.int64)
         self._maps: dict[str, np.ndarray[Any, Any]] = {}
+        self._seeds = {name: seed_of(f"{storage.url}/{name}") for name, _ in self.shards}
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
@@ -190,7 +208,7 @@ class TokenRows:
             self._pool = ThreadPoolExecutor(READERS)
         ranges = self._ranges(places)
         for each, chunk in zip(ranges, self._pool.map(self._fetched, ranges), strict=True):
-            size = stored_bytes(each[0].name, self.seq_len)
+            size = stored_bytes(self.seq_len)
             stored = np.frombuffer(chunk, np.uint8).reshape(-1, size)
             for slot, name, index in each:
                 records[slot] = self._checked(name, index, stored[index - each[0].number])
@@ -201,7 +219,7 @@ class TokenRows:
         ranges: list[list[Place]] = []
         for place in sorted(places, key=lambda place: place[1:]):
             if ranges and ranges[-1][-1].name == place.name:
-                size = stored_bytes(place.name, self.seq_len)
+                size = stored_bytes(self.seq_len)
                 gap = (place.number - ranges[-1][-1].number - 1) * size
                 if gap <= GAP_BYTES and (place.number - ranges[-1][0].number) * size < RANGE_BYTES:
                     ranges[-1].append(place)
@@ -210,18 +228,19 @@ class TokenRows:
         return ranges
 
     def _fetched(self, places: list[Place]) -> bytes:
-        size = stored_bytes(places[0].name, self.seq_len)
+        size = stored_bytes(self.seq_len)
         first, count = places[0].number, places[-1].number - places[0].number + 1
         return self.storage.read(places[0].name, first * size, count * size)
 
     def _checked(self, name: str, index: int, stored: np.ndarray[Any, Any]) -> Any:
         """Return the record in stored bytes, uint8 [stored_bytes]."""
         plain, checksum = np.split(stored, [self.dtype.itemsize])
-        if len(checksum) and xxh3_64_intdigest(plain.data) != checksum.view(CHECKSUM)[0]:
+        place = (0, 0) if name.endswith(EARLIER) else (self._seeds[name], index)
+        if checksum_of(plain.data, *place) != checksum.view(CHECKSUM)[0]:
             raise StorageError(
                 "read",
                 f"{self.storage.url}/{name}",
-                f"row {index} has other bytes than were written",
+                f"row {index} has other bytes than were written, or belongs elsewhere",
                 "Delete that file: the run's next command makes it again",
             )
         return plain.view(self.dtype)[0]
@@ -231,7 +250,7 @@ class TokenRows:
             path = self.storage.local_path(name)
             assert path is not None
             stored = np.memmap(path, np.uint8, mode="r")
-            self._maps[name] = stored.reshape(-1, stored_bytes(name, self.seq_len))
+            self._maps[name] = stored.reshape(-1, stored_bytes(self.seq_len))
         return self._maps[name]
 
 

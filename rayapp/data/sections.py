@@ -6,12 +6,14 @@
 A section holds consecutive records of a block: their pieces and places, what they drew for the
 held-out split, and the tokens of those that are documents. A long document may be in parts, each a
 record of its own. What is made of tokens afterwards, rows and splits, is not in it. A section is a
-frame, whose header has the length and the xxh3 of the rest; that is compressed with Zstandard, to
-about 2 bytes a token. The last section is followed by END.
+frame, whose header has the length and the xxh3 of the rest, of the block's place and of the
+section's number; the rest is compressed with Zstandard, to about 2 bytes a token. The last section
+is followed by the header of an empty one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Iterable, Iterator
@@ -20,17 +22,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-from xxhash import xxh3_64_intdigest
 
 from rayapp.data.packing import Document
+from rayapp.data.rows import checksum_of
 
 SECTION_TOKENS, SECTION_RECORDS = 2**20, 2**16  # a section ends after either
 NO_DOCUMENT = 2**32 - 1  # as the length of a record
 HEADER = struct.Struct("<4sIQ")  # MAGIC, bytes that follow, their xxh3
-MAGIC, MAGIC_OF_PARTS = b"rtk1", b"rtk2"  # the second with documents that go on
+MAGIC = b"rtk3"
 SIZE = struct.Struct("<I")
-END = HEADER.pack(MAGIC, 0, xxh3_64_intdigest(b""))  # after the last section
-
 CODEC = "zstd"
 WIDE = {  # types of a section's arrays
     "pieces": np.uint32,
@@ -145,10 +145,15 @@ def _joined(columns: list[Array], dtype: Any) -> Array:
     return np.concatenate([empty, *columns], dtype=dtype, casting="unsafe")
 
 
-def encoded(section: TokenSection) -> list[Any]:
+def end_of(seed: int, count: int) -> bytes:
+    """Return what follows the last section of a block with so many."""
+    return HEADER.pack(MAGIC, 0, checksum_of(b"", seed, count))
+
+
+def encoded(section: TokenSection, seed: int, number: int) -> list[Any]:
     """Return a section as it is stored, in parts: each array in the narrowest type that holds it.
 
-    The parts are bytes or buffers.
+    The parts are bytes or buffers; `seed` is that of the block's file.
     """
     base = int(section.places.min())
     columns = {
@@ -173,8 +178,7 @@ def encoded(section: TokenSection) -> list[Any]:
             packing.write(column.astype(types[name]).view(np.uint8))
         packing.write(np.packbits(section.loss))
     packed = out.getvalue()
-    magic = MAGIC_OF_PARTS if section.going_on else MAGIC
-    return [HEADER.pack(magic, packed.size, xxh3_64_intdigest(packed)), packed]
+    return [HEADER.pack(MAGIC, packed.size, checksum_of(packed, seed, number)), packed]
 
 
 def _narrow(column: Array) -> np.dtype[Any]:
@@ -182,18 +186,21 @@ def _narrow(column: Array) -> np.dtype[Any]:
     return np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<")
 
 
-def read(file: BinaryIO) -> Iterator[TokenSection]:
+def read(file: BinaryIO, seed: int) -> Iterator[TokenSection]:
     """Yield the sections of a block's file.
 
     Raises:
-        DamagedTokens: it is cut off, or has other bytes than were written.
+        DamagedTokens: it is cut off, or has other bytes than were written there.
     """
-    while (header := file.read(HEADER.size)) != END:
+    for number in itertools.count():
+        header = file.read(HEADER.size)
+        if header == end_of(seed, number):
+            return
         if len(header) < HEADER.size:
             raise DamagedTokens("is cut off")
         magic, size, checksum = HEADER.unpack(header)
-        packed = file.read(size) if magic in (MAGIC, MAGIC_OF_PARTS) else b""
-        if not packed or xxh3_64_intdigest(packed) != checksum:
+        packed = file.read(size) if magic == MAGIC else b""
+        if not packed or checksum_of(packed, seed, number) != checksum:
             raise DamagedTokens("has other bytes than were written")
         yield _decoded(pa.CompressedInputStream(pa.BufferReader(packed), CODEC))
 

@@ -10,11 +10,12 @@ they are. docs/data.md has one row of each shape.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayapp.data import sources
+from rayapp.data.messages import FIELDS
 
 Row = Mapping[str, Any]
 
@@ -78,6 +79,17 @@ def _text(row: Row, name: str) -> str:
     return value or ""
 
 
+def _needed(row: Row, name: str) -> str:
+    """Return a column's text, which may be empty.
+
+    Raises:
+        ShapeError: it is null, or something else.
+    """
+    if row[name] is None:
+        raise ShapeError(f"has a {name!r} that is null")
+    return _text(row, name)
+
+
 def _chat(row: Row, messages: list[Any]) -> Row:
     """Return a chat, with the system's message that a row has in a column."""
     if system := _text(row, "system"):
@@ -115,8 +127,8 @@ def _of_alpaca(row: Row) -> Row:
         before = [turn for question, answer in history for turn in _pair(question, answer)]
     except (TypeError, ValueError) as error:
         raise ShapeError("has a 'history' that is not a list of pairs") from error
-    question = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
-    return _chat(row, [*before, *_pair(question, _text(row, "output"))])
+    question = "\n".join(filter(None, (_needed(row, "instruction"), _text(row, "input"))))
+    return _chat(row, [*before, *_pair(question, _needed(row, "output"))])
 
 
 def _prompt_of_alpaca(row: Row) -> Row:
@@ -125,21 +137,21 @@ def _prompt_of_alpaca(row: Row) -> Row:
     given = _text(row, "input")
     prompt = ALPACA.format(
         paired=PAIRED if given else "",
-        instruction=_text(row, "instruction"),
+        instruction=_needed(row, "instruction"),
         given=f"\n\n### Input:\n{given}" if given else "",
     )
-    return {"prompt": prompt, "completion": _text(row, "output")}
+    return {"prompt": prompt, "completion": _needed(row, "output")}
 
 
 def _of_questions(row: Row) -> Row:
-    return _chat(row, _pair(_text(row, "question"), _text(row, "answer")))
+    return _chat(row, _pair(_needed(row, "question"), _needed(row, "answer")))
 
 
 def _prompt_of_questions(row: Row) -> Row:
     if row.get("system"):
         raise ShapeError("has a 'system', which only a chat can have")
-    prompt = f"Question: {_text(row, 'question')}\nAnswer: "
-    return {"prompt": prompt, "completion": _text(row, "answer")}
+    prompt = f"Question: {_needed(row, 'question')}\nAnswer: "
+    return {"prompt": prompt, "completion": _needed(row, "answer")}
 
 
 def _of_turns(row: Row) -> Row:
@@ -229,10 +241,21 @@ def renamed(row: Any, columns: Mapping[str, str]) -> Any:
 def unused(row: Any, kind: str) -> tuple[str, ...]:
     """Return the columns of a row that nothing is made of; those without a value do not count."""
     shape = None if isinstance(row, str) else shape_of(row, kind)
-    if shape is None:
-        return ()
-    known = {*shape.needs, *shape.may}
-    return tuple(name for name, value in row.items() if name not in known and value is not None)
+    return () if shape is None else _others(row, (*shape.needs, *shape.may))
+
+
+def unused_fields(chat: Row) -> tuple[str, ...]:
+    """Return `messages.NAME` for each field of a valid chat's messages that rayapp does not know.
+
+    A template may read it.
+    """
+    each = (name for message in chat["messages"] for name in _others(message, FIELDS))
+    return tuple(f"messages.{name}" for name in each)
+
+
+def _others(row: Row, known: Collection[str]) -> tuple[str, ...]:
+    found = (name for name, value in row.items() if name not in known and value is not None)
+    return tuple(map(sources.printable, found))
 
 
 def standardised(record: sources.Record, kind: str, columns: Mapping[str, str]) -> sources.Record:

@@ -42,7 +42,7 @@ def template_of(name: str, tokenizer: Any) -> str:
             f"data.chat_template={name} is missing: there is no such file. Give a file with a "
             f"Jinja template, {CHATML} or {TRAINING}"
         )
-    return storage.read(file).decode()
+    return storage.read(file).decode("utf-8-sig")
 
 
 def _training(tokenizer: Any) -> str:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from rayapp.data import sections
+from rayapp.data.rows import seed_of
 from rayapp.data.sections import DamagedTokens, TokenSection
 from rayapp.storage import Storage
 from rayapp.storage.processes import machine, mark_of
@@ -50,10 +51,11 @@ class TokenStore:
         `make` yields the same sections at each call.
         """
         name, done = name_of(key), 0
+        seed = seed_of(f"{self.storage.url}/{key}")
         while True:
             try:
                 with self.storage.open_read(name) as file:
-                    for section in islice(sections.read(file), done, None):
+                    for section in islice(sections.read(file, seed), done, None):
                         done += 1
                         yield section
                 return
@@ -65,11 +67,12 @@ class TokenStore:
                 if not ours:
                     continue
                 with self.storage.open_write(name) as out:
-                    for number, section in enumerate(make()):
-                        out.writelines(sections.encoded(section))
-                        if number >= done:
+                    count = 0
+                    for count, section in enumerate(make(), 1):
+                        out.writelines(sections.encoded(section, seed, count - 1))
+                        if count > done:
                             yield section
-                    out.write(sections.END)
+                    out.write(sections.end_of(seed, count))
                 return
 
     def make(self, key: str, make: Callable[[], Iterator[TokenSection]]) -> None:
@@ -115,12 +118,17 @@ class TokenStore:
             time.sleep(POLL_S)
 
     def _has_ended(self, name: str) -> bool:
-        """Return whether the process that holds a claim was of this machine, and is gone."""
+        """Return whether the process that holds a claim was of this machine and is gone."""
         try:
-            holder = json.loads(self.storage.read(name + CLAIM))
+            claim = self.storage.read(name + CLAIM)
         except FileNotFoundError:
             return False
-        return holder["machine"] == machine() and mark_of(holder["pid"]) != holder["process"]
+        try:
+            holder = json.loads(claim)
+            where, pid, process = holder["machine"], int(holder["pid"]), holder["process"]
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            return True  # claims are written whole: this one is damaged, and nobody's
+        return bool(where == machine() and mark_of(pid) != process)
 
 
 def _claim() -> bytes:

@@ -33,7 +33,8 @@ def tokenised(
 def _records(
     recipe: RowRecipe, source: sources.DataSource, pieces: Sequence[sources.Piece]
 ) -> Iterator[TokenisedRecord]:
-    how = (recipe.kind, recipe.template, recipe.reasoning, recipe.special_tokens)
+    pads = source.is_table or recipe.version is not None  # the version before dropped all None
+    how = (recipe.kind, recipe.template, recipe.reasoning, recipe.special_tokens, pads)
     renderer = _renderer(recipe.tokenizer_url, *how)
     in_parts = recipe.kind == "text" and renderer.can_cut
     records = (
@@ -95,5 +96,5 @@ def _size(value: Any) -> int:
 
 
 @lru_cache(maxsize=2)
-def _renderer(tokenizer_url: str, *how: str) -> Renderer:
+def _renderer(tokenizer_url: str, *how: Any) -> Renderer:
     return Renderer(tokens.load_tokenizer(tokenizer_url), *how)

@@ -137,22 +137,26 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return blake2b(parts.encode(), digest_size=8).hexdigest()
 
 
+def num_ids(tokenizer: Any) -> int:
+    """Return the highest id plus one; `len(tokenizer)` is less if there are ids without a token."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def token_bytes(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Return how many UTF-8 bytes each token stands for: uint16 [vocabulary]; special tokens 0.
+    """Return how many UTF-8 bytes each id stands for: uint16 [num_ids]; special tokens 0.
 
     Byte-level tokens have one character per byte. Sentencepiece-like ones write a space as U+2581
     and a raw byte as <0x0A>. Tokens added to either are plain text.
     """
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_tokens, *SPECIALS}
     special |= {token.content for token in added.values() if token.special}
     byte_level = tokenizer.is_fast and '"ByteLevel"' in json.dumps(
         json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder")
     )
-    table = np.zeros(len(tokens), np.uint16)
-    for index, token in enumerate(tokens):
-        if token is None or token in special:
+    table = np.zeros(num_ids(tokenizer), np.uint16)
+    for token, index in tokenizer.get_vocab().items():
+        if token in special:
             continue
         if index in added:
             table[index] = len(token.encode())

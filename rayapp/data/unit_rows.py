@@ -14,7 +14,7 @@ from rayapp.data.packing import IGNORE, Document, filled, in_groups, lay_out, ro
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import Counts, UnitSummary
-from rayapp.data.rows import CHECKED, with_checksums
+from rayapp.data.rows import SHARD, with_checksums
 from rayapp.data.sections import TokenisedRecord
 from rayapp.data.spool import Spool
 from rayapp.order import shuffled
@@ -85,15 +85,16 @@ class UnitRows:
             ]
         )
         if layout.num_rows and split not in self.shards:
-            self.shards[split] = name = f"{split}-{self.index:05d}{CHECKED}"
+            self.shards[split] = name = f"{split}-{self.index:05d}{SHARD}"
             self.files[split] = self.stack.enter_context(self.storage.open_write(name))
-        arrays = spool.arrays()
+        arrays, before = spool.arrays(), sum(counts["rows"] for counts in self.counts[split])
         target_tokens = target_bytes = 0
         size = max(1, WINDOW_BYTES // row_dtype(recipe.seq_len).itemsize)
         for first in range(0, layout.num_rows, size):
             last = min(first + size, layout.num_rows)
             rows = filled(layout, first, last, *arrays, recipe.pad_id)
-            self.files[split].write(with_checksums(rows).data)
+            url = f"{self.storage.url}/{self.shards[split]}"
+            self.files[split].write(with_checksums(rows, url, before + first).data)
             target_tokens += int(np.count_nonzero(rows["labels"] != IGNORE))
             target_bytes += int(rows["target_bytes"].sum(dtype=np.int64))
         sizes = Counter(f"2^{length.bit_length() - 1}" for length in lengths.tolist() if length)

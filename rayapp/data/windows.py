@@ -13,14 +13,13 @@ preparation that is cut off goes on where it was, and other processes see window
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from rayapp.data.prepare import UnitTask, jobs_of, merge, whole_units
-from rayapp.data.prepared import USED, Prepared, unit_name
+from rayapp.data.prepared import USED, Prepared, account_of, unit_name
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary
@@ -78,7 +77,9 @@ class Windows:
         begun = self._begun.get(task.index, 0)
         self._begun[task.index] = begun + task.unit.num_bytes
         if task.packs:
-            self.whole[task.index] = json.loads(self.storage.read(unit_name(task.index)))
+            done = account_of(self.storage, unit_name(task.index), UnitSummary)
+            assert done is not None, f"unit {task.index} in {self.storage.url} was just written"
+            self.whole[task.index] = done
 
     def progress(self, rows: int) -> WindowProgress:
         """Return how far the windows are that hold the first rows of the run."""

@@ -18,7 +18,7 @@ from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
 from rayapp.data.rows import step_rows
-from rayapp.data.tokens import load_tokenizer
+from rayapp.data.tokens import load_tokenizer, num_ids
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
@@ -98,7 +98,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     source = model.resolve(config.model.path)
     tokenizer = load_tokenizer(spec.tokenizer_url)
     head = Head(config)
-    shape = model_shape(source, config, len(tokenizer))
+    shape = model_shape(source, config, num_ids(tokenizer))
     lora, parallel = config.model.lora, config.parallel
     compute = compute_dtype(config)
     lm = model.build(

@@ -16,6 +16,7 @@ from typing import Any
 from rayapp import model, planner
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, shapes, sources, templates, tokens
+from rayapp.data.chat import reads
 from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
@@ -25,6 +26,8 @@ from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_
 from rayapp.presets import OWN
 from rayapp.storage import StorageError, open_storage
 from rayapp.train import planning
+
+MAX_NAMED = 3  # tokens without an embedding, in a message
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     kinds = {entry.kind for entry in inputs}
     config, base, tokenizer = _model(config, kinds, problems)
     template = _template(config, tokenizer, problems)
+    own = tokens.CHAT_TEMPLATE if tokenizer is None else str(tokenizer.chat_template)
+    inputs = tuple(_without_read(entry, template or own) for entry in inputs)
     run = open_storage(config.run.storage) / config.run.name
     code = checks.code_digests(config.train.loss, config.eval.metrics, run, problems)
     if problems:
@@ -138,7 +143,7 @@ def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str
 
 
 def _shape(base: model.ModelSource, config: Config, tokenizer: Any) -> Any:
-    return model_shape(base, config, None if tokenizer is None else len(tokenizer))
+    return model_shape(base, config, None if tokenizer is None else tokens.num_ids(tokenizer))
 
 
 def forecast(
@@ -165,14 +170,18 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
     """
     own = base.config.get_text_config().vocab_size
     name = tokenizer_of(config, own, base.preset)
-    tokens = tokens_of(name) if tokenizer is None else len(tokenizer)
-    embeddings = vocabulary_of(config, own, base.preset, tokens)
-    if tokens is None or embeddings is None or tokens <= embeddings:
+    ids = tokens_of(name) if tokenizer is None else tokens.num_ids(tokenizer)
+    embeddings = vocabulary_of(config, own, base.preset, ids)
+    if ids is None or embeddings is None or ids <= embeddings:
         return None
+    names = {} if tokenizer is None else {i: t for t, i in tokenizer.get_vocab().items()}
+    beyond = [f"{names[i]!r} has id {i}" for i in sorted(names) if i >= embeddings]
+    shown = ", ".join(beyond[:MAX_NAMED]) or f"it has {ids} tokens"
+    more = f", and {len(beyond) - MAX_NAMED} more" if len(beyond) > MAX_NAMED else ""
     return (
-        f"model.tokenizer={name} is too large for the model: it has {tokens} tokens and "
-        f"{config.model.path} has embeddings for {embeddings}. Set model.tokenizer to the one the "
-        "model was trained with"
+        f"model.tokenizer={name} is too large for the model: {shown}{more}, and "
+        f"{config.model.path} has embeddings for {embeddings} ids. Set model.tokenizer to the one "
+        "the model was trained with"
     )
 
 
@@ -204,6 +213,13 @@ def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
     else:
         inputs[owner] = replace(inputs[owner], eval_source=eval_source)
     return tuple(inputs)
+
+
+def _without_read(entry: Input, template: str) -> Input:
+    """Return a source without the fields of messages in `unused` that the chat template reads."""
+    fields = {name for name in entry.unused if name.startswith("messages.")}
+    read = {name for name in fields if reads(template, name.removeprefix("messages."))}
+    return replace(entry, unused=tuple(name for name in entry.unused if name not in read))
 
 
 def _source(
@@ -256,27 +272,30 @@ def _tokenizer(
             f"data.seq_len={config.data.seq_len} is above the model's limit: {config.model.path} "
             f"has positions for {limit} tokens. Set data.seq_len={limit} or less"
         )
-    named = config.model.tokenizer
+    name = config.model.tokenizer or config.model.path
     if is_made(tokenizer_of(config, 0, base.preset)):
         if problem := vocabulary_problem(config, base, None):
             problems.append(problem)
         return None
     try:
-        tokenizer = tokens.load_tokenizer(named or config.model.path)
+        tokenizer = tokens.load_tokenizer(name)
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         problems.append(
-            f"model.tokenizer={named or config.model.path} is not a tokenizer: {first}. "
-            "Give a folder with tokenizer.json, or bpe:4096 to train one"
+            f"model.tokenizer={name} is not a tokenizer: {first}. Give a folder with "
+            "tokenizer.json, or bpe:4096 to train one"
         )
         return None
     if problem := vocabulary_problem(config, base, tokenizer):
         problems.append(problem)
-    if "chat" in kinds and not tokenizer.chat_template and not config.data.chat_template:
+    found = tokenizer.chat_template  # a text, or several by name
+    default = found.get("default") if isinstance(found, dict) else found
+    if "chat" in kinds and not default and not config.data.chat_template:
+        which = f" named default (but {', '.join(found)})" if found else ""
         problems.append(
-            f"data.kind=chat is without a template: {named or config.model.path} "
-            "has no chat_template. Set model.tokenizer to one that has one, data.chat_template, or "
-            "data.kind=prompt if the records can be prompts"
+            f"data.kind=chat is without a template: {name} has no chat_template{which}. Set "
+            "model.tokenizer to one that has one, data.chat_template, or data.kind=prompt if the "
+            "records can be prompts"
         )
     return tokenizer
 

@@ -13,8 +13,7 @@ from rich.console import Console
 from rayapp import model
 from rayapp.config import Config, ConfigError, Lora
 from rayapp.data import heads, tokens
-from rayapp.data.control import CONTROL
-from rayapp.data.prepared import Prepared, load, mixed, repacked
+from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
 from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
@@ -51,7 +50,7 @@ def prepare(
     prepared, rest = prepare_rows(ready, config, tokenizer_url, tokenizer, phases, first)
     phases.end("data")
     phases.begin("planning")
-    shape = model_shape(ready.model, config, len(tokenizer))
+    shape = model_shape(ready.model, config, tokens.num_ids(tokenizer))
     auto = config.train.micro_batch is None
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
     of_data = prepared.fingerprint, prepared.turn_rows
@@ -162,8 +161,7 @@ def prepare_rows(
         entry.path: _recipe(ready, config, entry, tokenizer_url, tokenizer)
         for entry in ready.inputs
     }
-    if (begun := _begun(ready, config, recipes, root)) is not None:
-        return begun, None
+    recipes = _begun(ready, config, recipes)
     count = config.data.packings
     if count > 1:
         (recipe,) = recipes.values()
@@ -217,30 +215,24 @@ def _joined(config: Config, root: Storage, made: dict[str, Prepared]) -> Prepare
 
 
 def _begun(
-    ready: CheckedLanguageRun, config: Config, recipes: dict[str, RowRecipe], root: Storage
-) -> Prepared | None:
-    """Return the rows of an earlier version with which this run has begun, if it has; else None."""
-    if config.data.packings > 1:
-        return None  # as no earlier version had
+    ready: CheckedLanguageRun, config: Config, recipes: dict[str, RowRecipe]
+) -> dict[str, RowRecipe]:
+    """Return the recipes with which this run has begun: of the version before, or these."""
     newest, _ = latest(ready.run)
     if newest is not None:
         began = newest.state["cursor"]["fingerprint"]
     elif ready.run.exists(PLAN):
         began = json.loads(ready.run.read(PLAN)).get("fingerprint")
     else:
-        return None
-    versions = (*range(1, max(VERSIONS.values())), None)
-    for version, special in itertools.product(versions, {CONTROL, config.data.special_tokens}):
-        made = {
-            path: load(root / replace(recipe, version=version, special_tokens=special).fingerprint)
-            for path, recipe in recipes.items()
-        }
-        whole = {path: prepared for path, prepared in made.items() if prepared is not None}
-        if len(whole) == len(made):
-            joined = _joined(config, root, whole)
-            if joined.fingerprint == began:
-                return joined
-    return None
+        return recipes
+    before = {p: replace(each, version=VERSIONS[each.kind] - 1) for p, each in recipes.items()}
+    parts = {path: recipe.parts() for path, recipe in before.items()}
+    if config.data.mixture:
+        joined = parts_of_mixture(parts, config.data.mixture)
+    else:
+        several = {"packings": config.data.packings} if config.data.packings > 1 else {}
+        joined = parts[config.data.path] | several
+    return before if fingerprint(joined) == began else recipes
 
 
 def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], ...] = ()) -> Order:

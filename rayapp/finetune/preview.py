@@ -132,7 +132,8 @@ def _documents(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Itera
 
 def _renderer(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Renderer:
     data = ready.config.data
-    return Renderer(tokenizer, entry.kind, ready.template, data.reasoning, data.special_tokens)
+    how = (ready.template, data.reasoning, data.special_tokens, entry.source.is_table)
+    return Renderer(tokenizer, entry.kind, *how)
 
 
 def beginning(document: list[tuple[str, bool]], chars: int) -> list[tuple[str, bool]]:

@@ -29,6 +29,7 @@ from rayapp.data.sources.records import (
     ReadUnit,
     Record,
     SourceError,
+    printable,
 )
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "is_eval",
     "is_own",
     "place_of",
+    "printable",
     "read_piece",
     "units",
     "windows",

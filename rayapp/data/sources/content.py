@@ -6,17 +6,15 @@ at some 1 GB/s, and then read in the version that was hashed.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from rayapp.data.sources.reading import line_bytes
-from rayapp.data.sources.records import DataSource, Piece, opened
-from rayapp.storage import Readable
+from rayapp.data.sources.reading import line_bytes, open_parquet
+from rayapp.data.sources.records import DataSource, Piece, opened, unreadable
+from rayapp.storage import Readable, StorageError
 
 CHUNK = 4 * 2**20
 
@@ -25,12 +23,17 @@ def content_key(source: DataSource, pieces: tuple[Piece, ...]) -> tuple[str, tup
     """Return 32 hex digits of what pieces hold, and the pieces bound to the versions seen.
 
     Raises:
-        FileNotFoundError: a file has gone since it was listed.
+        SourceError: a file has gone since it was listed, or is broken.
     """
     digest = blake2b(digest_size=16)
     bound = []
     for piece in pieces:
-        version, piece = _version(source, piece)
+        try:
+            version, piece = _version(source, piece)
+        except StorageError:
+            raise
+        except Exception as error:  # pyarrow raises a family of unrelated types
+            raise unreadable(source, piece.file, error) from error
         digest.update(json.dumps(version).encode())
         bound.append(piece)
     return digest.hexdigest(), tuple(bound)
@@ -45,21 +48,21 @@ def _version(source: DataSource, piece: Piece) -> tuple[tuple[Any, ...], Piece]:
     storage = opened(source.root)
     entry = storage.stat(piece.file)
     if entry is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), piece.file)
+        raise FileNotFoundError("it has gone since it was listed")
     piece = replace(piece, etag=entry.etag)
     if piece.is_stream:
         return ("file", _hashed(storage, piece, [(0, entry.size)])), piece
     if source.format == "parquet":
-        return ("rows", *_row_group(storage, piece)), piece
+        return ("rows", *_row_group(source, piece)), piece
     start, data = line_bytes(source, piece)
     return ("lines", start, blake2b(data, digest_size=16).hexdigest()), piece
 
 
-def _row_group(storage: Readable, piece: Piece) -> tuple[Any, ...]:
+def _row_group(source: DataSource, piece: Piece) -> tuple[Any, ...]:
     """Return the first row of a row group, how it is written, and the hash of its bytes."""
-    import pyarrow.parquet as pq
-
-    parquet = pq.ParquetFile(storage.open_read(piece.file, piece.etag))
+    parquet = open_parquet(source, piece)
+    # For damaged columns this raises an error; their metadata alone would end the process.
+    next(parquet.iter_batches(1, [piece.start]), None)
     first = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
     digest = blake2b(parquet.schema_arrow.serialize().to_pybytes(), digest_size=16)
     ranges = []
@@ -67,10 +70,13 @@ def _row_group(storage: Readable, piece: Piece) -> tuple[Any, ...]:
     for number in range(group.num_columns):
         column = group.column(number)
         start = column.dictionary_page_offset or column.data_page_offset
+        if not 0 <= start <= start + column.total_compressed_size <= piece.size:
+            raise ValueError(f"its column {column.path_in_schema} lies outside of the file")
         ranges.append((start, column.total_compressed_size))
         how = (column.path_in_schema, column.physical_type, column.compression, column.num_values)
         digest.update(json.dumps(how).encode())
-    return first, group.num_rows, digest.hexdigest(), _hashed(storage, piece, ranges)
+    hashed = _hashed(opened(source.root), piece, ranges)
+    return first, group.num_rows, digest.hexdigest(), hashed
 
 
 def _hashed(storage: Readable, piece: Piece, ranges: list[tuple[int, int]]) -> str:

@@ -14,8 +14,8 @@ from rayapp.data.sources.records import (
     DataSource,
     Piece,
     ReadUnit,
-    SourceError,
     opened,
+    unreadable,
 )
 from rayapp.order import window_of
 
@@ -138,7 +138,7 @@ def _row_groups(source: DataSource, file: DataFile, split: str) -> list[tuple[Pi
     try:
         metadata = pq.ParquetFile(opened(source.root).open_read(file.name)).metadata
     except Exception as error:  # pyarrow raises a family of unrelated types for a broken footer
-        raise SourceError(f"{source.root}/{file.name} is not Parquet: {error}") from error
+        raise unreadable(source, file.name, error) from error
     return [
         (source.piece(file, i, i + 1, split), metadata.row_group(i).total_byte_size)
         for i in range(metadata.num_row_groups)

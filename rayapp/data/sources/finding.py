@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import os
 import sysconfig
 from hashlib import blake2b
@@ -40,6 +41,9 @@ def find(path: str, format: str = "auto") -> DataSource:
     if single:
         storage, entries = _one_file(storage)
     if pattern is not None:
+        names = {name for entry in entries for name in entry.name.split("/")}
+        # A folder or file may be named like a pattern, such as `split[1]`.
+        pattern = [glob.escape(part) if part in names else part for part in pattern]
         entries = [entry for entry in entries if _matches(entry.name.split("/"), pattern)]
     if not entries:
         raise SourceError(f"data.path={path} is missing: there is no such file, folder or match")

@@ -5,11 +5,13 @@ The function takes the path or s3:// URL of one file and yields records of the k
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from rayapp.config.code import CodeError, digest_of, load_code
-from rayapp.data.sources.records import Record, SourceError, opened
+from rayapp.data.sources.records import DataSource, Record, SourceError, opened
 
 FIELD = "data.format"
 
@@ -48,6 +50,19 @@ def read(root: str, name: str, format: str) -> Iterator[Record]:
         yield Record(
             name, row, value if isinstance(value, str) or not good else dict(value), problem
         )
+
+
+def failure(source: DataSource, file: str, error: Exception, after: str) -> SourceError:
+    """Return what to raise when the user's function has raised an error: where, in one line."""
+    module = sys.modules.get(source.format.partition(":")[0])
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [each for each in frames if each.filename == getattr(module, "__file__", None)]
+    at = (theirs or frames)[-1]
+    why = next(iter(str(error).splitlines()), "")
+    return SourceError(
+        f"{FIELD}={source.format} fails on {source.root}/{file}{after}: {type(error).__name__}: "
+        f"{why} ({at.filename}:{at.lineno}, in {at.name}). Correct the function"
+    )
 
 
 def _function(format: str) -> RecordReader:

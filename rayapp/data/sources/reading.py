@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from rayapp.data.sources import hub, own
 from rayapp.data.sources.formats import is_stream
 from rayapp.data.sources.json_lines import LARGE, LINE_BYTES, TOO_LONG, line_value
-from rayapp.data.sources.records import DataSource, Piece, Record, opened
-from rayapp.data.sources.streams import TEXT_BYTES, read_stream
-from rayapp.storage import Readable
+from rayapp.data.sources.records import (
+    DataSource,
+    Piece,
+    Record,
+    SourceError,
+    opened,
+    printable,
+    unreadable,
+)
+from rayapp.data.sources.streams import BATCH_ROWS, BOM, TEXT_BYTES, read_stream, rows_of
+from rayapp.storage import Readable, StorageError
 
-BATCH_ROWS, BATCH_BYTES = 1024, 2 * 2**20  # most of a batch of Parquet
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
+BATCH_BYTES = 2 * 2**20  # most of a batch of Parquet
 PAGE_BYTES = 2**20  # of Parquet that are read at once
+# Columns of smaller files are read whole: page by page, pyarrow takes the memory that the header of
+# a damaged page asks for, up to 2 GiB.
+PAGES_FROM_BYTES = 8 * 2**20
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 
 
@@ -21,21 +36,43 @@ def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> It
     """Yield the records of a piece in order.
 
     With `long_texts`, values of JSONL may hold a `LongText` in place of a string of over a MiB.
+
+    Raises:
+        SourceError: the file is not of its format, or broken so that the rest cannot be read, or
+            the user's function fails.
     """
+    last: int | None = None
+    try:
+        for record in _records(source, piece, long_texts):
+            yield record
+            last = record.place
+    except (SourceError, StorageError):
+        raise
+    except Exception as error:  # of pyarrow, codecs, the hub's client and users, of any type
+        unit = "row" if _has_rows(source) else "line" if piece.is_stream else "byte"
+        after = f" after {unit} {last}" if last is not None else ""
+        if own.is_own(source.format):
+            raise own.failure(source, piece.file, error, after) from error
+        raise unreadable(source, file_of(source, piece), error, after) from error
+
+
+def _records(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[Record]:
     if source.format == "hub":
-        yield from hub.read(source.root, source.version, piece.start)
-    elif own.is_own(source.format):
-        yield from own.read(source.root, piece.file, source.format)
-    elif piece.is_stream:
-        yield from read_stream(
-            source.root, piece.file, source.format, TEXT_BYTES, piece.etag, long_texts
-        )
-    elif source.format == "parquet":
-        yield from _read_parquet(source, piece)
-    elif source.format == "text":
-        yield from _read_text(source, piece)
-    else:
-        yield from _read_jsonl(source, piece, long_texts)
+        return hub.read(source.root, source.version, piece.start)
+    if own.is_own(source.format):
+        return own.read(source.root, piece.file, source.format)
+    if piece.is_stream:
+        return read_stream(source, piece, TEXT_BYTES, long_texts)
+    if source.format == "parquet":
+        return _read_parquet(source, piece)
+    if source.format == "text":
+        return _read_text(source, piece)
+    return _read_jsonl(source, piece, long_texts)
+
+
+def _has_rows(source: DataSource) -> bool:
+    """Return whether the place of a record is the number of a row."""
+    return source.is_table or own.is_own(source.format)
 
 
 def file_of(source: DataSource, piece: Piece) -> str:
@@ -48,7 +85,11 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
 
     Lines are counted as far as `MAX_COUNTED_BYTES`, since counting reads the file up to there.
     """
-    if source.format in ("hub", "parquet", "arrow") or own.is_own(source.format):
+    return printable(_place_of(source, record_file, place))
+
+
+def _place_of(source: DataSource, record_file: str, place: int) -> str:
+    if _has_rows(source):
         return f"{record_file} row {place}"
     if is_stream(record_file, source.format):
         return f"{source.root}/{record_file}:{place}"
@@ -119,6 +160,9 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
     if len(data) > piece.end - piece.start + LINE_BYTES:
         yield Record(piece.file, start, None, TOO_LONG)
         return
+    if not start:
+        start = len(BOM) if data.startswith(BOM) else 0
+        data = data[start:]
     try:
         yield Record(piece.file, start, data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -140,17 +184,19 @@ def _read_jsonl(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[
 
 
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
-    import pyarrow.parquet as pq
-
-    file = opened(source.root).open_read(piece.file, piece.etag)
-    # By default the columns of a row group are read whole.
-    parquet = pq.ParquetFile(file, buffer_size=PAGE_BYTES, pre_buffer=False)
+    parquet = open_parquet(source, piece)
     row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
     groups = list(range(piece.start, min(piece.end, parquet.num_row_groups)))
     row_groups = [parquet.metadata.row_group(i) for i in groups]
     mean = sum(g.total_byte_size for g in row_groups) // max(sum(g.num_rows for g in row_groups), 1)
     batch_size = max(1, min(BATCH_ROWS, BATCH_BYTES // max(mean, 1)))
-    for batch in parquet.iter_batches(row_groups=groups, batch_size=batch_size):
-        for value in batch.to_pylist():
-            yield Record(piece.file, row, value)
-            row += 1
+    yield from rows_of(piece.file, parquet.iter_batches(batch_size, groups), row)
+
+
+def open_parquet(source: DataSource, piece: Piece) -> pq.ParquetFile:
+    """Open a Parquet file, to read its columns page by page."""
+    import pyarrow.parquet as pq
+
+    file = opened(source.root).open_read(piece.file, piece.etag)
+    size = PAGE_BYTES if piece.size > PAGES_FROM_BYTES else 0
+    return pq.ParquetFile(file, buffer_size=size, pre_buffer=False, page_checksum_verification=True)

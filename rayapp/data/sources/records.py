@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
+from rayapp.config import ConfigError
 from rayapp.storage import Readable
 from rayapp.storage.inputs import open_input
 
 
-class SourceError(ValueError):
+class SourceError(ConfigError):
     """The data cannot be read as asked; the message is for the user."""
+
+    def __init__(self, problem: str | Sequence[str]) -> None:
+        super().__init__([problem] if isinstance(problem, str) else problem)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class DataSource:
     def num_bytes(self) -> int:
         """Size of all files in bytes."""
         return sum(file.size for file in self.files)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its records are rows of Arrow, in which structs have the fields of all rows."""
+        return self.format in ("hub", "parquet", "arrow")
 
     def piece(
         self, file: DataFile, start: int, end: int, split: str, is_stream: bool = False
@@ -107,6 +117,18 @@ class Record:
     value: Any
     problem: str | None = None
     """Why the record is unusable, or None."""
+
+
+def printable(name: str) -> str:
+    """Return a name with escapes for what is not Unicode, as in a file's name that is not UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def unreadable(source: DataSource, file: str, error: Exception, after: str = "") -> SourceError:
+    """Return what to raise when pyarrow, a codec or a client refuses a file's bytes."""
+    why = next(iter(str(error).splitlines()), "") or type(error).__name__
+    name = file if source.format == "hub" else f"{source.root}/{file}"
+    return SourceError(f"{printable(name)} cannot be read as {source.format}{after}: {why}")
 
 
 @lru_cache(maxsize=8)

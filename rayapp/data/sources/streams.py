@@ -16,48 +16,45 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from rayapp.data.sources.formats import codec_of
-from rayapp.data.sources.json_lines import LINE_BYTES, line_value
-from rayapp.data.sources.records import Record, SourceError, opened
-from rayapp.storage import StorageError
+from rayapp.data.sources.json_lines import LINE_BYTES, TOO_LONG, line_value
+from rayapp.data.sources.records import (
+    DataSource,
+    Piece,
+    Record,
+    SourceError,
+    opened,
+    printable,
+)
 
+BOM = codecs.BOM_UTF8  # which some editors put before a text; it is no part of the text
 CHUNK = 2**20
 TEXT_BYTES = 4 * 2**20  # of compressed text in a record
 OBJECT_BYTES = 64 * 2**20  # most of one object in a JSON array
+BATCH_ROWS = 1024  # of a table, which are made at once
 LONGEST_ESCAPE = 12  # characters: both halves of one beyond 16 bits
 BLANK = re.compile(r"[ \t\r\n]*")
 
 
 def read_stream(
-    root: str,
-    name: str,
-    format: str,
-    text_bytes: int,
-    etag: str | None = None,
-    long_texts: bool = False,
+    source: DataSource, piece: Piece, text_bytes: int, long_texts: bool = False
 ) -> Iterator[Record]:
     """Yield the records of a file; text comes in parts of about `text_bytes`, cut at line ends.
 
     With `long_texts`, values of JSONL may hold a `LongText`.
 
     Raises:
-        SourceError: it is not of this format, or broken so that the rest cannot be read.
+        SourceError: it is not of this format, so that the rest cannot be read.
     """
-    import pyarrow as pa
-
     try:
-        with open_stream(root, name, etag) as stream:
-            if format == "text":
-                yield from _texts(stream, name, text_bytes)
-            elif format == "jsonl":
-                yield from _lines(stream, name, long_texts)
+        with open_stream(source.root, piece.file, piece.etag) as stream:
+            if source.format == "text":
+                yield from _texts(stream, piece.file, text_bytes)
+            elif source.format == "jsonl":
+                yield from _lines(stream, piece.file, long_texts)
             else:
-                yield from READERS[format](stream, name)
+                yield from READERS[source.format](stream, piece.file)
     except SourceError as error:
-        raise SourceError(f"{root}/{name} {error}") from error
-    except StorageError:
-        raise
-    except (pa.ArrowInvalid, OSError, EOFError) as error:
-        raise SourceError(f"{root}/{name} is not {format}, or cut off: {error}") from error
+        raise SourceError(f"{source.root}/{printable(piece.file)} {error}") from error
 
 
 def open_stream(root: str, name: str, etag: str | None = None) -> io.BufferedReader:
@@ -75,6 +72,8 @@ def open_stream(root: str, name: str, etag: str | None = None) -> io.BufferedRea
 
 def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Record]:
     line = 1
+    if stream.peek(len(BOM)).startswith(BOM):
+        stream.read(len(BOM))
     while data := stream.read(text_bytes):
         if not data.endswith(b"\n"):
             data += stream.readline(LINE_BYTES)
@@ -193,7 +192,7 @@ def _separated(delimiter: str) -> Callable[[io.BufferedReader, str], Iterator[Re
         """Yield the rows of CSV as text by column; the csv module knows the lines they are on."""
         csv.field_size_limit(LINE_BYTES)
         lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        rows = csv.reader(_bounded(lines), delimiter=delimiter, strict=True)
         header: list[str] | None = None
         while True:
             line = rows.line_num + 1
@@ -217,6 +216,16 @@ def _separated(delimiter: str) -> Callable[[io.BufferedReader, str], Iterator[Re
     return read
 
 
+def _bounded(lines: io.TextIOWrapper) -> Iterator[str]:
+    """Yield lines of which none fills the memory."""
+    for number in itertools.count(1):
+        if not (line := lines.readline(LINE_BYTES)):
+            return
+        if len(line) == LINE_BYTES:
+            raise SourceError(f"is not CSV: line {number} {TOO_LONG}")
+        yield line
+
+
 def _header(row: list[str]) -> list[str]:
     if len(set(row)) < len(row) or not all(cell.strip() for cell in row):
         raise SourceError("is without a header: names of columns are missing or twice there")
@@ -227,26 +236,32 @@ def _parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(pa.BufferReader(stream.read()))
-    yield from _rows(name, file.iter_batches(batch_size=1024))
+    data = pa.BufferReader(stream.read())
+    file = pq.ParquetFile(data, page_checksum_verification=True)
+    yield from rows_of(name, file.iter_batches(batch_size=BATCH_ROWS))
 
 
 def _arrow(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     import pyarrow as pa
 
     if not stream.peek(6).startswith(b"ARROW1"):
-        yield from _rows(name, pa.ipc.open_stream(stream))
+        yield from rows_of(name, pa.ipc.open_stream(stream))
         return
     file = pa.ipc.open_file(stream if stream.seekable() else pa.BufferReader(stream.read()))
-    yield from _rows(name, map(file.get_batch, range(file.num_record_batches)))
+    yield from rows_of(name, map(file.get_batch, range(file.num_record_batches)))
 
 
-def _rows(name: str, batches: Any) -> Iterator[Record]:
-    row = 0
+def rows_of(name: str, batches: Any, row: int = 0) -> Iterator[Record]:
+    """Yield the rows of Arrow's batches, the first with this number.
+
+    pyarrow does not check offsets of a batch that it reads: a wrong one would end the process.
+    """
     for batch in batches:
-        for value in batch.to_pylist():
-            yield Record(name, row, value)
-            row += 1
+        batch.validate(full=True)
+        for first in range(0, batch.num_rows, BATCH_ROWS):
+            for value in batch.slice(first, BATCH_ROWS).to_pylist():
+                yield Record(name, row, value)
+                row += 1
 
 
 READERS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
