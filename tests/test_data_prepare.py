@@ -667,11 +667,9 @@ def damaged_accounts(text: bytes) -> Iterator[bytes]:
             if account[name] != value:
                 yield json.dumps({**account, name: value}).encode()
     for split, shards in account["shards"].items():
-        if isinstance(shards, list):
-            for other in (shards[::-1], shards[1:], [shards[0], *shards]):
-                yield json.dumps(
-                    {**account, "shards": {**account["shards"], split: other}}
-                ).encode()
+        for other in (shards[::-1], shards[1:], shards[:1] * 2):
+            moved = {**account["shards"], split: other}
+            yield json.dumps({**account, "shards": moved}).encode()
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "unit-00001.json"])

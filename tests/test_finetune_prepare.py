@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import corpora
+import numpy as np
 import pytest
-from test_data_prepare import VALUES, make, write_jsonl
+from test_data_prepare import VALUES, write_jsonl
 from test_data_windows import in_this_process
 
 from rayapp.config import ConfigError, from_dict
 from rayapp.data import prepare as rows
-from rayapp.data import tokens, windows
+from rayapp.data import recipe, tokens, windows
 from rayapp.data.growing import GrowingRows
 from rayapp.data.prepared import Prepared
 from rayapp.data.sources import cutting
@@ -42,34 +43,55 @@ def ready_run(folder: Path, path: str, **data: Any) -> Any:
     )
 
 
-def test_a_run_that_began_with_rows_of_an_earlier_version_goes_on_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["one", "mixture", "packings", "windows"])
+def test_a_run_that_began_with_rows_of_the_version_before_goes_on_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    """It takes those that are there, and makes the others under their fingerprint."""
+    monkeypatch.setattr(windows, "run_tasks", in_this_process)
+    monkeypatch.setattr(rows, "run_tasks", in_this_process)
+    monkeypatch.setattr(cutting, "PART_BYTES", 128)
     ready = ready_run(tmp_path, "a.jsonl")
+    more: dict[str, Any] = {"packings": 2} if how == "packings" else {}
+    if how == "mixture":
+        other = write_jsonl(tmp_path / "b.jsonl", [VALUES["chat"](n) for n in range(90, 150)])
+        ready.inputs = (Input("b.jsonl", 1.0, "chat", other, None), *ready.inputs)
+        more = {"mixture": {"a.jsonl": 3.0, "b.jsonl": 1.0}}
+    if how == "windows":
+        more = {"window_bytes": 1000}
+    train = ready.config.train.model_copy(update={"max_steps": 5, "tokens_per_step": 64})
+    data = ready.config.data.model_copy(update=more)
+    config = ready.config.model_copy(update={"data": data, "train": train})
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
-    recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
-    before = replace(recipe, special_tokens="control")
-    earlier = [replace(before, version=version) for version in (1, 2)]
+
+    def given() -> Prepared:
+        return prepare.prepare_rows(ready, config, url, tokenizer, Phases())[0]
+
+    new = given()
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "VERSIONS", {"chat": recipe.VERSIONS["chat"] - 1})
+        before = given()
     root = open_storage(str(tmp_path)) / ".prepared"
-    recipes = (recipe, before, *earlier)
-    for each in recipes:
-        make(each, root)  # in this process, without Ray
-        rows.prepare(each, root)
-    assert len({each.fingerprint for each in recipes}) == len(recipes)
-
-    def given() -> str:
-        return prepare.prepare_rows(ready, ready.config, url, tokenizer, Phases())[0].fingerprint
-
-    assert given() == recipe.fingerprint, "a new run"
-    for begun in recipes:
-        ready.run.write("plan.json", json.dumps({"fingerprint": begun.fingerprint}).encode())
-        assert given() == begun.fingerprint
+    for folder in before.folders:
+        corpora.make_earlier(root / folder, 10 * 16 + 4)
+    assert new.fingerprint != before.fingerprint and given() == new, "a new run"
+    ready.run.write("plan.json", json.dumps({"fingerprint": before.fingerprint}).encode())
+    began = given()
+    assert began.fingerprint == before.fingerprint
+    assert {name.partition(".")[2] for name, _ in began.shards["train"]} == {"rows"}
+    numbers = began.rows("train").numbers(np.arange(began.num_rows("train")))
+    expected = new.rows("train").read(numbers)
+    assert (began.rows("train").read(numbers) == expected).all()
+    for folder in before.folders:
+        (root / folder).delete_tree("")
+    again = given()
+    assert again.fingerprint == before.fingerprint
+    assert (again.rows("train").read(numbers) == expected).all()
     # A command that was refused has written a plan of its own: the newest checkpoint decides.
-    ready.run.write("plan.json", json.dumps({"fingerprint": recipe.fingerprint}).encode())
-    for begun in recipes:
-        newest = SimpleNamespace(state={"cursor": {"fingerprint": begun.fingerprint}})
-        monkeypatch.setattr(prepare, "latest", lambda _, newest=newest: (newest, []))
-        assert given() == begun.fingerprint
+    ready.run.write("plan.json", json.dumps({"fingerprint": new.fingerprint}).encode())
+    newest = SimpleNamespace(state={"cursor": {"fingerprint": before.fingerprint}})
+    monkeypatch.setattr(prepare, "latest", lambda _: (newest, []))
+    assert given().fingerprint == before.fingerprint
 
 
 def test_a_template_of_the_users_is_saved_with_the_tokenizer_and_a_training_one_is_not(
@@ -80,16 +102,16 @@ def test_a_template_of_the_users_is_saved_with_the_tokenizer_and_a_training_one_
     ready.template = template
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     assert tokens.load_tokenizer(url).chat_template == tokenizer.chat_template == template
-    recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
-    assert not recipe.template and "chat_template" not in recipe.parts()
+    made = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
+    assert not made.template and "chat_template" not in made.parts()
 
     ready = ready_run(tmp_path, "a.jsonl", chat_template="training", reasoning="mask")
     ready.template = template
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     assert tokens.load_tokenizer(url).chat_template == tokens.CHAT_TEMPLATE
-    recipe = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
-    assert recipe.template == template and recipe.parts()["reasoning"] == "mask"
-    assert recipe.parts()["chat_template"]
+    made = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
+    assert made.template == template and made.parts()["reasoning"] == "mask"
+    assert made.parts()["chat_template"]
 
 
 def test_a_run_of_windows_prepares_those_that_its_steps_need(
