@@ -111,6 +111,8 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
     """Print a preview."""
     from rich.text import Text
 
+    from rayapp.data.shapes import hint
+
     def say(label: str, text: str) -> None:
         console.print(Text.assemble((f"{label:14}", "bold"), text), soft_wrap=True)
 
@@ -130,9 +132,9 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
     for why, count in preview.bad.items():
         say("unusable", f"{count} {why}, first {preview.examples[why]}")
     for what, count in preview.notes.items():
-        say("left out", f"{count} {what}")
+        say("noted", f"{count} {what}")
     if preview.unused:
-        say("not used", f"columns {', '.join(preview.unused)}")
+        say("not used", f"columns {', '.join(preview.unused)}{hint(preview.unused)}")
     for number, document in enumerate(preview.documents[:shown], 1):
         legend = "green" if console.is_terminal else "in brackets"
         console.rule(f"document {number}, what bears loss is {legend}", align="left", style="dim")

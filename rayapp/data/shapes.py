@@ -244,6 +244,19 @@ def unused(row: Any, kind: str) -> tuple[str, ...]:
     return () if shape is None else _others(row, (*shape.needs, *shape.may))
 
 
+def hint(unused: Collection[str]) -> str:
+    """Return how unused columns that are a shape of their own can be used; else an empty text.
+
+    >>> hint(("id", "question", "answer"))
+    '; data.kind=chat or data.kind=prompt makes records of question, answer instead'
+    """
+    shape = next((s for s in SHAPES if s.to and set(s.needs) <= set(unused)), None)
+    if shape is None:
+        return ""
+    kinds = " or ".join(f"data.kind={kind}" for kind in shape.to)
+    return f"; {kinds} makes records of {', '.join(shape.needs)} instead"
+
+
 def unused_fields(chat: Row) -> tuple[str, ...]:
     """Return `messages.NAME` for each field of a valid chat's messages that rayapp does not know.
 

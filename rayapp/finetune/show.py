@@ -8,6 +8,7 @@ from rich.console import Console
 
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared, reasons
+from rayapp.data.shapes import hint
 from rayapp.driver.display import plain
 from rayapp.observe.records import Rendered
 from rayapp.order import Order
@@ -61,7 +62,7 @@ def plan(
             f"{reasons(report['bad'], report['examples'])}"
         )
     if notes := report.get("notes"):
-        lines["left out"] = "; ".join(f"{count:,} {what}" for what, count in notes.items())
+        lines["noted"] = "; ".join(f"{count:,} {what}" for what, count in notes.items())
     for label, text in lines.items():
         console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
         if label == "model" and (warning := random_weights(config)):
@@ -98,8 +99,8 @@ def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
         if names:
             console.print(
                 f"[bold]{'not used':14}[/bold] "
-                f"[yellow]{plain(path)} has columns that are left out: {plain(', '.join(names))}"
-                "[/yellow]",
+                f"[yellow]{plain(path)} has columns that are left out: "
+                f"{plain(', '.join(names) + hint(names))}[/yellow]",
                 highlight=False,
                 soft_wrap=True,
             )

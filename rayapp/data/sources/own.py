@@ -5,13 +5,13 @@ The function takes the path or s3:// URL of one file and yields records of the k
 
 from __future__ import annotations
 
-import sys
+import os
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from rayapp.config.code import CodeError, digest_of, load_code
-from rayapp.data.sources.records import DataSource, Record, SourceError, opened
+from rayapp.data.sources.records import DataSource, Record, SourceError, opened, printable
 
 FIELD = "data.format"
 
@@ -54,15 +54,15 @@ def read(root: str, name: str, format: str) -> Iterator[Record]:
 
 def failure(source: DataSource, file: str, error: Exception, after: str) -> SourceError:
     """Return what to raise when the user's function has raised an error: where, in one line."""
-    module = sys.modules.get(source.format.partition(":")[0])
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [each for each in frames if each.filename == getattr(module, "__file__", None)]
-    at = (theirs or frames)[-1]
-    why = next(iter(str(error).splitlines()), "")
-    return SourceError(
-        f"{FIELD}={source.format} fails on {source.root}/{file}{after}: {type(error).__name__}: "
-        f"{why} ({at.filename}:{at.lineno}, in {at.name}). Correct the function"
-    )
+    ours = [number for number, frame in enumerate(frames) if frame.filename == __file__]
+    called = frames[max(ours, default=-1) + 1 :]  # the function, and what it called
+    folders = [os.path.dirname(frame.filename) for frame in called]
+    theirs = [f for f, folder in zip(called, folders, strict=True) if folder == folders[0]]
+    at = f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+    url, first = printable(f"{source.root}/{file}"), next(iter(str(error).splitlines()), "")
+    why = f"{url}{after}: {type(error).__name__}: {first}{at}"
+    return SourceError(f"{FIELD}={source.format} fails on {why}. Correct the function")
 
 
 def _function(format: str) -> RecordReader:
