@@ -379,7 +379,7 @@ def test_shards_that_were_truncated_or_lost_are_made_again(
     prepared = here(recipe, tmp_path / "out")
     storage = open_storage(prepared.url)
     expected = contents(storage)
-    for name in ("train-00000.shard", "train-00002.shard"):
+    for name in ("train-00000.placed.rows", "train-00002.placed.rows"):
         storage.write(name, expected[name][:-7])
     storage.delete("train-00003.rows")
     again = prepare.prepare(recipe, open_storage(str(tmp_path / "out")))
@@ -649,7 +649,7 @@ def test_shards_of_the_version_before_are_read_and_gone_on_with(
         storage.delete("manifest.json")
     found = prepare.prepare(recipe, open_storage(str(tmp_path / "earlier")))
     ends = [name.partition(".")[2] for name, _ in found.shards["train"]]
-    assert ends[:2] == ["rows", "rows"] and ends[2] == ("shard" if units.stop else "rows")
+    assert ends[:2] == ["rows", "rows"] and ends[2] == ("placed.rows" if units.stop else "rows")
     ids = np.arange(whole.num_rows("train"))
     assert (found.rows("train").read(ids) == whole.rows("train").read(ids)).all()
 

@@ -19,8 +19,7 @@ from rayapp.data import stream
 from rayapp.data.packing import IGNORE, row_dtype
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import (
-    EARLIER,
-    SHARD,
+    PLACED,
     StepRows,
     TokenRows,
     local_steps,
@@ -66,7 +65,7 @@ def random_rows(url: str) -> Prepared:
     shards, first = [], 0
     for number, count in enumerate(SHARDS):
         some, ours = rows[first : first + count], number % 2 == 0
-        name = f"train-{number:05d}{SHARD if ours else EARLIER}"
+        name = f"train-{number:05d}{PLACED if ours else '.rows'}"
         stored = with_checksums(some, f"{url}/{name}", 0).tobytes()
         before = corpora.as_before([row.tobytes() for row in some])
         open_storage(url).write(name, stored if ours else before)
@@ -350,7 +349,7 @@ def test_a_row_with_a_changed_bit_is_named(where: str, tmp_path: Path, s3_bucket
     """In each of its bytes, the checksum's own included; the rows beside it are read."""
     url = str(tmp_path) if where == "folder" else f"s3://{s3_bucket}/rows"
     prepared, storage = random_rows(url), open_storage(url)
-    name, size = "train-00002.shard", stored_bytes(SEQ_LEN)
+    name, size = "train-00002.placed.rows", stored_bytes(SEQ_LEN)
     whole = storage.read(name)
     ids = np.arange(6, 14)  # of this shard
     expected = prepared.rows("train").read(ids)
@@ -367,13 +366,13 @@ def test_a_row_is_not_read_where_another_one_was(tmp_path: Path) -> None:
     """Two rows, two shards, or the rows of two data sets have changed places."""
     urls = [str(tmp_path / name) for name in ("a", "b")]
     prepared = [random_rows(url) for url in urls]
-    name, size = "train-00002.shard", stored_bytes(SEQ_LEN)
+    name, size = "train-00002.placed.rows", stored_bytes(SEQ_LEN)
     whole = open_storage(urls[0]).read(name)
     rows = [whole[at : at + size] for at in range(0, len(whole), size)]
     moved = {
         "rows": b"".join([rows[1], rows[0], *rows[2:]]),
         "a row twice": b"".join([rows[1], *rows[1:]]),
-        "shards": open_storage(urls[0]).read("train-00000.shard") + b"".join(rows[:3]),
+        "shards": open_storage(urls[0]).read("train-00000.placed.rows") + b"".join(rows[:3]),
     }
     ids = np.arange(6, 14)  # of this shard
     for what, data in moved.items():

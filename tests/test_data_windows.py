@@ -175,15 +175,17 @@ def test_windows_that_a_run_needs_are_prepared_in_the_order_of_its_visits(
     made = Windows(windowed, root_of(tmp_path), seed=5)
     prepared = prepare(made, 1)
     assert [task.index for task in here if task.packs] == [0] and prepared.known == (1,)
-    assert [name for name, _ in prepared.shards["train"]] == ["train-00000.rows"]
+    assert [name for name, _ in prepared.shards["train"]] == ["train-00000.placed.rows"]
     few = prepared.num_rows("train")
     assert prepare(made, few) == prepared
     more = prepare(made, few + 1)
-    assert more.known == (2,) and more.shards["train"][1][0] == f"train-{order[1]:05d}.rows"
+    assert more.known == (2,) and more.shards["train"][1][0] == f"train-{order[1]:05d}.placed.rows"
     whole = prepare(made)
     packed = [task.index for task in here if task.packs]
     assert packed == order and whole.windows == whole.known == (len(order),)
-    assert [name for name, _ in whole.shards["train"]] == [f"train-{n:05d}.rows" for n in order]
+    assert [name for name, _ in whole.shards["train"]] == [
+        f"train-{n:05d}.placed.rows" for n in order
+    ]
 
 
 def test_batches_are_the_same_whatever_is_prepared(

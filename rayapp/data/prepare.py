@@ -158,7 +158,7 @@ def _source_and_store(
 def prepare_unit(
     recipe: RowRecipe, root: str, folder: str, origin: str, index: int, unit: sources.ReadUnit
 ) -> None:
-    """Pack the documents of one unit: write `<split>-<index>.shard`, then `unit-<index>.json`.
+    """Pack the documents of one unit: write a shard of each split, then `unit-<index>.json`.
 
     These lie in `folder` of the URL `root`, beside the hashes of the documents. Blocks of tokens,
     which lie in `root`, are made where they are missing. Memory: the tokens of this unit, or of a

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rayapp.data.report import Counts, DataReport, summed
-from rayapp.data.rows import SHARD, TokenRows, checksum_of, seed_of, stored_bytes
+from rayapp.data.rows import PLACED, TokenRows, checksum_of, seed_of, stored_bytes
 from rayapp.order import SOURCE_ROWS, fingerprint
 from rayapp.storage import Storage, open_storage
 
@@ -216,7 +216,7 @@ def account_of(storage: Storage, name: str, kind: type[Account]) -> Account | No
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     if checksum is None:  # as in the version before, whose shards have other names
-        return None if SHARD in json.dumps(values) else found
+        return None if PLACED in json.dumps(values) else found
     expected = checksum_of(json.dumps(values).encode(), seed_of(f"{storage.url}/{name}"))
     return found if checksum == expected else None
 

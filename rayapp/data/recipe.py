@@ -15,7 +15,7 @@ TOKENS_VERSION = 2  # of the blocks of tokens, and of how records are cut into t
 
 @dataclass(frozen=True)
 class RowRecipe:
-    """Everything that determines the rows of a data set."""
+    """Everything that determines the rows of a data set; see the fields of `data`."""
 
     source: sources.DataSource
     eval_source: sources.DataSource | None
@@ -28,15 +28,11 @@ class RowRecipe:
     truncate: bool
     eval_fraction: float
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The user's columns by the names of known ones."""
     template: str = ""
     """A chat template in place of the tokenizer's."""
     reasoning: str = "train"
-    """data.reasoning."""
     special_tokens: str = "control"
-    """data.special_tokens."""
     window_bytes: int | None = None
-    """data.window_bytes."""
     packing: int = 0
     """Which of several ways to pack: see data.packings."""
     version: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -74,19 +75,9 @@ class DataReport(TypedDict, total=False):
 
 def summed(parts: Iterable[Counts]) -> Counts:
     """Return the sums of all counts."""
-    every = list(parts)
-    lengths: Counter[str] = Counter()
-    for part in every:
+    sums, lengths = Counter[str](), Counter[str]()
+    for part in parts:
         lengths.update(part["lengths"])
-    return Counts(
-        documents=sum(part["documents"] for part in every),
-        empty=sum(part["empty"] for part in every),
-        split=sum(part["split"] for part in every),
-        truncated=sum(part["truncated"] for part in every),
-        cut_tokens=sum(part["cut_tokens"] for part in every),
-        tokens=sum(part["tokens"] for part in every),
-        target_tokens=sum(part["target_tokens"] for part in every),
-        target_bytes=sum(part["target_bytes"] for part in every),
-        rows=sum(part["rows"] for part in every),
-        lengths=dict(lengths),
-    )
+        sums.update({name: count for name, count in part.items() if isinstance(count, int)})
+    numbers: Any = {name: sums[name] for name in Counts.__annotations__ if name != "lengths"}
+    return Counts(**numbers, lengths=dict(lengths))

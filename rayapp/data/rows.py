@@ -7,8 +7,8 @@ A prepared data set is a list of shard files of fixed-size records (`packing.row
 record n - first of the shard whose rows start at `first`. Shards are numbered consecutively, unless
 `firsts` says otherwise. A row is contiguous:
 it is read from a memory map, or by a ranged GET, which takes the rows that lie close by too. A
-record is followed by the xxh3 of its bytes and its place, which is checked at each read; that of
-shards named .rows, which the version before wrote, is of its bytes alone.
+record is followed by the xxh3 of its bytes and its place, which is checked at each read. Shards
+that the version before wrote lack PLACED in their names, and their checksums are of bytes alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayapp.storage import Storage, StorageError
 READERS = 16  # concurrent ranged GETs
 GAP_BYTES = 16_384  # between two rows, read in vain: it takes less time than another GET
 RANGE_BYTES = 8 * 2**20
-SHARD, EARLIER = ".shard", ".rows"  # the ends of the names of shards, and of those before
+PLACED = ".placed.rows"  # the end of the names of shards
 CHECKSUM = np.dtype("<u8")
 
 
@@ -66,18 +66,12 @@ class StepRows:
     """One rank's rows of one step: m micro-batches of b rows of S tokens."""
 
     step: int
-    input_ids: np.ndarray[Any, Any]
-    """int32 [m, b, S]"""
-    labels: np.ndarray[Any, Any]
-    """int32 [m, b, S], IGNORE where a position bears no loss"""
-    segments: np.ndarray[Any, Any]
-    """uint16 [m, b, S], 1, 2, ... per document of a row, 0 on padding"""
-    target_bytes: np.ndarray[Any, Any]
-    """int64 [m, b], UTF-8 bytes of the loss-bearing labels"""
-    positions: np.ndarray[Any, Any]
-    """int64 [m, b], place in the step, EMPTY where there is no row"""
-    rows: np.ndarray[Any, Any]
-    """int64 [m, b], number of the row in the data set, EMPTY where there is none"""
+    input_ids: np.ndarray[Any, Any]  # int32 [m, b, S]
+    labels: np.ndarray[Any, Any]  # int32 [m, b, S], IGNORE where a position bears no loss
+    segments: np.ndarray[Any, Any]  # uint16 [m, b, S], 1, 2, ... by document, 0 on padding
+    target_bytes: np.ndarray[Any, Any]  # int64 [m, b], UTF-8 bytes of the loss-bearing labels
+    positions: np.ndarray[Any, Any]  # int64 [m, b], place in the step, EMPTY without a row
+    rows: np.ndarray[Any, Any]  # int64 [m, b], number in the data set, EMPTY without a row
     source_ends: tuple[int, ...] = ()
     """Of several sources: behind each, the number of rows up to there; else empty"""
     ends_block: bool = False
@@ -235,7 +229,7 @@ class TokenRows:
     def _checked(self, name: str, index: int, stored: np.ndarray[Any, Any]) -> Any:
         """Return the record in stored bytes, uint8 [stored_bytes]."""
         plain, checksum = np.split(stored, [self.dtype.itemsize])
-        place = (0, 0) if name.endswith(EARLIER) else (self._seeds[name], index)
+        place = (self._seeds[name], index) if name.endswith(PLACED) else (0, 0)
         if checksum_of(plain.data, *place) != checksum.view(CHECKSUM)[0]:
             raise StorageError(
                 "read",

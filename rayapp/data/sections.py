@@ -69,22 +69,14 @@ class TokenisedRecord:
 class TokenSection:
     """Consecutive records of a block: r records, t tokens."""
 
-    pieces: Array
-    """uint32 [r]"""
-    places: Array
-    """int64 [r]"""
-    drawn: Array
-    """uint64 [r]"""
-    said: Array
-    """uint32 [r]: 0, or 1 + the number of a problem in `texts`"""
-    lengths: Array
-    """uint32 [r]: tokens, or NO_DOCUMENT"""
-    tokens: Array
-    """int32 [t]"""
-    loss: Array
-    """bool [t]"""
-    num_bytes: Array
-    """uint16 [t]"""
+    pieces: Array  # uint32 [r]
+    places: Array  # int64 [r]
+    drawn: Array  # uint64 [r]
+    said: Array  # uint32 [r]: 0, or 1 + the number of a problem in `texts`
+    lengths: Array  # uint32 [r]: tokens, or NO_DOCUMENT
+    tokens: Array  # int32 [t]
+    loss: Array  # bool [t]
+    num_bytes: Array  # uint16 [t]
     texts: tuple[str, ...]
     going_on: tuple[int, ...] = ()
     """The records whose documents go on in the next one, by their numbers in the section."""
@@ -156,15 +148,8 @@ def encoded(section: TokenSection, seed: int, number: int) -> list[Any]:
     The parts are bytes or buffers; `seed` is that of the block's file.
     """
     base = int(section.places.min())
-    columns = {
-        "pieces": section.pieces,
-        "places": section.places - base,
-        "drawn": section.drawn,
-        "said": section.said,
-        "lengths": section.lengths,
-        "tokens": section.tokens,
-        "num_bytes": section.num_bytes,
-    }
+    columns: dict[str, Array] = {name: getattr(section, name) for name in WIDE}
+    columns["places"] = section.places - base
     types = {name: _narrow(column) for name, column in columns.items()}
     sizes = [(name, types[name].str, len(column)) for name, column in columns.items()]
     head = {"base": base, "texts": section.texts, "arrays": sizes}

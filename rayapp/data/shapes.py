@@ -67,27 +67,18 @@ class RecordShape:
         return not self.lists or all(isinstance(row[name], list) for name in self.needs)
 
 
-def _text(row: Row, name: str) -> str:
-    """Return a column's text; nothing is an empty text.
+def _text(row: Row, name: str, needed: bool = False) -> str:
+    """Return a column's text; nothing is an empty text, unless it is needed.
 
     Raises:
         ShapeError: it is something else.
     """
     value = row.get(name)
-    if value is not None and not isinstance(value, str):
-        raise ShapeError(f"has a {name!r} that is not text")
-    return value or ""
-
-
-def _needed(row: Row, name: str) -> str:
-    """Return a column's text, which may be empty.
-
-    Raises:
-        ShapeError: it is null, or something else.
-    """
-    if row[name] is None:
-        raise ShapeError(f"has a {name!r} that is null")
-    return _text(row, name)
+    if value is None and not needed:
+        return ""
+    if not isinstance(value, str):
+        raise ShapeError(f"has a {name!r} that is {'null' if value is None else 'not text'}")
+    return value
 
 
 def _chat(row: Row, messages: list[Any]) -> Row:
@@ -127,8 +118,10 @@ def _of_alpaca(row: Row) -> Row:
         before = [turn for question, answer in history for turn in _pair(question, answer)]
     except (TypeError, ValueError) as error:
         raise ShapeError("has a 'history' that is not a list of pairs") from error
-    question = "\n".join(filter(None, (_needed(row, "instruction"), _text(row, "input"))))
-    return _chat(row, [*before, *_pair(question, _needed(row, "output"))])
+    question = "\n".join(
+        filter(None, (_text(row, "instruction", needed=True), _text(row, "input")))
+    )
+    return _chat(row, [*before, *_pair(question, _text(row, "output", needed=True))])
 
 
 def _prompt_of_alpaca(row: Row) -> Row:
@@ -137,21 +130,21 @@ def _prompt_of_alpaca(row: Row) -> Row:
     given = _text(row, "input")
     prompt = ALPACA.format(
         paired=PAIRED if given else "",
-        instruction=_needed(row, "instruction"),
+        instruction=_text(row, "instruction", needed=True),
         given=f"\n\n### Input:\n{given}" if given else "",
     )
-    return {"prompt": prompt, "completion": _needed(row, "output")}
+    return {"prompt": prompt, "completion": _text(row, "output", needed=True)}
 
 
 def _of_questions(row: Row) -> Row:
-    return _chat(row, _pair(_needed(row, "question"), _needed(row, "answer")))
+    return _chat(row, _pair(_text(row, "question", needed=True), _text(row, "answer", needed=True)))
 
 
 def _prompt_of_questions(row: Row) -> Row:
     if row.get("system"):
         raise ShapeError("has a 'system', which only a chat can have")
-    prompt = f"Question: {_needed(row, 'question')}\nAnswer: "
-    return {"prompt": prompt, "completion": _needed(row, "answer")}
+    prompt = f"Question: {_text(row, 'question', needed=True)}\nAnswer: "
+    return {"prompt": prompt, "completion": _text(row, "answer", needed=True)}
 
 
 def _of_turns(row: Row) -> Row:
@@ -245,23 +238,14 @@ def unused(row: Any, kind: str) -> tuple[str, ...]:
 
 
 def hint(unused: Collection[str]) -> str:
-    """Return how unused columns that are a shape of their own can be used; else an empty text.
-
-    >>> hint(("id", "question", "answer"))
-    '; data.kind=chat or data.kind=prompt makes records of question, answer instead'
-    """
+    """Return how unused columns that are a shape of their own can be used; else an empty text."""
     shape = next((s for s in SHAPES if s.to and set(s.needs) <= set(unused)), None)
-    if shape is None:
-        return ""
-    kinds = " or ".join(f"data.kind={kind}" for kind in shape.to)
-    return f"; {kinds} makes records of {', '.join(shape.needs)} instead"
+    kinds = " or ".join(f"data.kind={kind}" for kind in shape.to) if shape else ""
+    return f"; {kinds} makes records of {', '.join(shape.needs)} instead" if shape else ""
 
 
 def unused_fields(chat: Row) -> tuple[str, ...]:
-    """Return `messages.NAME` for each field of a valid chat's messages that rayapp does not know.
-
-    A template may read it.
-    """
+    """Return `messages.NAME` for each field of a valid chat that only a template may read."""
     each = (name for message in chat["messages"] for name in _others(message, FIELDS))
     return tuple(f"messages.{name}" for name in each)
 

@@ -14,7 +14,7 @@ from rayapp.data.packing import IGNORE, Document, filled, in_groups, lay_out, ro
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import Counts, UnitSummary
-from rayapp.data.rows import SHARD, with_checksums
+from rayapp.data.rows import PLACED, with_checksums
 from rayapp.data.sections import TokenisedRecord
 from rayapp.data.spool import Spool
 from rayapp.order import shuffled
@@ -85,7 +85,7 @@ class UnitRows:
             ]
         )
         if layout.num_rows and split not in self.shards:
-            self.shards[split] = name = f"{split}-{self.index:05d}{SHARD}"
+            self.shards[split] = name = f"{split}-{self.index:05d}{PLACED}"
             self.files[split] = self.stack.enter_context(self.storage.open_write(name))
         arrays, before = spool.arrays(), sum(counts["rows"] for counts in self.counts[split])
         target_tokens = target_bytes = 0

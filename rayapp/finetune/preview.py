@@ -182,14 +182,7 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
         assert problem is not None
         bad[problem] += 1
         examples.setdefault(problem, place_of(entry.source, record.file, record.place))
-    pad = tokenizer.pad_token_id
-    packed = pack(
-        documents,
-        data.seq_len,
-        pad_id=pad if pad is not None else (tokenizer.eos_token_id or 0),
-        best_fit=data.pack,
-        truncate=data.truncate,
-    )
+    packed = pack(documents, data.seq_len, best_fit=data.pack, truncate=data.truncate)
     return Preview(
         path=entry.path,
         kind=entry.kind,

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from xxhash import xxh3_64_intdigest
 
-from rayapp.data.rows import EARLIER, SHARD
+from rayapp.data.rows import PLACED
 from rayapp.storage import Storage
 
 TEXTS = [f"{n:03d} " + "abcdefghij\n"[: n % 11] * (n % 9) if n % 11 else "" for n in range(90)]
@@ -59,7 +59,7 @@ def write(folder: Path, name: str) -> str:
 def rows_digest(storage: Storage, row_bytes: int) -> str:
     """Digest the names and bytes of all shards, without checksums, and of the hashes beside."""
     digest = blake2b(digest_size=8)
-    entries = {entry.name.replace(SHARD, ".bin"): entry.name for entry in storage.list()}
+    entries = {entry.name.replace(PLACED, ".bin"): entry.name for entry in storage.list()}
     for name in sorted(name for name in entries if name.endswith(".bin")):
         data = storage.read(entries[name])
         if entries[name] != name:
@@ -80,9 +80,9 @@ def make_earlier(storage: Storage, row_bytes: int, units: slice = slice(None)) -
     for name in [*names, *(["manifest.json"] if storage.exists("manifest.json") else [])]:
         account = json.loads(storage.read(name))
         del account["checksum"]
-        storage.write(name, json.dumps(account).replace(SHARD, EARLIER).encode())
+        storage.write(name, json.dumps(account).replace(PLACED, ".rows").encode())
     for shard in {s for n in names for s in json.loads(storage.read(n))["shards"].values()}:
-        ours = shard.replace(EARLIER, SHARD)
+        ours = shard.replace(".rows", PLACED)
         data, size = storage.read(ours), row_bytes + 8
         rows = [data[at : at + row_bytes] for at in range(0, len(data), size)]
         storage.write(shard, as_before(rows))

@@ -49,11 +49,11 @@ def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> It
     except (SourceError, StorageError):
         raise
     except Exception as error:  # of pyarrow, codecs, the hub's client and users, of any type
-        unit = "row" if _has_rows(source) else "line" if piece.is_stream else "byte"
+        rows = source.is_table or own.is_own(source.format)
+        unit = "row" if rows else "line" if piece.is_stream else "byte"
         after = f" after {unit} {last}" if last is not None else ""
-        if own.is_own(source.format):
-            raise own.failure(source, piece.file, error, after) from error
-        raise unreadable(source, file_of(source, piece), error, after) from error
+        told = own.failure if own.is_own(source.format) else unreadable
+        raise told(source, file_of(source, piece), error, after) from error
 
 
 def _records(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[Record]:
@@ -70,11 +70,6 @@ def _records(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[Rec
     return _read_jsonl(source, piece, long_texts)
 
 
-def _has_rows(source: DataSource) -> bool:
-    """Return whether the place of a record is the number of a row."""
-    return source.is_table or own.is_own(source.format)
-
-
 def file_of(source: DataSource, piece: Piece) -> str:
     """Return what the records of a piece give as their file."""
     return f"{piece.file}[{piece.start}]" if source.format == "hub" else piece.file
@@ -85,17 +80,15 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
 
     Lines are counted as far as `MAX_COUNTED_BYTES`, since counting reads the file up to there.
     """
-    return printable(_place_of(source, record_file, place))
-
-
-def _place_of(source: DataSource, record_file: str, place: int) -> str:
-    if _has_rows(source):
-        return f"{record_file} row {place}"
-    if is_stream(record_file, source.format):
-        return f"{source.root}/{record_file}:{place}"
-    if place > MAX_COUNTED_BYTES:
-        return f"{source.root}/{record_file} byte {place}"
-    return f"{source.root}/{record_file}:{_line_number(source, record_file, place)}"
+    if source.is_table or own.is_own(source.format):
+        where = f"{record_file} row {place}"
+    elif is_stream(record_file, source.format):
+        where = f"{source.root}/{record_file}:{place}"
+    elif place > MAX_COUNTED_BYTES:
+        where = f"{source.root}/{record_file} byte {place}"
+    else:
+        where = f"{source.root}/{record_file}:{_line_number(source, record_file, place)}"
+    return printable(where)
 
 
 def drawn_of(content: Iterable[bytes]) -> int:
