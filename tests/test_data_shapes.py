@@ -11,7 +11,6 @@ from rayapp.data import shapes
 from rayapp.data.problems import problem_of
 from rayapp.data.shapes import (
     ShapeError,
-    hint,
     kind_of,
     renamed,
     shape_of,
@@ -115,8 +114,6 @@ def test_the_first_of_several_shapes_is_taken() -> None:
     alpaca = {"instruction": "Q", "input": "", "output": "A", "text": "all of it"}
     assert kind_of(alpaca) == "text", "as Stanford's file was read before"
     assert unused(alpaca, "text") == ("instruction", "input", "output")
-    assert "data.kind=prompt makes records of instruction, output" in hint(unused(alpaca, "text"))
-    assert not hint(unused({**alpaca, "id": 1}, "chat"))
     shape = shape_of(alpaca, "chat")
     assert shape is not None and shape.name == "Alpaca"
 

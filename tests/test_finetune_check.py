@@ -88,9 +88,9 @@ def test_ids_without_an_embedding_are_named(tmp_path: Path) -> None:
     assert found == {
         "inside": [],
         "beyond": [
-            f"model.tokenizer={tmp_path}/beyond is too large for the model: '<288>' has id 288, "
-            "'<300>' has id 300, '<400>' has id 400, and 1 more, and tiny has embeddings for 288 "
-            "ids. Set model.tokenizer to the one the model was trained with"
+            f"model.tokenizer={tmp_path}/beyond is too large for the model: it has 264 tokens with "
+            "ids up to 500, 288 for '<288>', 300 for '<300>', 400 for '<400>', and tiny has "
+            "embeddings for 288. Set model.tokenizer to the one the model was trained with"
         ],
     }
 

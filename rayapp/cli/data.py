@@ -111,8 +111,6 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
     """Print a preview."""
     from rich.text import Text
 
-    from rayapp.data.shapes import hint
-
     def say(label: str, text: str) -> None:
         console.print(Text.assemble((f"{label:14}", "bold"), text), soft_wrap=True)
 
@@ -134,7 +132,7 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
     for what, count in preview.notes.items():
         say("noted", f"{count} {what}")
     if preview.unused:
-        say("not used", f"columns {', '.join(preview.unused)}{hint(preview.unused)}")
+        say("not used", f"columns {', '.join(preview.unused)}")
     for number, document in enumerate(preview.documents[:shown], 1):
         legend = "green" if console.is_terminal else "in brackets"
         console.rule(f"document {number}, what bears loss is {legend}", align="left", style="dim")

@@ -371,4 +371,5 @@ class ChatTemplate:
 
 def reads(template: str, name: str) -> bool:
     """Return whether a template reads a field of this name."""
-    return re.search(rf"\.{name}\b|['\"]{name}['\"]", template) is not None
+    escaped = re.escape(name)
+    return re.search(rf"\.{escaped}\b|['\"]{escaped}['\"]", template) is not None

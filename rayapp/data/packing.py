@@ -55,12 +55,9 @@ class Slices(Protocol):
 class Document:
     """One tokenised document; all three arrays are [n]."""
 
-    tokens: npt.NDArray[Any]
-    """Token ids, int32."""
-    loss: npt.NDArray[np.bool_]
-    """Whether the token bears loss when it is the target."""
-    num_bytes: npt.NDArray[Any]
-    """UTF-8 bytes that the token stands for; 0 for special tokens."""
+    tokens: npt.NDArray[Any]  # ids, int32
+    loss: npt.NDArray[np.bool_]  # whether the token bears loss when it is the target
+    num_bytes: npt.NDArray[Any]  # UTF-8 bytes that the token stands for; 0 for special tokens
 
     def __post_init__(self) -> None:
         shapes = self.tokens.shape, self.loss.shape, self.num_bytes.shape
@@ -101,25 +98,16 @@ class RowLayout:
     """The pieces of documents in the order of rows, and counts of what they were cut from."""
 
     seq_len: int
-    starts: Ints
-    """First token of each piece in all documents laid end to end, [P]."""
-    lengths: Ints
-    """Positions of each piece, [P]."""
-    row_of: Ints
-    """Row of each piece, ascending, [P]; the pieces of a row ascend too."""
+    starts: Ints  # first token of each piece in all documents laid end to end, [P]
+    lengths: Ints  # positions of each piece, [P]
+    row_of: Ints  # row of each piece, ascending, [P]; the pieces of a row ascend too
     num_rows: int
-    num_documents: int
-    """Input documents, empty ones included."""
-    num_empty: int
-    """Documents of fewer than 2 tokens, which have no target and add nothing to rows."""
-    num_split: int
-    """Documents that were cut into several pieces."""
-    num_truncated: int
-    """Documents that `truncate` shortened."""
-    cut_tokens: int
-    """Tokens that `truncate` dropped."""
-    num_tokens: int
-    """Used positions, i.e. input tokens."""
+    num_documents: int  # empty ones included
+    num_empty: int  # documents of fewer than 2 tokens, which have no target: no row has them
+    num_split: int  # documents that were cut into several pieces
+    num_truncated: int  # documents that `truncate` shortened
+    cut_tokens: int  # tokens that `truncate` dropped
+    num_tokens: int  # used positions, i.e. input tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,6 @@ from rayapp.data.prepared import (
     BLOCKS,
     MANIFEST,
     MAX_EXAMPLES,
-    NOT_STORED,
     SPLITS,
     USED,
     Prepared,
@@ -89,8 +88,7 @@ def prepare(
     whole = whole_units(storage, len(jobs), recipe.seq_len)
     assert len(whole) == len(jobs), f"shards in {storage.url} changed while they were being made"
     merged = merge(recipe, storage, dict(sorted(whole.items())))
-    manifest = {name: value for name, value in vars(merged).items() if name not in NOT_STORED}
-    write_account(storage, MANIFEST, manifest)
+    write_account(storage, MANIFEST, vars(merged))
     loaded = load(storage)
     assert loaded is not None, f"{storage.url}/{MANIFEST} does not match the shards just written"
     return loaded

@@ -24,8 +24,6 @@ SPLITS = ("train", "eval")
 MANIFEST = "manifest.json"
 USED = "USED"  # written anew whenever a run takes the rows; its time is that of the last use
 BLOCKS = "blocks.txt"  # the blocks of tokens that the rows were made of, below the token folder
-# Fields that no manifest has.
-NOT_STORED = ("sizes", "weights", "sources", "places", "windows", "known", "packings")
 MAX_EXAMPLES = 16  # reasons whose first record is named
 MAX_REASONS = 5  # reasons in one line
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates

@@ -140,12 +140,9 @@ class StepRows:
 class Place(NamedTuple):
     """Where a row is, and where it goes."""
 
-    slot: int
-    """In the answer."""
-    name: str
-    """Of the shard."""
-    number: int
-    """In the shard."""
+    slot: int  # in the answer
+    name: str  # of the shard
+    number: int  # in the shard
 
 
 class TokenRows:

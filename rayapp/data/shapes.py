@@ -237,13 +237,6 @@ def unused(row: Any, kind: str) -> tuple[str, ...]:
     return () if shape is None else _others(row, (*shape.needs, *shape.may))
 
 
-def hint(unused: Collection[str]) -> str:
-    """Return how unused columns that are a shape of their own can be used; else an empty text."""
-    shape = next((s for s in SHAPES if s.to and set(s.needs) <= set(unused)), None)
-    kinds = " or ".join(f"data.kind={kind}" for kind in shape.to) if shape else ""
-    return f"; {kinds} makes records of {', '.join(shape.needs)} instead" if shape else ""
-
-
 def unused_fields(chat: Row) -> tuple[str, ...]:
     """Return `messages.NAME` for each field of a valid chat that only a template may read."""
     each = (name for message in chat["messages"] for name in _others(message, FIELDS))

@@ -175,13 +175,11 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
     if ids is None or embeddings is None or ids <= embeddings:
         return None
     names = {} if tokenizer is None else {i: t for t, i in tokenizer.get_vocab().items()}
-    beyond = [f"{names[i]!r} has id {i}" for i in sorted(names) if i >= embeddings]
-    shown = ", ".join(beyond[:MAX_NAMED]) or f"it has {ids} tokens"
-    more = f", and {len(beyond) - MAX_NAMED} more" if len(beyond) > MAX_NAMED else ""
+    beyond = [f", {i} for {names[i]!r}" for i in sorted(names) if i >= embeddings]
     return (
-        f"model.tokenizer={name} is too large for the model: {shown}{more}, and "
-        f"{config.model.path} has embeddings for {embeddings} ids. Set model.tokenizer to the one "
-        "the model was trained with"
+        f"model.tokenizer={name} is too large for the model: it has {len(names) or ids} tokens "
+        f"with ids up to {ids - 1}{''.join(beyond[:MAX_NAMED])}, and {config.model.path} has "
+        f"embeddings for {embeddings}. Set model.tokenizer to the one the model was trained with"
     )
 
 

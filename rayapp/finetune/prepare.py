@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,9 @@ from rich.console import Console
 
 from rayapp import model
 from rayapp.config import Config, ConfigError, Lora
-from rayapp.data import heads, tokens
+from rayapp.data import tokens
 from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
 from rayapp.data.recipe import VERSIONS, RowRecipe
-from rayapp.data.sources import SourceError
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Preparation
 from rayapp.driver.growth import stages_of
@@ -125,17 +123,8 @@ def _trained_tokenizer(
     trained = root / f"tokenizer-{name.replace(':', '-')}-{data}"
     if not trained.exists("tokenizer.json"):
         phases.begin(f"training a tokenizer ({name}) on the data")
-        weights = sum(entry.weight for entry in ready.inputs)
-        texts = itertools.chain.from_iterable(
-            heads.sample_texts(
-                entry.source,
-                entry.kind,
-                int(TOKENIZER_SAMPLE_BYTES * entry.weight / weights),
-                ready.config.data.columns,
-            )
-            for entry in ready.inputs
-        )
-        tokens.save_tokenizer(tokens.train_bpe(texts, int(name.partition(":")[2])), trained)
+        made = preview.made_tokenizer(ready, name, TOKENIZER_SAMPLE_BYTES)
+        tokens.save_tokenizer(made, trained)
     return trained
 
 
@@ -168,12 +157,8 @@ def prepare_rows(
         recipes = {f"packing {n + 1} of {count}": replace(recipe, packing=n) for n in range(count)}
     rest: Preparation | None = None
     problems: list[str] = []
-    made: dict[str, Prepared] = {}
     if sources.by_windows(config):
-        try:
-            made, rest = sources.prepare_windows(config, recipes, root, phases, first)
-        except SourceError as error:
-            problems.append(str(error))
+        made, rest = sources.prepare_windows(config, recipes, root, phases, first)
     else:
         made = sources.prepare_each(config, recipes, root, phases, problems)
     problems += sources.unusable_sources(config, made)

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from rayapp.config import Config
 from rayapp.data import heads, shapes, tokens
 from rayapp.data.documents import Renderer
 from rayapp.data.packing import Document, pack
-from rayapp.data.sources import place_of
+from rayapp.data.sources import Record, place_of
 from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.observe.records import Rendered
 from rayapp.planner.trained import tokenizer_of
@@ -36,20 +35,13 @@ class Preview:
     kind: str
     format: str
     records: int
-    """Records that were read."""
-    bad: dict[str, int]
-    """Unusable records by reason."""
-    examples: dict[str, str]
-    """Place of the first record of each reason."""
-    notes: dict[str, int]
-    """Documents that lack something of their record, by what."""
-    unused: tuple[str, ...]
-    """Columns that nothing is made of."""
+    bad: dict[str, int]  # unusable records by reason
+    examples: dict[str, str]  # place of the first record of each reason
+    notes: dict[str, int]  # documents that lack something of their record, by what
+    unused: tuple[str, ...]  # as in SourceHead
     documents: list[Document]
     rows: int
-    """Rows of data.seq_len tokens that the documents are packed into."""
-    fill: float
-    """Share of the rows' positions that are used, 0-1."""
+    fill: float  # share of the rows' positions that are used, 0-1
     seq_len: int
     tokenizer: Any
 
@@ -101,7 +93,9 @@ class Preview:
 
 def preview(ready: CheckedLanguageRun) -> list[Preview]:
     """Return a preview of each source of a checked run."""
-    tokenizer = ready.tokenizer or _made_tokenizer(ready)
+    own = ready.model.config.get_text_config().vocab_size
+    name = tokenizer_of(ready.config, own, ready.model.preset)
+    tokenizer = ready.tokenizer or made_tokenizer(ready, name, SAMPLE_BYTES)
     return [_preview(ready, entry, tokenizer) for entry in ready.inputs]
 
 
@@ -113,27 +107,25 @@ def rendered(ready: CheckedLanguageRun, tokenizer: Any) -> list[Rendered]:
             "kind": entry.kind,
             "documents": [
                 beginning(runs(tokenizer, document), CHARS)
-                for document in islice(_documents(ready, entry, tokenizer), SHOWN)
+                for document in islice((d for _, d, _ in made if d is not None), SHOWN)
             ],
         }
         for entry in ready.inputs
+        for made in [_rendered(ready, entry, tokenizer)]
     ]
 
 
-def _documents(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Iterator[Document]:
-    """Render the first records of a source that can be used, one by one."""
-    renderer, (raw, _) = _renderer(ready, entry, tokenizer), heads.records(entry.source)
-    for record in raw:
-        record = shapes.standardised(record, entry.kind, ready.config.data.columns)
-        document = None if record.problem else renderer.document(record.value)[0]
-        if document is not None:
-            yield document
-
-
-def _renderer(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Renderer:
-    data = ready.config.data
+def _rendered(
+    ready: CheckedLanguageRun, entry: Input, tokenizer: Any
+) -> Iterator[tuple[Record, Document | None, str | None]]:
+    """Yield the first records of a source, each with its document and a note, or its problem."""
+    data, (records, _) = ready.config.data, heads.records(entry.source)
     how = (ready.template, data.reasoning, data.special_tokens, entry.source.is_table)
-    return Renderer(tokenizer, entry.kind, *how)
+    renderer = Renderer(tokenizer, entry.kind, *how)
+    for record in records:
+        record = shapes.standardised(record, entry.kind, data.columns)
+        made = (None, record.problem) if record.problem else renderer.document(record.value)
+        yield record, *made
 
 
 def beginning(document: list[tuple[str, bool]], chars: int) -> list[tuple[str, bool]]:
@@ -164,17 +156,10 @@ def runs(tokenizer: Any, document: Document) -> list[tuple[str, bool]]:
 
 
 def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview:
-    config: Config = ready.config
-    data = config.data
-    renderer = _renderer(ready, entry, tokenizer)
-    raw, _ = heads.records(entry.source)
-    records = [shapes.standardised(record, entry.kind, data.columns) for record in raw]
+    data = ready.config.data
     bad, notes, examples = Counter[str](), Counter[str](), dict[str, str]()
     documents: list[Document] = []
-    for record in records:
-        document, problem = None, record.problem
-        if problem is None:
-            document, problem = renderer.document(record.value)
+    for record, document, problem in _rendered(ready, entry, tokenizer):
         if document is not None:
             documents.append(document)
             notes.update([problem] if problem else [])
@@ -187,7 +172,7 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
         path=entry.path,
         kind=entry.kind,
         format=entry.source.format,
-        records=len(records),
+        records=len(documents) + bad.total(),
         bad=dict(bad),
         examples=examples,
         notes=dict(notes),
@@ -200,16 +185,15 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
     )
 
 
-def _made_tokenizer(ready: CheckedLanguageRun) -> Any:
-    """Return the tokenizer that the run would make; one trained on data sees less of them here."""
-    own = ready.model.config.get_text_config().vocab_size
-    name = tokenizer_of(ready.config, own, ready.model.preset)
+def made_tokenizer(ready: CheckedLanguageRun, name: str, sample_bytes: int) -> Any:
+    """Make the tokenizer `bytes`, or train one on so many bytes of the sources' texts."""
     if name == "bytes":
         return tokens.byte_tokenizer()
-    share = SAMPLE_BYTES // len(ready.inputs)
+    columns, weights = ready.config.data.columns, sum(entry.weight for entry in ready.inputs)
     texts = (
         text
         for entry in ready.inputs
-        for text in heads.sample_texts(entry.source, entry.kind, share, ready.config.data.columns)
+        for size in [int(sample_bytes * entry.weight / weights)]
+        for text in heads.sample_texts(entry.source, entry.kind, size, columns)
     )
     return tokens.train_bpe(texts, int(name.partition(":")[2]))

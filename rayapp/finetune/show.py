@@ -8,7 +8,6 @@ from rich.console import Console
 
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared, reasons
-from rayapp.data.shapes import hint
 from rayapp.driver.display import plain
 from rayapp.observe.records import Rendered
 from rayapp.order import Order
@@ -99,8 +98,8 @@ def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
         if names:
             console.print(
                 f"[bold]{'not used':14}[/bold] "
-                f"[yellow]{plain(path)} has columns that are left out: "
-                f"{plain(', '.join(names) + hint(names))}[/yellow]",
+                f"[yellow]{plain(path)} has columns that are left out: {plain(', '.join(names))}"
+                "[/yellow]",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -47,7 +47,6 @@ def find(path: str, format: str = "auto") -> DataSource:
         entries = [entry for entry in entries if _matches(entry.name.split("/"), pattern)]
     if not entries:
         raise SourceError(f"data.path={path} is missing: there is no such file, folder or match")
-    chosen = format != "auto"  # by the user, whose pattern then needs no suffix
     wanted = entries if single else [entry for entry in entries if not _hidden(entry.name)]
     _refuse_unread([entry.name for entry in wanted or entries], path)
     saved = _saved(wanted, path)

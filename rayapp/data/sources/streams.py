@@ -218,9 +218,7 @@ def _separated(delimiter: str) -> Callable[[io.BufferedReader, str], Iterator[Re
 
 def _bounded(lines: io.TextIOWrapper) -> Iterator[str]:
     """Yield lines of which none fills the memory."""
-    for number in itertools.count(1):
-        if not (line := lines.readline(LINE_BYTES)):
-            return
+    for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), ""), 1):
         if len(line) == LINE_BYTES:
             raise SourceError(f"is not CSV: line {number} {TOO_LONG}")
         yield line
