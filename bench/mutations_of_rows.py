@@ -248,7 +248,7 @@ ROWS = (
     Mutation(
         "torn-shards-are-used",
         PREPARE,
-        'sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(name, seq_len)',
+        'sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(seq_len)',
         "name in sizes",
         OF_PREPARE,
     ),
@@ -262,9 +262,16 @@ ROWS = (
     Mutation(
         "rows-are-not-checked",
         DATA_ROWS,
-        "if len(checksum) and xxh3_64_intdigest(plain.data) !=",
-        "if not len(checksum) and xxh3_64_intdigest(plain.data) !=",
+        "if checksum_of(plain.data, *place) != checksum.view(CHECKSUM)[0]:",
+        "if False:",
         "tests/test_data_stream.py -k 'changed_bit and folder'",
+    ),
+    Mutation(
+        "rows-are-taken-from-another-place",
+        DATA_ROWS,
+        "return xxh3_64_intdigest(data, (seed + number) % 2**64)",
+        "return xxh3_64_intdigest(data, seed)",
+        "tests/test_data_stream.py -k where_another",
     ),
     # ---- Tokens
     Mutation(
@@ -284,7 +291,7 @@ ROWS = (
     Mutation(
         "tokens-are-not-checked",
         SECTIONS,
-        "if not packed or xxh3_64_intdigest(packed) != checksum:",
+        "if not packed or checksum_of(packed, seed, number) != checksum:",
         "if not packed:",
         "tests/test_data_sections.py -k bit",
     ),
