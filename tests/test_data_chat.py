@@ -407,7 +407,9 @@ WITH_NULLS = {  # a tool as JSON Schema has it, in which null is a value
 }
 
 
-@pytest.mark.parametrize("template", [HERMES, MARKED_CALLS, CHAT_TEMPLATE])
+@pytest.mark.parametrize(
+    "template", [HERMES, MARKED_CALLS, CHAT_TEMPLATE], ids=["prefix", "marked", "ours"]
+)
 def test_nulls_that_the_user_wrote_are_rendered(template: str) -> None:
     """In arguments, given as an object or as text, and in tools; as apply_chat_template does."""
     arguments = {"in": None, "days": [None, {"n": None}]}
@@ -448,7 +450,11 @@ def test_of_a_table_the_fields_of_other_rows_are_left_out() -> None:
 HALF = "cut \ud83d"
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, HERMES, THINKING, LAST_ONLY, JOINED])
+@pytest.mark.parametrize(
+    "template",
+    [CHAT_TEMPLATE, HERMES, THINKING, LAST_ONLY, JOINED],
+    ids=["ours", "hermes", "thinking", "last only", "joined"],
+)
 def test_half_of_a_surrogate_pair_spoils_its_own_chat_alone(template: str) -> None:
     """In any field that the template writes: told by the text that is rendered."""
     half: list[dict[str, Any]] = [
