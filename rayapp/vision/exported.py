@@ -41,7 +41,7 @@ def check_export(
     """
     rows, transform = spec.data.rows("train"), transform_of(spec.config)
     files = rows.read(range(min(IMAGES, len(rows))))
-    images = np.stack([centred(data, transform) for data in files])
+    images = np.stack([centred(data, transform, rows.as_stored) for data in files])
     trained = _logits(classifier, torch.from_numpy(images).to(device))
     return from_rank_zero(
         folder,

@@ -15,18 +15,35 @@ from __future__ import annotations
 import io
 import math
 import random
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageEnhance, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageEnhance, ImageOps, UnidentifiedImageError
 
 CROP_TRIES = 10
 ASPECT = (3 / 4, 4 / 3)
 BINS = 30  # RandAugment's number of magnitudes
 GREY = (128, 128, 128)  # fill colour of geometric operations
-MAX_PIXELS = 2**28  # most pixels of an image; more is taken for an attack or a mistake
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF")
+MAX_PIXELS = 2**26  # of an image, which takes up to 0.8 GiB to decode
+TOO_LARGE = f"of more than {MAX_PIXELS:,} pixels"
+TURNS = {  # by EXIF orientation; from 5 on, width and height change places
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# What 280,000 mutated files of FORMATS raised, and what Pillow's ImageFile takes for broken data.
+BROKEN = (OSError, SyntaxError, ValueError, RuntimeError, struct.error)
+BROKEN += (LookupError, TypeError, EOFError, OverflowError)
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Box = tuple[float, float, float, float]
 
@@ -56,27 +73,35 @@ def seed_of(seed: int, epoch: int, image: int) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
+class Unusable(ValueError):
+    """An image that can be read and not trained on; the message is the reason."""
+
+
 def problem_of(data: bytes) -> str | None:
     """Read a whole file as an image; return why it is unusable, or None if it is usable."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
-                return "too many pixels"
+                return TOO_LARGE
             image.draft("RGB", (1, 1))  # a JPEG is read completely, but decoded small
-            image.convert("RGB")
+            _rgb(image)
     except UnidentifiedImageError:
         return "not an image"
-    except Exception as error:  # a decoder's own: OSError, SyntaxError, ValueError, struct.error
+    except Image.DecompressionBombError:
+        return TOO_LARGE
+    except Unusable as error:
+        return str(error)
+    except BROKEN as error:
         return f"damaged ({type(error).__name__})"
     return None
 
 
-def augmented(data: bytes, transform: Transform, seed: int) -> Pixels:
+def augmented(data: bytes, transform: Transform, seed: int, as_stored: bool = False) -> Pixels:
     """Return an image as training sees it, cropped and augmented: uint8 [size, size, 3]."""
     draw = random.Random(seed)
-    with Image.open(io.BytesIO(data)) as opened:
-        box = _crop(opened.size, transform.crop_scale, draw)
-        image = _resized(opened, box, transform.size)
+    image = _resized(
+        data, lambda size: _crop(size, transform.crop_scale, draw), transform.size, as_stored
+    )
     if draw.random() < transform.flip:
         image = ImageOps.mirror(image)
     for _ in range(transform.layers):
@@ -84,12 +109,10 @@ def augmented(data: bytes, transform: Transform, seed: int) -> Pixels:
     return np.asarray(image)
 
 
-def centred(data: bytes, transform: Transform) -> Pixels:
+def centred(data: bytes, transform: Transform, as_stored: bool = False) -> Pixels:
     """Return an image as evaluation sees it, its centre crop: uint8 [size, size, 3]."""
-    with Image.open(io.BytesIO(data)) as opened:
-        return np.asarray(
-            _resized(opened, _middle(opened.size, transform.eval_crop), transform.size)
-        )
+    middle = partial(_middle, share=transform.eval_crop)
+    return np.asarray(_resized(data, middle, transform.size, as_stored))
 
 
 def mix(
@@ -166,16 +189,66 @@ def _middle(size: tuple[int, int], share: float) -> Box:
     return left, top, left + side, top + side
 
 
-def _resized(image: Image.Image, box: Box, size: int) -> Image.Image:
-    """Return a box of an image, resized to size x size pixels of RGB."""
-    width, height = image.size
-    across, down = size / (box[2] - box[0]), size / (box[3] - box[1])
-    if max(across, down) < 1:  # a JPEG is decoded at 1/2, 1/4 or 1/8
-        image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
-    rgb = image.convert("RGB")
+def _resized(
+    data: bytes, crop: Callable[[tuple[int, int]], Box], side: int, as_stored: bool
+) -> Image.Image:
+    """Return the box that `crop` chooses by the image's size, as side x side pixels of RGB.
+
+    `as_stored` decodes as before version 3 of the index: by Pillow's conversion alone.
+    """
+    with Image.open(io.BytesIO(data), formats=None if as_stored else FORMATS) as image:
+        width, height = size = image.size if as_stored else _upright_size(image)
+        box = crop(size)
+        across, down = side / (box[2] - box[0]), side / (box[3] - box[1])
+        if max(across, down) < 1:  # a JPEG is decoded at 1/2, 1/4 or 1/8
+            least = math.ceil(width * across), math.ceil(height * down)
+            image.draft("RGB", least if image.size == size else least[::-1])
+        rgb = image.convert("RGB") if as_stored else _rgb(image)
     x, y = rgb.width / width, rgb.height / height
     part = (box[0] * x, box[1] * y, min(box[2] * x, rgb.width), min(box[3] * y, rgb.height))
-    return rgb.resize((size, size), Image.Resampling.BILINEAR, box=part)
+    return rgb.resize((side, side), Image.Resampling.BILINEAR, box=part)
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return the width and height of what `_rgb` makes of an image that is not drafted."""
+    if image.format not in ("JPEG", "MPO"):  # Pillow turns a TIFF as it loads it
+        image.load()
+    return image.size[::-1] if _orientation(image) in (5, 6, 7, 8) else image.size
+
+
+def _orientation(image: Image.Image) -> int:
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Decode an image to upright 8-bit RGB, as datasets turns it and transformers converts it.
+
+    Transparency is put on white. Both libraries cut 16 bits and floats off at 255: here 16 bits
+    are scaled, as Pillow scales those of RGB, and so are floats from 0 to 1.
+
+    Raises:
+        Unusable: nothing says what its numbers mean.
+    """
+    image.load()
+    if (turn := TURNS.get(_orientation(image))) is not None:
+        image = image.transpose(turn)  # not exif_transpose, which fails where it cannot write a tag
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
+        values = np.asarray(image)
+        levels = (values >> 8).astype(np.uint8)
+        levels[values == image.info.get("transparency", -1)] = 255
+        return Image.fromarray(levels).convert("RGB")
+    if image.mode == "I":
+        raise Unusable("of 32-bit integers, whose range is unknown: save 8 or 16 bits")
+    if image.mode == "F":
+        values = np.asarray(image)
+        if not (values.min() >= 0 and values.max() <= 1):  # NaN neither
+            raise Unusable("of floats outside 0 to 1: save 8 or 16 bits")
+        return Image.fromarray(np.rint(255 * values).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        seen = image if image.mode == "RGBA" else image.convert("RGBA")
+        image = Image.new("RGB", image.size, "white")
+        image.paste(seen, mask=seen)  # as alpha_composite does, with half of its memory
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 # ---- RandAugment -------------------------------------------------------------------------------

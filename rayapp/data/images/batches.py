@@ -87,7 +87,7 @@ def step_images(
     for slot, row, data in zip(there.tolist(), wanted, rows.read(wanted), strict=True):
         record = rows.records[row]
         seed = seed_of(order.seed, int(epochs.ravel()[slot]), row)
-        pixels[slot] = augmented(data, transform, seed)
+        pixels[slot] = augmented(data, transform, seed, rows.as_stored)
         labels[slot], seeds[slot] = record["label"], seed
         place = int(places.ravel()[slot])
         digests[slot] = image_digest(place, int(record["digest"]), int(record["label"]), seed)
@@ -128,7 +128,8 @@ def held_out_batches(
         there = np.flatnonzero(ids != EMPTY)
         pixels = np.zeros((micro_batch, transform.size, transform.size, 3), np.uint8)
         labels = np.zeros(micro_batch, np.int32)
-        made = decoders.map(lambda data: centred(data, transform), rows.read(ids[there].tolist()))
+        files = rows.read(ids[there].tolist())
+        made = decoders.map(lambda data: centred(data, transform, rows.as_stored), files)
         for slot, image in zip(there.tolist(), made, strict=True):
             pixels[slot], labels[slot] = image, rows.records[ids[slot]]["label"]
         shares, digests = np.ones(micro_batch, np.float32), np.zeros(micro_batch, np.uint64)

@@ -28,7 +28,7 @@ from rayapp.order import fingerprint
 from rayapp.storage import Readable, Storage, StorageError, open_storage
 from rayapp.storage.inputs import open_input
 
-VERSION = 2  # version of the index; part of the fingerprint
+VERSION = 3  # version of the index and of how its images are decoded; part of the fingerprint
 SPLITS = ("train", "eval")
 READERS, READERS_OF_DISKS = 16, 4  # images read at once; more threads cost more than they read
 MANIFEST = "manifest.json"
@@ -54,6 +54,7 @@ class ImageRecipe:
     source: sources.ImageSource
     eval_source: sources.ImageSource | None
     eval_fraction: float
+    version: int = VERSION
 
     def parts(self) -> dict[str, object]:
         """Return the named parts of the fingerprint: if any changes, the set is another."""
@@ -62,7 +63,7 @@ class ImageRecipe:
             "eval_files": self.eval_source.digest() if self.eval_source else None,
             "format": self.source.format,
             "eval_fraction": self.eval_fraction,
-            "version": VERSION,
+            "version": self.version,
         }
 
     @property
@@ -98,7 +99,7 @@ class Images:
 
     def rows(self, split: str) -> ImageRows:
         """Open the images of `train` or `eval`."""
-        return _rows(self.url, self.roots, split)
+        return _rows(self.url, self.roots, split, self.parts["version"] != VERSION)
 
     @property
     def held_out(self) -> int:
@@ -127,8 +128,10 @@ class Images:
 class ImageRows:
     """The images of one split, by number."""
 
-    def __init__(self, url: str, roots: Sequence[str], split: str) -> None:
+    def __init__(self, url: str, roots: Sequence[str], split: str, as_stored: bool = False) -> None:
+        """`as_stored`: of an index before version 3, whose images are decoded as before."""
         self._storage, self._roots, self._split = open_storage(url), roots, split
+        self.as_stored = as_stored
 
     def __len__(self) -> int:
         return len(self.records)
@@ -157,7 +160,7 @@ class ImageRows:
         return READERS_OF_DISKS if local else READERS
 
     def __getstate__(self) -> dict[str, object]:
-        kept = ("_storage", "_roots", "_split")
+        kept = ("_storage", "_roots", "_split", "as_stored")
         return {name: self.__dict__[name] for name in kept}
 
     def name(self, number: int) -> str:
@@ -201,9 +204,9 @@ RESTORE = f"Restore it, or start a new run after removing {FOLDER} beside the ru
 
 
 @lru_cache(maxsize=4)
-def _rows(url: str, roots: tuple[str, ...], split: str) -> ImageRows:
+def _rows(url: str, roots: tuple[str, ...], split: str, as_stored: bool) -> ImageRows:
     """Open an index once per process, in which Ray Data runs many tasks."""
-    return ImageRows(url, roots, split)
+    return ImageRows(url, roots, split, as_stored)
 
 
 def digest_of(data: bytes) -> int:
