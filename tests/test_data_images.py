@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import random
+import re
 import shutil
 import tarfile
 import threading
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,8 +33,10 @@ from rayapp.data.images import (
     batches,
     find,
     index,
+    indexing,
     prepare,
     shapes,
+    sources,
     stream,
 )
 from rayapp.data.images.batches import held_out_batches, image_digest, local_steps, step_images
@@ -122,6 +129,140 @@ def test_what_is_held_out_is_known_by_its_name(tmp_path: Path) -> None:
     other = as_folder(tmp_path / "other", drawn(2, 3))
     given = indexed(path, open_storage(str(tmp_path / "prepared")), eval_path=other)
     assert given.counts == {"train": 80, "eval": 6} and len(contents(given, "eval")) == 6
+
+
+def header(name: str, size: int, kind: bytes = b"0", **sparse: int) -> bytes:
+    """Return the header of a tar's member, with any size and checksum."""
+    block = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
+    block[156:157], block[124:136] = kind, tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    if sparse:  # one part of 512 bytes, of so many in all
+        block[386:410] = b"%011o\0" % 0 + b"%011o\0" % 512
+        block[483:495] = tarfile.itn(sparse["whole"], 12, tarfile.GNU_FORMAT)
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+GIB, LOST = 2**30, "at byte 1,024 says that it ends at byte"
+SPOILT: dict[str, tuple[bytes, str]] = {
+    "8 GiB": (header("cat/b.png", 8 * GIB), f"cat/b.png {LOST} 8,589,936,128, and the file has"),
+    "2^62": (header("cat/b.png", 2**62), f"cat/b.png {LOST} 4,611,686,018,427,389,440"),
+    "below 0": (header("cat/b.png", -1024), f"cat/b.png {LOST} 512"),
+    "the same again": (header("cat/b.png", -512), f"cat/b.png {LOST} 1,024"),
+    "an unknown kind": (header("x", -512, b"Z"), f"x {LOST} 1,024"),
+    "a sparse file": (header("cat/b.png", 2**62, b"S", whole=512), f"cat/b.png {LOST} 4,611"),
+    "a long name": (header("x", 8 * GIB, b"L"), "the header at byte 1,024 is of 8,589,934,592 "),
+    "a name below 0": (header("x", -512, b"L"), "the header at byte 1,024 is of -512 bytes"),
+    "an extended header": (header("x", 2**62, b"x"), "the header at byte 1,024 is of 4,611"),
+    "a flipped bit": (header("cat/b.png", 0).replace(b"b.png", b"b.pnf"), "1,024 is damaged"),
+    "cut short": (header("cat/b.png", 4000) + b"x" * 700, f"cat/b.png {LOST} 5,536"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_damaged_tar_is_told_with_its_place(case: str, tmp_path: Path) -> None:
+    spoilt, words = SPOILT[case]
+    first = header("cat/a.png", 4) + b"abcd".ljust(512, b"\0")
+    (tmp_path / "a.tar").write_bytes(first + spoilt + bytes(1024))
+    with pytest.raises(SourceError, match=rf"/a\.tar is not a tar .*: .*{re.escape(words)}"):
+        list(sources.read(str(tmp_path), "tar", find(str(tmp_path)).files))
+
+
+def test_what_memory_cannot_hold_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members that are sparse, or too large; and a file too large in a class's folder."""
+    (name, picture), *_ = drawn(1, 1)
+    monkeypatch.setattr(sources, "MAX_BYTES", len(picture))
+    many = header("cat/large.png", len(picture) + 1) + bytes(-(-len(picture) // 512) * 512)
+    sparse = header("cat/sparse.png", 512, b"S", whole=2 * GIB) + b"x" * 512
+    good = header("cat/good.png", len(picture)) + picture.ljust(len(many) - 512, b"\0")
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars" / "a.tar").write_bytes(many + sparse + good + bytes(1024))
+    path = as_folder(tmp_path / "tree", [(name, picture), ("cat/large.png", picture + b"x")])
+    for root, bad in ((tmp_path / "tars", {"stored as a sparse file": 1}), (path, {})):
+        found = indexed(root, open_storage(str(tmp_path / "prepared")))
+        assert found.bad == bad | {sources.TOO_LARGE: 1}
+        assert [data for _, data in contents(found)] == [picture]
+
+
+def test_a_full_memory_ends_the_index_with_the_images_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(data: bytes) -> None:
+        raise MemoryError
+
+    path = as_folder(tmp_path / "data", drawn(1, 1))
+    monkeypatch.setattr(augment, "problem_of", full)
+    with pytest.raises(
+        SourceError, match=r"checks/0000\.\w+ cannot be decoded: this machine's mem"
+    ):
+        indexed(path, open_storage(str(tmp_path / "prepared")))
+
+
+def test_what_says_that_there_is_no_label_is_no_class(tmp_path: Path) -> None:
+    """-1 as ClassLabel has it, null and NaN: in Parquet, and beside the images of a tar."""
+    (_, picture), *_ = drawn(1, 1)
+    labels = {
+        "int": [0, -1, 1, None],
+        "float": [0.0, math.nan, 1.0, -1.0],
+        "text": ["0", "-1", "1", None],
+    }
+    for kind, column in labels.items():
+        (tmp_path / kind).mkdir()
+        table = pa.table({"image": [{"bytes": picture}] * 4, "label": column})
+        pq.write_table(table, tmp_path / kind / "a.parquet")
+    (tmp_path / "tar").mkdir()
+    with tarfile.open(tmp_path / "tar" / "a.tar", "w") as archive:
+        for ending in ("cls", "json"):
+            for n, label in enumerate(["0", "-1", "1", "null"]):
+                text = {"cls": label.replace("null", "-1"), "json": f'{{"label": {label}}}'}[ending]
+                for name, data in (("png", picture), (ending, text.encode())):
+                    info = tarfile.TarInfo(f"cat/{n}-{ending}.{name}")
+                    info.size = len(data)
+                    archive.addfile(info, io.BytesIO(data))
+    for kind in (*labels, "tar"):
+        found = indexed(tmp_path / kind, open_storage(str(tmp_path / "prepared")))
+        assert found.classes == (("0.0", "1.0") if kind == "float" else ("0", "1")), kind
+        assert found.bad == {"without a label": 4 if kind == "tar" else 2}, kind
+        assert [r["label"] for r in found.rows("train").records] == [0, 1] * (1 + (kind == "tar"))
+
+
+def test_one_name_in_two_spellings_is_one_class(tmp_path: Path) -> None:
+    """Composed, as Linux has it, and decomposed, as macOS writes it; and 1 beside 01 is stable."""
+    (_, picture), *_ = drawn(1, 1)
+    names = [unicodedata.normalize(form, "café") for form in ("NFC", "NFD")]
+    path = as_folder(
+        tmp_path / "data", [(f"{name}/{n}.png", picture) for n, name in enumerate(names)]
+    )
+    found = indexed(path, open_storage(str(tmp_path / "prepared")))
+    assert names[0] != names[1] and found.classes == (names[0],) and found.class_counts == (2,)
+    assert indexing.class_names({"1", "01", "2"}) == ["01", "1", "2"]
+
+
+def test_damaged_parquet_is_told_by_its_name(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path / "data", drawn(2, 9), 18)
+    (file,) = path.iterdir()
+    good, draw = file.read_bytes(), random.Random(0)
+    told = 0
+    for _ in range(30):
+        data = bytearray(good)
+        for at in draw.sample(range(len(data)), 20):
+            data[at] ^= 255
+        file.write_bytes(data[: draw.choice((len(data), len(data) // 2))])
+        try:
+            list(sources.read(str(path), "parquet", find(str(path)).files))
+        except SourceError as error:
+            told += 1
+            assert f"/{file.name} is not Parquet that can be read: " in str(error)
+    assert told > 15
+
+
+def test_the_fingerprint_tells_how_images_are_decoded() -> None:
+    """The one of version 2 is commit 019c8f5's, whose runs go on with it."""
+    source = sources.ImageSource("s3://b/d", "folder", (sources.ImageFile("cat/1.png", 7),))
+    assert index.ImageRecipe(source, None, 0.05, version=2).fingerprint == "9d423e55a46af875"
+    assert index.ImageRecipe(source, None, 0.05).fingerprint != "9d423e55a46af875"
 
 
 def test_problems_are_told_in_the_users_words(tmp_path: Path) -> None:

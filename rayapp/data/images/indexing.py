@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from rayapp.data.images import sources
-from rayapp.data.images.augment import problem_of
 from rayapp.data.images.index import (
     EVAL_ROOT,
     MANIFEST,
@@ -56,7 +56,8 @@ def prepare(
     `progress` is called with (bytes done, bytes in all).
 
     Raises:
-        SourceError: a container cannot be read, or held-out images are of unknown classes.
+        SourceError: a container cannot be read, memory is full, or held-out images are of unknown
+            classes.
     """
     storage = root / recipe.fingerprint
     index = load(storage)
@@ -98,11 +99,17 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
     try:
         for image in sources.read(source.root, source.format, files):
             records += 1
-            problem = problem_of(image.data) or (None if image.label else "without a label")
-            if problem or image.label is None:
-                bad[str(problem)] += 1
+            try:
+                problem = sources.problem_of(image)
+            except MemoryError as error:
+                raise SourceError(
+                    f"{image.name} cannot be decoded: this machine's memory is full. Set a lower "
+                    "data.workers, or take a machine with more"
+                ) from error
+            if problem is not None:
+                bad[problem] += 1
                 if len(examples) < MAX_EXAMPLES:
-                    examples.append((image.name, str(problem)))
+                    examples.append((image.name, problem))
                 continue
             root, file, offset = origin, image.file, image.offset
             if offset < 0:  # of Parquet
@@ -111,7 +118,7 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
                 copied += len(image.data)
             held = origin == EVAL_ROOT or is_held_out(image.name, recipe.eval_fraction)
             name = names.setdefault(file, len(names))
-            label = labels.setdefault(image.label, len(labels))
+            label = labels.setdefault(unicodedata.normalize("NFC", image.label), len(labels))
             size, digest = len(image.data), digest_of(image.data)
             rows["eval" if held else "train"].append((root, name, 0, offset, size, label, digest))
     except SourceError as error:
@@ -139,7 +146,7 @@ def class_names(labels: set[str]) -> list[str]:
     (['9', '10'], ['10', '9', 'cat'])
     """
     numbers = all(label.isdecimal() for label in labels)
-    return sorted(labels, key=int) if numbers else sorted(labels)
+    return sorted(labels, key=lambda label: (int(label) if numbers else 0, label))
 
 
 def _run_units(

@@ -6,7 +6,8 @@
 
 Labels are text here. In folders it is the top folder's name; in a tar the content of `.cls` or
 `.json` beside the image, else the folder in the tar, else the tar's own name; in Parquet the column
-`label`. Labels are numbered later, when all of them are known.
+`label`. There -1 is no label, as in ClassLabel of datasets. Labels are numbered later, when all of
+them are known.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, BinaryIO, cast
 
+from rayapp.data.images import augment
 from rayapp.data.sources import SourceError
-from rayapp.storage import Readable
+from rayapp.storage import Readable, StorageError
 from rayapp.storage.inputs import open_input
 
 UNIT_BYTES = 16 * 2**20
@@ -27,6 +29,10 @@ MAX_UNITS = 4096
 SUFFIXES = {"tar": (".tar",), "parquet": (".parquet", ".pq")}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "jpg", "png", "img"), ("label", "cls", "labels")
 FORMATS = ("folder", "tar", "parquet")
+UNLABELLED = "without a label"
+MAX_BYTES = 2**29  # of an image's file, which is held in memory
+TOO_LARGE = f"of more than {MAX_BYTES:,} bytes"
+MAX_HEADER_BYTES = 2**20  # of a long name or an extended header in a tar
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
@@ -65,9 +71,11 @@ class FoundFiles:
     offset: int
     name: str
     """Name in messages; its hash also decides whether the image is held out."""
-    label: str | None
-    """None if no label was found."""
+    label: str
+    """Empty if there is none."""
     data: bytes
+    problem: str | None = None
+    """Why the bytes were not read."""
 
 
 def find(path: str, format: str = "auto") -> ImageSource:
@@ -122,7 +130,13 @@ def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[Found
     storage = open_input(root)
     reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[format]
     for file in files:
-        yield from reader(storage, file.name)
+        yield from reader(storage, file)
+
+
+def problem_of(found: FoundFiles) -> str | None:
+    """Return why what was found is no labelled image, or None if it is one."""
+    problem = found.problem or augment.problem_of(found.data)
+    return problem or (None if found.label else UNLABELLED)
 
 
 def format_of(names: list[str]) -> str:
@@ -140,22 +154,41 @@ def hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _read_file(storage: Readable, name: str) -> Iterator[FoundFiles]:
-    yield FoundFiles(name, 0, name, name.partition("/")[0], storage.read(name))
+def _read_file(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
+    problem = TOO_LARGE if file.size > MAX_BYTES else None
+    data = b"" if problem else storage.read(file.name)
+    yield FoundFiles(file.name, 0, file.name, file.name.partition("/")[0], data, problem)
 
 
-def _read_tar(storage: Readable, name: str) -> Iterator[FoundFiles]:
+class _Headers:
+    """The stream of a tar as tarfile reads it: headers alone, never what a wrong size asks for."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.seek, self.tell = stream, stream.seek, stream.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_HEADER_BYTES:
+            place = self.tell() - tarfile.BLOCKSIZE
+            raise tarfile.ReadError(f"the header at byte {place:,} is of {size:,} bytes")
+        return self.stream.read(size)
+
+
+def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
     """Read a tar in order; an image and its label files must be adjacent members.
 
     Raises:
-        SourceError: it is no tar.
+        SourceError: it is no tar, or damaged.
     """
-    own = name.rpartition("/")[2].rpartition(".")[0]
+    own = file.name.rpartition("/")[2].rpartition(".")[0]
     waiting: list[FoundFiles] = []
     key, label = "", None
     try:
-        with storage.open_read(name) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
-            for member in archive:
+        with (
+            storage.open_read(file.name) as stream,
+            tarfile.open(fileobj=cast(Any, _Headers(stream)), mode="r:", errors="replace") as tar,
+        ):
+            for member in tar:
+                _check_end(member, tar.offset, file.size)
                 if not member.isfile() or hidden(member.name.removeprefix("./")):
                     continue
                 path = member.name.removeprefix("./")
@@ -164,70 +197,98 @@ def _read_tar(storage: Readable, name: str) -> Iterator[FoundFiles]:
                 if f"{folder}/{stem}" != key:
                     yield from _labelled(waiting, label)
                     waiting, key, label = [], f"{folder}/{stem}", None
-                extracted = archive.extractfile(member)
-                assert extracted is not None, "a plain file has data"
-                data = extracted.read()
+                problem = TOO_LARGE if member.size > MAX_BYTES else None
+                problem = "stored as a sparse file" if member.issparse() else problem
+                stream.seek(member.offset_data)
+                data = b"" if problem else stream.read(member.size)
                 if ending.lower() in ("cls", "json"):
-                    label = _label_of(ending.lower(), data) or label
+                    beside = _label_beside(ending.lower(), data)
+                    label = label if beside is None else beside
                     continue
-                fallback = folder.rpartition("/")[2] or own
-                place = f"{name}:{path}"
-                waiting.append(FoundFiles(name, member.offset_data, place, fallback, data))
+                fallback, place = folder.rpartition("/")[2] or own, f"{file.name}:{path}"
+                found = FoundFiles(file.name, member.offset_data, place, fallback, data, problem)
+                waiting.append(found)
+            stream.seek(tar.offset)
+            if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes it for the end
+                raise tarfile.ReadError(f"the header at byte {tar.offset:,} is damaged")
         yield from _labelled(waiting, label)
     except tarfile.TarError as error:
         raise SourceError(
-            f"{storage.url}/{name} is not a tar that can be read: {error}. Copy it anew, without "
-            "compression: images are compressed already"
+            f"{storage.url}/{file.name} is not a tar that can be read: {error}. Copy it anew, "
+            "without compression: images are compressed already"
         ) from error
+
+
+def _check_end(member: tarfile.TarInfo, following: int, size: int) -> None:
+    """Check that a member ends within a tar of `size` bytes; `following` is the next one's place.
+
+    Raises:
+        tarfile.ReadError: it does not.
+    """
+    plain = member.isfile() and not member.issparse()
+    end = member.offset_data + member.size if plain else following
+    if not member.offset_data <= end <= size:
+        raise tarfile.ReadError(
+            f"{member.name} at byte {member.offset:,} says that it ends at byte {end:,}, and the "
+            f"file has {size:,} bytes"
+        )
 
 
 def _labelled(waiting: list[FoundFiles], label: str | None) -> Iterator[FoundFiles]:
     """Give the images of a sample the label of the file beside them, if it has one."""
     for image in waiting:
-        own = image.label if label is None else label
-        yield FoundFiles(image.file, image.offset, image.name, own, image.data)
+        yield image if label is None else replace(image, label=label)
 
 
-def _label_of(ending: str, data: bytes) -> str | None:
+def _label_beside(ending: str, data: bytes) -> str | None:
     """Return the label in a `.cls` (text) or `.json` (field `label` or `cls`) file, or None."""
     text = data.decode("utf-8", "replace").strip()
     if ending == "cls":
-        return text or None
+        return _label_of(text) if text else None
     try:
         values = json.loads(text)
     except ValueError:
         return None
     labels = [values[name] for name in LABEL_COLUMNS if isinstance(values, dict) and name in values]
-    return str(labels[0]) if labels else None
+    return _label_of(labels[0]) if labels else None
 
 
-def _read_parquet(storage: Readable, name: str) -> Iterator[FoundFiles]:
+def _label_of(value: object) -> str:
+    """Return a label as text; empty for what says that there is none: null, NaN, -1."""
+    text = "" if value is None or value != value else str(value)
+    return "" if text in ("-1", "-1.0") else text
+
+
+def _read_parquet(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
     """Read the images of a Parquet file in batches; their offset is -1, as they have none.
 
     Raises:
-        SourceError: it is not Parquet, or its columns are others.
+        SourceError: it is not Parquet, it is damaged, or its columns are others.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    where = f"{storage.url}/{file.name}"
     try:
-        table = pq.ParquetFile(storage.open_read(name))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise SourceError(f"{storage.url}/{name} is not Parquet: {error}. Copy it anew") from error
-    columns = table.schema_arrow.names
-    image = next((column for column in IMAGE_COLUMNS if column in columns), None)
-    label = next((column for column in LABEL_COLUMNS if column in columns), None)
-    if image is None or label is None:
-        raise SourceError(
-            f"{storage.url}/{name} has no images with labels: its columns are "
-            f"{', '.join(columns)}. Name them image (bytes, or a struct with bytes) and label"
-        )
-    row = 0
-    for batch in table.iter_batches(batch_size=64, columns=[image, label]):
-        for value, name_of_class in zip(
-            batch[image].to_pylist(), batch[label].to_pylist(), strict=True
-        ):
-            data: Any = value.get("bytes") if isinstance(value, dict) else value
-            own = None if name_of_class is None else str(name_of_class)
-            yield FoundFiles(name, -1, f"{name}:{row}", own, data or b"")
-            row += 1
+        table = pq.ParquetFile(storage.open_read(file.name))
+        columns = table.schema_arrow.names
+        image = next((column for column in IMAGE_COLUMNS if column in columns), None)
+        label = next((column for column in LABEL_COLUMNS if column in columns), None)
+        if image is None or label is None:
+            raise SourceError(
+                f"{where} has no images with labels: its columns are {', '.join(columns)}. Name "
+                "them image (bytes, or a struct with bytes) and label"
+            )
+        row = 0
+        for batch in table.iter_batches(batch_size=64, columns=[image, label]):
+            pairs = zip(batch[image].to_pylist(), batch[label].to_pylist(), strict=True)
+            for value, own in pairs:
+                found: Any = value.get("bytes") if isinstance(value, dict) else value
+                data = found if isinstance(found, bytes) else b""
+                yield FoundFiles(file.name, -1, f"{file.name}:{row}", _label_of(own), data)
+                row += 1
+    except StorageError:
+        raise
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        what = "is not Parquet that can be read"
+        raise SourceError(f"{where} {what}: {error}. Copy it anew") from error

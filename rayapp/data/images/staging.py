@@ -33,7 +33,7 @@ LEDGER = ".staged"
 SEGMENT_FILES, SEGMENT_S = 5000, 10.0  # ledger intervals: most work that a resumed copy repeats
 BLOCK_BYTES = 8 * 2**20
 MOST_AT_ONCE = 512  # files
-UNLABELLED, NO_CLASS = "without a label", "in no folder of a class"
+NO_CLASS = "in no folder of a class"
 Progress = Callable[[int, int], None]
 
 
@@ -123,7 +123,7 @@ def stage(
     foreign = sorted(present.keys() - wanted)
     report.foreign, report.foreign_examples = len(foreign), foreign[:MAX_EXAMPLES]
     total, finished = sum(one.size for one in entries), 0
-    copy = _Copy(here, there, format, NO_CLASS if labels is None else UNLABELLED)
+    copy = _Copy(here, there, format, NO_CLASS if labels is None else sources.UNLABELLED)
     classes = set()
     with ledger:
         for entry, done, new in _each(entries, places, ledger, present, copy, parallel):
@@ -249,8 +249,10 @@ class _Copy:
         """Copy one file and verify it, unless it is unusable."""
         if self.format != "folder":
             return self._whole(entry, place)
-        data = self.here.read(entry.name, 0, entry.size, entry.etag)
-        problem = problem_of(data)
+        data, problem = b"", sources.TOO_LARGE if entry.size > sources.MAX_BYTES else None
+        if problem is None:
+            data = self.here.read(entry.name, 0, entry.size, entry.etag)
+            problem = problem_of(data)
         if place is None or problem is not None:
             return Done(place or "", entry.etag, "", entry.size, "", problem or self.homeless)
         self.there.write(place, data)
@@ -275,7 +277,7 @@ class _Copy:
             for image in sources.read(
                 self.there.url, self.format, (sources.ImageFile(place, entry.size),)
             ):
-                problem = problem_of(image.data) or (None if image.label else UNLABELLED)
+                problem = sources.problem_of(image)
                 count += problem is None
                 if problem is not None:
                     bad.append((image.name, problem))
