@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from test_vision_trainer import TINY, config_of
 from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
 from rayapp.model import WrongExport
-from rayapp.model.classifier import last_layer, shape_of_classifier
+from rayapp.model.classifier import (
+    class_rows,
+    last_layer,
+    shape_of_classifier,
+    unknown_classes,
+)
 from rayapp.observe.activity import Phases
 from rayapp.storage import open_storage
 from rayapp.vision import check as checks
@@ -27,16 +33,27 @@ from rayapp.vision import prepare as preparation
 from rayapp.vision import trainer
 from rayapp.vision.prepare import order_of
 
+CLASSES = ("checks", "cross", "disc", "dots")
+HEADS = {  # classes of models; crane stands for one that ImageNet has twice
+    "same": CLASSES,
+    "turned": ("dots", "disc", "cross", "checks"),
+    "others": ("zebra", "ant", "crane", "bee"),
+    "some": ("dots", "crane", "crane", "checks", "zebra"),
+    "doubled": ("disc", "disc", "cross", "checks"),
+}
 HEAD = ["classifier.1.bias", "classifier.1.weight"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with images of 4 classes and weights for 7."""
+    """Return a folder with images of 4 classes, weights for 7 without names, and for 4 of HEADS."""
     root = tmp_path_factory.mktemp("weights")
     as_folder(root / "data", drawn(4, 12))
     torch.manual_seed(0)
     ResNetForImageClassification(ResNetConfig(**TINY, num_labels=7)).save_pretrained(root / "seven")
+    for name, labels in HEADS.items():
+        config = ResNetConfig(**TINY, id2label=dict(enumerate(labels)))
+        ResNetForImageClassification(config).save_pretrained(root / name)
     return root
 
 
@@ -59,7 +76,7 @@ def test_a_last_layer_of_other_classes_is_drawn_anew_and_told(
     monkeypatch.setattr(preparation, "index", lambda *_: made)  # without Ray
     preparation.prepare(ready, False, Console(file=out, width=300), Phases())
     assert f"{HEAD[0]}, {HEAD[1]}: the last layer of" in out.getvalue()
-    assert "is for other classes than these 4" in out.getvalue()
+    assert "has no class of the same name for 4 of these 4: checks, cross, " in out.getvalue()
     plan = json.loads((folder / "runs" / "told" / "plan.json").read_text())
     assert plan["drawn_anew"] == HEAD
     stored = load_file(folder / "seven" / "model.safetensors")
@@ -73,6 +90,40 @@ def test_a_last_layer_of_other_classes_is_drawn_anew_and_told(
         assert exported[HEAD[1]].shape[0] == 4 and exported[HEAD[1]].std() > 0
         heads.append(exported[HEAD[1]])
     assert torch.equal(*heads)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_rows_of_the_last_layer_go_to_the_classes_of_their_names(name: str, folder: Path) -> None:
+    """On one rank and sharded over two; the rows of other classes are drawn, alike on both."""
+    stored, heads = load_file(folder / name / "model.safetensors"), []
+    labels = HEADS[name]
+    names = [each for each in labels if labels.count(each) == 1]
+    shape, source = shape_of_classifier(str(folder / name), {}, CLASSES)
+    assert unknown_classes(shape, source) == [each for each in CLASSES if each not in names]
+    for world, strategy in ((1, "ddp"), (2, "full_shard")):
+        more = {"parallel.strategy": strategy, "train.max_steps": 0, "train.optimizer": "adamw"}
+        more |= {"model.path": str(folder / name), "run.name": f"{name}-{world}", "data.size": 32}
+        done = images.run(folder, world, more)
+        exported = load_file(Path(done.run_url, "model", "model.safetensors"))
+        values = json.loads(Path(done.run_url, "model", "config.json").read_text())
+        assert list(values["id2label"].values()) == list(CLASSES)
+        for number, each in enumerate(CLASSES):
+            for part in HEAD:
+                row = exported[part][number]
+                if each in names:
+                    assert torch.equal(row, stored[part][labels.index(each)]), each
+                elif row.ndim:  # biases are drawn as 0
+                    assert not any(torch.equal(row, one) for one in stored[part]), each
+        heads.append(exported[HEAD[1]])
+    assert torch.equal(*heads)
+
+
+def test_names_of_classes_are_compared_in_one_spelling(tmp_path: Path) -> None:
+    composed, apart = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    config = ResNetConfig(**TINY, id2label={0: "tea", 1: apart})
+    ResNetForImageClassification(config).save_pretrained(tmp_path)
+    shape, source = shape_of_classifier(str(tmp_path), {}, (composed, "tea"))
+    assert source is not None and class_rows(shape, source) == [1, 0]
 
 
 def test_the_export_opens_with_the_logits_that_were_trained(folder: Path) -> None:

@@ -13,6 +13,8 @@ import copy
 import difflib
 import hashlib
 import json
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from rayapp.config.text import shown
 from rayapp.model.build import Wrapper
-from rayapp.model.init import draw_weights, fill, init_weights
+from rayapp.model.init import draw_weights, fill, init_weights, local_part, local_slice
 from rayapp.model.sharding import device_mesh, shard
 from rayapp.model.source import ModelSource, resolve
 from rayapp.model.weights import load_weights, misfits_of
@@ -196,11 +198,25 @@ def last_layer(shape: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     return {n: tuple(p.shape) for n, p in first.items() if p.shape != second[n].shape}
 
 
-def drawn_anew(shape: PretrainedConfig, source: ModelSource | None) -> dict[str, tuple[int, ...]]:
-    """Return the last layer if the source's weights are of another number of classes, else {}."""
-    if source is None or source.config.num_labels == shape.num_labels:
-        return {}
-    return last_layer(shape)
+def class_rows(shape: PretrainedConfig, source: ModelSource) -> list[int | None]:
+    """Return each class's row in the source's last layer; None if no class there is named so.
+
+    A name that two classes of the source have, such as ImageNet's crane, is none of theirs.
+    """
+    theirs, own = (
+        [unicodedata.normalize("NFC", str(each.id2label[n])) for n in range(each.num_labels)]
+        for each in (source.config, shape)
+    )
+    if own == theirs:
+        return [*range(len(own))]
+    rows, counts = {name: row for row, name in enumerate(theirs)}, Counter(theirs)
+    return [rows[name] if counts[name] == 1 else None for name in own]
+
+
+def unknown_classes(shape: PretrainedConfig, source: ModelSource | None) -> list[str]:
+    """Return the classes whose rows of the last layer no row of the source's weights fills."""
+    rows = [] if source is None else class_rows(shape, source)
+    return [str(shape.id2label[number]) for number, row in enumerate(rows) if row is None]
 
 
 def forward_flops(shape: PretrainedConfig, size: int) -> float:
@@ -221,8 +237,8 @@ def distribute(
 ) -> nn.Module:
     """Shard or wrap the model, fill it, and make its gradients sums over all ranks.
 
-    It is filled from `source`, but for a last layer of other classes, or drawn from `seed` if that
-    is None.
+    It is filled from `source`, or drawn from `seed` if that is None. In the last layer, classes
+    that the source has under the same name get its rows, and others are drawn.
     """
     if strategy != "ddp":
         mesh = device_mesh(device.type, strategy=strategy, replicas=replicas)
@@ -231,10 +247,14 @@ def distribute(
         init_weights(classifier, seed, device)
         _draw_convolutions(classifier.hf, seed)
     else:
-        new = drawn_anew(classifier.hf.config, source)
-        load_weights(classifier, source, device, drawn=new)
-        parameters = dict(classifier.hf.named_parameters())
-        draw_weights(classifier.hf, seed, {name: parameters[name] for name in new})
+        rows = class_rows(classifier.hf.config, source)
+        alike = rows == [*range(source.config.num_labels)]
+        names = () if alike else last_layer(classifier.hf.config)
+        load_weights(classifier, source, device, drawn=names)
+        if not alike:
+            head = {n: p for n, p in classifier.hf.named_parameters() if n in names}
+            draw_weights(classifier.hf, seed, head)
+            _move_rows(head, source, rows)
     if classifier.layout is torch.channels_last:
         _lay_out(classifier)
     if strategy != "ddp":
@@ -245,6 +265,21 @@ def distribute(
     )
     wrapped.register_comm_hook(None, lambda state, bucket: _summed(bucket))  # it checks types
     return wrapped
+
+
+@torch.no_grad()
+def _move_rows(
+    head: Mapping[str, nn.Parameter], source: ModelSource, rows: Sequence[int | None]
+) -> None:
+    """Copy rows of the source's last layer, by class, into this rank's part of the model's."""
+    theirs = build_classifier(source.config, mean=(0, 0, 0), std=(1, 1, 1))
+    load_weights(theirs, source, "cpu", drawn=theirs.hf.state_dict().keys() - head.keys())
+    for name, parameter in head.items():
+        values, (first, *_) = theirs.hf.get_parameter(name), local_slice(parameter)[0]
+        assert len(parameter) == len(rows), name
+        for place, own in enumerate(local_part(parameter)):
+            if (row := rows[first + place]) is not None:
+                own.copy_(values[row])
 
 
 @torch.no_grad()

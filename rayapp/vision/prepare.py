@@ -9,18 +9,24 @@ from rich.console import Console
 
 from rayapp.config import ConfigError, VisionConfig
 from rayapp.data import images as data_images
-from rayapp.data.images import ImageRecipe, Images
+from rayapp.data.images import ImageRecipe, Images, load
 from rayapp.data.sources import SourceError
 from rayapp.driver.growth import stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.model import num_parameters
-from rayapp.model.classifier import build_classifier, drawn_anew, shape_of_classifier
+from rayapp.model.classifier import (
+    build_classifier,
+    last_layer,
+    shape_of_classifier,
+    unknown_classes,
+)
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Plan
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
 from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order
-from rayapp.storage import open_storage
+from rayapp.storage import Storage, open_storage
+from rayapp.train.checkpoint.marker import latest
 from rayapp.train.spec import ImageSpec, RunSpec
 from rayapp.vision import show
 from rayapp.vision.check import CheckedImageRun, forecast
@@ -39,7 +45,8 @@ def prepare(
     of_data = images.fingerprint, images.counts["train"]
     order = order_of(config, images, stages_of(run, *of_data, config.rows_per_step))
     shape, source = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
-    anew = {} if config.model.from_scratch else drawn_anew(shape, source)
+    unknown = unknown_classes(shape, None if config.model.from_scratch else source)
+    anew = sorted(last_layer(shape)) if unknown else []
     classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
     parameters = num_parameters(classifier)
     run.write(CONFIG, config.to_yaml().encode())
@@ -47,9 +54,9 @@ def prepare(
     there = on_what_is_there(config)
     planned = forecast(there, shape, len(images.classes), on_cpu=not gpus, **counted)
     values = planned.as_dict() if planned else {}
-    plan = values | plan_of(config, images, order, parameters) | {"drawn_anew": sorted(anew)}
+    plan = values | plan_of(config, images, order, parameters) | {"drawn_anew": anew}
     run.write(PLAN, json.dumps(plan, indent=1).encode())
-    show.plan(console, config, images, order, parameters, sorted(anew))
+    show.plan(console, config, images, order, parameters, anew, unknown)
     phases.end("plan")
     return RunSpec(KIND, config, images, order, run.url), None
 
@@ -66,7 +73,9 @@ def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Image
     root = open_storage(config.run.storage) / PREPARED
     phases.begin(f"decoding {data.path} once", number_of_bytes(ready.source.num_bytes))
     try:
-        images = data_images.prepare(recipe, root, data.workers, phases.bytes_done)
+        images = _begun(ready.run, recipe, root) or data_images.prepare(
+            recipe, root, data.workers, phases.bytes_done
+        )
     except SourceError as error:
         raise ConfigError([str(error)]) from error
     problems = []
@@ -85,6 +94,15 @@ def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Image
     if problems:
         raise ConfigError(problems)
     return images
+
+
+def _begun(run: Storage, recipe: ImageRecipe, root: Storage) -> Images | None:
+    """Return the index of an earlier version with which this run has trained, if it has."""
+    newest, _ = latest(run)
+    earlier = replace(recipe, version=2).fingerprint  # the only one that runs were made of
+    if newest is None or newest.state["cursor"]["fingerprint"] != earlier:
+        return None
+    return load(root / earlier)
 
 
 def order_of(

@@ -11,6 +11,8 @@ from rayapp.data.images import Images
 from rayapp.driver.display import plain
 from rayapp.order import Order
 
+MAX_NAMED = 5  # classes
+
 
 def plan(
     console: Console,
@@ -19,8 +21,12 @@ def plan(
     order: Order,
     parameters: int,
     anew: Sequence[str] = (),
+    unknown: Sequence[str] = (),
 ) -> None:
-    """Print the plan as equations, and statistics of the images; `anew` is what is not loaded."""
+    """Print the plan as equations, and statistics of the images.
+
+    `anew` are the parameters whose rows of the `unknown` classes are drawn and not loaded.
+    """
     train, workers = config.train, config.cluster.min_workers
     micro_batches, each = config.micro_batches_per_step, order.num_micro_batches(workers)
     counts, smallest = images.counts, min(images.class_counts)
@@ -38,9 +44,10 @@ def plan(
         f"{total / order.num_rows:.2f} epochs",
     }
     if anew:
+        named = ", ".join(unknown[:MAX_NAMED]) + (", ..." if len(unknown) > MAX_NAMED else "")
         lines["drawn anew"] = (
-            f"{', '.join(anew)}: the last layer of {config.model.path} is for other classes than "
-            f"these {len(images.classes):,}"
+            f"{', '.join(anew)}: the last layer of {config.model.path} has no class of the same "
+            f"name for {len(unknown):,} of these {len(images.classes):,}: {named}"
         )
     if images.bad:
         reasons = ", ".join(f"{count} {reason}" for reason, count in images.bad.items())
