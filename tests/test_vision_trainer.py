@@ -307,6 +307,22 @@ def test_a_skipped_step_leaves_weights_statistics_and_average(
         assert torch.equal(states["skips"][key], value), key
 
 
+def test_a_run_that_began_with_an_index_of_version_2_goes_on_with_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Its images are decoded as they were; a new run's are not."""
+    root = open_storage(f"{tmp_path}/runs/.prepared")
+    old, new = (indexed(folder / "data", root, 0.3, version=version) for version in (2, 3))
+    fields = {"data__path": f"{folder}/data", "data__bad_images": 0.1, "train__max_steps": 1}
+    for name, began in (("began", old), ("new", None)):
+        config = config_of(tmp_path, name, checkpoint__every_steps=1, **fields)
+        if began is not None:
+            processes.spawn(_train, 1, str(tmp_path / "meet"), spec_of(config, began), 1)
+        found = index(checks.check(config, 2, 0), config, Phases())
+        assert found == (began or new)
+        assert found.rows("train").as_stored is (found == old)
+
+
 def test_a_checkpoint_is_validated_as_training_evaluates(
     images: Images, folder: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.data.images import ImageRecipe, Images, find, prepare, shapes
-from rayapp.data.images.index import EVAL_ROOT, TRAIN_ROOT
+from rayapp.data.images.index import EVAL_ROOT, TRAIN_ROOT, VERSION
 from rayapp.data.images.indexing import index_unit
 from rayapp.data.images.sources import units
 from rayapp.storage import Storage, open_storage
@@ -62,7 +62,7 @@ def indexed(path: Path | str, root: Storage, eval_fraction: float = 0.0, **more:
     """Index images in this process: what Ray Data's tasks would do, one after another."""
     held_out = more.get("eval_path")
     held = find(str(held_out)) if held_out else None
-    recipe = ImageRecipe(find(str(path)), held, eval_fraction)
+    recipe = ImageRecipe(find(str(path)), held, eval_fraction, more.get("version", VERSION))
     storage = root / recipe.fingerprint
     jobs = [(TRAIN_ROOT, unit) for unit in units(recipe.source)]
     jobs += [(EVAL_ROOT, unit) for unit in units(held)] if held else []
