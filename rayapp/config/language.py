@@ -28,6 +28,11 @@ from rayapp.config.sections import SCHEDULE, RunConfig
 from rayapp.config.sections import Eval as SharedEval
 from rayapp.config.text import shown
 
+Optimizer = Literal["adamw", "adamw8bit", "muon"]
+Precision = Literal["fp32", "bf16", "fp8"]
+Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
+Checkpointing = Literal["none", "full", "selective"]
+
 
 class Model(Section):
     path: Text = "tiny"
@@ -112,7 +117,7 @@ class Train(Section):
     micro_batch: AutoInt = Field(default=8, ge=1)
     """Rows in one forward and backward on one worker; auto: the most that fit into a worker's
     memory by the plan, half of them after a step that runs out of memory."""
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    optimizer: Optimizer = "adamw"
     """adamw8bit keeps the moments in 8 bits (torchao); muon: Muon for the blocks' matrices and
     AdamW for all else, with one lr."""
     max_steps: OptionalInt = Field(default=None, ge=0)
@@ -152,7 +157,7 @@ class Train(Section):
     """How many standard deviations above the mean of the last 64 steps a spike is."""
     grad_clip: OptionalFloat = Field(default=1.0, gt=0)
     """Largest global norm of the gradient; none does not clip."""
-    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    precision: Literal["auto"] | Precision = "auto"
     """Precision of compute; weights, gradients' sums and optimizer stay fp32. auto: bf16 where
     a short measurement finds it faster, else fp32. fp8: the blocks' matmuls, where GPUs have it."""
     compile: bool = False
@@ -168,11 +173,11 @@ class Train(Section):
 
 
 class Parallel(Section):
-    strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
+    strategy: Strategy = "full_shard"
     """What FSDP shards, with PyTorch's names."""
     replicas: OptionalInt = Field(default=None, ge=1)
     """hybrid_shard: how many copies of the model; none is one per node."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: Checkpointing = "none"
     """Recompute activations in the backward pass instead of keeping them; selective keeps what
     costs most to recompute for the memory it takes."""
     activation_offload: bool = False

@@ -92,8 +92,9 @@ class Cluster(Section):
     mtbf_hours: float = Field(default=50_000.0, gt=0)
     """Hours between failures of one worker, assumed when the best checkpoint interval is computed.
     The default is what Llama 3's pre-training saw per GPU; spot instances have far less."""
-    idle_minutes: OptionalInt = Field(default=60, ge=5)
-    """Minutes without GPU use after which a rendered cluster lets its workers go; none: never."""
+    idle_minutes: OptionalInt = Field(default=60, ge=5, le=1440)
+    """Minutes without GPU use after which a rendered cluster lets its workers go, at most the day
+    that an alarm of CloudWatch looks back; none: never."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that ranks wait for one another before the workers are started again."""
     address: OptionalStr = None

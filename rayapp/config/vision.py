@@ -21,6 +21,8 @@ from rayapp.config.sections import SCHEDULE, RunConfig
 from rayapp.config.text import shown
 
 Share = Annotated[float, Field(ge=0, le=1)]
+ImageOptimizer = Literal["sgd", "lars", "adamw"]
+ImageStrategy = Literal["ddp", "full_shard", "shard_grad_op", "hybrid_shard"]
 Three = Annotated[tuple[float, float, float], BeforeValidator(comma_list)]
 
 
@@ -86,7 +88,7 @@ class ImageTrain(Section):
     """Global batch: images per optimizer step, over all workers."""
     micro_batch: int = Field(default=64, ge=1)
     """Images in one forward and backward on one worker: what batch-norm takes its statistics of."""
-    optimizer: Literal["sgd", "lars", "adamw"] = "sgd"
+    optimizer: ImageOptimizer = "sgd"
     """lars: SGD with a rate for each layer (large batches)."""
     max_steps: OptionalInt = Field(default=None, ge=0)
     """Optimizer steps; none is derived from epochs."""
@@ -135,7 +137,7 @@ class ImageTrain(Section):
 
 
 class ImageParallel(Section):
-    strategy: Literal["ddp", "full_shard", "shard_grad_op", "hybrid_shard"] = "ddp"
+    strategy: ImageStrategy = "ddp"
     """ddp: every worker holds the model; the others are FSDP's, with PyTorch's names."""
     replicas: OptionalInt = Field(default=None, ge=1)
     """hybrid_shard: how many copies of the model; none is one per node."""

@@ -198,25 +198,22 @@ def last_layer(shape: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     return {n: tuple(p.shape) for n, p in first.items() if p.shape != second[n].shape}
 
 
+def class_names(shape: Any) -> list[str]:
+    """Return the names of a config's classes in Unicode's composed form (NFC)."""
+    names = (shape.id2label[number] for number in range(shape.num_labels))
+    return [unicodedata.normalize("NFC", str(name)) for name in names]
+
+
 def class_rows(shape: PretrainedConfig, source: ModelSource) -> list[int | None]:
     """Return each class's row in the source's last layer; None if no class there is named so.
 
     A name that two classes of the source have, such as ImageNet's crane, is none of theirs.
     """
-    theirs, own = (
-        [unicodedata.normalize("NFC", str(each.id2label[n])) for n in range(each.num_labels)]
-        for each in (source.config, shape)
-    )
+    own, theirs = class_names(shape), class_names(source.config)
     if own == theirs:
         return [*range(len(own))]
     rows, counts = {name: row for row, name in enumerate(theirs)}, Counter(theirs)
     return [rows[name] if counts[name] == 1 else None for name in own]
-
-
-def unknown_classes(shape: PretrainedConfig, source: ModelSource | None) -> list[str]:
-    """Return the classes whose rows of the last layer no row of the source's weights fills."""
-    rows = [] if source is None else class_rows(shape, source)
-    return [str(shape.id2label[number]) for number, row in enumerate(rows) if row is None]
 
 
 def forward_flops(shape: PretrainedConfig, size: int) -> float:
@@ -248,7 +245,7 @@ def distribute(
         _draw_convolutions(classifier.hf, seed)
     else:
         rows = class_rows(classifier.hf.config, source)
-        alike = rows == [*range(source.config.num_labels)]
+        alike = rows == [*range(len(class_names(source.config)))]
         names = () if alike else last_layer(classifier.hf.config)
         load_weights(classifier, source, device, drawn=names)
         if not alike:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
+from rayapp.config.language import Checkpointing
 from rayapp.planner.shape import Shape, lora_parameters
 
 
@@ -98,7 +100,9 @@ def backward_flops(forward: Flops, *, frozen: bool) -> Flops:
     )
 
 
-def recomputed_flops(shape: Shape, forward: Flops, checkpointing: str, kept: float = 1.0) -> Flops:
+def recomputed_flops(
+    shape: Shape, forward: Flops, checkpointing: Checkpointing, kept: float = 1.0
+) -> Flops:
     """Return the FLOPs that activation checkpointing recomputes per token.
 
     "full" reruns each block up to the input of its last matrix, where PyTorch stops (early_stop).
@@ -112,7 +116,8 @@ def recomputed_flops(shape: Shape, forward: Flops, checkpointing: str, kept: flo
         skipped = 0.0
     if checkpointing == "full":
         return Flops(forward.linears - skipped, forward.attention, 0.0, forward.adapters)
-    assert checkpointing == "selective", checkpointing
+    if checkpointing != "selective":
+        assert_never(checkpointing)
     return Flops((1.0 - kept) * forward.linears, 0.0, 0.0, (1.0 - kept) * forward.adapters)
 
 

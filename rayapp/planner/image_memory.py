@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayapp.config.language import Precision
+from rayapp.config.vision import ImageOptimizer, ImageStrategy
 from rayapp.planner.image_shape import ImageShape
 from rayapp.planner.memory import FP32, Peak
 
 # fp32 numbers that the optimizer keeps per parameter.
-STATES = {"sgd": 1, "lars": 1, "adamw": 2}
+STATES: dict[ImageOptimizer, int] = {"sgd": 1, "lars": 1, "adamw": 2}
 # Bytes of cuDNN's workspace for its fastest algorithm. Estimate: half a GiB, not measured.
 WORKSPACE_BYTES = 2**29
 
@@ -26,9 +28,9 @@ class ImageLayout:
     shards: int
     """Ranks that each parameter is sharded over: all ranks, those of one replica, or 1."""
     micro_batch: int
-    strategy: str = "ddp"
-    precision: str = "bf16"
-    optimizer: str = "sgd"
+    strategy: ImageStrategy = "ddp"
+    precision: Precision = "bf16"
+    optimizer: ImageOptimizer = "sgd"
     compiled: bool = False
     averaged: bool = False
     """A moving average of the weights is kept."""

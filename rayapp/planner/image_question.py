@@ -98,14 +98,10 @@ def _layout(
     micro_batches: int,
 ) -> ImageLayout:
     train = config.train
-    precision = str(train.precision)
-    if precision == "auto":
-        has_bf16 = (
-            instance is not None
-            and instance.gpu is not None
-            and instance.gpu.flops["bf16"] is not None
-        )
-        precision = "bf16" if has_bf16 else "fp32"
+    gpu = None if instance is None else instance.gpu
+    has_bf16 = gpu is not None and gpu.flops["bf16"] is not None
+    wanted = train.precision
+    precision = wanted if wanted != "auto" else "bf16" if has_bf16 else "fp32"
     return ImageLayout(
         shape=shape,
         shards=shards,

@@ -16,7 +16,9 @@ rayapp/train/trace.py runs the real step on fake tensors, and tests compare thes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import assert_never
 
+from rayapp.config.language import Checkpointing, Optimizer, Precision, Strategy
 from rayapp.hardware import GIB
 from rayapp.planner.flops import model_flops
 from rayapp.planner.shape import Shape, kept_linears, lora_parameters, targeted
@@ -48,10 +50,10 @@ class Layout:
     """Ranks that each parameter is sharded over: all ranks, those of one replica, or 1."""
     micro_batch: int
     seq_len: int
-    strategy: str = "full_shard"
-    checkpointing: str = "none"
-    precision: str = "bf16"
-    optimizer: str = "adamw"
+    strategy: Strategy = "full_shard"
+    checkpointing: Checkpointing = "none"
+    precision: Precision = "bf16"
+    optimizer: Optimizer = "adamw"
     compiled: bool = False
     loss_chunk: int = 4096
     lora_rank: int | None = None
@@ -171,7 +173,8 @@ def kept_bytes(layout: Layout) -> float:
         return block_bytes(layout) + _adapter_bytes(layout)
     if layout.checkpointing == "full":
         return float(block_input)
-    assert layout.checkpointing == "selective", layout.checkpointing
+    if layout.checkpointing != "selective":
+        assert_never(layout.checkpointing)
     if shape.measured:
         return shape.measured.kept_selective / shape.layers
     names = kept_linears(shape) if layout.kept is None else layout.kept
@@ -231,7 +234,8 @@ def _optimizer_bytes(layout: Layout, trainable: float) -> float:
     if layout.optimizer == "adamw8bit":
         wide = layout.shape.embedding_parameters if layout.lora_rank is None else 0
         return 2 * BYTES_8BIT * (trainable - wide) + 2 * FP32 * wide
-    assert layout.optimizer == "muon", layout.optimizer
+    if layout.optimizer != "muon":
+        assert_never(layout.optimizer)
     shape = layout.shape
     matrices = shape.total(
         lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears

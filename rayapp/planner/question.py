@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rayapp import hardware
 from rayapp.config import Config, ConfigError, VisionConfig
 from rayapp.config.fields import IMAGES, TOKENS, Unit
-from rayapp.config.lora import method
+from rayapp.config.language import Precision
 from rayapp.hardware import Instance
 from rayapp.planner.flops import mean_context
 from rayapp.planner.image_memory import ImageLayout
@@ -100,7 +100,7 @@ class Question:
             nodes=nodes,
             workers=workers,
             usd_per_hour=self.usd_per_hour if same else price,
-            spare_cpus=None if self.spare_cpus is None else spare_cpus(instance, nodes, workers),
+            spare_cpus=spare_cpus(instance, nodes, workers),
         )
 
 
@@ -137,12 +137,11 @@ def ask(
             model's shape.
     """
     problems: list[str] = []
-    tree = config.model_dump()
     values = _model_values(config, model, problems)
     instance = named_instance(config, problems)
     workers, nodes = workers_of(config, instance)
     shards = replica_shards(config, workers, nodes, problems)
-    precision = _precision(tree["train"]["precision"], instance)
+    precision = _precision(config.train.precision, instance)
     shape = None if values is None else _shape(config, values, precision, read, problems)
     if problems or shape is None:
         raise (UnknownModel if values and len(problems) == 1 and not shape else ConfigError)(
@@ -151,7 +150,7 @@ def ask(
     rows = config.rows_per_step
     size = config.train.micro_batch or 1  # auto starts at one row
     micro_batches = per_worker(rows, size, workers)
-    layout = _layout(config, tree, shape, precision, shards, size, micro_batches)
+    layout = _layout(config, shape, precision, shards, size, micro_batches)
     no_gpu = instance.gpu is None if instance is not None else on_cpu
     layout = replace(layout, on_cpu=no_gpu)
     job = None
@@ -201,39 +200,42 @@ def counts_of(plan: Mapping[str, Any]) -> dict[str, int]:
 
 def _layout(
     config: Config,
-    tree: Mapping[str, Any],
     shape: Shape,
-    precision: str,
+    precision: Precision,
     shards: int,
     micro_batch: int,
     micro_batches: int,
 ) -> Layout:
-    train, parallel = tree["train"], tree["parallel"]
-    lora = tree["model"]["lora"]
-    return Layout(
+    train, parallel, lora = config.train, config.parallel, config.model.lora
+    layout = Layout(
         shape=shape,
         shards=shards,
         micro_batch=micro_batch,
         seq_len=config.data.seq_len,
-        strategy=parallel["strategy"],
-        checkpointing=parallel["activation_checkpointing"],
+        strategy=parallel.strategy,
+        checkpointing=parallel.activation_checkpointing,
         precision=precision,
-        optimizer=train.get("optimizer", "adamw"),
-        compiled=train["compile"],
-        loss_chunk=train["loss_chunk"],
-        lora_rank=None if lora is None else lora["rank"],
-        lora_targets=() if lora is None else tuple(lora["targets"]),
-        lora_experts=() if lora is None else tuple(lora.get("target_parameters", ())),
-        lora_method=method(lora or {}),
-        dora=lora is not None and lora.get("dora", False),
-        quantize="none" if lora is None else lora.get("quantize", "none"),
-        cpu_offload=parallel["cpu_offload"],
-        activation_offload=parallel.get("activation_offload", False),
+        optimizer=train.optimizer,
+        compiled=train.compile,
+        loss_chunk=train.loss_chunk,
+        cpu_offload=parallel.cpu_offload,
+        activation_offload=parallel.activation_offload,
         accumulates=micro_batches > 1,
+    )
+    if lora is None:
+        return layout
+    return replace(
+        layout,
+        lora_rank=lora.rank,
+        lora_targets=lora.targets,
+        lora_experts=lora.target_parameters,
+        lora_method=lora.name,
+        dora=lora.dora,
+        quantize=lora.quantize,
     )
 
 
-def _precision(wanted: str, instance: Instance | None) -> str:
+def _precision(wanted: Precision | Literal["auto"], instance: Instance | None) -> Precision:
     if wanted != "auto":
         return wanted
     has_bf16 = instance is None or instance.gpu is None or instance.gpu.flops["bf16"] is not None

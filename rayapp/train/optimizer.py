@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, assert_never, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from rayapp.config.language import Optimizer
+from rayapp.config.vision import ImageOptimizer
 
 CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
 
@@ -138,7 +141,7 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_image_optimizer(
-    kind: str,
+    kind: ImageOptimizer,
     model: nn.Module,
     *,
     lr: float,
@@ -152,12 +155,13 @@ def make_image_optimizer(
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
     if kind == "lars":
         return Lars(groups, lr=lr, momentum=momentum)
-    assert kind == "adamw", kind
+    if kind != "adamw":
+        assert_never(kind)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 def make_optimizers(
-    kind: str, model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float]
+    kind: Optimizer, model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of all trainable parameters; call it after sharding.
 
@@ -181,10 +185,11 @@ def make_optimizers(
         functorch_config.enable_autograd_cache = False
         own, rest = _split(groups, embedding_tables(model))
         make = partial(AdamW8bit, betas=betas)
-    else:
-        assert kind == "muon", kind
+    elif kind == "muon":
         rest, own = _split(groups, hidden_matrices(model))
         make = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+    else:
+        assert_never(kind)
     optimizers = [make(own, lr=lr)] if own else []
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True))

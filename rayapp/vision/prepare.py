@@ -16,9 +16,9 @@ from rayapp.driver.placement import on_what_is_there
 from rayapp.model import num_parameters
 from rayapp.model.classifier import (
     build_classifier,
+    class_rows,
     last_layer,
     shape_of_classifier,
-    unknown_classes,
 )
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Plan
@@ -45,7 +45,8 @@ def prepare(
     of_data = images.fingerprint, images.counts["train"]
     order = order_of(config, images, stages_of(run, *of_data, config.rows_per_step))
     shape, source = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
-    unknown = unknown_classes(shape, None if config.model.from_scratch else source)
+    rows = [] if config.model.from_scratch or source is None else class_rows(shape, source)
+    unknown = [images.classes[number] for number, row in enumerate(rows) if row is None]
     anew = sorted(last_layer(shape)) if unknown else []
     classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
     parameters = num_parameters(classifier)
