@@ -233,6 +233,11 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
                 f"{setting} is not available: the package {package} is not installed. "
                 f"Install rayapp[{extra}], or {package.replace('_', '-')}"
             )
+    if in_4_bits and source.preset:
+        problems.append(
+            f"model.lora.quantize=nf4 is in conflict: the preset model.path={source.name} has no "
+            "weights to hold in 4 bits. Set model.lora.quantize=none, or model.path to a folder"
+        )
     if lora is not None and (lora.targets or lora.target_parameters or in_4_bits):
         lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
         problem = model.unknown_targets(lora, lm.hf)

@@ -36,8 +36,9 @@ def init_weights(model: Wrapper, seed: int, device: torch.device | str) -> None:
     Raises: ValueError if the HF model leaves a parameter undefined.
     """
     allocate(model, device)
-    parameters = dict(model.hf.named_parameters(remove_duplicate=False))
-    draw_weights(model.hf, seed, parameters)
+    parameters = model.hf.named_parameters(remove_duplicate=False)
+    own = {name: each for name, each in parameters if ".lora_" not in name}  # see init_adapters
+    draw_weights(model.hf, seed, own)
 
 
 @torch.no_grad()

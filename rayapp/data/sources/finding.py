@@ -34,6 +34,11 @@ def find(path: str, format: str = "auto") -> DataSource:
     reader = own.version(format) if own.is_own(format) else ""
     if "://" not in path and not _is_local(path) and _looks_like_hub_id(path):
         return DataSource(path, "hub", (), hub.revision(path))
+    if format == "hub":
+        raise SourceError(
+            f"data.format=hub is in conflict: data.path={path} is no id of the hub. Set "
+            "data.format=auto, or an id such as org/name"
+        )
     root, pattern = _split_glob(path)
     storage = open_input(root)
     entries = storage.list()
