@@ -229,6 +229,8 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         ("model.lora", "{rank: 0}", "model.lora.rank=0 is not valid: it must be greater than or"),
         ("model.lora", "{quantize: int8}", "model.lora.quantize=int8 is not valid: it must be"),
         ("parallel.replicas", "2", "parallel.replicas=2 is ineffective: only hybrid_shard"),
+        ("train.precision", "fp4", "train.precision=fp4 is not valid: it must be 'auto', 'fp32', "),
+        ("cluster.idle_minutes", "1441", "cluster.idle_minutes=1441 is not valid: it must be less"),
     ],
 )
 def test_the_words_of_a_refusal(field: str, value: Any, start: str) -> None:

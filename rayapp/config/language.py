@@ -157,7 +157,7 @@ class Train(Section):
     """How many standard deviations above the mean of the last 64 steps a spike is."""
     grad_clip: OptionalFloat = Field(default=1.0, gt=0)
     """Largest global norm of the gradient; none does not clip."""
-    precision: Literal["auto"] | Precision = "auto"
+    precision: Literal["auto", Precision] = "auto"
     """Precision of compute; weights, gradients' sums and optimizer stay fp32. auto: bf16 where
     a short measurement finds it faster, else fp32. fp8: the blocks' matmuls, where GPUs have it."""
     compile: bool = False
@@ -262,12 +262,6 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"number of micro-batches of {micro_batch} rows x {data.seq_len} tokens = "
             f"{unit}. Set train.tokens_per_step={legal}",
         )
-    if train.max_steps is not None and train.epochs is not None:
-        yield (
-            ("train.max_steps", "train.epochs"),
-            f"train.epochs={train.epochs} is in conflict: train.max_steps={train.max_steps} "
-            "also fixes the length of the run. Set one of them to none",
-        )
     if data.mixture and train.max_steps is None:
         yield (
             ("data.mixture", "train.max_steps"),
@@ -287,23 +281,10 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"data.packings={data.packings} is in conflict: with data.{field}="
             f"{shown(getattr(data, field))} rows are packed in one way. Set data.packings=1",
         )
-    # The default is no wish, also where a file that to_yaml() wrote spells it out.
-    if data.eval_path is not None and data.eval_fraction not in (0, Data().eval_fraction):
-        yield (
-            ("data.eval_path", "data.eval_fraction"),
-            f"data.eval_fraction={data.eval_fraction} is in conflict: data.eval_path="
-            f"{shown(data.eval_path)} also chooses the held-out data. Set data.eval_fraction=0",
-        )
 
 
 def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
-    train, parallel = config.train, config.parallel
-    if parallel.replicas is not None and parallel.strategy != "hybrid_shard":
-        yield (
-            ("parallel.replicas", "parallel.strategy"),
-            f"parallel.replicas={parallel.replicas} is ineffective: only hybrid_shard "
-            "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
-        )
+    train = config.train
     if train.loss_kernel == "liger" and (train.z_loss or train.label_smoothing):
         yield (
             ("train.loss_kernel", "train.z_loss", "train.label_smoothing"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from json import dumps
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, cast
 
 import yaml
 from pydantic import BeforeValidator, Field, field_validator
@@ -25,7 +25,7 @@ from rayapp.config.fields import (
     mapping,
     yaml_or,
 )
-from rayapp.config.text import Dumper
+from rayapp.config.text import Dumper, shown
 
 
 class Run(Section):
@@ -182,6 +182,26 @@ class RunConfig(Section):
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for what is wrong between fields that are each legal alone."""
         cluster = self.cluster
+        train, data, parallel = (cast(Any, each) for each in (self.train, self.data, self.parallel))
+        if train.max_steps is not None and train.epochs is not None:
+            yield (
+                ("train.max_steps", "train.epochs"),
+                f"train.epochs={train.epochs} is in conflict: train.max_steps={train.max_steps} "
+                "also fixes the length of the run. Set one of them to none",
+            )
+        # The default is no wish, also where a file that to_yaml() wrote spells it out.
+        if data.eval_path is not None and data.eval_fraction not in (0, type(data)().eval_fraction):
+            yield (
+                ("data.eval_path", "data.eval_fraction"),
+                f"data.eval_fraction={data.eval_fraction} is in conflict: data.eval_path="
+                f"{shown(data.eval_path)} also chooses the held-out data. Set data.eval_fraction=0",
+            )
+        if parallel.replicas is not None and parallel.strategy != "hybrid_shard":
+            yield (
+                ("parallel.replicas", "parallel.strategy"),
+                f"parallel.replicas={parallel.replicas} is ineffective: only hybrid_shard "
+                "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
+            )
         if cluster.min_workers < 1 or cluster.min_workers > cluster.max_workers:
             yield (
                 ("cluster.workers",),

@@ -18,7 +18,6 @@ from rayapp.config.fields import (
     mapping,
 )
 from rayapp.config.sections import SCHEDULE, RunConfig
-from rayapp.config.text import shown
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ImageOptimizer = Literal["sgd", "lars", "adamw"]
@@ -173,7 +172,7 @@ class VisionConfig(RunConfig):
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for conflicts between fields that are each valid alone."""
         yield from super().conflicts()
-        train, data, parallel = self.train, self.data, self.parallel
+        train, data = self.train, self.data
         if train.images_per_step % train.micro_batch:
             below = train.images_per_step // train.micro_batch * train.micro_batch
             legal = " or ".join(f"{n}" for n in (below, below + train.micro_batch) if n)
@@ -183,33 +182,12 @@ class VisionConfig(RunConfig):
                 f"whole number of micro-batches of {train.micro_batch} images. Set "
                 f"train.images_per_step={legal}",
             )
-        if train.max_steps is not None and train.epochs is not None:
-            yield (
-                ("train.max_steps", "train.epochs"),
-                f"train.epochs={train.epochs} is in conflict: train.max_steps={train.max_steps} "
-                "also fixes the length of the run. Set one of them to none",
-            )
-        if data.eval_path is not None and data.eval_fraction not in (
-            0,
-            ImageDataConfig().eval_fraction,
-        ):
-            yield (
-                ("data.eval_path", "data.eval_fraction"),
-                f"data.eval_fraction={data.eval_fraction} is in conflict: data.eval_path="
-                f"{shown(data.eval_path)} also chooses the held-out data. Set data.eval_fraction=0",
-            )
         if not 0 < data.crop_scale[0] <= data.crop_scale[1]:
             least, most = data.crop_scale
             yield (
                 ("data.crop_scale",),
                 f"data.crop_scale={least}, {most} is not a range: an area is above 0, the least "
                 "before the most. Set e.g. data.crop_scale=0.08,1",
-            )
-        if parallel.replicas is not None and parallel.strategy != "hybrid_shard":
-            yield (
-                ("parallel.replicas", "parallel.strategy"),
-                f"parallel.replicas={parallel.replicas} is ineffective: only hybrid_shard "
-                "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
             )
         if 0 in data.std:
             yield (

@@ -63,13 +63,11 @@ def suggestions(question: Question, most: int = 5) -> list[Suggestion]:
     if now.fits:
         assert now.rate is not None
         limit = GAIN * now.rate.value / question.workers
-        candidates = [suggestion for suggestion in candidates if _per_worker(suggestion) > limit]
+        candidates = [each for each in candidates if _per_worker(each) > limit]
     candidates.sort(key=_per_worker, reverse=True)
     shown = candidates[:most]
     # More nodes leave the training itself unchanged, so one such change is always listed.
-    nodes = [
-        suggestion for suggestion in candidates if suggestion.answer.workers > question.workers
-    ]
+    nodes = [each for each in candidates if each.answer.workers > question.workers]
     if nodes and nodes[0] not in shown:
         shown = [*shown[:-1], nodes[0]]
     return shown
@@ -233,21 +231,13 @@ def cheapest(
         ConfigError: none does; says what the fastest and the cheapest would be.
     """
     if question.steps is None:
-        raise ConfigError(
-            [
-                "train.max_steps=none is missing: without the number of steps there is no "
-                "deadline or budget to meet. Set train.max_steps"
-            ]
-        )
+        why = "without the number of steps there is no deadline or budget to meet"
+        raise ConfigError([f"train.max_steps=none is missing: {why}. Set train.max_steps"])
     candidates = list(_candidates(question))
     if not candidates:
-        raise ConfigError(
-            [
-                "cluster.instance is not found: no instance with a known price in "
-                f"{question.region} holds this model on up to 32 nodes. Set model.lora or a "
-                "smaller model"
-            ]
-        )
+        where = f"no instance with a known price in {question.region}"
+        what = f"{where} holds this model on up to 32 nodes. Set model.lora or a smaller model"
+        raise ConfigError([f"cluster.instance is not found: {what}"])
     meet = [
         (cost, hours, plan)
         for cost, hours, plan in candidates
@@ -260,12 +250,9 @@ def cheapest(
     cheap = min(candidates, key=lambda row: row[:2])
     limits = {"deadline_hours": deadline_hours, "budget_usd": budget_usd}
     asked = " ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
-    raise ConfigError(
-        [
-            f"{asked} is impossible: the fastest is {_named(fast)}, the cheapest {_named(cheap)}. "
-            "Lower train.max_steps, or raise a limit"
-        ]
-    )
+    known = f"the fastest is {_named(fast)}, the cheapest {_named(cheap)}"
+    what = "Lower train.max_steps, or raise a limit"
+    raise ConfigError([f"{asked} is impossible: {known}. {what}"])
 
 
 def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:

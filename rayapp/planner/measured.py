@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rayapp.config.lora import Lora
+
 if TYPE_CHECKING:
     from rayapp.planner.shape import Shape
 
@@ -61,25 +63,11 @@ class Measured:
     """The model computes all logits at once, because it changes them after the head."""
 
 
-class Adapters(Protocol):
-    """The adapters' settings in the config; they do not change."""
-
-    def __hash__(self) -> int: ...
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...]
-    target_parameters: tuple[str, ...]
-    dora: bool
-    rslora: bool
-
-
 class ReadModel(Protocol):
     """Read the shape of a model that has no formula here from what transformers builds of it."""
 
     def __call__(
-        self, config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Adapters | None
+        self, config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | None
     ) -> Shape:
         """Return the shape that a config.json describes.
 

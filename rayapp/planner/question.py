@@ -207,7 +207,7 @@ def _layout(
     micro_batches: int,
 ) -> Layout:
     train, parallel, lora = config.train, config.parallel, config.model.lora
-    layout = Layout(
+    return Layout(
         shape=shape,
         shards=shards,
         micro_batch=micro_batch,
@@ -218,20 +218,15 @@ def _layout(
         optimizer=train.optimizer,
         compiled=train.compile,
         loss_chunk=train.loss_chunk,
+        lora_rank=lora.rank if lora else None,
+        lora_targets=lora.targets if lora else (),
+        lora_experts=lora.target_parameters if lora else (),
+        lora_method=lora.name if lora else "LoRA",
+        dora=lora is not None and lora.dora,
+        quantize=lora.quantize if lora else "none",
         cpu_offload=parallel.cpu_offload,
         activation_offload=parallel.activation_offload,
         accumulates=micro_batches > 1,
-    )
-    if lora is None:
-        return layout
-    return replace(
-        layout,
-        lora_rank=lora.rank,
-        lora_targets=lora.targets,
-        lora_experts=lora.target_parameters,
-        lora_method=lora.name,
-        dora=lora.dora,
-        quantize=lora.quantize,
     )
 
 

@@ -83,6 +83,10 @@ def hours(value: Band | None) -> str:
     return band(value, ",.3g", " h")
 
 
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", title_style="bold")
+
+
 def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
@@ -156,20 +160,14 @@ def _time(console: Console, plan: Answer) -> None:
         name = name.removesuffix("_s")
         note = f" ({MEANING[name]})" if name in MEANING and drawn else ""
         _say(console, f"  {name:12} {seconds:8.3f} s   {share:4.0%} {drawn}{note}")
-    per_gpu = plan.rate
-    assert per_gpu is not None
-    per_gpu = per_gpu.times(1 / plan.workers)
-    _say(
-        console,
-        f"[bold]speed[/bold]     {band(plan.rate, ',.0f', f' {plan.question.unit.many}/s')}",
-    )
+    assert plan.rate is not None
+    per_gpu = plan.rate.times(1 / plan.workers)
+    rate = band(plan.rate, ",.0f", f" {plan.question.unit.many}/s")
+    _say(console, f"[bold]speed[/bold]     {rate}")
     _say(console, f"          {band(per_gpu, ',.0f', ' a GPU')}, MFU {band(plan.mfu, '.1%')}")
     if plan.epoch_hours is not None:
         count = plan.question.epoch_rows
-        _say(
-            console,
-            f"[bold]epoch[/bold]     {hours(plan.epoch_hours)}, {count:,} images",
-        )
+        _say(console, f"[bold]epoch[/bold]     {hours(plan.epoch_hours)}, {count:,} images")
     _say(console, f"[bold]run[/bold]       {_figures(plan)}")
     saving = plan.saving
     if saving is not None and plan.goodput is not None:
@@ -205,9 +203,8 @@ def _settings(plan: Answer) -> str:
 
 
 def _suggestions(console: Console, plan: Answer, others: list[Suggestion]) -> None:
-    title = "faster" if plan.fits else "what would fit"
     rate = f"{plan.question.unit.many}/s"
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = _table("faster" if plan.fits else "what would fit")
     table.add_column("set", overflow="fold")
     for name in ("GiB", rate):
         table.add_column(name, no_wrap=True)
@@ -222,12 +219,8 @@ def _suggestions(console: Console, plan: Answer, others: list[Suggestion]) -> No
 
 
 def _choices(console: Console, choices: Mapping[str, Answer]) -> None:
-    table = Table(
-        *("cluster.instance", "nodes", "fits", "GiB", "hours", "USD/h", "USD"),
-        title="in order of preference",
-        title_justify="left",
-        title_style="bold",
-    )
+    columns = ("cluster.instance", "nodes", "fits", "GiB", "hours", "USD/h", "USD")
+    table = _table("in order of preference", *columns)
     for name, plan in choices.items():
         price = plan.question.usd_per_hour
         table.add_row(
@@ -246,14 +239,8 @@ def _choices(console: Console, choices: Mapping[str, Answer]) -> None:
 def _scaling(console: Console, answers: list[Answer]) -> None:
     rate = f"{answers[0].question.unit.many}/s"
     epochs = answers[0].epoch_hours is not None
-    table = Table(
-        *("nodes", "GPUs", "fits", "GiB", rate, "efficiency"),
-        *(["epoch h"] if epochs else []),
-        *("hours", "USD"),
-        title="more or fewer nodes, the same step",
-        title_justify="left",
-        title_style="bold",
-    )
+    columns = ["nodes", "GPUs", "fits", "GiB", rate, "efficiency", *["epoch h"] * epochs]
+    table = _table("more or fewer nodes, the same step", *columns, "hours", "USD")
     first = next((plan for plan in answers if plan.fits), answers[0])
     assert first.rate is not None
     for plan in answers:

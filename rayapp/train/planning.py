@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from rayapp import planner
-from rayapp.config import Config, VisionConfig
-from rayapp.planner.measured import Adapters
+from rayapp.config import Config, Lora, VisionConfig
 from rayapp.planner.shape import Shape
 
 
@@ -29,7 +28,7 @@ def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
     return planner.plan(config, **more)
 
 
-def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Adapters | None) -> Shape:
+def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | None) -> Shape:
     """Return the shape of a model by running its blocks on shapes (see `train.reading.read`).
 
     It takes seconds, so the last ones are kept: a run asks several times before it starts.
@@ -41,7 +40,7 @@ def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Adapters 
 
 
 @lru_cache(maxsize=8)
-def _read(config: str, seq_len: int, fp32: bool, lora: Adapters | None) -> Shape:
+def _read(config: str, seq_len: int, fp32: bool, lora: Lora | None) -> Shape:
     from rayapp.train import reading
 
     return reading.read(json.loads(config), seq_len=seq_len, fp32=fp32, lora=lora)

@@ -27,10 +27,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, PretrainedConfig
 
 from rayapp import model
+from rayapp.config import Lora
 from rayapp.model.attention import takes_any_kernel
 from rayapp.model.build import beside_text
 from rayapp.model.sharding import find_blocks
-from rayapp.planner.measured import Adapters, Measured
+from rayapp.planner.measured import Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
 from rayapp.train.block_passes import BlockPass, Counted, block_pass, fixed_bytes, total_of
 from rayapp.train.on_shapes import CPU, GroupedOnShapes, build_on_shapes
@@ -42,7 +43,7 @@ LONGEST = 2048  # tokens of the longest row that is run; longer rows are extrapo
 
 
 def read(
-    config: Mapping[str, Any] | PretrainedConfig, *, seq_len: int, fp32: bool, lora: Adapters | None
+    config: Mapping[str, Any] | PretrainedConfig, *, seq_len: int, fp32: bool, lora: Lora | None
 ) -> Shape:
     """Return the shape that a config.json describes (see `planner.measured.ReadModel`).
 

@@ -32,15 +32,8 @@ GREY = (128, 128, 128)  # fill colour of geometric operations
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF")
 MAX_PIXELS = 2**26  # of an image, which takes up to 0.8 GiB to decode
 TOO_LARGE = f"of more than {MAX_PIXELS:,} pixels"
-TURNS = {  # by EXIF orientation; from 5 on, width and height change places
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
+TURN_OF = {n: Image.Transpose[turn] for n, turn in enumerate(TURNS.split(), 2)}  # by EXIF
 # What 280,000 mutated files of FORMATS raised, and what Pillow's ImageFile takes for broken data.
 BROKEN = (
     *(OSError, SyntaxError, ValueError, RuntimeError, struct.error),
@@ -101,9 +94,8 @@ def problem_of(data: bytes) -> str | None:
 def augmented(data: bytes, transform: Transform, seed: int, as_stored: bool = False) -> Pixels:
     """Return an image as training sees it, cropped and augmented: uint8 [size, size, 3]."""
     draw = random.Random(seed)
-    image = _resized(
-        data, lambda size: _crop(size, transform.crop_scale, draw), transform.size, as_stored
-    )
+    crop = partial(_crop, scale=transform.crop_scale, draw=draw)
+    image = _resized(data, crop, transform.size, as_stored)
     if draw.random() < transform.flip:
         image = ImageOps.mirror(image)
     for _ in range(transform.layers):
@@ -199,23 +191,19 @@ def _resized(
     `as_stored` decodes as before version 3 of the index: by Pillow's conversion alone.
     """
     with Image.open(io.BytesIO(data), formats=None if as_stored else FORMATS) as image:
-        width, height = size = image.size if as_stored else _upright_size(image)
+        if image.format not in ("JPEG", "MPO"):  # Pillow turns a TIFF as it loads it
+            image.load()
+        turned = not as_stored and _orientation(image) in range(5, 9)
+        width, height = size = image.size[::-1] if turned else image.size
         box = crop(size)
         across, down = side / (box[2] - box[0]), side / (box[3] - box[1])
         if max(across, down) < 1:  # a JPEG is decoded at 1/2, 1/4 or 1/8
             least = math.ceil(width * across), math.ceil(height * down)
-            image.draft("RGB", least if image.size == size else least[::-1])
+            image.draft("RGB", least[::-1] if turned else least)
         rgb = image.convert("RGB") if as_stored else _rgb(image)
     x, y = rgb.width / width, rgb.height / height
     part = (box[0] * x, box[1] * y, min(box[2] * x, rgb.width), min(box[3] * y, rgb.height))
     return rgb.resize((side, side), Image.Resampling.BILINEAR, box=part)
-
-
-def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return the width and height of what `_rgb` makes of an image that is not drafted."""
-    if image.format not in ("JPEG", "MPO"):  # Pillow turns a TIFF as it loads it
-        image.load()
-    return image.size[::-1] if _orientation(image) in (5, 6, 7, 8) else image.size
 
 
 def _orientation(image: Image.Image) -> int:
@@ -232,20 +220,20 @@ def _rgb(image: Image.Image) -> Image.Image:
         Unusable: nothing says what its numbers mean.
     """
     image.load()
-    if (turn := TURNS.get(_orientation(image))) is not None:
+    if (turn := TURN_OF.get(_orientation(image))) is not None:
         image = image.transpose(turn)  # not exif_transpose, which fails where it cannot write a tag
     if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
         values = np.asarray(image)
         levels = (values >> 8).astype(np.uint8)
         levels[values == image.info.get("transparency", -1)] = 255
-        return Image.fromarray(levels).convert("RGB")
-    if image.mode == "I":
+        image = Image.fromarray(levels)
+    elif image.mode == "I":
         raise Unusable("of 32-bit integers, whose range is unknown: save 8 or 16 bits")
-    if image.mode == "F":
+    elif image.mode == "F":
         values = np.asarray(image)
         if not (values.min() >= 0 and values.max() <= 1):  # NaN neither
             raise Unusable("of floats outside 0 to 1: save 8 or 16 bits")
-        return Image.fromarray(np.rint(255 * values).astype(np.uint8)).convert("RGB")
+        image = Image.fromarray(np.rint(255 * values).astype(np.uint8))
     if image.has_transparency_data:
         seen = image if image.mode == "RGBA" else image.convert("RGBA")
         image = Image.new("RGB", image.size, "white")

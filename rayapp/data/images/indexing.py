@@ -186,16 +186,10 @@ def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
             for number, _ in failed:  # so that the next command reads the unit again
                 storage.delete(_summary_name(number))
             raise SourceError(failed[0][1])
-        parts = {
-            split: [
-                unpacked(data)
-                for data in pool.map(
-                    lambda n, split=split: storage.read(f"{split}-{n:05d}.npz"),
-                    range(count),
-                )
-            ]
-            for split in SPLITS
-        }
+        parts = {}
+        for split in SPLITS:
+            files = [f"{split}-{number:05d}.npz" for number in range(count)]
+            parts[split] = [unpacked(data) for data in pool.map(storage.read, files)]
     classes = class_names(
         {labels[i] for records, _, labels in parts["train"] for i in set(records["label"].tolist())}
     )

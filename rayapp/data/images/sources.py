@@ -188,7 +188,13 @@ def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
             tarfile.open(fileobj=cast(Any, _Headers(stream)), mode="r:", errors="replace") as tar,
         ):
             for member in tar:
-                _check_end(member, tar.offset, file.size)
+                plain = member.isfile() and not member.issparse()
+                end = member.offset_data + member.size if plain else tar.offset
+                if not member.offset_data <= end <= file.size:
+                    raise tarfile.ReadError(
+                        f"{member.name} at byte {member.offset:,} says that it ends at byte "
+                        f"{end:,}, and the file has {file.size:,} bytes"
+                    )
                 if not member.isfile() or hidden(member.name.removeprefix("./")):
                     continue
                 path = member.name.removeprefix("./")
@@ -217,21 +223,6 @@ def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
             f"{storage.url}/{file.name} is not a tar that can be read: {error}. Copy it anew, "
             "without compression: images are compressed already"
         ) from error
-
-
-def _check_end(member: tarfile.TarInfo, following: int, size: int) -> None:
-    """Check that a member ends within a tar of `size` bytes; `following` is the next one's place.
-
-    Raises:
-        tarfile.ReadError: it does not.
-    """
-    plain = member.isfile() and not member.issparse()
-    end = member.offset_data + member.size if plain else following
-    if not member.offset_data <= end <= size:
-        raise tarfile.ReadError(
-            f"{member.name} at byte {member.offset:,} says that it ends at byte {end:,}, and the "
-            f"file has {size:,} bytes"
-        )
 
 
 def _labelled(waiting: list[FoundFiles], label: str | None) -> Iterator[FoundFiles]:
