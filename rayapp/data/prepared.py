@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -31,7 +31,6 @@ MAX_REASONS = 5  # reasons in one line
 MAX_HASHES = 2**20  # most distinct documents that are compared to count duplicates
 
 Account = TypeVar("Account")
-adapter_of = functools.cache(TypeAdapter)  # to make one takes a millisecond
 
 
 @dataclass(frozen=True)
@@ -206,12 +205,18 @@ def write_account(storage: Storage, name: str, values: Mapping[str, object]) -> 
     storage.write(name, json.dumps({**values, "checksum": checksum}, indent=1).encode())
 
 
+@functools.cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Return what checks values of a kind; it takes a millisecond to make."""
+    return TypeAdapter(kind)
+
+
 def account_of(storage: Storage, name: str, kind: type[Account]) -> Account | None:
     """Read what `write_account` wrote; None if it is missing, damaged, or belongs elsewhere."""
     try:
         values = json.loads(storage.read(name))
         checksum = values.pop("checksum", None)
-        found: Account = adapter_of(kind).validate_python(values)
+        found: Account = _adapter_of(cast(Any, kind)).validate_python(values)
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     if checksum is None:  # as in the version before, whose shards have other names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import cast
 
 from typing_extensions import TypedDict
 
@@ -79,5 +79,5 @@ def summed(parts: Iterable[Counts]) -> Counts:
     for part in parts:
         lengths.update(part["lengths"])
         sums.update({name: count for name, count in part.items() if isinstance(count, int)})
-    numbers: Any = {name: sums[name] for name in Counts.__annotations__ if name != "lengths"}
-    return Counts(**numbers, lengths=dict(lengths))
+    whole = {name: sums[name] for name in Counts.__annotations__} | {"lengths": dict(lengths)}
+    return cast(Counts, whole)
