@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 WHOLE, ADAPTER = "config.json", "adapter_config.json"
+GENERATION = "generation_config.json"
 
 Message: TypeAlias = dict[str, str]
 
@@ -243,10 +244,10 @@ def _why_none(run: str, storage: Storage) -> str:
 
 def _adapted(run: str, path: str, stack: ExitStack) -> Any:
     """Load the adapters in `path` and the base model that they were trained on."""
-    import peft
     import transformers
 
     from rayapp import model
+    from rayapp.model.adapter import adapted
 
     base = json.loads(Path(path, ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
     try:
@@ -264,7 +265,9 @@ def _adapted(run: str, path: str, stack: ExitStack) -> Any:
     hf = transformers.AutoModelForCausalLM.from_pretrained(
         whole, dtype="auto", trust_remote_code=False
     )
-    return peft.PeftModel.from_pretrained(hf, path)
+    if Path(path, GENERATION).is_file():  # not in what earlier versions wrote
+        hf.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return adapted(hf, path)
 
 
 def _stream(
@@ -284,7 +287,14 @@ def _stream(
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return torch.full((len(input_ids),), left.is_set(), device=input_ids.device)
 
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    class Streamer(TextIteratorStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if self.next_tokens_are_prompt or int(value) not in stops:
+                super().put(value)
+
+    stops = model.generation_config.eos_token_id  # one of them may not be special
+    stops = stops if isinstance(stops, list) else [stops]
+    streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def work() -> None:
         try:

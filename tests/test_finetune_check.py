@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,40 @@ def test_the_command_refuses_before_it_holds_anything(
         finetune(from_dict(tree))
     assert not ray.is_initialized()
     assert not (tmp_path / "tiny").exists()
+
+
+def split_by(pattern: str) -> Callable[[dict[str, Any]], Any]:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return lambda rules: rules.update(pre_tokenizer=split)
+
+
+# Changes of a tokenizer.json, or what it holds instead, and what is said.
+DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "cut": (lambda rules: json.dumps(rules)[:-99], "line 1 column"),
+    "deep": (lambda rules: "[" * 100_000, "recursion"),
+    "no model": (lambda rules: rules.pop("model") and None, "model"),
+    "a number": (lambda rules: rules["model"].update(vocab=7), "line 1 column"),
+    "no token": (lambda rules: rules["added_tokens"].append({"id": 3}), "content"),
+    "pattern": (split_by("("), "line 1 column"),
+    "steps": (split_by("(a+)+$"), "PanicException: Onig"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, case: str) -> None:
+    change, said = DAMAGED[case]
+    byte_tokenizer().save_pretrained(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    text = change(rules)
+    (tmp_path / "tokenizer.json").write_text(text or json.dumps(rules))
+    problems: list[str] = []
+    tree = {"model": {"path": "tiny", "tokenizer": str(tmp_path)}, "data": {"seq_len": 64}}
+    check._model(from_dict(tree), {"text"}, problems)
+    (line,) = problems
+    assert line.startswith(f"model.tokenizer={tmp_path} is not a tokenizer: ") and said in line
+    assert "Copy its tokenizer.json and tokenizer_config.json anew" in line and "\n" not in line

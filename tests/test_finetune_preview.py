@@ -125,6 +125,7 @@ def test_the_command(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*argv, "--show=1"]) == 0
     told = capsys.readouterr().out
     assert told.count("\u27e6answer<|im_end|>\u27e7") == 1
+    assert "ends          answers end with <|im_end|> (2)\n" in told
     assert "unusable      1 has no assistant message, first " in told
     assert main([*argv, "--show=1", "--chars=9"]) == 0
     assert "<|im_star ... (more: --chars)" in capsys.readouterr().out

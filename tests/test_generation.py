@@ -150,6 +150,10 @@ def test_adapters_are_put_on_their_base(folder: Path, tmp_path: Path) -> None:
             found.model(ids).logits, AutoModelForCausalLM.from_pretrained(folder)(ids).logits
         )
     assert "".join(generate(found, RHYME, **GREEDY)) != ""
+    spaces = tokenizer.convert_tokens_to_ids("\u0120")  # is no special token, and is not written
+    settings = {"eos_token_id": [spaces]}
+    (tmp_path / "demo/model/generation_config.json").write_text(json.dumps(settings))
+    assert "".join(generate(load(run.url), RHYME + "one", **GREEDY)) == ""
     config = tmp_path / "demo" / "model" / "adapter_config.json"
     values = json.loads(config.read_text(encoding="utf-8"))
     for gone, why in ((str(tmp_path / "gone"), "no folder"), ("tiny", "preset")):

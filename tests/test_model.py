@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +25,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rayapp.config import Lora
 from rayapp.model import (
@@ -46,7 +48,6 @@ from rayapp.model import (
     init_adapters,
     init_weights,
     load_adapters,
-    load_tokenizer,
     load_weights,
     measure_compile,
     merge_adapters,
@@ -57,6 +58,7 @@ from rayapp.model import (
 )
 from rayapp.model.activations import ATTENTION
 from rayapp.model.attention import varlen_attention
+from rayapp.model.files import read_headers
 from rayapp.model.init import fill
 from rayapp.model.sharding import find_blocks
 from rayapp.storage import open_storage
@@ -830,8 +832,6 @@ def test_preset_and_unknown_path(tmp_path: Path) -> None:
     assert num_parameters(model) == 4096 * 256 + 4 * (4 * 256**2 + 3 * 256 * 704 + 512) + 256
     with pytest.raises(ValueError, match=r"model.path=nope is no folder.*tiny"):
         resolve("nope")
-    with pytest.raises(ValueError, match="no tokenizer files"):
-        load_tokenizer(tiny)
 
 
 def test_good_folder_has_no_problems(folder: Path) -> None:
@@ -889,6 +889,32 @@ def break_quantized(path: Path) -> None:
     edit_config(path, quantization_config={"quant_method": "fp8"})
 
 
+def break_index(path: Path) -> None:
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    file.write_text(json.dumps({"weight_map": dict.fromkeys(index["weight_map"])}))
+
+
+def break_two_sets(path: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(1)}, path / "model.safetensors")
+
+
+def break_ties(path: Path) -> None:
+    edit_config(path, tie_word_embeddings=True)
+
+
+def break_heads(path: Path) -> None:
+    edit_config(path, num_attention_heads=0)
+
+
+def break_types(path: Path) -> None:
+    edit_config(path, hidden_act="nope")
+
+
+def break_nesting(path: Path) -> None:
+    (path / "config.json").write_text("[" * 100_000)
+
+
 def edit_config(path: Path, **values: Any) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | values))
@@ -912,6 +938,12 @@ def shards(path: Path) -> list[str]:
         (break_tensor_missing, ["lacks 9", "model.layers.2.", "Copy the whole folder"]),
         (break_shape, ["mlp.gate_proj.weight", "[96, 48]", "[128, 48]", "Correct config.json"]),
         (break_quantized, ["quantized", "unquantized"]),
+        (break_index, ["model.safetensors.index.json is no index", "weight_map", "Copy it anew"]),
+        (break_two_sets, ["two sets of weights: model.safetensors, ", "and model-00001-of-"]),
+        (break_ties, ["model.embed_tokens.weight and lm_head.weight", "Set tie_word_embeddings"]),
+        (break_heads, ["damaged", "config.json", "ZeroDivisionError", "Copy it anew"]),
+        (break_types, ["cannot be built from", "config.json", "Correct the file"]),
+        (break_nesting, ["config.json", "not valid JSON", "recursion", "Copy it anew"]),
     ],
 )
 def test_problems_say_what_where_and_what_to_do(
@@ -921,12 +953,73 @@ def test_problems_say_what_where_and_what_to_do(
     damage(tmp_path / "m")
     source = resolve(str(tmp_path / "m"))
     found = problems(source, from_scratch=False)
-    assert found and all(str(tmp_path) in line for line in found)
+    assert found and all(str(tmp_path) in line and "\n" not in line for line in found)
     if damage is break_weights_missing:
         expected = ["no *.safetensors", "from_scratch=true"]
         assert problems(source, from_scratch=True) == []
     for words in expected:
         assert any(words in line for line in found), (words, found)
+
+
+# Changes of the first shard's header, and what is said of it.
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "overlap": (lambda h: h["b"].update(data_offsets=[4, 12]), "'b' begins at byte .* ends at"),
+    "gap": (lambda h: h.pop("a") and None, "'b' begins at byte"),
+    "negative": (lambda h: h["a"].update(shape=[-2, -1]), "'a' is described as .*-2"),
+    "float": (lambda h: h["a"].update(shape=[2.0]), "'a' is described as"),
+    "bool": (lambda h: h["a"].update(data_offsets=[False, 8]), "'a' is described as"),
+    "dimensions": (lambda h: h["a"].update(shape=[2] + [1] * 100_000), "'a' is described as"),
+    "huge": (lambda h: h["a"].update(shape=[2**70, 0]), "'a' is described as"),
+    "huge product": (lambda h: h["c"].update(shape=[2**40, 2**40, 0]), "'c' is described as"),
+    "dtype": (lambda h: h["a"].update(dtype="F4"), "'a' is described as .*F4"),
+    "dtypes": (lambda h: h["a"].update(dtype=[]), "'a' is described as"),
+    "nothing": (lambda h: h.update(a=None), "'a' is described as None"),
+    "no object": (lambda h: "[]", "has a broken header"),
+    "deep": (lambda h: "[" * 100_000, "has a broken header: .*recursion"),
+    "long": (lambda h: h.popitem() and None, "is longer than its tensors: "),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_damaged_header_is_named(tmp_path: Path, case: str) -> None:
+    of = {"a": ([2], [0, 8]), "b": ([2], [8, 16]), "c": ([0], [16, 16]), "d": ([2], [16, 24])}
+    header: Any = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+        for name, (shape, offsets) in of.items()
+    }
+    change, expected = HEADERS[case]
+    other = change(header)
+    text = (other if isinstance(other, str) else json.dumps(other or header)).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(24))
+    with pytest.raises(ValueError, match=f"model.safetensors.*{expected}.*Copy it anew"):
+        read_headers(open_storage(str(tmp_path)))
+    if case != "dimensions":
+        with pytest.raises(Exception):  # noqa: B017  the format's own library refuses it too
+            load_file(tmp_path / "model.safetensors")
+
+
+def test_a_left_index_beside_one_file_is_passed_over(tmp_path: Path) -> None:
+    make_folder("llama_untied", tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name in shards(tmp_path):
+        (tmp_path / name).unlink()
+    whole.save_pretrained(tmp_path / "single")
+    shutil.copy(tmp_path / "single" / "model.safetensors", tmp_path)
+    assert problems(resolve(str(tmp_path)), from_scratch=False) == []
+
+
+def test_a_model_without_a_dtype_is_exported_in_that_of_its_weights(tmp_path: Path) -> None:
+    make_folder("llama_untied", tmp_path / "base")
+    edit_config(tmp_path / "base", dtype=None, torch_dtype=None)
+    for lora in (None, Lora(rank=2)):
+        model = build(resolve(str(tmp_path / "base")).config, loss=summed_loss)
+        if lora is not None:
+            add_adapters(model, lora)
+        load_weights(model, resolve(str(tmp_path / "base")), "cpu")
+        export(model, open_storage(str(tmp_path / "out")))
+        assert {t.dtype for t in load_file(tmp_path / "out/model.safetensors").values()} == {
+            torch.bfloat16
+        }
 
 
 def test_load_refuses_what_problems_refuses(tmp_path: Path) -> None:
@@ -962,8 +1055,6 @@ def test_load_and_export_on_s3(folder: Path, s3_bucket: str) -> None:
 def test_extra_tensors_are_ignored_and_returned(tmp_path: Path) -> None:
     make_folder("gpt_neox", tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    from safetensors.torch import save_file
-
     old = {"gpt_neox.layers.0.attention.masked_bias": torch.zeros(1)}
     save_file(old, tmp_path / "old.safetensors")
     index["weight_map"] |= dict.fromkeys(old, "old.safetensors")
@@ -1001,7 +1092,7 @@ def test_export_writes_one_file_tokenizer_and_settings_of_version_4(tmp_path: Pa
     )
     assert names == sorted(os.listdir(tmp_path))
     assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(names)
-    assert load_tokenizer(resolve(str(tmp_path)))("b")["input_ids"] == [1]
+    assert AutoTokenizer.from_pretrained(tmp_path)("b")["input_ids"] == [1]
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["architectures"] == ["LlamaForCausalLM"]
     assert written["torch_dtype"] == written["dtype"] == "bfloat16"

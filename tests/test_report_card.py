@@ -24,7 +24,11 @@ BASE = {"name": "meta-llama/Llama-3.1-8B", "id": "meta-llama/Llama-3.1-8B", "lic
 def ended(folder: Path, **result: Any) -> RunFolder:
     """A run that is done, with a base in its plan."""
     run = eventful(open_storage(str(folder)))
-    plan = json.loads(run.run.read("plan.json")) | {"base": BASE, "parts": {"files": "d1ge57"}}
+    plan = json.loads(run.run.read("plan.json")) | {
+        "base": BASE,
+        "parts": {"files": "d1ge57"},
+        "stops": {"<|e|>": 2, "x": 0},
+    }
     run.run.write("plan.json", json.dumps(plan).encode())
     values = json.loads(run.run.read("result.json"))
     run.run.write("result.json", json.dumps(values | {"status": "done"} | result).encode())
@@ -49,6 +53,9 @@ def test_a_card_says_what_was_trained_on_what_and_how(tmp_path: Path) -> None:
     assert "`6b36ea2d5c628742`" in text and "| 1.2 % |" in text
     assert "its logits on 4 rows differ by 2e-07 of their norm" in text
     assert "The base's licence is llama3.1." in text
+    assert "| a generation ends at | `<\\|e\\|>` (2), `x` (0) |" in text and "eos_token" not in text
+    run.run.write("model/adapter_config.json", b"{}")
+    assert "eos_token_id=[2, 0],\n" in card_of(run)[1]
     folded = yaml.safe_load(re.search(r"````yaml\n(.*?)````", text, re.DOTALL)[1])  # type: ignore[index]
     assert folded["train"] == json.loads(json.dumps(run.config.model_dump(mode="json")))["train"]
     assert "cluster" not in folded and "storage" not in folded["run"]

@@ -127,6 +127,8 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
     over = sum(length > preview.seq_len for length in lengths)
     filled = f"{preview.rows} of {preview.seq_len} tokens, {preview.fill:.1%} full"
     say("rows", f"{filled}; {over} documents are longer")
+    for line in preview.ends:
+        say("ends", line)
     for why, count in preview.bad.items():
         say("unusable", f"{count} {why}, first {preview.examples[why]}")
     for what, count in preview.notes.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -47,14 +47,21 @@ class Lora(Section):
         return method(vars(self))
 
     @classmethod
-    def of_peft(cls, values: Mapping[str, Any]) -> Lora:
-        """Return the settings in an adapter_config.json.
+    def of_peft(cls, values: Mapping[str, Any], tensors: Iterable[str] = ()) -> Lora:
+        """Return the settings in an adapter_config.json, with the names of its tensors.
+
+        Where target_modules is a pattern, or has full names, the tensors tell what is adapted.
 
         Raises: KeyError, TypeError or ValueError if they are not those of a LoRA.
         """
         targets = values["target_modules"]
-        if isinstance(targets, str):
-            raise ValueError(f"target_modules={targets} is a pattern, not a list of names")
+        plain = not isinstance(targets, str) and not any("." in name for name in targets or ())
+        if not plain or values.get("exclude_modules"):
+            adapted = {name.partition(".lora_A.")[0] for name in tensors if ".lora_A." in name}
+            of_experts = {"base_layer", "experts"} if values.get("target_parameters") else set()
+            targets = {name.rpartition(".")[2] for name in adapted} - of_experts
+        if not targets:
+            raise ValueError(f"target_modules={values['target_modules']} adapts no linear layer")
         return cls(
             rank=values["r"],
             alpha=values["lora_alpha"],

@@ -17,6 +17,7 @@ from rayapp import model, planner
 from rayapp.config import Config, ConfigError
 from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.data.chat import reads
+from rayapp.data.documents import Renderer
 from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
@@ -28,6 +29,8 @@ from rayapp.storage import StorageError, open_storage
 from rayapp.train import planning
 
 MAX_NAMED = 3  # tokens without an embedding, in a message
+# What a tokenizer that has loaded may yet fail at; in a run of letters, by the steps of a pattern.
+PROBE = f"{'a' * 40}! and 1 more\n"
 
 
 @dataclass(frozen=True)
@@ -277,11 +280,14 @@ def _tokenizer(
         return None
     try:
         tokenizer = tokens.load_tokenizer(name)
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
+        Renderer(tokenizer, "text").document(PROBE)
+    except BaseException as error:  # tokenizers' panics are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())
         problems.append(
-            f"model.tokenizer={name} is not a tokenizer: {first}. Give a folder with "
-            "tokenizer.json, or bpe:4096 to train one"
+            f"model.tokenizer={name} is not a tokenizer: {why:.300}. Copy "
+            "its tokenizer.json and tokenizer_config.json anew, or set bpe:4096 to train one"
         )
         return None
     if problem := vocabulary_problem(config, base, tokenizer):

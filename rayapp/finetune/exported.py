@@ -18,7 +18,7 @@ import torch
 
 from rayapp import model
 from rayapp.finetune.build import Parts, compute_dtype
-from rayapp.model.adapter import read_adapter
+from rayapp.model.adapter import adapted, read_adapter
 from rayapp.observe.records import ExportCheck
 from rayapp.storage import Storage
 from rayapp.storage.inputs import local_copy
@@ -123,7 +123,6 @@ def _problems(parts: Parts, folder: Storage) -> list[str]:
 
 def _opened(spec: LanguageSpec, parts: Parts, folder: Storage, stack: ExitStack) -> Any:
     """Open the folder with transformers; adapters with peft, on their base."""
-    import peft
     import transformers
 
     path = local_copy(folder, stack)
@@ -135,4 +134,4 @@ def _opened(spec: LanguageSpec, parts: Parts, folder: Storage, stack: ExitStack)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if tokenizer.get_vocab() != parts.tokenizer.get_vocab():
         raise wrong_export(folder, "has another tokenizer than the run")
-    return (peft.PeftModel.from_pretrained(hf, path) if _is_adapter(spec) else hf).eval()
+    return (adapted(hf, path) if _is_adapter(spec) else hf).eval()

@@ -21,6 +21,7 @@ from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import growth, micro_batch, preview, show, sources
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
+from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
@@ -65,11 +66,15 @@ def prepare(
     if ready.code:
         plan["code"] = dict(ready.code)
     plan["rendered"] = preview.rendered(ready, tokenizer)
+    ends = ends_of_data(prepared, tokenizer)
+    stops = generation_config(config, ready.model, shape, tokenizer, ends).eos_token_id or []
+    plan["stops"] = names_of(stops, tokenizer)
     values = (planned.as_dict() if planned else {}) | plan
     ready.run.write(PLAN, json.dumps(values, indent=1).encode())
     show.plan(console, config, prepared, order, parameters, trainable)
     show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
     show.records(console, plan["rendered"])
+    show.ends(console, described(ends, config, tokenizer, stops))
     phases.end("plan")
     return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto), rest
 

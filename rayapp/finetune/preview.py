@@ -20,6 +20,7 @@ from rayapp.data.documents import Renderer
 from rayapp.data.packing import Document, pack
 from rayapp.data.sources import Record, place_of
 from rayapp.finetune.check import CheckedLanguageRun, Input
+from rayapp.finetune.ends import described, ends_of
 from rayapp.observe.records import Rendered
 from rayapp.planner.trained import tokenizer_of
 
@@ -40,6 +41,8 @@ class Preview:
     notes: dict[str, int]  # documents that lack something of their record, by what
     unused: tuple[str, ...]  # as in SourceHead
     documents: list[Document]
+    ends: list[str]
+    """What ends the answers."""
     rows: int
     fill: float  # share of the rows' positions that are used, 0-1
     seq_len: int
@@ -73,6 +76,7 @@ class Preview:
             "first_bad": self.examples,
             "notes": self.notes,
             "unused_columns": list(self.unused),
+            "ends": self.ends,
             "tokens": {
                 "all": sum(lengths),
                 "least": min(lengths),
@@ -178,6 +182,7 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
         notes=dict(notes),
         unused=entry.unused,
         documents=documents,
+        ends=described(ends_of(packed.rows, tokenizer), ready.config, tokenizer),
         rows=len(packed.rows),
         fill=packed.fill,
         seq_len=data.seq_len,

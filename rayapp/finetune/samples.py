@@ -59,7 +59,9 @@ def continued(
     finally:
         parts.head.positions = None
         parts.lm.train()
-    texts = [str(parts.tokenizer.decode(each, skip_special_tokens=True)) for each in added]
+    stops = set(parts.generation.eos_token_id or ())  # one of them may not be special
+    said = [[token for token in each if token not in stops] for each in added]
+    texts = [str(parts.tokenizer.decode(each, skip_special_tokens=True)) for each in said]
     return list(zip(prompts, texts, strict=True))
 
 
@@ -96,6 +98,7 @@ def _extend(
     for row, place in zip(rows, group, strict=True):
         row[: len(ids[place])] = torch.tensor(ids[place])
     rows, going = rows.to(device), set(group)
+    stops = parts.generation.eos_token_id or ()
     while going:
         if code := leave():
             raise Interrupted(code)
@@ -109,7 +112,7 @@ def _extend(
                 continue
             row[length] = token
             added[place].append(token)
-            if token == parts.tokenizer.eos_token_id or length + 1 == ends[place]:
+            if token in stops or length + 1 == ends[place]:
                 going.discard(place)
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared, reasons
 from rayapp.driver.display import plain
+from rayapp.finetune.ends import NO_END
 from rayapp.observe.records import Rendered
 from rayapp.order import Order
 from rayapp.planner.trained import random_weights
@@ -103,6 +104,13 @@ def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+def ends(console: Console, lines: list[str]) -> None:
+    """Print what ends answers and generations, and in colour what ends none."""
+    for line in lines:
+        text = f"[yellow]{plain(line)}[/yellow]" if NO_END in line else plain(line)
+        console.print(f"[bold]{'ends':14}[/bold] {text}", highlight=False, soft_wrap=True)
 
 
 def records(console: Console, rendered: list[Rendered]) -> None:

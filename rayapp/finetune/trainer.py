@@ -312,14 +312,20 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.dev
     lora = spec.config.model.lora
     if lora is not None:
         folder = storage / (ADAPTER if lora.merge else MODEL)
-        model.export_adapters(parts.lm, folder, base=parts.source.base, tokenizer=parts.tokenizer)
+        model.export_adapters(
+            parts.lm,
+            folder,
+            base=parts.source.base,
+            tokenizer=parts.tokenizer,
+            generation_config=parts.generation,
+        )
     if lora is None or lora.merge:
         base = None if lora is None else exact_base(spec.config, parts, device)
         model.export(
             base or parts.lm,
             storage / MODEL,
             tokenizer=parts.tokenizer,
-            generation_config=parts.source.generation_config,
+            generation_config=parts.generation,
             processor=model.processor_files(parts.source),
             trained=None if base is None else parts.lm,
         )

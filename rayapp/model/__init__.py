@@ -37,7 +37,7 @@ from rayapp.model.lora import (
 )
 from rayapp.model.mixers import split_documents
 from rayapp.model.sharding import device_mesh, num_nodes, shard
-from rayapp.model.source import ModelSource, load_tokenizer, processor_files, published, resolve
+from rayapp.model.source import ModelSource, processor_files, published, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
 __all__ = [
@@ -65,7 +65,6 @@ __all__ = [
     "keeps_documents_apart",
     "linear_names",
     "load_adapters",
-    "load_tokenizer",
     "load_weights",
     "measure_compile",
     "merge_adapters",

@@ -7,15 +7,15 @@ merge_adapters(model, adapter)                          # or: add it to the weig
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rayapp.config import Lora
 from rayapp.model.build import LanguageModel, base_state, build, no_loss
@@ -33,18 +33,22 @@ from rayapp.model.lora import (
     whole_of,
 )
 from rayapp.storage import Readable
+from rayapp.storage.inputs import read_json
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_NAMED = 3
-# What peft can do and rayapp cannot; each is off in an adapter that has none of it.
-UNSUPPORTED = (
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "trainable_token_indices",
-    "lora_bias",
-)
+MERGE = "Merge it into its base with peft, and give the merged model"
+# peft's settings that are read here, or that change nothing of what an adapter computes. Of all
+# others, also those of later versions, an adapter must have none.
+KNOWN = {
+    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "lora_alpha", "lora_dropout", "megatron_core",
+    "peft_version", "qalora_group_size", "r", "revision", "target_modules", "target_parameters",
+    "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+# Values of init_lora_weights that leave the base as it is; peft changes it for others (PiSSA,
+# OLoRA, CorDA, LoftQ, LoRA-GA), each time that it opens the adapter.
+PLAIN_INITS = (True, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -64,32 +68,50 @@ def read_adapter(name: str, folder: Readable) -> Adapter | None:
 
     Raises: ValueError if it is not a LoRA that can be trained here, or does not name its base.
     """
-    if folder.exists("config.json") or not folder.exists(SETTINGS):
+    if folder.exists("config.json") or (values := read_json(folder, SETTINGS)) is None:
         return None
+    if unsupported := list(_unsupported(values)):
+        drawn = "niter" in str(values.get("init_lora_weights"))  # anew by each opening
+        inexact = drawn or values.get("alora_invocation_tokens")
+        cure = "peft cannot merge it either: train one without that" if inexact else MERGE
+        raise ValueError(
+            f"model.path={name} is an adapter of another kind: it has {', '.join(unsupported)}. "
+            f"Only LoRA, DoRA and rsLoRA on a base as it is published are trained here. {cure}"
+        )
+    base, revision = values.get("base_model_name_or_path"), values.get("revision")
+    if not isinstance(base, str) or not _lasts(base):
+        raise ValueError(
+            f"model.path={name} is an adapter without its base: {SETTINGS} names it "
+            f"{base!r}, which is no absolute path, URL or hub id. Write one there"
+        )
+    if revision not in (None, "main") and "://" not in base and not os.path.isabs(base):
+        raise ValueError(
+            f"model.path={name} is an adapter of revision {revision} of its base {base}, and only "
+            f"main is fetched. Run hf download {base} --revision {revision} --local-dir FOLDER, "
+            f"and write the folder's absolute path into {SETTINGS}"
+        )
+    if not folder.exists(WEIGHTS):
+        raise ValueError(f"model.path={name} has no {WEIGHTS}: the adapter was not copied whole")
+    stored = read_header(folder, WEIGHTS)
     try:
-        values = json.loads(folder.read(SETTINGS))
-        base = values["base_model_name_or_path"]
-        lora = Lora.of_peft(values)
+        lora = Lora.of_peft(values, stored)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(repr(error).split())
         raise ValueError(
             f"model.path={name} has a damaged {SETTINGS}: {why:.200}. Copy the folder anew"
         ) from error
-    kind, bias = values.get("peft_type", "LORA"), values.get("bias", "none")
-    unsupported = [f"peft_type {kind}"] * (kind != "LORA") + [f"bias {bias}"] * (bias != "none")
-    unsupported += [option for option in UNSUPPORTED if values.get(option)]
-    if unsupported:
-        raise ValueError(
-            f"model.path={name} is an adapter of another kind: it has {', '.join(unsupported)}. "
-            "Only LoRA, DoRA and rsLoRA are trained here. Merge it into its base with peft, and "
-            "give the merged model"
-        )
-    if not base or not _lasts(base):
-        raise ValueError(
-            f"model.path={name} is an adapter without its base: {SETTINGS} names it "
-            f"{base!r}, which is no absolute path, URL or hub id. Write one there"
-        )
     return Adapter(name, folder, base, lora)
+
+
+def _unsupported(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings of an adapter_config.json that are neither known here nor peft's own."""
+    import peft
+
+    defaults = peft.LoraConfig().to_dict() | {"peft_type": "LORA"}
+    for name, value in values.items():
+        usual = PLAIN_INITS if name == "init_lora_weights" else (defaults.get(name),)
+        if value and value not in usual and name not in KNOWN:
+            yield f"{name} {value!s:.60}"
 
 
 def _lasts(base: str) -> bool:
@@ -103,43 +125,64 @@ def adapter_problems(adapter: Adapter, config: PretrainedConfig) -> list[str]:
     """Return what prevents using an adapter on a base of this configuration; reads headers only."""
     model = build(config, loss=no_loss, attention="eager")
     names = linear_names(model.hf)
+    every = {name.rpartition(".")[2] for name, _ in model.hf.named_modules()}
+    others = set(adapter.lora.targets) - set(names)
+    if beside := sorted(others & every):
+        return [
+            f"model.path={adapter.name} adapts {', '.join(beside)} of its base {adapter.base}, and "
+            f"only the linear layers of the blocks are adapted here: {', '.join(names)}. {MERGE}"
+        ]
     wrong = {
-        "linear layer": set(adapter.lora.targets) - set(names),
+        "linear layer": others,
         "parameter": set(adapter.lora.target_parameters) - set(parameter_names(model.hf)),
     }
     if missing := [f"{what} {', '.join(sorted(each))}" for what, each in wrong.items() if each]:
         return [
             f"model.path={adapter.name} is no adapter of its base {adapter.base}, whose blocks "
-            f"have no {' and no '.join(missing)}. Correct base_model_name_or_path in {SETTINGS}"
+            f"have no {' and no '.join(missing)}. Correct base_model_name_or_path in {SETTINGS}, "
+            "or merge it with peft"
         ]
     add_adapters(model, adapter.lora)
-    if not adapter.folder.exists(WEIGHTS):
-        return [f"model.path={adapter.name} has no {WEIGHTS}: the adapter was not copied whole"]
-    try:
-        stored = read_header(adapter.folder, WEIGHTS)
-    except ValueError as error:
-        return [str(error)]
-    return _misfits(adapter, model, stored)
+    return _misfits(adapter, model, read_header(adapter.folder, WEIGHTS))
 
 
 def _misfits(adapter: Adapter, model: LanguageModel, stored: Mapping[str, Stored]) -> list[str]:
     """Name the tensors that are missing, of another shape, or of no layer of the model."""
     wanted = {peft_name(name): tuple(p.shape) for name, p in trained(model.hf).items()}
     shapes = {name: where.shape for name, where in stored.items()}
-    wrong = {
-        "lacks": sorted(wanted.keys() - shapes.keys()),
-        "has tensors of no adapter,": sorted(shapes.keys() - wanted.keys()),
-        f"does not fit its base {adapter.base} in": sorted(
-            name for name in wanted.keys() & shapes.keys() if wanted[name] != shapes[name]
+    lacking, more = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
+    layers = {name.partition(".lora_")[0] for name in shapes}
+    alone = {name for name in lacking if name.partition(".lora_")[0] not in layers}
+    whole = {name for name in more if ".lora_" not in name}
+    differ = {name for name in wanted.keys() & shapes.keys() if wanted[name] != shapes[name]}
+    damaged = f"{WEIGHTS} and {SETTINGS} do not belong together. Copy the folder anew"
+    wrong = [
+        ("lacks", lacking - alone, damaged),
+        (
+            "adapts a part of the layers, without",
+            alone,
+            f"adapters here are of all layers of a name. {MERGE}; if the part was not meant, copy "
+            "the folder anew",
         ),
-    }
+        ("has whole weights,", whole, f"as peft stores resized embeddings. {MERGE}"),
+        ("has tensors of no adapter,", more - whole, damaged),
+        (f"does not fit its base {adapter.base} in", differ, damaged),
+    ]
     return [
-        f"model.path={adapter.name} {what} {', '.join(names[:MAX_NAMED])}"
-        f"{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}: {WEIGHTS} and "
-        f"{SETTINGS} do not belong together. Copy the folder anew"
-        for what, names in wrong.items()
+        f"model.path={adapter.name} {what} {', '.join(sorted(names)[:MAX_NAMED])}"
+        f"{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}: {why}"
+        for what, names, why in wrong
         if names
     ]
+
+
+def adapted(hf: PreTrainedModel, folder: str) -> Any:
+    """Return a whole model with the adapter in a local folder, as peft opens it."""
+    import peft
+
+    with warnings.catch_warnings():  # peft 0.21 asks transformers 5 by a name that is deprecated
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return peft.PeftModel.from_pretrained(hf, folder)
 
 
 @torch.no_grad()

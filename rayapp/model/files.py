@@ -16,14 +16,17 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rayapp.storage import Readable
+from rayapp.storage.inputs import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMS, MAX_SIZE = 64, 2**63 - 1  # of a tensor: numpy's limit, and an int64
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,34 +55,52 @@ class Stored:
     etag: str | None = None
     """The version of the file."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def read_headers(storage: Readable) -> dict[str, Stored]:
     """Locate every tensor of a model folder.
 
-    Raises: ValueError if there are no safetensors, or one is missing or damaged.
+    Raises: ValueError if there are no safetensors, or some are missing or damaged, one on a line.
     """
-    return {
-        name: where
-        for file in weight_files(storage)
-        for name, where in read_header(storage, file).items()
-    }
+    stored: dict[str, Stored] = {}
+    wrong = []
+    for file in weight_files(storage):
+        try:
+            stored |= read_header(storage, file)
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return stored
 
 
 def weight_files(storage: Readable) -> list[str]:
     """List the safetensors of a model folder: those in the index, else the single file.
 
-    Raises: ValueError if there are none, or the index is unreadable.
+    Raises: ValueError if there are none, or two sets of them, or the index is unreadable.
     """
-    if storage.exists(INDEX):
-        try:
-            return sorted(set(json.loads(storage.read(INDEX))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{storage.url}/{INDEX} is no index: {error!r}. Copy it anew"
-            ) from error
-    if storage.exists(SINGLE):
-        return [SINGLE]
     names = [entry.name for entry in storage.list() if "/" not in entry.name]
+    if (index := read_json(storage, INDEX)) is not None:
+        entries = index.get("weight_map")
+        if not isinstance(entries, dict) or not all(isinstance(n, str) for n in entries.values()):
+            raise ValueError(
+                f"{storage.url}/{INDEX} is no index: its weight_map does not name the file of each "
+                "tensor. Copy it anew"
+            )
+        files = sorted(set(entries.values()))
+        if SINGLE not in names:
+            return files
+        if others := [file for file in files if file in names and file != SINGLE]:
+            raise ValueError(
+                f"{storage.url} has two sets of weights: {SINGLE}, which transformers takes, and "
+                f"{others[0]} and others of {INDEX}. Delete one set, the second with its index"
+            )
+    if SINGLE in names:
+        return [SINGLE]
     if shards := [name for name in names if name.endswith(".safetensors")]:
         return shards
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
@@ -114,19 +135,40 @@ def read_header(storage: Readable, file: str) -> dict[str, Stored]:
         )
     try:
         header = json.loads(storage.read(file, 8, length, etag))
-        header.pop("__metadata__", None)
-        stored, end = {}, 0
-        for name, values in header.items():
-            begin, stop = values["data_offsets"]
-            dtype, shape = DTYPES[values["dtype"]], tuple(map(int, values["shape"]))
-            if stop - begin != math.prod(shape) * dtype.itemsize or begin < 0:
-                raise ValueError(f"{name} has {stop - begin} bytes for {list(shape)} of {dtype}")
-            stored[name] = Stored(file, dtype, shape, 8 + length + begin, etag)
-            end = max(end, 8 + length + stop)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where} has a broken header: {error!r}. Copy it anew") from error
-    if end > size:
-        raise ValueError(f"{where} is truncated: {size} of {end} bytes. Copy it anew")
+        stored = _located(file, header, 8 + length, etag)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where} has a broken header: {error}. Copy it anew") from error
+    end = max((each.offset + each.num_bytes for each in stored.values()), default=8 + length)
+    if end != size:
+        how = "truncated" if end > size else "longer than its tensors"
+        raise ValueError(f"{where} is {how}: {size} of {end} bytes. Copy it anew")
+    return stored
+
+
+def _located(file: str, header: Any, start: int, etag: str | None) -> dict[str, Stored]:
+    """Return the tensors in a header; their bytes follow one another, from `start` on.
+
+    Raises: ValueError if they do not, or a tensor is described wrongly.
+    """
+    stored, end = {}, start
+    for name, values in header.items():
+        match values:
+            case {"dtype": str(code), "shape": [*shape], "data_offsets": [begin, stop]} if (
+                all(type(n) is int and 0 <= n <= MAX_SIZE for n in (begin, stop, *shape))
+                and code in DTYPES
+                and len(shape) <= MAX_DIMS
+                and math.prod(n or 1 for n in shape) <= MAX_SIZE
+                and math.prod(shape) * DTYPES[code].itemsize == stop - begin
+            ):
+                stored[name] = Stored(file, DTYPES[code], tuple(shape), start + begin, etag)
+            case _ if name != "__metadata__":
+                raise ValueError(f"{name!r:.200} is described as {values!s:.200}")
+    for name, found in sorted(stored.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if found.offset != end:
+            raise ValueError(
+                f"{name!r:.200} begins at byte {found.offset}, where the one before ends at {end}"
+            )
+        end += found.num_bytes
     return stored
 
 

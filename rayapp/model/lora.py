@@ -14,19 +14,18 @@ base. Base parameters keep their original names on disk: see `base_state`.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rayapp.model.build import LanguageModel, beside_text, without_wrappers
@@ -34,6 +33,7 @@ from rayapp.model.experts import compute_adapted, expert_factors, parameter_name
 from rayapp.model.init import fill
 from rayapp.model.quantize import BLOCK, Linear4bit
 from rayapp.model.sharding import find_blocks, reshard
+from rayapp.model.small_files import small_files_of
 from rayapp.storage import Storage
 
 ADAPTER = "default"  # peft's name for a model's only adapter
@@ -250,7 +250,12 @@ def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate]:
 
 @torch.no_grad()
 def export_adapters(
-    model: LanguageModel, storage: Storage, *, base: str, tokenizer: Any = None
+    model: LanguageModel,
+    storage: Storage,
+    *,
+    base: str,
+    tokenizer: Any = None,
+    generation_config: GenerationConfig | None = None,
 ) -> list[str]:
     """Write the adapters in peft's format; all ranks call it. Return the names, [] off rank 0."""
     reshard(model)
@@ -259,17 +264,15 @@ def export_adapters(
         return []
     from safetensors.torch import save
 
-    storage.write("adapter_model.safetensors", save(whole, metadata={"format": "pt"}))
-    config = model.hf.peft_config[ADAPTER]
+    files = small_files_of(tokenizer, generation_config)
+    files["adapter_model.safetensors"] = save(whole, metadata={"format": "pt"})
+    config: Any = model.hf.peft_config[ADAPTER]
     config.base_model_name_or_path, config.inference_mode = base, True
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        names = [path.name for path in sorted(Path(folder).iterdir()) if path.is_file()]
-        for name in names:
-            storage.write(name, Path(folder, name).read_bytes())
-    return ["adapter_model.safetensors", *names]
+    values = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)
+    files["adapter_config.json"] = values.encode()
+    for name, data in files.items():
+        storage.write(name, data)
+    return sorted(files)
 
 
 def peft_name(name: str) -> str:

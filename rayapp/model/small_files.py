@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from rayapp.model.files import INDEX, SINGLE
 from rayapp.storage import Storage
 
+TOKENIZER = "tokenizer_config.json"
 ROTARY_TYPES_OF_VERSION_4 = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -37,18 +38,10 @@ def write_small_files(
     small: dict[str, bytes] = {**processor}
     if len(sizes) > 1:
         small[INDEX] = _index(sizes)
-    if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            for path in sorted(Path(folder).rglob("*")):
-                if path.is_file():
-                    small[path.relative_to(folder).as_posix()] = path.read_bytes()
     generation_config = generation_config or getattr(hf, "generation_config", None)
-    if generation_config is not None:
-        # Not save_pretrained: it refuses settings that many published models have.
-        text = generation_config.to_json_string(use_diff=True)
-        small["generation_config.json"] = text.encode()
-    small["config.json"] = _config_json(hf, dtype)
+    small |= small_files_of(tokenizer, generation_config)
+    stops = None if generation_config is None else generation_config.eos_token_id
+    small["config.json"] = _config_json(hf, dtype, stops)
     for entry in storage.list():
         ours = entry.name == INDEX or entry.name == SINGLE or entry.name.startswith("model-0")
         if ours and entry.name not in sizes and entry.name not in small:
@@ -58,6 +51,47 @@ def write_small_files(
     return list(small)
 
 
+def small_files_of(tokenizer: Any, generation_config: GenerationConfig | None) -> dict[str, bytes]:
+    """Return what a whole model's folder and an adapter's have alike."""
+    small: dict[str, bytes] = {}
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    small[path.relative_to(folder).as_posix()] = path.read_bytes()
+        small[TOKENIZER] = _tokenizer_config(tokenizer, json.loads(small[TOKENIZER]))
+    if generation_config is not None:
+        # Not save_pretrained: it refuses settings that many published models have.
+        text = generation_config.to_json_string(use_diff=True)
+        small["generation_config.json"] = text.encode()
+    return small
+
+
+def _tokenizer_config(tokenizer: Any, values: dict[str, Any]) -> bytes:
+    """Write tokenizer_config.json so that transformers 4 reads it too, and makes the same tokens.
+
+    Version 5 has a list under a name that version 4 has for a mapping, and has other classes. Most
+    classes of version 4 change what tokenizer.json says (LlamaTokenizerFast adds BOS).
+    PreTrainedTokenizerFast takes it as it is, with the settings that are written here.
+    """
+    for name in ("backend", "is_local", "local_files_only"):  # of this process
+        values.pop(name, None)
+    if isinstance(values.get("extra_special_tokens"), list):
+        values["additional_special_tokens"] = values.pop("extra_special_tokens")
+    if "model_specific_special_tokens" in values:
+        values["extra_special_tokens"] = values.pop("model_specific_special_tokens")
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        values |= {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": tokenizer.model_input_names,
+            "padding_side": tokenizer.padding_side,
+            "add_prefix_space": (rules["pre_tokenizer"] or {}).get("add_prefix_space", False),
+        }
+    return (json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
 def _index(sizes: Mapping[str, Mapping[str, int]]) -> bytes:
     weight_map = {tensor: name for name, tensors in sizes.items() for tensor in tensors}
     total = sum(size for tensors in sizes.values() for size in tensors.values())
@@ -65,7 +99,7 @@ def _index(sizes: Mapping[str, Mapping[str, int]]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _config_json(hf: PreTrainedModel, dtype: torch.dtype) -> bytes:
+def _config_json(hf: PreTrainedModel, dtype: torch.dtype, stops: int | list[int] | None) -> bytes:
     """Write config.json so that transformers 4 reads it too.
 
     Version 5 renamed torch_dtype to dtype and moved the rotary settings into rope_parameters.
@@ -74,6 +108,8 @@ def _config_json(hf: PreTrainedModel, dtype: torch.dtype) -> bytes:
     config = deepcopy(hf.config)
     config.architectures = [type(hf).__name__.removeprefix("FSDP")]
     config.dtype = dtype
+    if stops is not None:
+        config.eos_token_id = config.get_text_config().eos_token_id = stops
     values = json.loads(config.to_json_string(use_diff=True))
     values["torch_dtype"] = values["dtype"]
     for section in (values, values.get("text_config", {})):

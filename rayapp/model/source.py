@@ -1,4 +1,4 @@
-"""Resolve a model path to a folder, and read its configuration and tokenizer.
+"""Resolve a model path to a folder, and read its configuration.
 
     source = resolve("tiny")                 # a preset: architecture only
     source = resolve("s3://bucket/llama")    # a Hugging Face folder anywhere
@@ -9,10 +9,9 @@ in a model folder is never run.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +19,12 @@ from typing import Any, TypedDict
 
 import transformers
 import yaml
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rayapp.model.adapter import SETTINGS, Adapter, read_adapter
 from rayapp.storage import Readable
-from rayapp.storage.inputs import open_input
+from rayapp.storage.inputs import open_input, read_json
 
 PRESETS = Path(__file__).parent.parent / "presets"
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -48,7 +47,7 @@ class Published(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One model: its folder, whether it is a preset (no weights), and another tokenizer if set.
+    """One model: its folder, and whether it is a preset (no weights).
 
     Of an adapter, `folder` is that of its base.
     """
@@ -56,7 +55,6 @@ class ModelSource:
     name: str
     folder: Readable
     preset: bool = False
-    tokenizer: str | None = None
     adapter: Adapter | None = None
 
     @property
@@ -75,7 +73,7 @@ class ModelSource:
 
         Raises: ValueError if it is absent, unreadable, or of an architecture not in transformers.
         """
-        values = _read_json(self.folder, "config.json")
+        values = read_json(self.folder, "config.json")
         if values is None:
             raise ValueError(
                 f"model.path={self.name} has no config.json in {self.folder.url}: "
@@ -88,28 +86,45 @@ class ModelSource:
                 f"{transformers.__version__} does not know, and code from a model folder is never "
                 "run. Choose a supported architecture or upgrade transformers"
             )
-        return CONFIG_MAPPING[kind].from_dict(PretrainedConfig._decode_special_floats(values))
+        values = PretrainedConfig._decode_special_floats(values)
+        return self._made("config.json", CONFIG_MAPPING[kind].from_dict, values)
 
     @cached_property
     def generation_config(self) -> GenerationConfig | None:
-        """The folder's generation_config.json; None if it has none."""
-        values = _read_json(self.folder, "generation_config.json")
-        return None if values is None else GenerationConfig.from_dict(values)
+        """The generation_config.json of the adapter, else of the folder; None if there is none.
+
+        Raises: ValueError if it is unreadable.
+        """
+        folders = [self.folder] if self.adapter is None else [self.adapter.folder, self.folder]
+        found = (read_json(folder, "generation_config.json") for folder in folders)
+        values = next((values for values in found if values is not None), None)
+        if values is None:
+            return None
+        return self._made("generation_config.json", GenerationConfig.from_dict, values)
+
+    def _made(self, file: str, make: Callable[[Any], Any], values: object) -> Any:
+        try:
+            return make(values)
+        except Exception as error:  # transformers' code, of each family its own, takes the values
+            raise ValueError(
+                f"model.path={self.name} has a damaged {self.folder.url}/{file}: "
+                f"{' '.join(repr(error).split()):.300}. Copy it anew"
+            ) from error
 
 
-def resolve(path: str, tokenizer: str | None = None) -> ModelSource:
+def resolve(path: str) -> ModelSource:
     """Return the model that `path` names; a hub id is downloaded to the Hugging Face cache.
 
     If it is an exported adapter, that is its base with the adapter.
 
     Raises: ValueError if it is none of URL, folder, preset and hub id, or cannot be fetched.
     """
-    source = _resolve(path, tokenizer)
+    source = _resolve(path)
     adapter = None if source.preset else read_adapter(path, source.folder)
     if adapter is None:
         return source
     try:
-        base = _resolve(adapter.base, tokenizer)
+        base = _resolve(adapter.base)
     except ValueError as error:
         raise ValueError(
             f"model.path={path} is an adapter without its base {adapter.base}: "
@@ -125,42 +140,19 @@ def resolve(path: str, tokenizer: str | None = None) -> ModelSource:
     return replace(base, name=path, adapter=adapter)
 
 
-def _resolve(path: str, tokenizer: str | None) -> ModelSource:
+def _resolve(path: str) -> ModelSource:
     """Return the model that `path` names, whatever is in its folder."""
-    if "://" in path:
-        return ModelSource(path, open_input(path), tokenizer=tokenizer)
-    if os.path.isdir(os.path.expanduser(path)):
-        return ModelSource(path, open_input(path), tokenizer=tokenizer)
+    if "://" in path or os.path.isdir(os.path.expanduser(path)):
+        return ModelSource(path, open_input(path))
     if re.fullmatch(r"[\w.-]+", path) and (PRESETS / path / "config.json").is_file():
-        return ModelSource(path, open_input(str(PRESETS / path)), preset=True, tokenizer=tokenizer)
+        return ModelSource(path, open_input(str(PRESETS / path)), preset=True)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return ModelSource(path, open_input(_download(path)), tokenizer=tokenizer)
+        return ModelSource(path, open_input(_download(path)))
     names = ", ".join(sorted(entry.parent.name for entry in PRESETS.glob("*/config.json")))
     raise ValueError(
         f"model.path={path} is no folder, s3:// URL or hub id, and no preset. "
         f"Set an existing folder, org/name, or one of: {names}"
     )
-
-
-def load_tokenizer(source: ModelSource) -> Any:
-    """Load a source's tokenizer: `source.tokenizer` if set, else the one in its folder.
-
-    Raises: ValueError if there is none (a preset brings no tokenizer).
-    """
-    folder = source.folder if source.tokenizer is None else _resolve(source.tokenizer, None).folder
-    names = [entry.name for entry in folder.list() if "/" not in entry.name]
-    if not any(TOKENIZER_FILE.match(name) for name in names):
-        raise ValueError(
-            f"model.path={source.name} has no tokenizer files in {folder.url}. "
-            "Set model.tokenizer to a folder or hub id that has them"
-        )
-    if (local := folder.local_path("")) is not None:
-        return AutoTokenizer.from_pretrained(local, trust_remote_code=False)
-    with tempfile.TemporaryDirectory() as copied:
-        for name in names:
-            if TOKENIZER_FILE.match(name) or name == "config.json":
-                Path(copied, name).write_bytes(folder.read(name))
-        return AutoTokenizer.from_pretrained(copied, trust_remote_code=False)
 
 
 def processor_files(source: ModelSource) -> dict[str, bytes]:
@@ -213,17 +205,3 @@ def _download(name: str) -> str:
             f"model.path={name} is no local folder, and as a hub id it cannot be fetched: "
             f"{type(error).__name__}: {error}. Check the name, the network and HF_TOKEN"
         ) from error
-
-
-def _read_json(folder: Readable, name: str) -> dict[str, object] | None:
-    try:
-        values = json.loads(folder.read(name))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ValueError(
-            f"{name} in {folder.url} is not valid JSON: {error}. Copy it anew"
-        ) from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} in {folder.url} is not a JSON object. Copy it anew")
-    return values

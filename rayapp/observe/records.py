@@ -65,6 +65,8 @@ class Plan(Forecast, total=False):
     data: DataReport
     rendered: list[Rendered]
     """The first records of each source as the model sees them."""
+    stops: dict[str, int]
+    """The tokens that end a generation, with their ids."""
     code: dict[str, str]
     """Digests of the user's code that changes what is trained, by config field."""
     drawn_anew: list[str]

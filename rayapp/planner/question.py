@@ -272,7 +272,7 @@ def _shape(
             return shape_of(values)
         fp32 = precision == "fp32"
         return read(values, seq_len=config.data.seq_len, fp32=fp32, lora=config.model.lora)
-    except UnknownShape as error:
+    except (UnknownShape, ArithmeticError, AttributeError, LookupError, TypeError) as error:
         problems.append(f"model.path={config.model.path} is not known: {error}")
         return None
 

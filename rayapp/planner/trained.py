@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from rayapp.config import Config, Lora
+from rayapp.config import Config, ConfigError, Lora
 from rayapp.presets import PRESETS
+from rayapp.storage.inputs import open_input, read_json
 
 BYTES_TOKENS = 259
 """Tokens of the tokenizer `bytes`, and the minimum of a trained one: 256 bytes and 3 specials."""
@@ -30,12 +31,12 @@ def read_config_json(
     path: str, presets: Iterable[str], problems: list[str]
 ) -> Mapping[str, Any] | None:
     """Return the config.json of a local folder; None, with a new problem, if missing or invalid."""
-    file = Path(os.path.expanduser(path)) / "config.json"
-    if file.is_file():
+    folder = os.path.expanduser(path)
+    if os.path.isfile(f"{folder}/config.json"):
         try:
-            return json.loads(file.read_text(encoding="utf-8"))
+            return read_json(open_input(folder), "config.json")
         except ValueError as error:
-            problems.append(f"{file} is not valid JSON: {error}. Copy it anew")
+            problems.append(str(error))
             return None
     problems.append(
         f"model.path={path} is not on this machine: a plan needs the model's config.json and never "
@@ -59,13 +60,17 @@ def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 
 
 def adapter_at(path: str) -> Mapping[str, Any] | None:
-    """Return the adapter_config.json of a local folder that holds no whole model; None if none."""
-    folder = Path(os.path.expanduser(path))
-    file = folder / "adapter_config.json"
-    if (folder / "config.json").is_file() or not file.is_file():
+    """Return the adapter_config.json of a local folder that holds no whole model; None if none.
+
+    Raises: ConfigError if it is unreadable.
+    """
+    folder = os.path.expanduser(path)
+    if os.path.isfile(f"{folder}/config.json") or not os.path.isdir(folder):
         return None
-    values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return values
+    try:
+        return read_json(open_input(folder), "adapter_config.json")
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def with_adapters_lora(config: Config) -> Config:
@@ -73,7 +78,14 @@ def with_adapters_lora(config: Config) -> Config:
     goes_on = config.model.lora is None and config.model.adapter == "train"
     if not goes_on or (values := adapter_at(config.model.path)) is None:
         return config
-    section = config.model.model_copy(update={"lora": Lora.of_peft(values)})
+    path = config.model.path
+    try:
+        with open(f"{os.path.expanduser(path)}/adapter_model.safetensors", "rb") as file:
+            tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        section = config.model.model_copy(update={"lora": Lora.of_peft(values, tensors)})
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        why = " ".join(repr(error).split())
+        raise ConfigError([f"model.path={path} is a damaged adapter: {why:.200}"]) from error
     return config.model_copy(update={"model": section})
 
 

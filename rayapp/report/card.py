@@ -131,6 +131,8 @@ def _use(run: ReportedRun, adapter: bool) -> str:
         return _code(
             f"from {library} import {name}\n\n{FOLDER}model = {name}.from_pretrained(folder)"
         )
+    stops = run.plan.get("stops", {})  # peft takes the base's generation_config.json
+    ends = f" eos_token_id={[*stops.values()]}," if adapter and stops else ""
     return _code(
         "from transformers import AutoTokenizer\n"
         f"from {library} import {name}\n\n"
@@ -146,7 +148,7 @@ def _use(run: ReportedRun, adapter: bool) -> str:
         )
         + "ids = model.generate(\n"
         '    input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],\n'
-        "    max_new_tokens=50,\n"
+        f"    max_new_tokens=50,{ends}\n"
         ")\n"
         "print(tokenizer.decode(ids[0]))"
     )
@@ -196,6 +198,8 @@ def _training(run: ReportedRun) -> Iterator[list[str]]:
     for name in (*names, "weight_decay", "precision"):
         if name in train:
             yield [name, str(train[name])]
+    if stops := run.plan.get("stops"):
+        yield ["a generation ends at", ", ".join(f"`{name}` ({i})" for name, i in stops.items())]
     yield ["workers", words.number(run.last("workers"), 12)]
     yield ["time", words.duration(run.wall_s)]
     for name, version in run.versions.items():

@@ -12,6 +12,7 @@ belongs to the process that made it, since s3fs has a thread for its requests.
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -45,6 +46,24 @@ def open_input(url: str) -> Readable:
     """
     storage = open_storage(url)
     return S3Input(storage.url) if storage.local_path() is None else storage
+
+
+def read_json(folder: Readable, name: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if there is no such file.
+
+    Raises: ValueError if it holds something else.
+    """
+    try:
+        values = json.loads(folder.read(name))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{name} in {folder.url} is not valid JSON: {error}. Copy it anew"
+        ) from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} in {folder.url} is not a JSON object. Copy it anew")
+    return values
 
 
 def local_copy(folder: Readable, stack: ExitStack) -> str:
