@@ -44,9 +44,11 @@ from importlib.metadata import version
 
 from rayapp.cli import COMMANDS
 from rayapp.config import ConfigError
+from rayapp.observe.plain import plain_output
 from rayapp.observe.run_folder import Exit
 
 
+@plain_output()
 def main(argv: list[str] | None = None) -> int:
     """Run a command, by default the one this process was started with; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ports import free_port
 from run_folders import eventful
 
 from rayapp import config
@@ -23,7 +25,7 @@ from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, fields, 
 from rayapp.config.text import flatten
 from rayapp.driver import checks
 from rayapp.finetune import check
-from rayapp.jobs import results
+from rayapp.jobs import client, results
 from rayapp.jobs.client import VARIABLES
 from rayapp.observe import status
 from rayapp.observe.figures import figures
@@ -254,6 +256,33 @@ def test_the_runs_here_are_listed_without_a_word(
     assert [each["status"] for each in json.loads(capsys.readouterr().out)] == ["done"]
     assert main(["status", "first"]) == Exit.DONE
     assert "first" in capsys.readouterr().out
+
+
+def test_a_folder_without_runs_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    nobody = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(client, "HERE", nobody)
+    assert main(["list"]) == Exit.DONE
+    begin = "Begin one: rayapp finetune tiny_cpu. Name others by --storage=URL or --address=URL\n"
+    here = f"no runs in {tmp_path}/runs, and no cluster at {nobody}. {begin}"
+    assert capsys.readouterr().out == here
+    assert main(["list", "--json"]) == Exit.DONE
+    assert json.loads(capsys.readouterr().out) == []
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "proj").mkdir()
+    (tmp_path / "proj" / "config.yaml").write_text("theme: jekyll")
+    for folder in ("runs", "."):
+        assert main(["list", f"--storage={folder}"]) == Exit.DONE
+        where = os.path.normpath(tmp_path / folder)
+        assert capsys.readouterr().out == f"no runs in {where}. {begin}"
+    assert main(["status", "proj"]) == Exit.REFUSED and "holds no run" in capsys.readouterr().err
+    assert main(["list", f"--address={nobody}"]) == Exit.FAILED  # it was named
+    monkeypatch.setenv(VARIABLES[0], nobody)
+    assert main(["list"]) == Exit.FAILED
 
 
 def test_what_list_shows_of_an_ended_run_is_what_its_steps_say(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,12 @@ from rayapp.data.recipe import RowRecipe
 from rayapp.driver.lease import held
 from rayapp.finetune.prepare import plan_of
 from rayapp.model import resolve
-from rayapp.observe.run_folder import CONFIG, EVENTS, PLAN, Exit
+from rayapp.observe.run_folder import CONFIG, EVENTS, PLAN, RESULT, RUN_ID, Exit
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
 OLD_S = 40 * 86_400
+STARTED = {"event": "started", "time": 1.0, "usd_per_hour": None, "seen_until": None}
 
 
 def write_run(root: Path, name: str, status: str, plan: dict[str, object]) -> Path:
@@ -35,9 +37,8 @@ def write_run(root: Path, name: str, status: str, plan: dict[str, object]) -> Pa
     (run / "checkpoints" / "a.distcp").write_bytes(b"x" * 1000)
     (run / CONFIG).write_text("run: {}\n")
     (run / PLAN).write_text(json.dumps(plan))
-    started = {"event": "started", "time": 1.0, "usd_per_hour": None, "seen_until": None}
     ended = {"event": "ended", "time": 2.0, "status": status, "reason": None, "seconds": {}}
-    (run / EVENTS).write_text(f"{json.dumps(started)}\n{json.dumps(ended)}\n")
+    (run / EVENTS).write_text(f"{json.dumps(STARTED)}\n{json.dumps(ended)}\n")
     return run
 
 
@@ -180,18 +181,145 @@ def test_rm_removes_a_run_and_nothing_else(
     storage: tuple[Path, list[Prepared]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, made = storage
-    write_run(root, "demo", "done", {"prepared": [made[0].fingerprint]})
+    run = write_run(root, "demo", "done", {"prepared": [made[0].fingerprint]})
     kept = write_run(root, "demo2", "done", {})
-    before = sorted(kept.rglob("*")), sorted((root / ".prepared").rglob("*"))
-    assert main(["rm", "demo", f"--storage={root}"]) == Exit.DONE
-    assert not (root / "demo").exists()
-    assert (sorted(kept.rglob("*")), sorted((root / ".prepared").rglob("*"))) == before
-    assert f"removed {root}/demo: 0.0 MiB" in capsys.readouterr().out
+    before = everything(root)
     assert main(["rm", "demo", f"--storage={root}"]) == Exit.REFUSED
+    assert "--yes is missing: there is no terminal" in capsys.readouterr().err
+    assert main(["rm", "demo", f"--storage={root}", "--dry_run"]) == Exit.DONE
+    assert f"{run}: 0.0 MiB in checkpoints, config.yaml, events.jsonl" in capsys.readouterr().out
+    assert everything(root) == before
+    assert main(["rm", "demo", f"--storage={root}", "--yes"]) == Exit.DONE
+    assert everything(root) == [path for path in before if run not in (path, *path.parents)]
+    assert kept.exists() and f"removed {root}/demo: 0.0 MiB" in capsys.readouterr().out
+    assert main(["rm", "demo", f"--storage={root}", "--yes"]) == Exit.REFUSED
+
+
+def everything(root: Path) -> list[Path]:
+    return sorted(root.rglob("*"))
+
+
+def test_rm_leaves_what_no_run_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, outside = write_run(tmp_path, "demo", "done", {}), tmp_path / "outside"
+    mine = ("notes.md", ".git/HEAD", "checkpoints/notes", "logs/mine.txt", "src/config.yaml")
+    for path in [run / name for name in mine] + [outside / "thesis"]:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("precious")
+    (run / "model").symlink_to(outside)
+    (run / RESULT).symlink_to(outside / "thesis")
+    assert main(["rm", str(run), "--dry_run"]) == Exit.DONE
+    told = capsys.readouterr().out
+    assert all(name in told.partition("stays: ")[2] for name in (*mine, "model", RESULT))
+    assert main(["rm", str(run), "--yes"]) == Exit.DONE
+    left = {str(path.relative_to(run)) for path in run.rglob("[!.]*") if not path.is_dir()}
+    assert left == {*mine, RESULT} and (run / "model").is_symlink()
+    assert (outside / "thesis").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("files", "is_one"),
+    [
+        ({CONFIG: "theme: jekyll"}, False),
+        ({CONFIG: "run: {}", PLAN: "{}", "metrics.jsonl": ""}, False),
+        ({RUN_ID: "12"}, False),
+        ({EVENTS: '{"event": "ended", "time": 1}\n'}, False),
+        ({EVENTS: "not JSON\n"}, False),
+        ({RUN_ID: "0123456789abcdef" * 2 + "\n", EVENTS: "torn"}, True),
+        ({EVENTS: f"{json.dumps(STARTED)}\ntorn\n", PLAN: "torn"}, True),
+    ],
+)
+def test_rm_takes_for_a_run_what_only_a_run_writes(
+    tmp_path: Path, files: dict[str, str], is_one: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "proj").mkdir()
+    for name, text in files.items():
+        (tmp_path / "proj" / name).write_text(text)
+    assert main(["rm", str(tmp_path / "proj"), "--yes"]) == (Exit.DONE if is_one else Exit.REFUSED)
+    assert (tmp_path / "proj").exists() != is_one
+    assert is_one or "is no run: it has no RUN_ID" in capsys.readouterr().err
+
+
+def test_rm_refuses_a_link_and_a_storage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "runs", "demo", "done", {})
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "runs" / CONFIG).write_text("run: {}")
+    before = everything(tmp_path)
+    for folder in ("link", "runs"):
+        assert main(["rm", str(tmp_path / folder), "--yes"]) == Exit.REFUSED
+    assert everything(tmp_path) == before and "is a link" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", Exit.DONE), ("n", 3), ("", 3), (None, 3)])
+def test_rm_asks_at_a_terminal(
+    tmp_path: Path, answer: str | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(_: str) -> str:
+        if answer is None:
+            raise EOFError
+        return answer
+
+    run = write_run(tmp_path, "demo", "done", {})
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", asked)
+    assert main(["rm", str(run)]) == code and run.exists() == (code != Exit.DONE)
 
 
 def test_rm_refuses_a_run_that_is_at_work(tmp_path: Path) -> None:
     run = write_run(tmp_path, "demo", "stopped", {})
     with held(open_storage(str(run))):
-        assert main(["rm", "demo", f"--storage={tmp_path}"]) == Exit.REFUSED
+        assert main(["rm", "demo", f"--storage={tmp_path}", "--yes"]) == Exit.REFUSED
     assert (run / "checkpoints" / "a.distcp").exists()
+
+
+def test_prune_removes_nothing_behind_a_link_and_nothing_of_another_name(
+    storage: tuple[Path, list[Prepared]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, made = storage
+    prepared, outside = root / ".prepared", tmp_path / "docs"
+    key = "ab" * 16
+    for path in (
+        outside / "0123456789abcdef" / "ab" / key,
+        outside / "thesis.tex",
+        prepared / made[0].fingerprint / "id_rsa",
+        prepared / "tokens" / "id_rsa",
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("precious")
+    (prepared / made[1].fingerprint / "linked").symlink_to(outside)
+    (prepared / "0123456789abcdef").symlink_to(outside)
+    grow_old(tmp_path)
+    assert prune(root) == Exit.DONE
+    assert (prepared / made[0].fingerprint / "id_rsa").exists()
+    assert (prepared / "tokens" / "id_rsa").exists() and len(blocks(root)) == 1
+    assert "stays: id_rsa" in capsys.readouterr().out
+    (prepared / "tokens" / "id_rsa").unlink()
+    shutil.rmtree(prepared / "tokens")
+    for link in (prepared / "tokens", prepared):
+        if link.exists():
+            shutil.rmtree(link)
+        link.symlink_to(outside)
+        grow_old(tmp_path)
+        assert prune(root, "--unused_days=1") == Exit.DONE == main(["du", f"--storage={root}"])
+    assert {path.name for path in outside.rglob("*") if path.is_file()} == {"thesis.tex", key}
+
+
+def test_a_damaged_run_hides_no_other_from_du(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, "fine", "stopped", {"prepared": []})
+    write_run(tmp_path, "torn", "stopped", {})
+    (tmp_path / "torn" / PLAN).write_text("null")
+    (tmp_path / "later").mkdir()
+    os.mkfifo(tmp_path / "later" / EVENTS)
+    (tmp_path / "later" / "config.yaml").write_text("")
+    (tmp_path / ".rayapp-x").mkdir()
+    (tmp_path / ".rayapp-x" / "a").write_text("")
+    assert main(["du", f"--storage={tmp_path}"]) == Exit.DONE
+    told = capsys.readouterr().out
+    assert "run fine" in told and "(unreadable)" in told
+    assert f"{tmp_path}/torn: {tmp_path}/torn/plan.json is damaged" in told
+    assert f"{tmp_path}/later: cannot read {tmp_path}/later/events.jsonl" in told
+    assert prune(tmp_path) == Exit.REFUSED
+    assert capsys.readouterr().err.count("is unreadable") == 1  # the plan of `later` is not damaged

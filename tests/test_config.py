@@ -24,6 +24,8 @@ from rayapp.config import (
     load,
     parse_yaml,
 )
+from rayapp.config.text import Dumper
+from rayapp.config.text import shown as text_of
 
 FORM = re.compile(r"[^=]*=.* is [a-z ]+: .+(\. [A-Z].*|\?)", re.DOTALL)
 
@@ -167,6 +169,33 @@ def test_yaml_is_read_as_version_1_2() -> None:
 
 
 # ---- What is refused -------------------------------------------------------------------------
+
+
+def test_a_short_yaml_is_not_long_to_read() -> None:
+    """Nine aliases a line would be 9^n values; a message shows the beginning of a value."""
+    lines = ["a0: &a0 [x]"] + [f"a{n}: &a{n} [{f'*a{n - 1},' * 9}]" for n in range(1, 30)]
+    for text, line in ((lines[0], 1), ("a: [b]\nb: &x {c: 1}", 2), ("\n".join(lines), 1)):
+        with pytest.raises(yaml.YAMLError, match=rf"anchors .* not read(.|\n)*line {line},"):
+            parse_yaml(text)
+    for text, why in (("[" * 10_000, "nested too deeply"), (f"[{'9' * 5000}]", "4300 digits")):
+        with pytest.raises(yaml.YAMLError, match=why):
+            parse_yaml(text)
+    with pytest.raises(yaml.YAMLError, match="more than 1,048,576 characters"):
+        parse_yaml("a" * 2**20 + "a")
+    assert parse_yaml("[no, 1.10, 010, ~]", texts=True) == ["no", "1.10", "010", "~"]
+    value: Any = "x"
+    for _ in range(200):
+        value = [value, value]
+    assert text_of(value) == "[" * 77 + "..."
+    assert text_of("x" * 10**6) == "x" * 77 + "..." and text_of(10**5000).startswith("0x")
+    for short in ({"a": (1, [None, "b\n"], {}), 2: ()}, (1,), [], 1.5, "a  b"):
+        assert text_of(short) == " ".join(str(short).split())
+
+
+def test_what_is_written_has_no_aliases() -> None:
+    same = ["a"]
+    written = yaml.dump({"one": same, "two": same}, Dumper=Dumper)
+    assert parse_yaml(written) == {"one": same, "two": same}
 
 
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rayapp.config import load
+from rayapp.driver import display
 from rayapp.driver.display import ProgressBar
 from rayapp.driver.output import (
     KEPT,
@@ -256,3 +257,28 @@ def test_a_log_that_cannot_be_stored_hides_nothing(
     assert [record.message.split(" is not stored: ")[0] for record in caplog.records] == [
         "logs/attempt-1.txt"
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "at", "left"),
+    [(6, 101.0, ", 0:04 left"), (4, 101.0, ""), (5, 101.0, ""), (6, 90.0, ", 0:00 left")],
+)
+def test_time_left_is_never_negative(step: int, at: float, left: str) -> None:
+    """After a recovery steps are done again; the clock of another node may be behind."""
+    bar = ProgressBar(Console(file=io.StringIO(), force_terminal=False), 10, "demo")
+    bar.update({"step": 5, "time": 100.0, "loss": 1.0})
+    line = {"step": step, "time": at, "loss": 1.0}
+    assert bar.summary(line) == f"step {step}/10, loss 1.0000{left}"
+
+
+def test_a_folder_in_brackets_is_printed_as_it_is() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    done = {"status": "done", "steps": 1, "wall_s": 1.0, "run": "[/a]/[b]", "model_path": "[/a]/m"}
+    display.result(console, done)
+    assert "results in [/a]/[b]\n" in console.file.getvalue()
+    bar = ProgressBar(Console(file=io.StringIO(), force_terminal=True), 10, "demo")
+    for each in (bar, ProgressBar(console, 10, "demo")):
+        each.note("reading [/b].jsonl")
+        each.close()
+    assert "reading [/b].jsonl" in console.file.getvalue()
+    assert "reading [/b].jsonl" in bar.console.file.getvalue()

@@ -218,6 +218,87 @@ def test_listing_and_deleting_more_than_a_page(
     assert storage.list() == []
 
 
+def test_links_are_neither_listed_nor_followed(tmp_path: Path) -> None:
+    """Whoever can write to a shared folder can make them; the folder itself may be one."""
+    outside, top = tmp_path / "outside", tmp_path / "top"
+    (outside / "tokens").mkdir(parents=True)
+    (outside / "tokens" / "thesis").write_text("precious")
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    top.symlink_to(tmp_path / "disk")
+    storage = open_storage(str(top))
+    storage.write("run/a", b"")
+    (top / "run" / "folder").symlink_to(outside)
+    (top / "run" / "file").symlink_to(outside / "tokens" / "thesis")
+    (top / "run" / "loop").symlink_to(top / "run")
+    (top / "linked").symlink_to(outside)
+    assert names(storage) == ["run/a"] and storage.dirs() == ["run"]
+    assert storage.strays() == ["linked", "run/file", "run/folder", "run/loop"]
+    for prefix in ("linked", "linked/tokens", "run/folder/tokens"):
+        assert storage.list(prefix) == [] and storage.dirs(prefix) == []
+        for delete in (storage.delete_tree, lambda name: storage.delete(f"{name}/thesis")):
+            with pytest.raises(StorageError, match="a symbolic link"):
+                delete(prefix)
+    storage.delete_tree("run")  # with the links, and nothing behind them
+    storage.delete("linked")
+    assert os.listdir(top) == [] and (outside / "tokens" / "thesis").read_text() == "precious"
+
+
+def test_a_folder_that_becomes_a_link_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, open_folder = tmp_path / "outside", os.open
+    outside.mkdir()
+    (outside / "thesis").write_text("precious")
+    storage = open_storage(str(tmp_path / "runs"))
+    storage.write("run/deep/a", b"")
+
+    def swap_first(name: str, flags: int, mode: int = 0o777, dir_fd: int | None = None) -> int:
+        if name == "deep" and (tmp_path / "runs/run/deep/a").exists():
+            (tmp_path / "runs/run/deep").rename(tmp_path / "moved")
+            (tmp_path / "runs/run/deep").symlink_to(outside)
+        return open_folder(name, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", swap_first)
+    with pytest.raises(StorageError, match="a symbolic link"):
+        storage.delete_tree("run")
+    assert (outside / "thesis").exists() and (tmp_path / "moved" / "a").exists()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        (tmp_path / "endless").symlink_to("/dev/zero")
+        for name in ("pipe", "socket", "endless"):
+            with pytest.raises(StorageError, match=name):
+                storage.read(name)
+            with pytest.raises(StorageError, match="it is no file"):
+                storage.create(name, b"")
+            assert storage.stat(name) is None and not storage.exists(name)
+        assert names(storage) == [] and storage.strays() == ["endless", "pipe", "socket"]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError, match="it is no file, but a folder"):
+        storage.create("folder", b"")
+
+
+def test_names_that_are_not_valid_are_not_listed(storage: Storage) -> None:
+    storage.write("a/b", b"")
+    folder = storage.local_path()
+    if folder is not None:
+        for name in (".rayapp-x/a", "a/.rayapp-y/b"):
+            Path(folder, name).parent.mkdir()
+            Path(folder, name).write_bytes(b"")
+    else:
+        import boto3
+
+        bucket, _, prefix = storage.url.removeprefix("s3://").partition("/")
+        for name in (".rayapp-x/a", "a/.rayapp-y/b", "c//d", "../e", "f/"):
+            boto3.client("s3").put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=b"")
+    assert names(storage) == ["a/b"] and storage.dirs("a") == []
+    assert storage / "a" in [storage / name for name in storage.dirs()]
+
+
 @pytest.mark.parametrize("name", ["", "/a", "a//b", "a/", "../a", "a/./b", ".rayapp-x", "a\0"])
 def test_ambiguous_names_are_refused(storage: Storage, name: str) -> None:
     calls: list[Callable[[], object]] = [

@@ -37,6 +37,14 @@ def folder(storage: Storage) -> Readable:
     return open_input(storage.url)
 
 
+def test_links_of_a_hubs_cache_are_files(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"123")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blob")
+    folder = open_input(str(tmp_path / "snapshot"))
+    assert [(entry.name, entry.size) for entry in folder.list()] == [("model.safetensors", 3)]
+
+
 def test_s3_is_read_through_s3fs_and_a_folder_as_it_is(tmp_path: Path) -> None:
     assert isinstance(open_input("s3://bucket/a/"), S3Input)
     assert open_input("s3://bucket/a/").url == "s3://bucket/a"

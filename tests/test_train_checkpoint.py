@@ -765,6 +765,14 @@ def test_a_run_keeps_its_id(storage: Storage) -> None:
     assert resumed(moved) == (2, [])
 
 
+def test_an_id_that_an_editor_has_saved_is_the_same(storage: Storage) -> None:
+    save(storage, 1)
+    storage.write(RUN_ID, storage.read(RUN_ID) + b"\r\n")
+    assert resumed(storage) == (1, [])
+    save(storage, 2)
+    assert resumed(storage) == (2, []) and folders(storage) == ["step-00000001", "step-00000002"]
+
+
 def test_a_checkpoint_that_no_id_ties_to_its_run_is_refused(storage: Storage) -> None:
     """Its marker has none, or the run's folder: it may be of any run."""
     save(storage, 1)

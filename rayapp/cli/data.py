@@ -9,12 +9,12 @@ from rayapp.config import Config, arguments
 from rayapp.observe.run_folder import Exit
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
     from rayapp.data.packing import Document
     from rayapp.data.prepared import Prepared
     from rayapp.finetune.preview import Preview
+    from rayapp.observe.console import Console
 
 DATA = """rayapp data [CONFIG.yaml] [--section.field=value ...]
 
@@ -40,9 +40,8 @@ def data(argv: list[str]) -> int:
     known = {"show": "2", "chars": "2000", "json": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"json"}), known, Config)
     shown, chars = (arguments.count(name, asked[name]) for name in ("show", "chars"))
-    from rich.console import Console
-
     from rayapp.driver.main import quieten
+    from rayapp.observe.console import Console
 
     quieten()
     from rayapp.finetune.check import check
@@ -63,8 +62,6 @@ def prepare(argv: list[str]) -> int:
         print(PREPARE)
         return Exit.DONE
     config, _ = arguments.read(argv, {}, Config)
-    from rich.console import Console
-
     from rayapp.driver.activity import Heartbeat
     from rayapp.driver.main import quieten
     from rayapp.driver.output import captured
@@ -72,6 +69,7 @@ def prepare(argv: list[str]) -> int:
     from rayapp.jobs import secrets
     from rayapp.jobs.ray_address import address_of
     from rayapp.observe.activity import Phases
+    from rayapp.observe.console import Console
 
     tell_ray()
     quieten()

@@ -10,7 +10,7 @@ from typing import cast
 
 import yaml
 
-from rayapp.config import ConfigError, arguments
+from rayapp.config import ConfigError, arguments, parse_yaml
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.find import job
 from rayapp.jobs.handle import Job
@@ -194,11 +194,12 @@ def _submit_options(asked: dict[str, str]) -> SubmitOptions:
     )
 
 
-def handle_of(argv: list[str], options: dict[str, str]) -> tuple[Job, dict[str, str]]:
+def handle_of(
+    argv: list[str], options: dict[str, str], find: Callable[..., Job] = job
+) -> tuple[Job, dict[str, str]]:
     """Return the handle of the run that a command names, and the command's options."""
     run, asked = arguments.read_plain(argv, RUN, {**WHERE, **options})
-    where = {name: or_none(asked[name]) for name in WHERE}
-    return job(run, **where), asked
+    return find(run, **{name: or_none(asked[name]) for name in WHERE}), asked
 
 
 def _after(handle: Job, asked: dict[str, str]) -> int:
@@ -219,9 +220,9 @@ def or_none(text: str) -> str | None:
 
 
 def _mapping(name: str, text: str) -> dict[str, str]:
-    """Return names and texts, each as it was typed: 1.10, no and 010 are text here."""
+    """Return names and texts, each as it was typed."""
     try:
-        values = yaml.load("{}" if text.lower() == "none" else text, yaml.BaseLoader)
+        values = parse_yaml("{}" if text.lower() == "none" else text, texts=True)
     except yaml.YAMLError:
         values = None
     if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):

@@ -12,7 +12,7 @@ from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
 from rayapp.hardware import GIB
 from rayapp.observe import run_folder
 from rayapp.observe.run_folder import Exit
-from rayapp.observe.status import read_object
+from rayapp.observe.status import read_plan
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import shape_of
@@ -54,10 +54,9 @@ def plan(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(PLAN)
         return Exit.DONE
-    from rich.console import Console
-
     from rayapp import planner
     from rayapp.config import arguments
+    from rayapp.observe.console import Console
     from rayapp.planner.machines import named_instance
     from rayapp.planner.show import show
     from rayapp.train import planning
@@ -111,7 +110,7 @@ def _prepared(argv: list[str]) -> tuple[list[str], dict[str, int]]:
     counts, words = dict[str, int](), list[str]()
     for word in argv:
         if not word.startswith("-") and (Path(word) / run_folder.CONFIG).is_file():
-            counts = counts_of(read_object(open_storage(word), run_folder.PLAN))
+            counts = counts_of(read_plan(open_storage(word)))
             word = str(Path(word) / run_folder.CONFIG)
         words.append(word)
     return words, counts

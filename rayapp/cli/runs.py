@@ -11,9 +11,8 @@ from functools import partial
 from typing import NotRequired, TypedDict
 
 from rayapp.cli.jobs import WHERE, command, handle_of, or_none
-from rayapp.config import ConfigError, arguments
-from rayapp.jobs import JobError
-from rayapp.jobs.find import local_storage
+from rayapp.config import Run, arguments
+from rayapp.jobs.find import UNREADABLE, local_storage, reason_of
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import runs_of
 from rayapp.observe.figures import figures
@@ -23,7 +22,7 @@ from rayapp.observe.status import NoRun, Progress, summary
 from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import Storage, StorageError, open_storage
 
-UNREADABLE = "unreadable"
+BEGIN = "Begin one: rayapp finetune tiny_cpu. Name others by --storage=URL or --address=URL"
 AWS_SETTINGS = os.path.expanduser("~/.aws/config")
 READS_AT_ONCE = 16  # runs of a folder that `list` reads at the same time
 
@@ -33,36 +32,64 @@ def runs(argv: list[str]) -> int:
     """List the runs of a folder or of a cluster; without either, those in `runs` if it is there."""
     argv = arguments.flags(argv, {"json"})
     _, asked = arguments.read_plain(argv, "", {**WHERE, "json": "false"})
-    if or_none(asked["storage"]) is None and or_none(asked["address"]) is None:
-        asked["storage"] = local_storage() or "none"
-    rows = _of_storage(asked) if or_none(asked["storage"]) else _of_cluster(asked)
+    rows, where = _listed(or_none(asked["storage"]), or_none(asked["address"]))
     if asked["json"] == "true":
         print(json.dumps(rows, indent=2))
         return Exit.DONE
-    from rich.console import Console
+    if not rows:
+        print(f"no runs in {where}. {BEGIN}")
+    else:
+        _show(rows)
+    for line in _idle():
+        print(line)
+    return Exit.DONE
+
+
+def _listed(storage: str | None, address: str | None) -> tuple[list[Listed], str]:
+    """Return the runs, and where they were looked for.
+
+    If neither is named, there may be no `runs` in this folder, and no cluster on this machine.
+    """
+    if storage is None and address is None:
+        storage = local_storage()
+    if storage is not None:
+        return _of_storage(root := open_storage(storage)), root.url
+    from rayapp.jobs.client import BY_DEFAULT, Unreachable, address_of
+
+    cluster, origin = address_of(address)
+    try:
+        return _of_cluster(address), cluster
+    except Unreachable:
+        if origin != BY_DEFAULT:
+            raise
+        return [], f"{os.getcwd()}/{Run().storage}, and no cluster at {cluster}"
+
+
+def _show(rows: list[Listed]) -> None:
     from rich.table import Table
+    from rich.text import Text
+
+    from rayapp.observe.console import Console
 
     table = Table(box=None, pad_edge=False)
     for name in ("run", "status", "step", "loss", "cost", "seen", "by"):
         table.add_column(name, no_wrap=name in ("run", "status", "seen"))
     for row in rows:
         seen, shown = row["updated_s"], row["figures"]
-        table.add_row(
+        cells = (
             row["run"].rpartition("/")[2],
             row["status"],
             *(shown.get(name, UNKNOWN) for name in ("step", "loss", "cost")),
-            UNKNOWN if seen is None else f"{clock(time.time() - seen)} ago",
+            UNKNOWN if seen is None else f"{clock(max(0.0, time.time() - seen))} ago",
             " ".join(filter(None, (row["user"], row["commit"]))),
         )
+        table.add_row(*map(Text, cells))
     Console().print(table)
     for folder in dict.fromkeys(row["run"].rpartition("/")[0] for row in rows):
         print(f"in {folder}")
     for row in rows:
         if row["updated_s"] is None and row["reason"]:  # its folder has told nothing
             print(f"{row['run']}: {row['reason']}")
-    for line in _idle():
-        print(line)
-    return Exit.DONE
 
 
 def _idle() -> list[str]:
@@ -97,9 +124,8 @@ def status(argv: list[str]) -> int:
     if asked["json"] == "true":
         print(json.dumps(_values(handle.run.url, state, now), indent=2))
     else:
-        from rich.console import Console
-
         from rayapp.jobs.terminal import render
+        from rayapp.observe.console import Console
 
         Console().print(render(handle.name, state, now, lines))
         if now is None and (reason := handle.reason()):
@@ -129,9 +155,8 @@ class Listed(TypedDict):
     activity: NotRequired[str | None]
 
 
-def _of_storage(asked: dict[str, str]) -> list[Listed]:
+def _of_storage(root: Storage) -> list[Listed]:
     """Return the runs of a folder, whatever clusters they ran on."""
-    root = open_storage(asked["storage"])
     folders = [root / name for name in root.dirs()]
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
         rows = list(pool.map(lambda run: _row(run.url, partial(_in_folder, run)), folders))
@@ -143,11 +168,10 @@ def _in_folder(run: Storage) -> tuple[str, Progress | None]:
     return now.status, now
 
 
-def _of_cluster(asked: dict[str, str]) -> list[Listed]:
+def _of_cluster(address: str | None) -> list[Listed]:
     """Return the runs whose jobs a cluster knows of, each with its newest job."""
     from rayapp.jobs import JobsClient
 
-    address = or_none(asked["address"])
     rows = list[Listed]()
     for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()):
         if url is None:
@@ -176,10 +200,7 @@ def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> Li
     except NoRun:
         return None
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, ConfigError | JobError | StorageError):
-            reason = f"{type(error).__name__}: {reason}"
-        return {**_values(url, UNREADABLE, None), "reason": reason}
+        return {**_values(url, UNREADABLE, None), "reason": reason_of(error)}
 
 
 def _values(url: str, state: str, now: Progress | None) -> Listed:

@@ -9,7 +9,9 @@ from the data, rows from tokens in a small part of the time.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,15 +21,23 @@ from rayapp.config import ConfigError, Run, arguments
 from rayapp.data.prepared import BLOCKS, USED
 from rayapp.data.token_store import FOLDER as TOKENS
 from rayapp.driver.lease import held
-from rayapp.jobs.find import local_storage
-from rayapp.observe.run_folder import CONFIG, DONE, EVENTS, LEASE, LIVE, PLAN, PREPARED, Exit
-from rayapp.observe.status import NoRun, summary
+from rayapp.jobs.find import UNREADABLE, local_storage, located, reason_of
+from rayapp.observe.records import Plan
+from rayapp.observe.run_folder import DONE, EVENTS, LEASE, LIVE, OWN, PREPARED, RUN_ID, Exit
+from rayapp.observe.status import NoRun, is_run, read_plan, summary
 from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import Entry, Storage, open_storage
 
 DAY_S = 86_400.0
 AT_ONCE = 16  # folders that are listed, or files that are deleted, at the same time
+SHOWN = 10  # names of what stays
 ROWS = re.compile(r"[0-9a-f]{16}")  # names of folders of rows, or of an index of images
+# Names in such a folder, and those of blocks of tokens; prune removes no others.
+ROW_FILE = re.compile(
+    r"manifest\.json|USED|blocks\.txt|[a-z]+-[0-9]{5,}\.(rows|bin|json|npz)"
+    r"|(train|eval)\.(records|names)"
+)
+BLOCK = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{32}(\.claim)?")
 
 
 @dataclass
@@ -39,9 +49,12 @@ class StoredFolder:
     used_s: float
     state: str = ""
     """Status of a run."""
-    needs: list[str] = field(default_factory=list)
-    """Folders of rows that a run was begun with, or blocks of tokens that rows were made of."""
+    needs: list[str] | None = field(default_factory=list)
+    """Folders of rows that a run was begun with, or blocks of tokens that rows were made of; None
+    is not known."""
     needed_by: list[str] = field(default_factory=list)
+    reason: str | None = None
+    """Why a run is unreadable."""
 
 
 @dataclass
@@ -56,8 +69,11 @@ class Space:
 
     def unneeded(self, before_s: float, rows: list[StoredFolder]) -> list[Entry]:
         """Return the blocks, written before a time, that none of these rows were made of."""
-        needed = {name for each in rows for name in each.needs}
-        return [e for e in self.tokens if e.name not in needed and e.modified_s < before_s]
+        if any(each.needs is None for each in rows):
+            return []
+        needed = {name for each in rows for name in each.needs or ()}
+        ours = (entry for entry in self.tokens if BLOCK.fullmatch(entry.name))
+        return [e for e in ours if e.name not in needed and e.modified_s < before_s]
 
 
 @command("rayapp du [--storage=URL] [--json]")
@@ -72,15 +88,17 @@ def du(argv: list[str]) -> int:
     if asked["json"] == "true":
         values = {
             "runs": [vars(run) for run in space.runs],
-            "rows": [{**vars(rows), "needs": len(rows.needs)} for rows in space.rows],
+            "rows": [{**vars(rows), "needs": len(rows.needs or ())} for rows in space.rows],
             "tokens_bytes": _bytes(space.tokens),
             "unneeded_tokens_bytes": unneeded,
             "tokenizers_bytes": space.tokenizer_bytes,
         }
         print(json.dumps(values, indent=2))
         return Exit.DONE
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from rayapp.observe.console import Console
 
     table = Table(box=None, pad_edge=False)
     for name in ("what", "size", "used", "needed by"):
@@ -88,33 +106,85 @@ def du(argv: list[str]) -> int:
     for kind, items in (("run", space.runs), ("rows", space.rows)):
         for one in sorted(items, key=lambda each: -each.num_bytes):
             by = f"({one.state})" if one.state else ", ".join(one.needed_by) or "no run"
-            age = f"{clock(time.time() - one.used_s)} ago" if one.used_s else UNKNOWN
-            table.add_row(f"{kind} {one.name}", _size(one.num_bytes), age, by)
+            age = f"{clock(max(0.0, time.time() - one.used_s))} ago" if one.used_s else UNKNOWN
+            cells = (f"{kind} {one.name}", _size(one.num_bytes), age, by)
+            table.add_row(*map(Text, cells))
     note = f"{_size(unneeded)} by no rows" if unneeded else ""
     table.add_row("tokens", _size(_bytes(space.tokens)), "", note)
     table.add_row("tokenizers", _size(space.tokenizer_bytes), "", "")
     Console().print(table)
     print(f"in {root.url}")
+    for run in space.runs:
+        if run.reason is not None:
+            print(f"{root.url}/{run.name}: {run.reason}")
     return Exit.DONE
 
 
-@command("rayapp rm RUN [--storage=URL] [--address=URL]")
+@command("""rayapp rm RUN [--storage=URL] [--address=URL] [--dry_run] [--yes]
+
+Removes the files that a run has written, and says first which. Other files in its folder stay.
+
+  --dry_run      only say what would be removed
+  --yes          do not ask; without a terminal there is nobody to ask""")
 def rm(argv: list[str]) -> int:
     """Remove a run that no driver works on: its checkpoints, model and metrics."""
-    handle, _ = handle_of(argv, {})
+    argv = arguments.flags(argv, {"dry_run", "yes"})
+    handle, asked = handle_of(argv, {"dry_run": "false", "yes": "false"}, located)
     run = handle.run
-    size = _bytes(run.list())
+    if (path := run.local_path()) is not None and os.path.islink(path):
+        what = "is a link: what it leads to is not removed"
+        raise ConfigError([f"run={run.url} {what}. Give the folder itself"])
+    if not is_run(run):
+        what = f"is no run: it has no {RUN_ID}, and no {EVENTS} as a run begins it"
+        raise ConfigError([f"run={run.url} {what}. Give the folder of a run"])
+    files, stays = _sorted_out(run, OWN)
+    own, size = [file.name for file in files], _size(_bytes(files))
+    parts = dict.fromkeys(name.split("/")[0] for name in own)
+    print(f"{run.url}: {size} in {', '.join(parts)}{stays}")
+    if asked["dry_run"] == "true":
+        return Exit.DONE
+    if asked["yes"] != "true" and not _agreed():
+        return Exit.STOPPED
     with held(run, say=print):
-        for folder in run.dirs():
-            run.delete_tree(folder)
-        last = (CONFIG, EVENTS)  # so that a run that is removed in part is still one
-        names = [entry.name for entry in run.list() if entry.name != LEASE]
-        for name in sorted(names, key=last.__contains__):
-            run.delete(name)
-    above, _, name = run.url.rpartition("/")
-    open_storage(above).delete_tree(name)
-    print(f"removed {run.url}: {_size(size)}. Its rows are shared: see rayapp prune")
+        last = {EVENTS, RUN_ID}  # removed in part, it is still a run
+        _delete(run, [name for name in own if name not in {LEASE, *last}])
+        _delete(run, [name for name in own if name in last])
+    if not stays:
+        above, _, name = run.url.rpartition("/")
+        open_storage(above or "/").delete_tree(name)
+    print(f"removed {run.url}: {size}. Its rows are shared: see rayapp prune")
     return Exit.DONE
+
+
+def _delete(root: Storage, names: list[str]) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(root.delete, names))
+
+
+def _sorted_out(folder: Storage, own: re.Pattern[str]) -> tuple[list[Entry], str]:
+    """Return the files of a folder that have own names, and a part of a sentence about the rest."""
+    files = folder.list()
+    ours = [file for file in files if own.fullmatch(file.name)]
+    stay = [file.name for file in files if not own.fullmatch(file.name)] + folder.strays()
+    more = f" and {len(stay) - SHOWN} more" if len(stay) > SHOWN else ""
+    return ours, f"; not rayapp's, stays: {', '.join(stay[:SHOWN])}{more}" if stay else ""
+
+
+def _agreed() -> bool:
+    """Ask whether to go on.
+
+    Raises:
+        ConfigError: there is no terminal.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError(["--yes is missing: there is no terminal to ask at. Add it to remove it"])
+    try:
+        if input("remove it? [y/N] ").strip().lower() in ("y", "yes"):
+            return True
+    except EOFError:
+        print()
+    print("nothing is removed")
+    return False
 
 
 @command("""rayapp prune [--storage=URL] [--unused_days=30] [--dry_run]
@@ -131,49 +201,58 @@ def prune(argv: list[str]) -> int:
     days = arguments.number("unused_days", asked["unused_days"], zero=True)
     root, before_s = _root(asked["storage"]), time.time() - days * DAY_S
     space = measure(root)
-    live = [run.name for run in space.runs if run.state in LIVE]
+    if unknown := [run for run in space.runs if run.needs is None]:
+        raise ConfigError(
+            [
+                f"run={root.url}/{run.name} is unreadable: {run.reason}. Mend it, or delete it"
+                for run in unknown
+            ]
+        )
+    live = [run.name for run in space.runs if run.state in (*LIVE, UNREADABLE)]
     if live and days < 1:
         why = f"{', '.join(live)} may be preparing rows that its folder does not name yet"
         raise ConfigError([f"--unused_days={days:g} is too few: {why}. Set 1 or more"])
     gone = [rows for rows in space.rows if not rows.needed_by and rows.used_s < before_s]
     blocks = space.unneeded(before_s, [rows for rows in space.rows if rows not in gone])
+    prepared = root / PREPARED
+    _, stays = _sorted_out(prepared / TOKENS, BLOCK) if space.tokens else ([], "")
+    for rows in gone:
+        files, others = _sorted_out(prepared / rows.name, ROW_FILE)
+        stays += others
+        used = prepared.stat(f"{rows.name}/{USED}")
+        if asked["dry_run"] != "true" and (used is None or used.modified_s < before_s):
+            _delete(root, [f"{PREPARED}/{rows.name}/{file.name}" for file in files])
+            if not others:
+                root.delete_tree(f"{PREPARED}/{rows.name}")
     if asked["dry_run"] != "true":
-        prepared = root / PREPARED
-        for rows in gone:
-            used = (prepared / rows.name).stat(USED)
-            if used is None or used.modified_s < before_s:
-                prepared.delete_tree(rows.name)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map((prepared / TOKENS).delete, [entry.name for entry in blocks]))
+        _delete(root, [f"{PREPARED}/{TOKENS}/{entry.name}" for entry in blocks])
     done = "would remove" if asked["dry_run"] == "true" else "removed"
     rows_size = sum(rows.num_bytes for rows in gone)
     print(f"{done} rows of {len(gone)} recipes ({_size(rows_size)}) and {len(blocks)} blocks of")
-    print(f"tokens ({_size(_bytes(blocks))}) from {root.url}/{PREPARED}")
+    print(f"tokens ({_size(_bytes(blocks))}) from {root.url}/{PREPARED}{stays}")
     return Exit.DONE
 
 
 def measure(root: Storage) -> Space:
-    """Read what a storage holds.
-
-    Raises:
-        ConfigError: a run cannot be read, so that what it needs is not known.
-    """
-    prepared = root / PREPARED
+    """Read what a storage holds; a run that cannot be read is told with the reason."""
+    folders = root.dirs(PREPARED)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         runs = list(filter(None, pool.map(lambda name: _run(root / name), root.dirs())))
-        names = [name for name in prepared.dirs() if ROWS.fullmatch(name)]
-        rows = list(pool.map(lambda name: _rows(prepared / name), names))
+        names = [name for name in folders if ROWS.fullmatch(name)]
+        rows = list(pool.map(lambda name: _rows(root, name), names))
     known = {each.name for each in rows}
     for run in runs:
         if run.state == DONE:
             continue
-        mine = set(run.needs) & known if known.issuperset(run.needs) else known
+        needs = known if run.needs is None else set(run.needs)
+        mine = needs if known.issuperset(needs) else known
         for each in rows:  # of an old mixture it is not known which rows are its own: all may be
             if each.name in mine:
                 each.needed_by.append(run.name)
-    tokenizers = (name for name in prepared.dirs() if name.startswith("tokenizer-"))
-    size = sum(_bytes((prepared / name).list()) for name in tokenizers)
-    return Space(runs, rows, (prepared / TOKENS).list(), size)
+    tokenizers = (name for name in folders if name.startswith("tokenizer-"))
+    size = sum(_bytes(root.list(f"{PREPARED}/{name}")) for name in tokenizers)
+    blocks = (root / f"{PREPARED}/{TOKENS}").list() if TOKENS in folders else []
+    return Space(runs, rows, blocks, size)
 
 
 def _run(run: Storage) -> StoredFolder | None:
@@ -181,24 +260,36 @@ def _run(run: Storage) -> StoredFolder | None:
     name = run.url.rpartition("/")[2]
     if name.startswith("."):
         return None
+    found = StoredFolder(name, 0, 0.0, UNREADABLE, None)
     try:
         now = summary(run)
-        plan = json.loads(run.read(PLAN)) if run.exists(PLAN) else {}
-        needs = plan.get("prepared", [plan["fingerprint"]] if "fingerprint" in plan else [])
+        found.state, found.used_s = now.status, now.updated_s or 0.0
     except NoRun:
         return None
-    except (ValueError, LookupError) as error:
-        why = " ".join(str(error).split())
-        raise ConfigError([f"run={run.url} is unreadable: {why}. Mend it, or delete it"]) from error
-    return StoredFolder(name, _bytes(run.list()), now.updated_s or 0.0, now.status, needs)
+    except Exception as error:
+        found.reason = reason_of(error)
+    try:
+        found.num_bytes = _bytes(run.list())
+        plan = Plan() if found.state == DONE else read_plan(run)
+        first = [plan["fingerprint"]] if "fingerprint" in plan else []
+        found.needs = plan.get("prepared", first)
+    except Exception as error:
+        found.reason = found.reason or reason_of(error)
+    return found
 
 
-def _rows(rows: Storage) -> StoredFolder:
-    entries = rows.list()
-    used = [entry.modified_s for entry in entries if entry.name == USED]
-    blocks = rows.read(BLOCKS).decode().split() if rows.exists(BLOCKS) else []
+def _rows(root: Storage, name: str) -> StoredFolder:
+    folder = f"{PREPARED}/{name}"
+    entries = root.list(folder)
+    used = [entry.modified_s for entry in entries if entry.name == f"{folder}/{USED}"]
+    blocks: list[str] | None = []
+    try:
+        blocks = root.read(f"{folder}/{BLOCKS}").decode().split()
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError):
+        blocks = None
     newest = max((entry.modified_s for entry in entries), default=0.0)
-    name = rows.url.rpartition("/")[2]
     return StoredFolder(name, _bytes(entries), used[0] if used else newest, needs=blocks)
 
 

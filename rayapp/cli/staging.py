@@ -29,13 +29,13 @@ def stage(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv or not argv:
         print(STAGE)
         return Exit.DONE if argv else Exit.REFUSED
-    from rich.console import Console
     from rich.progress import Progress
 
     from rayapp.config import arguments
     from rayapp.data.images import staging
     from rayapp.data.images.labels import LabelError
     from rayapp.data.sources import SourceError
+    from rayapp.observe.console import Console
     from rayapp.storage import StorageError
 
     known = {"labels": "none", "synsets": "none", "bad_images": "0.01", "parallel": "32"}

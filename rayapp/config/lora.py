@@ -20,7 +20,7 @@ def method(values: Mapping[str, Any]) -> str:
 
 
 class Lora(Section):
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=2**20)
     """Rank of the two low-rank factors."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale; the update is multiplied by alpha / rank."""

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
+MOST_CHARACTERS = 2**20  # of a YAML text; it takes seconds to read so many
+SHOWN = 400  # characters from whose beginning `shown` makes a line
+
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values as YAML 1.2 does and refuses duplicate keys.
+    """Reads plain values as YAML 1.2 does and refuses duplicate keys, anchors and aliases.
 
     PyYAML reads YAML 1.1, where `2:8` is the number 128, `1e-3` is text and `no` is false.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) is not None:  # an alias has the name of its anchor
+            why = "anchors (&) and aliases (*) are not read: write each value out"
+            raise yaml.composer.ComposerError(None, None, why, event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -29,8 +39,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _TextLoader(_Loader):
+    """Reads plain values as the texts that they are."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+
+
 class Dumper(yaml.SafeDumper):
-    """Quotes texts that YAML 1.1 or 1.2 would read as another type."""
+    """Quotes texts that YAML 1.1 or 1.2 would read as another type; writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 _PLAIN = (  # tag, pattern, possible first characters
@@ -51,16 +70,22 @@ for _tag, _pattern, _first in _PLAIN:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _regexp, _first)
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, texts: bool = False) -> Any:
     """Return the value of a YAML text, read as YAML 1.2 and without duplicate keys.
 
+    With `texts`, 1.10, no and 010 stay what was typed.
+
     Raises:
-        yaml.YAMLError: it is not YAML.
+        yaml.YAMLError: it is not YAML, or has anchors.
     """
+    if len(text) > MOST_CHARACTERS:
+        raise yaml.YAMLError(f"it has more than {MOST_CHARACTERS:,} characters")
     try:
-        return yaml.load(text, _Loader)
-    except (ValueError, RecursionError) as error:  # e.g. an integer of 5000 digits
+        return yaml.load(text, _TextLoader if texts else _Loader)
+    except ValueError as error:  # e.g. an integer of 5000 digits
         raise yaml.YAMLError(str(error)) from error
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 def read_yaml(path: str) -> tuple[dict[str, object], list[str]]:
@@ -87,8 +112,36 @@ def shown(value: Any) -> str:
     """Return a value as text for messages: one line of at most 80 characters."""
     if value is None or isinstance(value, bool):
         value = "none" if value is None else str(value).lower()
-    text = " ".join(str(value).split())
+    start, length = list[str](), 0
+    for part in (value[:SHOWN],) if isinstance(value, str) else _parts(value):
+        start.append(part)
+        length += len(part)
+        if length >= SHOWN:  # the rest may be as long as it likes
+            break
+    text = " ".join("".join(start).split())
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _parts(value: Any) -> Iterator[str]:
+    """Yield the text of a value bit by bit, of a text no more than is shown."""
+    if isinstance(value, dict):
+        yield "{"
+        for number, (name, each) in enumerate(value.items()):
+            yield ", " * bool(number)
+            yield from _parts(name)
+            yield ": "
+            yield from _parts(each)
+        yield "}"
+    elif isinstance(value, list | tuple):
+        yield "[" if isinstance(value, list) else "("
+        for number, each in enumerate(value):
+            yield ", " * bool(number)
+            yield from _parts(each)
+        yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+    elif isinstance(value, int) and value.bit_length() > 4 * SHOWN:
+        yield hex(value)  # Python writes no decimals of so many digits
+    else:
+        yield repr(value[:SHOWN] if isinstance(value, str) else value)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

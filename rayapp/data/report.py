@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import cast
+from typing import Annotated, cast
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 
-class Counts(TypedDict):
+class Counts(TypedDict, total=False):
     """Counts of a split's documents, tokens and rows; those of its units add up."""
 
     documents: int
@@ -21,7 +22,7 @@ class Counts(TypedDict):
     target_tokens: int
     target_bytes: int
     rows: int
-    lengths: dict[str, int]
+    lengths: dict[Annotated[str, Field(pattern=r"^2\^[0-9]{1,2}$")], int]
     """Number of documents by length: key `2^k` is for [2^k, 2^(k+1)) tokens."""
 
 

@@ -34,6 +34,7 @@ from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
+from rayapp.observe.console import Console as PlainConsole
 from rayapp.observe.events import Journal
 from rayapp.observe.gauges import tell_end
 from rayapp.observe.hooks import Hooks
@@ -97,7 +98,7 @@ def run(
     phases = Phases(started or time.time())
     with captured() as tail:
         secrets.load()
-        console = console or Console(force_jupyter=False)  # text, which `tail` can keep
+        console = console or PlainConsole(force_jupyter=False)  # text, which `tail` can keep
         tell_ray()
         with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
             return _run(config, kind, console, heartbeat, on_step)

@@ -36,7 +36,7 @@ class ProgressBar:
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", markup=False),
                 TimeRemainingColumn(),
                 console=console,
             )
@@ -73,16 +73,17 @@ class ProgressBar:
         """Return the time left, after `before`; nothing before the second step of this command."""
         at, first = self._started or (line["time"], line["step"])
         done = line["step"] - first
-        if not done:
+        if done <= 0:  # it repeats steps
             return ""
-        return f"{before}{clock((self.num_steps - line['step']) * (line['time'] - at) / done)} left"
+        left_s = (self.num_steps - line["step"]) * (line["time"] - at) / done
+        return f"{before}{clock(max(0.0, left_s))} left"
 
     def note(self, text: str) -> None:
         """Show what the run is doing while it takes no steps."""
         if self._progress is not None:
             self._progress.update(self._task, figures=text)
         else:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen."""
@@ -153,6 +154,7 @@ def result(console: Console, result: RunResult) -> None:
         f"{result['status']} after {result['steps']:,} steps in {clock(result['wall_s'])}"
         f"{speed} ({goodput})",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     if result.get("reason"):
@@ -167,11 +169,11 @@ def result(console: Console, result: RunResult) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    console.print(f"results in {result['run']}", highlight=False, soft_wrap=True)
+    lines = [f"results in {result['run']}"]
     if result.get("model_path"):
-        console.print(f"model in {result['model_path']}", highlight=False, soft_wrap=True)
-    for line in next_steps(result):
-        console.print(line, highlight=False, soft_wrap=True)
+        lines.append(f"model in {result['model_path']}")
+    for line in [*lines, *next_steps(result)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def next_steps(result: RunResult) -> list[str]:

@@ -26,10 +26,10 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 from rayapp.config import ConfigError
 from rayapp.driver.fence import Fenced
+from rayapp.observe import run_files
 from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.records import Holder
 from rayapp.observe.result import RunFailed
@@ -239,15 +239,9 @@ def _read(run: Storage) -> Holder | None:
 
     A file that is not readable is of an unknown holder elsewhere, and is waited for as any other.
     """
-    holder = Holder(id="", host="an unknown machine", pid=0, process=None, machine=[])
+    unknown = Holder(id="", host="an unknown machine", pid=0, process=None, machine=[])
     try:
-        text = run.read(LEASE)  # a ValueError of a library here says nothing about the holder
-    except FileNotFoundError:
-        return None
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return holder
-    values = values if isinstance(values, dict) else {}
-    known = {name: values[name] for name in holder if name in values}
-    return cast(Holder, {**holder, **known})
+        holder = run_files.read(run, LEASE, Holder)
+    except run_files.DamagedEvents:
+        return unknown
+    return None if holder is None else {**unknown, **holder}

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.console import Console
-
 from rayapp.config import ConfigError, RunConfig, arguments, help
 from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
+from rayapp.observe.console import Console
 from rayapp.observe.origin import submission_id
+from rayapp.observe.plain import plain_output
 from rayapp.observe.run_folder import EXIT_CODES, RETRIED, Exit
 from rayapp.storage import StorageError
 
@@ -30,6 +30,7 @@ NOISY = {
 STOP_S = 20.0  # Ray sends SIGTERM about a second after it is asked to stop a job
 
 
+@plain_output()
 def main(
     argv: list[str],
     usage: str,

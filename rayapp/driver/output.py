@@ -28,6 +28,7 @@ from rayapp.observe import attempt_logs
 from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.ending import tracebacks
 from rayapp.observe.events import Journal
+from rayapp.observe.plain import plain_text
 from rayapp.observe.result import RunFailed
 from rayapp.observe.words import moment
 from rayapp.storage import Storage
@@ -60,7 +61,7 @@ class Tail:
         with self._lock:
             *lines, rest = (self._open.get(stream, "") + text).split("\n")
             for line in lines:
-                self._append(attempt_logs.plain_text(_redrawn(line.rstrip("\r"))) + "\n")
+                self._append(plain_text(_redrawn(line.rstrip("\r"))) + "\n")
             self._open[stream] = _redrawn(rest)[-TAIL_BYTES:]
 
     def _append(self, line: str) -> None:

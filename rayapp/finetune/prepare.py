@@ -25,6 +25,7 @@ from rayapp.finetune.ends import described, ends_of_data, generation_config, nam
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
 from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
+from rayapp.observe.status import read_plan
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
@@ -209,10 +210,11 @@ def _begun(
 ) -> dict[str, RowRecipe]:
     """Return the recipes with which this run has begun: of the version before, or these."""
     newest, _ = latest(ready.run)
+    began: object = None
     if newest is not None:
         began = newest.state["cursor"]["fingerprint"]
     elif ready.run.exists(PLAN):
-        began = json.loads(ready.run.read(PLAN)).get("fingerprint")
+        began = read_plan(ready.run).get("fingerprint")
     else:
         return recipes
     before = {p: replace(each, version=VERSIONS[each.kind] - 1) for p, each in recipes.items()}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 RAY_STOP_WAIT_S = 3.0  # Ray's own default
-HERE = "http://127.0.0.1:8265"
+HERE, BY_DEFAULT = "http://127.0.0.1:8265", "by default"
 VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 TRAINS = {kind.MODULE for kind in KINDS.values()}  # a job that runs one of these modules trains
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -90,7 +90,7 @@ def address_of(address: str | None = None) -> tuple[str, str]:
     for name, value in values.items():
         if value.startswith(("http://", "https://")):
             return value.rstrip("/"), name
-    return HERE, "by default"
+    return HERE, BY_DEFAULT
 
 
 class JobsClient:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import os
 
 from rayapp.config import ConfigError, Run
-from rayapp.jobs.client import VARIABLES, JobsClient
+from rayapp.jobs.client import VARIABLES, JobError, JobsClient
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import find_named, runs_of
 from rayapp.observe.figures import figures
-from rayapp.observe.run_folder import CONFIG
-from rayapp.observe.status import NoRun
-from rayapp.storage import open_storage
+from rayapp.observe.plain import escaped
+from rayapp.observe.status import NoRun, left_by_a_run
+from rayapp.storage import StorageError, open_storage
 
 
 def job(run: str, *, storage: str | None = None, address: str | None = None) -> Job:
@@ -20,6 +19,21 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
 
     Raises:
         ConfigError: there is no such run.
+    """
+    handle = located(run, storage=storage, address=address)
+    try:
+        handle.status()
+    except NoRun as error:
+        line = f"run={handle.run.url} is unknown: {error}. Set the folder of a run"
+        raise ConfigError([line]) from None
+    return handle
+
+
+def located(run: str, *, storage: str | None = None, address: str | None = None) -> Job:
+    """Return the handle of the folder that `job` names, without a look at what is in it.
+
+    Raises:
+        ConfigError: no job of the cluster is of a run with this name.
     """
     known = None
     if storage is not None:
@@ -30,12 +44,17 @@ def job(run: str, *, storage: str | None = None, address: str | None = None) -> 
             run = os.path.join(folder, run)
         else:
             run, known = find_named(run, address)
-    handle = Job(run, address, known)
-    try:
-        handle.status()
-    except NoRun as error:
-        raise ConfigError([f"run={run} is unknown: {error}. Set the folder of a run"]) from None
-    return handle
+    return Job(run, address, known)
+
+
+UNREADABLE = "unreadable"
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why a run cannot be read."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    known = isinstance(error, ConfigError | JobError | StorageError)
+    return reason if known else f"{type(error).__name__}: {reason}"
 
 
 class Runs(list[Job]):
@@ -44,10 +63,13 @@ class Runs(list[Job]):
     def _repr_html_(self) -> str:
         rows = []
         for each in self:
-            status, now, _ = each.snapshot()
+            try:
+                status, now, _ = each.snapshot()
+            except Exception as error:  # whatever is wrong with it, it hides no other
+                status, now = f"{UNREADABLE}: {reason_of(error)}", None
             shown = figures(now) if now is not None else {}
             cells = (each.name, status, *(shown.get(name, "") for name in ("step", "loss", "cost")))
-            rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+            rows.append("".join(f"<td>{escaped(cell)}</td>" for cell in cells))
         head = "".join(f"<th>{name}</th>" for name in ("run", "status", "step", "loss", "cost"))
         return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
@@ -64,7 +86,7 @@ def runs(*, storage: str | None = None, address: str | None = None) -> Runs:
     if storage is not None:
         root = open_storage(storage)
         folders = [(root / name) for name in root.dirs() if not name.startswith(".")]
-        return Runs(Job(run.url, address) for run in folders if run.exists(CONFIG))
+        return Runs(Job(run.url, address) for run in folders if left_by_a_run(run))
     known = runs_of(JobsClient.at(address, check_version=False).jobs())
     return Runs(Job(url, address, info.submission_id) for url, info in known if url is not None)
 

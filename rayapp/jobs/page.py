@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import threading
 import time
@@ -15,6 +14,8 @@ from rayapp.config.fields import unit_of
 from rayapp.observe.activity import TRAINING
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.figures import figures, share_of_waiting
+from rayapp.observe.plain import escaped
+from rayapp.observe.run_files import DamagedEvents
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN
@@ -41,6 +42,7 @@ COLORS = {  # of goodput's causes; those of a colour-blind safe palette (Okabe a
     "recovery": "#cc79a7",
     "other": "#dddddd",
 }
+DAMAGED = "damaged"  # the status of a run with such a file
 LOOKING = "<p>looking for the run …</p>"
 STYLE = """
 .rayapp{font:13px/1.4 system-ui,sans-serif}
@@ -126,7 +128,7 @@ def _drawing(job: Job, every_s: float, show: Callable[[str, str], None]) -> thre
                 status, text = drawn(job)
                 show(status, text)
         except Exception as error:  # nothing can catch it outside this thread: show it in the cell
-            show(status, f"<p>no longer watched: {html.escape(str(error))}</p>")
+            show(status, f"<p>no longer watched: {escaped(str(error))}</p>")
 
     thread = threading.Thread(target=draw, name=f"watch {job.name}", daemon=True)
     thread.start()
@@ -135,8 +137,11 @@ def _drawing(job: Job, every_s: float, show: Callable[[str, str], None]) -> thre
 
 def drawn(job: Job) -> tuple[str, str]:
     """Return the run's status now, and its view as HTML."""
-    status, now, steps = job.snapshot()
-    reason = job.reason() if status in EXIT_CODES else None
+    try:
+        status, now, steps = job.snapshot()
+        reason = job.reason() if status in EXIT_CODES else None
+    except DamagedEvents as error:
+        return DAMAGED, f"<p>{escaped(str(error))}</p>"
     return status, render(job.name, status, now, steps, reason)
 
 
@@ -148,22 +153,22 @@ def render(
     reason: str | None = None,
 ) -> str:
     """Return the view of a snapshot as HTML."""
-    parts = [f"<style>{STYLE}</style><div class='rayapp'><b>{html.escape(name)}</b> "]
-    parts.append(html.escape(status))
+    parts = [f"<style>{STYLE}</style><div class='rayapp'><b>{escaped(name)}</b> "]
+    parts.append(escaped(status))
     if now is not None:
-        done = now.step / now.num_steps if now.num_steps else 0.0
+        done = min(1.0, now.step / now.num_steps) if now.num_steps else 0.0
         parts.append(
             f"<div class='bar' role='progressbar' aria-valuenow='{100 * done:.0f}'>"
             f"<i style='width:{100 * done:.1f}%;background:#0072b2'></i></div>"
         )
         tiles = "".join(
-            f"<div><span>{html.escape(label)}</span><b>{html.escape(value)}</b></div>"
+            f"<div><span>{escaped(label)}</span><b>{escaped(value)}</b></div>"
             for label, value in figures(now).items()
             if value != UNKNOWN
         )
         parts.append(f"<div class='tiles'>{tiles}</div>")
         if now.activity is not None and now.activity.phase not in ("", TRAINING):
-            parts.append(f"<div>{html.escape(now.activity.text(time.time()))}</div>")
+            parts.append(f"<div>{escaped(now.activity.text(time.time()))}</div>")
         parts.append(_goodput(now))
         reason = reason or now.reason
     if steps.last is not None:
@@ -176,21 +181,21 @@ def render(
         }
         drawn = "".join(_curve(label, steps, series) for label, series in curves.items())
         parts.append(f"<div class='curves'>{drawn}</div>")
-        parts.append(f"<small>{html.escape(share_of_waiting(steps))}</small>")
+        parts.append(f"<small>{escaped(share_of_waiting(steps))}</small>")
     if reason:
-        parts.append(f"<pre>{html.escape(reason)}</pre>")
+        parts.append(f"<pre>{escaped(reason)}</pre>")
     return "".join(parts) + "</div>"
 
 
 def _goodput(now: Progress) -> str:
     shares = {cause: share for cause, share in now.account.goodput.items() if share > 0.002}
     blocks = "".join(
-        f"<i title='{html.escape(cause)} {share:.1%}' style='width:{100 * share:.2f}%;"
-        f"background:{COLORS[cause]}'></i>"
+        f"<i title='{escaped(cause)} {share:.1%}' style='width:{100 * share:.2f}%;"
+        f"background:{COLORS.get(cause, COLORS['other'])}'></i>"
         for cause, share in shares.items()
     )
     words = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
-    return f"<div class='bar'>{blocks}</div><small>time: {html.escape(words)}</small>"
+    return f"<div class='bar'>{blocks}</div><small>time: {escaped(words)}</small>"
 
 
 def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
@@ -222,7 +227,7 @@ def _curve(label: str, steps: Columns, series: list[tuple[str, str]]) -> str:
         elif places:
             parts.append(_line(places, color, place))
     parts += [_hover(name, known[name], place) for name, _ in series]
-    label = html.escape(label)
+    label = escaped(label)
     texts = (
         (4, 13, "start", f"<tspan font-weight='600'>{label}</tspan>"),
         (LEFT - 4, TOP + 4, "end", f"{high:.4g}"),
@@ -259,7 +264,7 @@ def _hover(name: str, points: Places, place: Callable[..., Any]) -> str:
     return "".join(
         f"<rect x='{place(step, value)[0] - width / 2:.1f}' y='{TOP}' width='{width:.1f}' "
         f"height='{HEIGHT - TOP - BOTTOM}' fill='transparent'>"
-        f"<title>step {step:,}: {html.escape(name)} {value:.5g}</title></rect>"
+        f"<title>step {step:,}: {escaped(name)} {value:.5g}</title></rect>"
         for step, value in points
     )
 

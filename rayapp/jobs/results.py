@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rayapp.config import ConfigError, RunConfig, from_dict
 from rayapp.observe import metrics
 from rayapp.observe.metrics import ImageRecord, TokenRecord
+from rayapp.observe.plain import escaped
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import CHECKPOINTS, CONFIG
 from rayapp.observe.status import read_result, read_sections
@@ -108,7 +108,7 @@ class Result(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{name}</td><td>{html.escape(str(self[name]))}</td></tr>"
+            f"<tr><td>{name}</td><td>{escaped(str(self[name]))}</td></tr>"
             for name in SHOWN
             if self.get(name) is not None
         )

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from rayapp.config import ConfigError, RunConfig, from_dict, load
 from rayapp.config.code import code_in
 from rayapp.jobs import JobsClient, SubmitOptions, prepare
-from rayapp.observe.goodput import DamagedEvents
+from rayapp.observe.run_files import DamagedEvents
 from rayapp.observe.run_folder import EVENTS, SUBMISSION
 from rayapp.observe.status import NoRun, read
 from rayapp.observe.words import number_of_bytes

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from rayapp.jobs.page import points
 from rayapp.observe.columns import Columns
+from rayapp.observe.console import Console
 from rayapp.observe.figures import by_source, figures, share_of_waiting
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
@@ -46,7 +47,7 @@ def render(name: str, status: str, now: Progress | None, steps: Columns) -> Grou
     """Return the view of a snapshot."""
     parts: list[Any] = [Text.assemble((name, "bold"), f"  {status}")]
     if now is not None:
-        done = round(COLUMNS * now.step / now.num_steps) if now.num_steps else 0
+        done = min(COLUMNS, round(COLUMNS * now.step / now.num_steps)) if now.num_steps else 0
         parts.append(Text.assemble(("━" * done, "green"), ("━" * (COLUMNS - done), "dim")))
         table = Table.grid(padding=(0, 2))
         values = figures(now)

@@ -5,13 +5,13 @@ The view itself is plain HTML beside them, which a saved notebook keeps.
 
 from __future__ import annotations
 
-import html
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from rayapp.observe.plain import escaped
 from rayapp.observe.run_folder import DONE, EXIT_CODES
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Widget:
             try:
                 text = act(self._make_job())
             except Exception as error:  # nothing can catch it outside this thread: show it
-                text = f"<p>{html.escape(str(error))}</p>"
+                text = f"<p>{escaped(str(error))}</p>"
             self.below.value = text
             self.buttons[name].disabled = False
 
@@ -82,18 +82,18 @@ class Widget:
         lines: list[str] = []
         job.resume(say=lines.append)
         self._watch()
-        return f"<p>{html.escape(' '.join(lines))}</p>"
+        return f"<p>{escaped(' '.join(lines))}</p>"
 
     def _logs(self, job: Job) -> str:
         lines = job.logs().splitlines()[-LOG_LINES:]
-        text = html.escape("\n".join(lines))
+        text = escaped("\n".join(lines))
         return f"<pre style='max-height:360px;overflow:auto'>{text}</pre>"
 
     def _report(self, job: Job) -> str:
         from rayapp.report.folder import read
         from rayapp.report.render import run_page
 
-        page = html.escape(run_page(read(job.run)).decode(), quote=True)
+        page = escaped(run_page(read(job.run)).decode())
         return (
             f"<iframe sandbox='allow-scripts allow-downloads' srcdoc=\"{page}\" "
             f"style='width:100%;height:{REPORT_HEIGHT}px;border:0'></iframe>"

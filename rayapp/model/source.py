@@ -22,6 +22,7 @@ import yaml
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rayapp.config import parse_yaml
 from rayapp.model.adapter import SETTINGS, Adapter, read_adapter
 from rayapp.storage import Readable
 from rayapp.storage.inputs import open_input, read_json
@@ -188,7 +189,7 @@ def _front_matter(folder: Readable) -> dict[str, object]:
         return {}
     match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
     try:
-        values = yaml.safe_load(match[1]) if match else None
+        values = parse_yaml(match[1]) if match else None
     except yaml.YAMLError:  # somebody's README is no reason not to train
         values = None
     return values if isinstance(values, dict) else {}

@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from rayapp.observe import run_files
+from rayapp.observe.run_files import UnixTime
 from rayapp.observe.run_folder import ACTIVITY, RANK_ACTIVITY
 from rayapp.observe.words import clock, number_of_bytes
 from rayapp.storage import Storage
@@ -42,7 +43,7 @@ class Activity:
     """What a process does."""
 
     phase: str
-    began: float
+    began: UnixTime
     """Unix time in seconds."""
     detail: str = ""
     beside: str = ""
@@ -156,11 +157,7 @@ def of_workers(run: Storage, driver: Activity) -> Activity:
 
 def _read(run: Storage, name: str) -> Activity | None:
     try:
-        value: Any = json.loads(run.read(name))
-        phase, detail = str(value["phase"]), str(value["detail"])
-        return Activity(phase, float(value["began"]), detail, str(value.get("beside", "")))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        logger.warning("%s/%s is damaged: %s", run.url, name, error)
+        return run_files.read(run, name, Activity)
+    except run_files.DamagedEvents as error:  # it says only what a live run does
+        logger.warning("%s", error)
         return None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from rayapp.config import ConfigError
+from rayapp.observe.plain import plain_text
 from rayapp.observe.run_folder import LOGS
 from rayapp.storage import Storage
 
@@ -24,24 +25,11 @@ MARK = "==== "
 GOES_ON = "it goes on"  # the end of a log whose attempt has not ended
 POLL_S, POLL_S3_S = 1.0, 5.0
 NAME = re.compile(rf"{LOGS}/attempt-([1-9][0-9]{{0,8}})\.txt")
-# Escape sequences of terminals (colours, cursor, titles), and other control characters.
-CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)
 
 
 def name_of(attempt: int) -> str:
     """Return the name of an attempt's log in the run's folder."""
     return f"{LOGS}/attempt-{attempt}.txt"
-
-
-def plain_text(text: str) -> str:
-    """Remove what a terminal would act on; tabs and line ends stay.
-
-    >>> plain_text("\\x1b[31mred\\x1b[0m\\x1b]0;title\\x07\\ta\\r\\n")
-    'red\\ta\\n'
-    """
-    return CONTROL.sub("", text)
 
 
 def render(head: str, output: str, errors: Mapping[str, str], ending: str) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rayapp.observe import metrics, segments
 from rayapp.observe.records import MetricsLine, figure
+from rayapp.observe.run_files import MOST
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
@@ -109,11 +110,17 @@ class Columns:
         last = metrics.parsed(newest)
         if last is None or len(table) != len(ends):  # e.g. an empty line
             return False
-        if any(table[name].null_count for name in metrics.NEEDED):
-            return False
-        for name, column in self._columns.items():
-            values = table[name].cast(pa.float64()).to_numpy()
-            column.frombytes(np.asarray(values, np.float64).tobytes())
+        values = {name: table[name].cast(pa.float64()).to_numpy() for name in kinds}
+        with np.errstate(invalid="ignore"):
+            for name, most in metrics.NEEDED.items():
+                column = values[name]
+                if not ((column >= 0) & (column <= most)).all():
+                    return False
+                if name != "time" and (column != np.floor(column)).any():
+                    return False
+            for name, known in self._columns.items():
+                inside = np.abs(values[name]) <= MOST
+                known.frombytes(np.where(inside, values[name], np.nan).tobytes())
         self.ends.frombytes(ends.astype(np.int64).tobytes())
         self.last = last
         return True

@@ -15,19 +15,18 @@ The driver writes events.jsonl, one JSON object a line, each with `event` and `t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayapp.config import ConfigError
+from rayapp.observe import run_files
 from rayapp.observe.activity import WAITING_FOR_ROOM
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.records import Event, Interruption
+from rayapp.observe.run_files import DamagedEvents
 from rayapp.observe.run_folder import EVENTS
 
 if TYPE_CHECKING:
@@ -36,17 +35,14 @@ if TYPE_CHECKING:
 STARTED, PHASE, WORKERS, RESUMED = "started", "phase", "workers", "resumed"
 INTERRUPTED, ENDED = "interrupted", "ended"
 
-_Fields: TypeAlias = Mapping[str, type | UnionType]
-NUMBER = int | float
-# The required fields of each event; a file that lacks one of them is damaged.
-FIELDS: Mapping[str, _Fields] = {
-    STARTED: {"seen_until": NUMBER | None},
-    PHASE: {"phase": str},
-    WORKERS: {},
-    RESUMED: {"first_step_s": NUMBER, "lost_steps": int, "lost_s": NUMBER},
-    INTERRUPTED: {"kind": str, "reason": str, "step": int, "workers": int}
-    | {"trained_until": NUMBER | None},
-    ENDED: {"status": str, "reason": str | None, "seconds": dict},
+# The fields of each event without which it is damaged.
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    STARTED: ("seen_until",),
+    PHASE: ("phase",),
+    WORKERS: (),
+    RESUMED: ("first_step_s", "lost_steps", "lost_s"),
+    INTERRUPTED: ("kind", "reason", "step", "workers", "trained_until"),
+    ENDED: ("status", "reason", "seconds"),
 }
 
 # Parts of a step's wall time, with the field of metrics.jsonl that measures each; the rest is
@@ -59,13 +55,6 @@ OF_A_STEP = {
 
 
 IDLE = ("start", "waiting", "recovery", "lost_work")  # causes of time outside of kept steps
-
-
-class DamagedEvents(ConfigError):
-    """A file of a run's folder does not have the content that a run writes."""
-
-    def __init__(self, url: str, why: str, fix: str) -> None:
-        super().__init__([f"{url} is damaged: {why}. {fix}"])
 
 
 @dataclass(frozen=True)
@@ -98,40 +87,22 @@ def read_events(run: Storage) -> list[Event]:
     whole = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
     for number, line in enumerate(whole, 1):
         try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            event = None
-        wrong = _wrong(event)
-        if not events and wrong is None and event["event"] != STARTED:
-            wrong = f"the first event must be {STARTED}"
-        if wrong is not None:
+            events.append(_event(line, first=number == 1))
+        except ValueError as error:
             fix = "Delete the file: the run goes on from its checkpoint, without its history"
-            raise DamagedEvents(f"{run.url}/{EVENTS}", f"line {number}: {wrong}", fix)
-        events.append(event)
+            raise DamagedEvents(f"{run.url}/{EVENTS}", f"line {number}: {error}", fix) from None
     return events
 
 
-def _wrong(event: Any) -> str | None:
-    """Return why the value of a line is not a valid event, None if it is."""
-    if not isinstance(event, dict):
-        return "it is no JSON object"
-    if event.get("event") not in FIELDS:
-        return f"event={event.get('event')!r:.40} is unknown"
-    fields = {"time": NUMBER, **FIELDS[event["event"]]}
-    if "usd_per_hour" in event:
-        fields["usd_per_hour"] = NUMBER | None
-    for name, kind in fields.items():
-        if not _is(event.get(name), kind):
-            return f"{name}={event.get(name)!r:.40} is not valid"
-    if event["event"] == ENDED and not all(_is(s, NUMBER) for s in event["seconds"].values()):
-        return "seconds is not valid"
-    return None
-
-
-def _is(value: Any, kind: type | UnionType) -> bool:
-    if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-        return False
-    return isinstance(value, kind)
+def _event(line: bytes, first: bool) -> Event:
+    event: Event = run_files.parsed(line, Event)
+    if event["event"] not in REQUIRED or (first and event["event"] != STARTED):
+        expected = f"the first event must be {STARTED}" if first else "it is unknown"
+        raise ValueError(f"event={event['event']!r:.40}: {expected}")
+    for name in REQUIRED[event["event"]]:
+        if name not in event:
+            raise ValueError(f"{name} is missing")
+    return event
 
 
 def account(events: Sequence[Event], steps: Columns, now: float | None = None) -> Account:

@@ -21,13 +21,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from rayapp.observe import segments
+from pydantic import ValidationError
+
+from rayapp.observe import run_files, segments
 from rayapp.observe.records import MetricsLine, Sample
+from rayapp.observe.run_files import MOST_COUNT, MOST_TIME
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
 FLUSH_S = 5.0
-NEEDED = ("step", "attempt", "time")  # numbers that every line has
+# Fields that every line has, and their largest values.
+NEEDED = {"step": MOST_COUNT, "attempt": MOST_COUNT, "time": MOST_TIME}
 STORED_S = 150.0  # longer than the storage retries a request
 
 logger = logging.getLogger("rayapp.observe.metrics")
@@ -154,16 +158,21 @@ def lines_of(
 
 
 def parsed(text: bytes) -> MetricsLine | None:
-    """Return the line that a text is, None if it is none: no JSON object, or without a NEEDED."""
+    """Return the line that a text is, with None for what is not of a field's type.
+
+    None: the text is no JSON object, or one of NEEDED is not of its type.
+    """
+    odd = set[object]()
     try:
         line = json.loads(text)
+        run_files.schema(MetricsLine).validate_python(line)
+    except ValidationError as error:
+        odd = {each["loc"][0] for each in error.errors() if each["loc"]}
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict):
+    if not isinstance(line, dict) or not odd.isdisjoint(NEEDED):
         return None
-    numbers = [line.get(name) for name in NEEDED]
-    known = all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
-    return cast(MetricsLine, line) if known else None
+    return cast(MetricsLine, line | dict.fromkeys(odd))
 
 
 class MetricsLog:

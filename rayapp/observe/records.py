@@ -1,4 +1,4 @@
-"""The types of the JSON files in a run's folder; rayapp.observe.run_folder names the files.
+"""The types of the JSON files in a run's folder; rayapp.observe.run_files reads files by them.
 
 A field that applies but is not known is None; a field that does not apply is absent. Files of older
 versions also lack the fields that those versions did not write.
@@ -7,9 +7,13 @@ versions also lack the fields that those versions did not write.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NotRequired, Required, TypeAlias, TypedDict, cast
+from typing import Annotated, Any, NotRequired, Required, TypeAlias, cast
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 from rayapp.data.report import DataReport
+from rayapp.observe.run_files import Count, Number, UnixTime
 from rayapp.planner.json_values import BandValues, Forecast
 
 # ---- config.yaml ------------------------------------------------------------------------------
@@ -81,57 +85,58 @@ def band_of(plan: Plan, name: str) -> BandValues | None:
 # ---- metrics.jsonl ----------------------------------------------------------------------------
 
 
-Sample: TypeAlias = tuple[str, str]
+Sample: TypeAlias = Annotated[tuple[str, str], Field(strict=False)]
 """(prompt, the model's continuation); a list of two in JSON."""
 
 
 class HeldOut(TypedDict, total=False):
     """Figures of the held-out data, after a step, of a checkpoint or at the end."""
 
-    eval_loss: float | None
-    eval_loss_per_byte: float | None
-    eval_metrics: NotRequired[dict[str, float | None] | None]
-    eval_loss_by_source: NotRequired[dict[str, float | None] | None]
-    eval_samples: NotRequired[list[Sample] | None]
-    eval_top1: float | None
-    eval_top5: float | None
+    eval_loss: Number | None
+    eval_loss_per_byte: Number | None
+    eval_metrics: dict[str, Number | None] | None
+    eval_loss_by_source: dict[str, Number | None] | None
+    eval_samples: list[Sample] | None
+    eval_top1: Number | None
+    eval_top5: Number | None
 
 
-class MetricsLine(HeldOut):
+@with_config(ConfigDict(strict=True))
+class MetricsLine(HeldOut, total=False):
     """A line of metrics.jsonl: a StepRecord with None for values that are not finite."""
 
-    step: int
-    epoch: float
-    loss: float | None
-    grad_norm: float | None
-    lr: float
-    mfu: float | None
-    step_s: float
-    data_wait_s: float
-    checkpoint_stall_s: float
-    eval_s: float
+    step: Required[Count]
+    attempt: Required[Count]
+    time: Required[UnixTime]
+    epoch: Number
+    loss: Number | None
+    grad_norm: Number | None
+    lr: Number
+    mfu: Number | None
+    step_s: Number
+    data_wait_s: Number
+    checkpoint_stall_s: Number
+    eval_s: Number
     skipped: bool
-    peak_gib: float
-    peak_forward_gib: NotRequired[float]
-    peak_backward_gib: NotRequired[float]
-    peak_optimizer_gib: NotRequired[float]
-    workers: int
-    attempt: int
+    peak_gib: Number
+    peak_forward_gib: Number
+    peak_backward_gib: Number
+    peak_optimizer_gib: Number
+    workers: Count
     batch_digest: str
-    time: float
     # In runs that count tokens.
-    loss_per_byte: NotRequired[float | None]
-    router_loss: NotRequired[float | None]
-    expert_imbalance: NotRequired[float | None]
-    tokens: NotRequired[int]
-    loss_by_source: NotRequired[dict[str, float | None] | None]
-    tokens_by_source: NotRequired[dict[str, int] | None]
-    tokens_per_s: NotRequired[float]
-    tokens_per_s_per_gpu: NotRequired[float]
+    loss_per_byte: Number | None
+    router_loss: Number | None
+    expert_imbalance: Number | None
+    tokens: Count
+    loss_by_source: dict[str, Number | None] | None
+    tokens_by_source: dict[str, Count] | None
+    tokens_per_s: Number
+    tokens_per_s_per_gpu: Number
     # In runs that count images.
-    images: NotRequired[int]
-    images_per_s: NotRequired[float]
-    images_per_s_per_gpu: NotRequired[float]
+    images: Count
+    images_per_s: Number
+    images_per_s_per_gpu: Number
 
 
 def figure(record: Mapping[str, object], name: str) -> float | None:
@@ -144,7 +149,7 @@ def figure(record: Mapping[str, object], name: str) -> float | None:
 
 
 class EventFields(TypedDict, total=False):
-    """The fields of events; rayapp.observe.goodput lists which event has which."""
+    """The fields of events; REQUIRED lists which event has which."""
 
     phase: str
     host: str
@@ -154,21 +159,21 @@ class EventFields(TypedDict, total=False):
     command: str | None
     init_from: str
     """The checkpoint (RUN@STEP) whose weights the run started with."""
-    seen_until: float | None
+    seen_until: UnixTime | None
     """Unix time of the last step in metrics.jsonl when the command started."""
-    nodes: int | None
+    nodes: Count | None
     instance: str | None
     usd_per_hour: float | None
     """The price of all nodes together."""
-    workers: int
-    attempt: int
-    step: int
+    workers: Count
+    attempt: Count
+    step: Count
     first_step_s: float
-    lost_steps: int
+    lost_steps: Count
     lost_s: float
     kind: str
     reason: str | None
-    trained_until: float | None
+    trained_until: UnixTime | None
     status: str
     seconds: dict[str, float]
 
@@ -177,18 +182,18 @@ class Event(EventFields):
     """A line of events.jsonl."""
 
     event: str
-    time: float
+    time: UnixTime
     """Unix time in seconds."""
 
 
 class Interruption(TypedDict):
     """An attempt that ended early, with the steps and seconds that this cost."""
 
-    time: float
+    time: UnixTime
     kind: str
     reason: str | None
-    step: int
-    workers: int
+    step: Count
+    workers: Count
     lost_steps: int | None
     to_first_step_s: float | None
 
@@ -217,14 +222,14 @@ class LoopState(TypedDict, total=False):
 class Evaluated(HeldOut):
     """Held-out figures with the step that they belong to."""
 
-    step: int
+    step: Count
 
 
-class Validation(Evaluated):
+class Validation(Evaluated, total=False):
     """A line of validation.jsonl: a checkpoint that was evaluated during training."""
 
     seconds: float
-    time: float
+    time: UnixTime
 
 
 # ---- result.json ------------------------------------------------------------------------------
@@ -233,7 +238,7 @@ class Validation(Evaluated):
 class Classes(TypedDict):
     """How the held-out images of each class were classified."""
 
-    each: list[tuple[str, int, int]]
+    each: list[tuple[str, Count, Count]]
     """(class, images, correctly classified images)."""
     confused: list[tuple[str, str, int]]
     """(true class, predicted class, images), the most frequent first."""
@@ -265,7 +270,7 @@ class Outcome(HeldOut, total=False):
     compile: Gain | None
     samples: list[Sample]
     classes: Classes
-    experts: list[list[int]]
+    experts: list[Annotated[list[Count], Field(min_length=1)]] | None
     """Tokens that each expert of each layer was given since the workers last started."""
     model_path: str | None
     export_check: ExportCheck
@@ -276,7 +281,7 @@ class Summary(Outcome, total=False):
 
     status: Required[str]
     """done, stopped, moved or failed."""
-    steps: int
+    steps: Count
     first_step: int
     attempt: int
     parameters: int
@@ -335,7 +340,7 @@ class RunResult(Summary, total=False):
     tokens_per_s: float | None
     images_per_s: float | None
     mfu: float | None
-    goodput: dict[str, float]
+    goodput: dict[str, Annotated[float, Field(ge=0)]]
     checkpoint: CheckpointCost
     step_s: StepSeconds
     start_s: dict[str, float]
@@ -348,14 +353,14 @@ class RunResult(Summary, total=False):
 # ---- LEASE ------------------------------------------------------------------------------------
 
 
-class Holder(TypedDict):
+class Holder(TypedDict, total=False):
     """The process that holds a run's lease."""
 
     id: str
     """Differs between holders, also of one process."""
     host: str
-    pid: int
+    pid: Count
     process: str | None
     """What distinguishes it from an earlier process with the same pid."""
     machine: list[str]
-    renewed: NotRequired[int]
+    renewed: int

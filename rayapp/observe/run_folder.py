@@ -5,6 +5,7 @@ rayapp.train.checkpoint.marker names the files inside a checkpoint.
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 from rayapp import data
@@ -32,6 +33,14 @@ TENSORBOARD = "tensorboard"
 MODEL = "model"
 ADAPTER = "adapter"  # beside a model that an adapter was merged into
 RESERVE = f"{HIDDEN}reserve"  # on a disk, while a command trains: room for the reason of a failure
+
+FILES = (CONFIG, PLAN, METRICS, EVENTS, ACTIVITY, RANK_ACTIVITY, VALIDATIONS, RESULT, REPORT)
+OWN = re.compile(
+    "|".join(map(re.escape, (*FILES, SUBMISSION, LEASE, STOP, RUN_ID)))
+    + rf"|{SEGMENTS}/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt|({TENSORBOARD}|{MODEL}|{ADAPTER})/.+"
+    + rf"|{CHECKPOINTS}/(.+/)?([^/]+\.distcp|\.metadata|state\.json|COMMITTED|REFUSED)"
+)
+"""The names that a run writes; no others are removed with it."""
 
 # Beside the runs, shared by all of them.
 PREPARED = data.FOLDER

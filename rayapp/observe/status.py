@@ -6,23 +6,27 @@ now.status, now.step, now.num_steps, now.left_s, now.account.cost_usd
 
 from __future__ import annotations
 
-import json
-import statistics
+import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import yaml
+from pydantic import ValidationError
+from typing_extensions import TypedDict
 
 from rayapp.config import parse_yaml
 from rayapp.config.fields import unit_of
+from rayapp.observe import run_files
 from rayapp.observe.activity import STARTING_WORKERS, WAITING_FOR_ROOM, Activity, read_activity
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import (
     ENDED,
     RESUMED,
+    STARTED,
     Account,
-    DamagedEvents,
     account,
     commands,
     read_events,
@@ -35,6 +39,7 @@ from rayapp.observe.records import (
     Sections,
     Validation,
 )
+from rayapp.observe.run_files import DamagedEvents, Number
 from rayapp.observe.run_folder import (
     CONFIG,
     EVENTS,
@@ -43,9 +48,11 @@ from rayapp.observe.run_folder import (
     LEASE_TAKEN_S,
     LIVE,
     LOST,
+    METRICS,
     PLAN,
     PREPARING,
     RESULT,
+    RUN_ID,
     RUNNING,
     STOP,
     STOPPED,
@@ -58,8 +65,6 @@ from rayapp.storage import Storage
 LIVE_S = LEASE_TAKEN_S + 10.0  # a lease that is older has no driver; clocks may differ by 10 s
 RECENT_STEPS = 50
 VANISHED = "its driver has vanished: run the same command again to go on"
-REWRITTEN = "Delete the file: the run's next command writes it again"
-
 
 SUMMED = {"steps", "wall_s", "goodput", "cost_usd", "lost_steps", "interruptions"}
 
@@ -78,6 +83,32 @@ class Started(NamedTuple):
 
 
 UNTOLD = Started()
+
+
+class ModelFields(TypedDict, total=False):
+    lora: dict[str, object] | None
+
+
+class DataFields(TypedDict, total=False):
+    path: str
+    mixture: dict[str, Number] | None
+
+
+class ClusterFields(TypedDict, total=False):
+    instance: str | list[str] | None
+
+
+class ReadSections(TypedDict, total=False):
+    """What is read of Sections without the rules of rayapp.config."""
+
+    task: str | None
+    run: dict[str, object]
+    model: ModelFields
+    data: DataFields
+    train: dict[str, object]
+    eval: dict[str, object]
+    checkpoint: dict[str, object]
+    cluster: ClusterFields
 
 
 @dataclass(frozen=True)
@@ -124,8 +155,8 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
     """
     events = read_events(run)
     lease = run.stat(LEASE)
-    if not events and lease is None and not run.exists(CONFIG):
-        raise NoRun(f"{run.url} holds no run: there is no {CONFIG} in it")
+    if not events and lease is None and not left_by_a_run(run):
+        raise NoRun(f"{run.url} holds no run: nothing in it is what a run writes")
     steps = Columns.read(run) if steps is None else steps
     now = time.time()
     live = lease is not None and now - lease.modified_s < LIVE_S
@@ -153,6 +184,24 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
         started=started_by(events),
         activity=activity if status in LIVE else None,
     )
+
+
+def is_run(run: Storage) -> bool:
+    """Return whether a folder has what only a run writes: its id, or events that begin a run."""
+    with suppress(FileNotFoundError):
+        if re.fullmatch(rb"[0-9a-f]{32}\s*", run.read(RUN_ID)):
+            return True
+    with suppress(FileNotFoundError, ValueError):
+        first = run.read(EVENTS).partition(b"\n")[0]
+        return run_files.parsed(first, Event)["event"] == STARTED
+    return False
+
+
+def left_by_a_run(run: Storage) -> bool:
+    """Return whether a folder has a run's files; a config.yaml alone may be another program's."""
+    if any(map(run.exists, (EVENTS, LEASE, RUN_ID))):
+        return True
+    return run.exists(CONFIG) and any(map(run.exists, (PLAN, METRICS, RESULT)))
 
 
 def until_exit(status: str) -> str:
@@ -243,23 +292,20 @@ def _status(
 
 def _num_steps(run: Storage) -> int | None:
     """Return the number of steps in a run's plan, None if there is no plan yet."""
-    steps = read_plan(run).get("steps")
-    if steps is not None and not _is_int(steps):
-        raise DamagedEvents(f"{run.url}/{PLAN}", f"steps={steps!r:.40} is no number", REWRITTEN)
-    return steps
+    return read_plan(run).get("steps")
 
 
 def read_plan(run: Storage) -> Plan:
     """Return a run's plan, empty if there is none yet; raises DamagedEvents."""
-    return cast(Plan, read_object(run, PLAN))
+    return run_files.read(run, PLAN, Plan) or {}
 
 
 def read_result(run: Storage) -> RunResult:
     """Return a run's result, empty if there is none yet; raises DamagedEvents."""
-    result = read_object(run, RESULT)
-    if result and not (isinstance(result.get("status"), str) and _is_int(result.get("steps"))):
-        raise DamagedEvents(f"{run.url}/{RESULT}", "it has no status or no steps", REWRITTEN)
-    return cast(RunResult, result)
+    result = run_files.read(run, RESULT, RunResult)
+    if result is not None and "steps" not in result:
+        raise DamagedEvents(f"{run.url}/{RESULT}", "steps is missing")
+    return result or cast(RunResult, {})
 
 
 def read_sections(run: Storage) -> Sections | None:
@@ -268,67 +314,44 @@ def read_sections(run: Storage) -> Sections | None:
     Raises:
         DamagedEvents: the file holds no sections.
     """
+    fix = "Restore it, or set another run.name"
     try:
-        tree = parse_yaml(run.read(CONFIG).decode())
-        why = "it holds no mapping of sections"
+        tree: Any = parse_yaml(run.read(CONFIG).decode())
+        run_files.schema(ReadSections).validate_python(tree, strict=True)
     except FileNotFoundError:
         return None
+    except ValidationError as error:
+        raise DamagedEvents(f"{run.url}/{CONFIG}", run_files.reason_of(error), fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        tree, why = None, " ".join(str(error).split())
-    if not isinstance(tree, dict):
-        raise DamagedEvents(f"{run.url}/{CONFIG}", why, "Restore it, or set another run.name")
-    return tree
+        raise DamagedEvents(f"{run.url}/{CONFIG}", " ".join(str(error).split()), fix) from None
+    return cast(Sections, tree)
 
 
 def read_validations(run: Storage) -> list[Validation]:
     """Return the lines of a run's validation.jsonl, [] if there is none; raises DamagedEvents."""
     try:
-        data = run.read(VALIDATIONS)
+        lines = run.read(VALIDATIONS).splitlines()
     except FileNotFoundError:
         return []
     validations = list[Validation]()
-    for number, text in enumerate(data.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
-        if not isinstance(line, dict) or not _is_int(line.get("step")):
-            why = f"line {number} is no JSON object with a step"
-            raise DamagedEvents(f"{run.url}/{VALIDATIONS}", why, "Delete the line")
-        validations.append(cast(Validation, line))
+            validations.append(run_files.parsed(line, Validation))
+        except ValueError as error:
+            why = f"line {number} is no JSON of an evaluation: {error}"
+            raise DamagedEvents(f"{run.url}/{VALIDATIONS}", why, "Delete the line") from None
     return validations
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def planned_step_s(run: Storage) -> float | None:
     """Return the seconds of a step in the run's plan, None if not known; raises DamagedEvents."""
     band = read_plan(run).get("step_s")
-    return None if band is None else float(band["value"])
-
-
-def read_object(run: Storage, name: str) -> dict[str, object]:
-    """Return the JSON object of a file in the run's folder, empty if there is no such file.
-
-    Raises:
-        DamagedEvents: it holds no JSON object.
-    """
-    try:
-        value = json.loads(run.read(name))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise DamagedEvents(f"{run.url}/{name}", f"it is not JSON ({error})", REWRITTEN) from None
-    if not isinstance(value, dict):
-        raise DamagedEvents(f"{run.url}/{name}", "it holds no JSON object", REWRITTEN)
-    return value
+    return None if band is None else band["value"]
 
 
 def left_s(steps: Columns, num_steps: int | None) -> float | None:
     """Return the seconds left at the mean pace of the last RECENT_STEPS steps; None: not known."""
-    recent = steps["step_s"][-RECENT_STEPS:].tolist()
-    if num_steps is None or steps.last is None:
+    recent = steps["step_s"][-RECENT_STEPS:]
+    if num_steps is None or steps.last is None or np.isnan(recent).all():
         return None
-    return (num_steps - steps.last["step"]) * statistics.fmean(recent)
+    return max(0, num_steps - steps.last["step"]) * max(0.0, float(np.nanmean(recent)))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayapp.config import ConfigError
-from rayapp.observe.goodput import DamagedEvents
+from rayapp.observe.run_files import DamagedEvents
 from rayapp.observe.run_folder import REPORT
 from rayapp.report.card import write_card
 from rayapp.report.folder import ReportedRun, read

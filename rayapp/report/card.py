@@ -19,8 +19,8 @@ from rayapp.config.fields import IMAGES
 from rayapp.config.lora import method
 from rayapp.data.report import DataReport
 from rayapp.observe import words
-from rayapp.observe.goodput import DamagedEvents
 from rayapp.observe.origin import redacted
+from rayapp.observe.run_files import DamagedEvents
 from rayapp.observe.run_folder import MODEL
 from rayapp.report.curves import smooth, thin, window_of
 from rayapp.report.folder import ReportedRun, read
@@ -46,7 +46,8 @@ def write_card(storage: Storage) -> None:
             return
         run = read(storage)
         folder.write(CURVE, curve(run).encode())
-        folder.write(CARD, redacted(card(run, adapter=folder.exists(ADAPTER))).encode())
+        text = redacted(card(run, adapter=folder.exists(ADAPTER)))
+        folder.write(CARD, text.encode(errors="replace"))
     except (DamagedEvents, StorageError) as error:
         logger.warning("the model card is not written: %s", error)
 

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
-import yaml
 
-from rayapp.config import parse_yaml
 from rayapp.config.fields import IMAGES, TOKENS, Unit
+from rayapp.config.text import flatten
+from rayapp.data.report import Counts, DataReport
 from rayapp.observe import attempt_logs
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
@@ -28,12 +28,19 @@ from rayapp.observe.records import (
     Sections,
     StoredCost,
 )
-from rayapp.observe.run_folder import CONFIG
+from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_folder import CONFIG, PLAN
 from rayapp.report import evaluations, sources
 from rayapp.report.curves import NAMES, window_of
 from rayapp.report.evaluations import Held
 from rayapp.storage import Storage
 
+# What a page shows of the data.
+OF_IMAGES = ("images.train", "images.eval", "class_counts", "classes", "bytes", "duplicates")
+OF_TEXT = (
+    *(f"{split}.{name}" for split in ("train", "eval") for name in Counts.__annotations__),
+    *("fill", "loss_share", "duplicates", "bad"),
+)
 WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
 
 
@@ -222,7 +229,7 @@ def read(storage: Storage) -> ReportedRun:
     events = read_events(storage)
     result = statuses.read_result(storage)
     text = _text(storage, CONFIG)
-    task, config = _mapping(text)
+    task, config = _sections(storage)
     status, reason = now.status, now.reason
     if not events and not now.live and result:  # an older run: only result.json has its end
         status, reason = str(result.get("status", status)), result.get("reason")
@@ -240,7 +247,7 @@ def read(storage: Storage) -> ReportedRun:
         task=task,
         config_yaml=text,
         config=config,
-        plan=statuses.read_plan(storage),
+        plan=_plan(storage),
         result=current,
         versions=result.get("versions", {}),
         events=events,
@@ -262,13 +269,27 @@ def _text(storage: Storage, name: str) -> str | None:
         return None
 
 
-def _mapping(text: str | None) -> tuple[str | None, Sections]:
-    """Return task and sections of a config as plain values, unchecked: older ones are read too."""
+def _sections(storage: Storage) -> tuple[str | None, Sections]:
+    """Return task and sections of a config as plain values; of a damaged one the text is shown."""
     try:
-        tree = parse_yaml(text or "")
-    except yaml.YAMLError:  # the page then shows only the text
-        return None, {}
-    if not isinstance(tree, dict):
+        tree: dict[str, Any] = statuses.read_sections(storage) or {}
+    except DamagedEvents:
         return None, {}
     sections = {section: values for section, values in tree.items() if isinstance(values, dict)}
     return tree.get("task"), sections
+
+
+def _plan(storage: Storage) -> Plan:
+    """Return the plan; what a page shows of the data is there.
+
+    Raises:
+        DamagedEvents: it is not.
+    """
+    plan = statuses.read_plan(storage)
+    data = plan.get("data") or DataReport()
+    for part in (data, *data.get("sources", {}).values()) if data else ():
+        names = flatten(dict(part)).keys()
+        for wanted in OF_IMAGES if "images" in data else OF_TEXT:
+            if not any(f"{name}.".startswith(f"{wanted}.") for name in names):
+                raise DamagedEvents(f"{storage.url}/{PLAN}", f"its data is without {wanted}")
+    return plan

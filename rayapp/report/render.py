@@ -121,7 +121,7 @@ def _page(name: str, of: Sequence[ReportedRun], drawn: Sequence[Chart], **values
             **values,
         )
     )
-    return text.encode()
+    return text.encode(errors="replace")
 
 
 def _thinned(runs: Sequence[ReportedRun]) -> str:

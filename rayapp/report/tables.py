@@ -147,7 +147,7 @@ def subtitle(run: ReportedRun) -> str:
         f"on a mixture of {len(data['mixture'])}" if data.get("mixture") else "",
         f"{workers:.0f} worker{'s' if workers > 1 else ''}" if workers else "",
         instance_of(run) or "",
-        run.config.get("train", {}).get("precision", ""),
+        str(run.config.get("train", {}).get("precision", "")),
     ]
     return " · ".join(part for part in parts if part)
 
@@ -249,7 +249,7 @@ def lengths(counts: dict[str, int]) -> list[TableBar]:
     [('8 to 15', '1'), ('16 to 31', '0'), ('32 to 63', '40')]
     """
     by_power = {int(name.removeprefix("2^")): count for name, count in counts.items()}
-    total, most = sum(by_power.values()), max(by_power.values(), default=1)
+    total, most = max(1, sum(by_power.values())), max([1, *by_power.values()])
     return [
         TableBar(
             f"{2**power:,} to {2 ** (power + 1) - 1:,}" if power else "1",
@@ -264,7 +264,7 @@ def lengths(counts: dict[str, int]) -> list[TableBar]:
 def bad_rows(data: DataReport) -> list[TableBar]:
     """Return the unusable records by reason, the most frequent first."""
     bad: dict[str, int] = data.get("bad", {})
-    total, most = max(data.get("records", 0), 1), max(bad.values(), default=1)
+    total, most = max(data.get("records", 0), 1), max([1, *bad.values()])
     return [
         TableBar(reason, count / total, count / most, [f"{count:,}", words.share(count / total)])
         for reason, count in sorted(bad.items(), key=lambda item: -item[1])
@@ -296,7 +296,7 @@ def data_facts(run: ReportedRun) -> list[Figure]:
 
 
 def _image_facts(run: ReportedRun, data: DataReport) -> list[Figure]:
-    counts, every = data["images"], list(data["class_counts"].values())
+    counts, every = data["images"], list(data["class_counts"].values()) or [0]
     return [
         Figure("Images", words.amount(counts["train"]), f"{counts['eval']:,} held out"),
         Figure("Classes", f"{data['classes']:,}", f"{min(every):,} to {max(every):,} images each"),

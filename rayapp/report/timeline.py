@@ -55,7 +55,7 @@ def segments(run: ReportedRun) -> list[Segment]:
                 until(_last_sign(run, since, event["time"]), START, event["time"])
             workers = None
         elif event["event"] == WORKERS:
-            workers = event["workers"]
+            workers = event.get("workers")
         elif event["event"] == RESUMED:
             until(max(since, event["time"] - event["first_step_s"]), TRAIN)
         elif event["event"] == INTERRUPTED:

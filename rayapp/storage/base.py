@@ -148,6 +148,10 @@ class Storage(Readable):
     def delete_tree(self, prefix: str) -> None:
         """Delete everything below a folder, which may be absent; refuse a whole bucket or disk."""
 
+    def strays(self) -> Names:
+        """Return the names of what is no file: links, pipes, devices; S3 has none."""
+        return []
+
     @abstractmethod
     def check_writable(self) -> None:
         """Write, read and delete small probe files within seconds, also by conditional writes.
@@ -191,18 +195,18 @@ class Reader(io.RawIOBase):
         return length
 
 
-def checked(name: str) -> str:
-    """Return a name; raise ValueError if it would mean different things on a disk and on S3."""
+def valid(name: str) -> bool:
+    """Return whether a name means the same on a disk and on S3, and is not the storage's own."""
     parts = name.split("/")
-    if any(p in ("", ".", "..") or p.startswith(HIDDEN) or "\0" in p for p in parts):
+    return not any(p in ("", ".", "..") or p.startswith(HIDDEN) or "\0" in p for p in parts)
+
+
+def checked(name: str) -> str:
+    """Return a name; raise ValueError if it is not valid."""
+    if not valid(name):
         why = f"it has an empty part, '.', '..', or a part that starts with '{HIDDEN}'"
         raise ValueError(f"storage name {name!r} is not valid: {why}")
     return name
-
-
-def hidden(name: str) -> bool:
-    """Return whether a file is one of the storage's own, which listings omit."""
-    return name.rpartition("/")[2].startswith(HIDDEN)
 
 
 def cut(url: str, data: bytes, length: int | None) -> bytes:

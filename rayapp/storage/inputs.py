@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 
 from rayapp.storage import open_storage
 from rayapp.storage.base import (
+    HIDDEN,
     Entries,
     Entry,
     Readable,
@@ -30,8 +31,8 @@ from rayapp.storage.base import (
     changed,
     check_range,
     cut,
-    hidden,
 )
+from rayapp.storage.local import LocalStorage
 from rayapp.storage.s3_client import STALE, error_code, file_system, send
 
 T = TypeVar("T")
@@ -45,7 +46,10 @@ def open_input(url: str) -> Readable:
     Raises: StorageError if the URL is of another kind or malformed.
     """
     storage = open_storage(url)
-    return S3Input(storage.url) if storage.local_path() is None else storage
+    if not isinstance(storage, LocalStorage):
+        return S3Input(storage.url)
+    storage.links = True
+    return storage
 
 
 def read_json(folder: Readable, name: str) -> dict[str, Any] | None:
@@ -114,7 +118,7 @@ class S3Input(Readable):
         return [
             _entry(path[start:], info)
             for path, info in sorted(info_of.items())
-            if path.startswith(f"{folder}/") and not path.endswith("/") and not hidden(path)
+            if path.startswith(f"{folder}/") and not path.endswith("/") and f"/{HIDDEN}" not in path
         ]
 
     def _call(

@@ -23,12 +23,20 @@ from rayapp.storage.base import (
     changed,
     check_range,
     cut,
-    hidden,
+    valid,
 )
+from rayapp.storage.folders import below, opened
 
 
 class LocalStorage(Storage):
-    """A folder of a file system that supports rename, hard links and flock."""
+    """A folder of a file system that supports rename, hard links and flock.
+
+    It may be a link, but links below it are neither listed nor followed to what is deleted: other
+    users of a shared folder can make links that lead out of it.
+    """
+
+    links = False
+    """Whether links to files are listed as files, as the cache of a hub has them."""
 
     def local_path(self, name: str = "") -> str:
         return self._folder_url(name)
@@ -39,8 +47,12 @@ class LocalStorage(Storage):
         check_range(offset, length)
         path = self._url(name)
         try:
-            with open(path, "rb") as file:
-                if etag not in (None, _entry(name, os.fstat(file.fileno())).etag):
+            with open(path, "rb", opener=_open_now) as file:
+                info = os.fstat(file.fileno())
+                if not stat.S_ISREG(info.st_mode):
+                    why = "it is a pipe or a device, not a file"
+                    raise StorageError("read", path, why, "Remove it")
+                if etag not in (None, _entry(name, info).etag):
                     raise changed(path)
                 file.seek(offset)
                 return cut(path, file.read(-1 if length is None else length), length)
@@ -66,6 +78,8 @@ class LocalStorage(Storage):
             with suppress(FileExistsError):
                 os.link(temporary, path)
                 etag = _entry(name, os.stat(temporary)).etag
+            if etag is None and os.path.exists(path) and self.stat(name) is None:
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
 
         with self._staged(name, publish) as out:
             out.write(data)
@@ -113,21 +127,28 @@ class LocalStorage(Storage):
         path = self._url(name)
         with explained("read", path):
             try:
-                return None if os.path.isdir(path) else _entry(name, os.stat(path))
+                info = os.stat(path)
+                return _entry(name, info) if stat.S_ISREG(info.st_mode) else None
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
     def dirs(self, prefix: str = "") -> Names:
-        path = self._folder_url(prefix)
-        with explained("list", path):
-            folders = [e for e in _scan(path) if e.is_dir(follow_symlinks=False)]
-            return sorted(e.name for e in folders if any(_files(e.path)))
+        with explained("list", self._folder_url(prefix)), opened(self.url, prefix) as folder:
+            names = [] if folder is None else sorted(filter(valid, os.listdir(folder)))
+            return [name for name in names if self._holds(f"{prefix}/{name}")]
+
+    def _holds(self, prefix: str) -> bool:
+        try:
+            return any(self._files(prefix))
+        except PermissionError:  # another user's: whoever reads it is told
+            return True
 
     def delete(self, name: str) -> None:
-        path = self._url(name)
-        absent = suppress(FileNotFoundError, NotADirectoryError)
-        with explained("delete", path), _locked(path, make=False), absent:
-            os.unlink(path)
+        path, (above, _, last) = self._url(name), name.rpartition("/")
+        with explained("delete", path), opened(self.url, above, refuse=True) as folder:
+            if folder is not None:
+                with _locked(path, make=False), suppress(FileNotFoundError):
+                    os.unlink(last, dir_fd=folder)
 
     def delete_if(self, name: str, etag: str) -> bool:
         path = self._url(name)
@@ -140,15 +161,17 @@ class LocalStorage(Storage):
 
     def delete_tree(self, prefix: str) -> None:
         def failed(_: object, path: str, info: Any) -> None:
-            if not isinstance(info[1], FileNotFoundError):  # someone else deleted it: fine
+            if not isinstance(info[1], FileNotFoundError | NotADirectoryError):  # it is gone: fine
                 raise info[1]
 
         path = self._folder_url(prefix)
         if path == "/":
             raise StorageError("delete", path, "that is the whole disk", "Name a folder")
-        with explained("delete", path):
-            if os.path.isdir(path):
-                shutil.rmtree(path, onerror=failed)
+        above = os.path.dirname(prefix.rstrip("/"))
+        top, inside = (self.url, above) if prefix else (os.path.dirname(path), "")
+        with explained("delete", path), opened(top, inside, refuse=True) as folder:
+            if folder is not None:
+                shutil.rmtree(os.path.basename(path), dir_fd=folder, onerror=failed)
 
     def check_writable(self) -> None:
         data = os.urandom(64)
@@ -202,13 +225,25 @@ class LocalStorage(Storage):
             raise StorageError("write", self.url, why, fix)
 
     def list(self, prefix: str = "") -> Entries:
-        path = self._folder_url(prefix)
-        entries = []
-        with explained("list", path):
-            for file in _files(path):
-                with suppress(FileNotFoundError):  # deleted since the folder was read
-                    entries.append(_entry(os.path.relpath(file.path, self.url), file.stat()))
+        above = f"{prefix.rstrip('/')}/".lstrip("/")
+        with explained("list", self._folder_url(prefix)):
+            entries = [_entry(above + name, info) for name, info in self._files(prefix)]
         return sorted(entries, key=lambda entry: entry.name)
+
+    def strays(self) -> Names:
+        with explained("list", self.url), opened(self.url) as folder:
+            every = below(folder)
+            return sorted(name for name, info in every if not stat.S_ISREG(info.st_mode))
+
+    def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield (name, stat) of the files below a folder."""
+        with opened(self.url, prefix) as folder:
+            for name, info in below(folder):
+                if self.links and stat.S_ISLNK(info.st_mode):
+                    with suppress(FileNotFoundError):
+                        info = os.stat(os.path.join(self.url, prefix, name))
+                if stat.S_ISREG(info.st_mode):
+                    yield name, info
 
 
 class _LocalWriter(io.FileIO):
@@ -232,20 +267,9 @@ def _entry(name: str, info: os.stat_result) -> Entry:
     return Entry(name, info.st_size, etag, info.st_mtime)
 
 
-def _scan(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _files(path: str) -> Iterator[os.DirEntry[str]]:
-    for entry in _scan(path):
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(entry.path)
-        elif entry.is_file() and not hidden(entry.name):
-            yield entry
+def _open_now(path: str, flags: int) -> int:
+    """Open a file without waiting: a pipe would be opened when somebody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _make_folder(path: str) -> None:
@@ -297,7 +321,8 @@ def _locked(path: str, make: bool) -> Iterator[None]:
     with suppress(FileNotFoundError, NotADirectoryError):
         file = f"{folder}/{HIDDEN}{name}.lock"
         made = make and not os.path.exists(file)
-        lock = os.open(file, os.O_RDWR | (os.O_CREAT if make else 0), 0o666)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+        lock = os.open(file, flags | (os.O_CREAT if make else 0), 0o666)
         if made:
             _share(file)
     try:
@@ -318,7 +343,8 @@ LOCAL_REASONS = {  # errno -> (why, what to do)
     errno.ENOENT: ("its parent folder does not exist and cannot be created", "Correct the path"),
     errno.ENOTDIR: ("a parent of it is a file, not a folder", "Correct the path"),
     errno.EEXIST: ("a file stands where a folder is needed", "Correct the path"),
-    errno.EISDIR: ("it is a folder, not a file", "Correct the path"),
+    errno.EISDIR: ("it is no file, but a folder or a pipe", "Correct the path"),
+    errno.ELOOP: ("a symbolic link is in the way, and is not followed", "Name what it leads to"),
 }
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -17,7 +17,7 @@ from rayapp.storage.base import (
     changed,
     check_range,
     cut,
-    hidden,
+    valid,
 )
 from rayapp.storage.s3_client import Answer, error_code, head, place_of, proven, send
 from rayapp.storage.s3_writer import S3Writer, bare, check_writable, put_if
@@ -113,7 +113,8 @@ class S3Storage(Storage):
 
     def dirs(self, prefix: str = "") -> Names:
         pages = self._pages(prefix, Delimiter="/")
-        return sorted(p["Prefix"].split("/")[-2] for page in pages for p in page["CommonPrefixes"])
+        names = (p["Prefix"].split("/")[-2] for page in pages for p in page["CommonPrefixes"])
+        return sorted(filter(valid, names))
 
     def delete(self, name: str) -> None:
         self._call("delete", name, lambda client: client.delete_object(**self._key(name)))
@@ -160,7 +161,7 @@ class S3Storage(Storage):
             _object_entry(item["Key"][start:], item["Size"], item)
             for page in self._pages(prefix)
             for item in page["Contents"]
-            if not item["Key"].endswith("/") and not hidden(item["Key"])
+            if valid(item["Key"][start:])
         ]
         return sorted(entries, key=lambda entry: entry.name)
 

@@ -81,10 +81,9 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
         open_storage(storage)
     except StorageError as error:
         raise ConfigError([f"run.storage={storage} is not valid: {error}"]) from None
-    from rich.console import Console
-
     from rayapp.cluster.preflight import page
     from rayapp.cluster.preflight.survey import survey
+    from rayapp.observe.console import Console
 
     with _connected(config):
         facts = survey(config, timeout_s)

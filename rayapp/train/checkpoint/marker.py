@@ -10,7 +10,9 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypedDict, cast
+from typing import Any, BinaryIO, cast
+
+from typing_extensions import TypedDict
 
 from rayapp.observe.records import LoopState
 from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID
