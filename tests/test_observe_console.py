@@ -118,7 +118,7 @@ def test_an_error_that_passes_is_printed_plain_too(monkeypatch: pytest.MonkeyPat
     assert sys.stdout is before
     with pytest.raises(ValueError, match="b"), plain_output():
         raise ValueError(ODD)
-    sys.excepthook(ValueError, ValueError(ODD), None)
+    sys.__excepthook__(ValueError, ValueError(ODD), None)
     monkeypatch.setattr(sys, "stdout", before)
     assert shown.getvalue() == f"ValueError: {PLAIN}\n"
 

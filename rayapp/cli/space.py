@@ -34,7 +34,7 @@ SHOWN = 10  # names of what stays
 ROWS = re.compile(r"[0-9a-f]{16}")  # names of folders of rows, or of an index of images
 # Names in such a folder, and those of blocks of tokens; prune removes no others.
 ROW_FILE = re.compile(
-    r"manifest\.json|USED|blocks\.txt|[a-z]+-[0-9]{5,}\.(rows|bin|json|npz)"
+    r"manifest\.json|USED|blocks\.txt|[a-z]+-[0-9]{5,}(\.placed)?\.(rows|bin|json|npz)"
     r"|(train|eval)\.(records|names)"
 )
 BLOCK = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{32}(\.claim)?")
