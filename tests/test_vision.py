@@ -90,6 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images, their index, and a folder of random weights for each kind of model."""
     root = tmp_path_factory.mktemp("vision")
     as_folder(root / "data", drawn(CLASSES, 20))
+    classes = sorted(path.name for path in (root / "data").iterdir())
     for name, shape in SHAPES.items():
         torch.manual_seed(0)
         model = AutoModelForImageClassification.from_config(shape)
@@ -98,6 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 nn.init.kaiming_normal_(module.weight)
             if isinstance(module, nn.BatchNorm2d):
                 nn.init.uniform_(module.weight, 0.5, 1.5)
+        model.config.id2label = dict(enumerate(classes))  # by which the last layer is kept
         model.save_pretrained(root / name)
     return root
 
