@@ -10,6 +10,7 @@
 The names are resolved when they are asked for, so that `import rayapp` costs nothing.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from rayapp.observe.status import NoRun, Progress
     from rayapp.planner import Answer
     from rayapp.train.planning import plan
+
+# Lines of libraries that no user can act on: transformers imports torchao where it is installed,
+# which warns of kernels that need a GPU; botocore tells where it has found credentials.
+for _name in ("torchao", "torch.utils._pytree", "bitsandbytes", "botocore", "aiobotocore"):
+    if (_logger := logging.getLogger(_name)).level == logging.NOTSET:
+        _logger.setLevel(logging.WARNING if "botocore" in _name else logging.ERROR)
 
 _HOMES = {
     "Answer": "rayapp.planner",

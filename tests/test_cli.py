@@ -61,6 +61,15 @@ def test_a_plan_takes_no_torch_and_no_network(more: list[str]) -> None:
     assert done.stderr.splitlines()[-1] == "0 []"
 
 
+def test_libraries_print_nothing_that_no_user_can_act_on() -> None:
+    """However a process begins; torchao, where it is there, warns of kernels that need a GPU."""
+    code = (
+        "import rayapp.model, importlib.util as u; u.find_spec('torchao') and __import__('torchao')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
 def test_json_is_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", C4, "--json", "--budget_usd=2000"]) == Exit.DONE
     found = json.loads(capsys.readouterr().out)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.config import load
-from rayapp.driver.checks import shared_problems
+from rayapp.config import Config, ConfigError, load
+from rayapp.driver.checks import absolute_path, absolute_run, shared_problems
 from rayapp.observe.run_folder import PREPARED, RAY
 from rayapp.storage import open_storage
 
@@ -70,3 +70,26 @@ def test_a_second_user_may_train_in_a_shared_folder(shared: Path, tmp_path: Path
             open_storage(str(shared)).write(f"{PREPARED}/rows/part", b"1")
     finally:
         os.umask(before)
+
+
+def test_a_trial_of_ray_tune_finds_its_users_files_and_keeps_no_results_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users, own = tmp_path / "users", tmp_path / "trial"
+    users.mkdir()
+    own.mkdir()
+    (users / "mine.yaml").write_text("train: {lr: 0.5}\ndata: {path: text.txt}\n")
+    (users / "text.txt").write_text("a")
+    monkeypatch.chdir(own)
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not readable"):
+        load("mine.yaml")
+    monkeypatch.setenv("TUNE_ORIG_WORKING_DIR", str(users))
+    config = load("mine.yaml", {}, Config)
+    assert config.train.lr == 0.5 and absolute_path(config.data.path) == str(users / "text.txt")
+    said = r"^run\.storage=runs is relative: this trial of Ray Tune .* RAY_CHDIR_TO_TRIAL_DIR=0"
+    with pytest.raises(ConfigError, match=said):
+        absolute_run(config.run)
+    for storage in ("s3://bucket/runs", str(own), "~/runs"):
+        absolute_run(config.run.model_copy(update={"storage": storage}))
+    monkeypatch.chdir(users)  # as with RAY_CHDIR_TO_TRIAL_DIR=0
+    assert absolute_run(config.run).storage == str(users / "runs")

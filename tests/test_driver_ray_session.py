@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
+from drill import Drill
+from patience import PATIENCE_S
 
 from rayapp.driver import ray_session
 from rayapp.observe.result import RunFailed
+from rayapp.train.checkpoint.marker import steps_done
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,3 +93,57 @@ def test_workers_on_a_cluster_are_told_what_their_job_does_not_say(
     assert told["PYTHONWARNINGS"] == "error"
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
     assert set(ray_session._quiet_workers()) == set(ray_session.QUIET)
+
+
+class Grouped(Drill):
+    """A command in a process group of its own, as a shell, `timeout` or a batch system makes it."""
+
+    GROUP = 0
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of its Ray."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        text = self.run.read("events.jsonl") if self.run.exists("events.jsonl") else b""
+        return [each for each in map(json.loads, text.splitlines()) if each["event"] == kind]
+
+
+def leave(processes: list[psutil.Process]) -> None:
+    """Wait until the processes are gone; those that stay fail the test."""
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S / 4)
+    assert not alive, [each.as_dict(["pid", "cmdline", "ppid"]) for each in alive]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("phase", ["ray", "workers", "training"])
+def test_a_signal_to_the_process_group_is_for_the_driver_alone(
+    tmp_path: Path, number: signal.Signals, phase: str
+) -> None:
+    """`timeout`, a batch system and Ctrl-C signal all processes of a group: it saves and leaves."""
+    drill = Grouped(tmp_path, "grouped", {"train.epochs": 100, "cluster.workers": 1})
+    if phase == "ray":
+        drill.wait_until(lambda: any("gcs_server" in each.name() for each in drill.processes()))
+    else:
+        drill.wait_until(lambda: bool(drill.events("workers")))
+    if phase == "training":
+        drill.wait_for_step(3)
+    processes = drill.processes()
+    os.killpg(drill.process.pid, number)
+    drill.end(3)
+    assert [each["status"] for each in drill.events("ended")][-1:] in ([], ["stopped"])
+    assert phase == "ray" or drill.events("ended"), drill.log.read_text()
+    assert steps_done(drill.run) == len(drill.lines()), "each step is saved"
+    assert phase != "training" or steps_done(drill.run) >= 3
+    leave(processes)
+
+
+@pytest.mark.full
+def test_the_ray_of_a_killed_driver_ends_with_it(tmp_path: Path) -> None:
+    drill = Grouped(tmp_path, "killed", {"train.epochs": 100, "cluster.workers": 1})
+    drill.wait_for_step(3)
+    processes = drill.processes()
+    assert {os.getsid(each.pid) for each in processes}.isdisjoint({os.getsid(drill.process.pid)})
+    drill.kill("driver")
+    leave(processes)

@@ -667,6 +667,65 @@ def test_the_command_leaves_the_run_folder_and_knows_it_again(files: Path, tmp_p
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
 
 
+OWN = """from torch.nn.functional import cross_entropy
+
+def loss(logits, labels):
+    nats = cross_entropy(logits, labels, reduction="none")
+    return nats if len(labels) < 9 else SUM
+
+def metric(logits, labels):
+    if len(labels) > 8:
+        raise ValueError("no vocabulary file")
+    return labels * 0.0
+"""
+
+
+@pytest.mark.full
+def test_own_code_that_fails_in_the_workers_is_named_once_mended_and_goes_on(
+    files: Path, tmp_path: Path
+) -> None:
+    """On the few tokens of the check it is right. A metric that raises is left out."""
+    own = ["--train.loss=lab:loss", "--eval.metrics=lab:metric,lab:loss", "--eval.every_steps=2"]
+    own += ["--cluster.max_failures=3", "--cluster.workers=1", "--checkpoint.export=false"]
+    argv = command(files, tmp_path, "own", "--train.max_steps=4", *own)
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": tempfile.mkdtemp()}
+    environment.pop("RAY_ADDRESS", None)
+    for text, code, attempts in (("nats.sum()", 1, 1), ("nats", 0, 2)):
+        (tmp_path / "lab.py").write_text(OWN.replace("SUM", text))
+        call = [sys.executable, "-m", "rayapp.finetune", *argv]
+        done = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        said = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode == code, said
+        events = map(json.loads, (tmp_path / "own" / "events.jsonl").read_text().splitlines())
+        assert sum(event["event"] == "workers" for event in events) == attempts, said
+        if code:
+            assert "failed: rank 0: train.loss=lab:loss is not usable: it must return one" in said
+    assert said.count("eval.metrics=lab:metric raised ValueError: no vocabulary file. It is") == 1
+    result = json.loads((tmp_path / "own" / "result.json").read_text())
+    assert result["eval_metrics"] == {"loss": pytest.approx(result["eval_loss"])}
+    assert lines_of(tmp_path / "own")[1]["eval_metrics"].keys() == {"loss"}
+    shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+
+
+@pytest.mark.full
+def test_a_run_in_a_kernel_prints_what_the_command_does(files: Path, tmp_path: Path) -> None:
+    """Jupyter's kernels ask for colours, and their output is no terminal."""
+    argv = command(files, tmp_path, "kernel", "--train.max_steps=2", "--cluster.workers=1")
+    fields = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
+    code = "import rayapp\nfrom rayapp.finetune import finetune\n"
+    code += f"finetune(rayapp.load(None, {fields}))"
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": tempfile.mkdtemp()}
+    environment |= {"FORCE_COLOR": "1", "TERM": "xterm-color"}
+    environment.pop("RAY_ADDRESS", None)
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "step 2/2" in said, said
+    odd = re.compile(r"\x1b|\r|torchao|Enum|pid=|\(raylet\)|PreemptionWatcher|WARN")
+    assert list(filter(odd.search, said.splitlines())) == [], said
+    shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+
+
 TINY_TRIAL = {
     "data.path": "stdlib",
     "data.seq_len": "64",
@@ -706,3 +765,47 @@ def test_a_trial_of_ray_tune_reports_each_step(ray_here: None, files: Path, tmp_
     assert reported == [6, 6]
     losses = {result.config["lr"]: result.metrics["loss"] for result in results}
     assert losses[1e-2] < losses[1e-3]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("limit", "trials"), [("max_concurrent_trials=1", 2), ("", 4)])
+def test_the_documented_trials_end(tmp_path: Path, limit: str, trials: int) -> None:
+    """On 4 CPUs, which four trials would hold; with a config of the folder they are started in."""
+    page = (Path(__file__).parent.parent / "docs" / "own_code.md").read_text()
+    (code,) = re.findall(r"```python\n(import os\n.*?)```", page, re.DOTALL)
+    assert "max_concurrent_trials=1" in code and "[1e-3, 3e-3]" in code
+    code = code.replace("max_concurrent_trials=1", limit)
+    code = code.replace("[1e-3, 3e-3]", str([n / 1000 for n in range(1, trials + 1)]))
+    temporary = tempfile.mkdtemp()
+    start = f"import ray\nray.init('local', num_cpus=4, _temp_dir={temporary!r})\n"
+    (tmp_path / "sweep.py").write_text(
+        f"{start}{code}for each in results:\n    print('ended', each.error, flush=True)\n"
+    )
+    tree: dict[str, Any] = {"cluster": {"workers": "2"}, "data": {"path": "text.txt"}}
+    for field, value in TINY_TRIAL.items():
+        section, name = field.split(".")
+        tree.setdefault(section, {}).setdefault(name, yaml.safe_load(value))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny_cpu.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "text.txt").write_text(TEXT)
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "HOME": str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, "sweep.py"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=4 * PATIENCE_S,
+    )
+    shutil.rmtree(temporary, ignore_errors=True)
+    said = done.stdout + done.stderr
+    if limit:
+        assert said.count("ended None") == trials, said
+        assert {each.name for each in (tmp_path / "runs").glob("lr-*")} == {"lr-0.001", "lr-0.002"}
+        assert len(list((tmp_path / "runs" / ".prepared").glob("*/manifest.json"))) == 1
+    else:
+        assert said.count("ended None") < trials, said
+        refused = r"(\d) trials that wait as this one does hold \1 of 4 CPUs, and a run needs 3"
+        assert re.search(refused, said), said
+        assert "Set max_concurrent_trials=1 in tune.TuneConfig, or fewer CPUs for a trial" in said

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_driver_growth import train
 from tokenizers import Tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerFast, ResNetConfig
 
 from rayapp import model
-from rayapp.config import from_dict
+from rayapp.config import ConfigError, from_dict
+from rayapp.config.code import digest_of
 from rayapp.data.tokens import byte_tokenizer, save_tokenizer
 from rayapp.finetune import check, finetune
 from rayapp.finetune.check import forecast
@@ -173,3 +179,86 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, case: str) -> None:
     (line,) = problems
     assert line.startswith(f"model.tokenizer={tmp_path} is not a tokenizer: ") and said in line
     assert "Copy its tokenizer.json and tokenizer_config.json anew" in line and "\n" not in line
+
+
+LAB = """from torch.nn.functional import cross_entropy
+def loss(logits, labels): return cross_entropy(logits, labels, reduction="none")
+def metric(logits, labels): return (logits.argmax(-1) == labels).float()
+def notes(path): yield from ({"text": line} for line in open(path))
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Write lab.py, check a config that names its functions, and return what the check says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "notes.txt").write_text("a line\n" * 99)
+    written = 0
+
+    def checked(code: str, **fields: Any) -> Any:
+        nonlocal written
+        written += 2
+        (tmp_path / "lab.py").write_text(code)
+        later = time.time() + written  # Python compares a source's time with that of what it cached
+        os.utime(tmp_path / "lab.py", (later, later))
+        tree = {
+            "run": {"storage": str(tmp_path), "name": "r"},
+            "model": {"path": "tiny", "tokenizer": "bytes"},
+            "data": {"path": str(tmp_path / "notes.txt"), "seq_len": 64},
+            "train": {"tokens_per_step": 128, "micro_batch": 1, "loss": "lab:loss"},
+            "eval": {"metrics": ["lab:metric"]},
+            "cluster": {"workers": "1", "address": "local"},
+        }
+        for section, values in fields.items():
+            tree[section] |= values
+        return check.check(from_dict(tree), 2, 0)
+
+    yield checked
+    sys.modules.pop("lab", None)
+
+
+def test_own_code_is_tried_before_a_run_starts_and_mended_in_the_same_process(lab: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lab(LAB.replace('reduction="none"', 'reduction="sum"').replace("argmax(-1)", "argmax(0)"))
+    loss, metric = caught.value.problems
+    assert loss.startswith("train.loss=lab:loss is not usable: it must return one number a token")
+    assert metric.startswith("eval.metrics=lab:metric is not usable: it raised RuntimeError: ")
+    with pytest.raises(ConfigError, match=r"loss=lab:loss is not usable: it raised TypeError"):
+        lab(LAB.replace("loss(logits, labels)", "loss(logits)"))
+    assert lab(LAB).code.keys() == {"train.loss"}
+
+
+def test_own_code_may_change_until_a_checkpoint_holds_steps_of_it(lab: Any, tmp_path: Path) -> None:
+    run = open_storage(str(tmp_path / "r"))
+    plan = {"steps": 9, "code": dict(lab(LAB).code)}
+    run.write("plan.json", json.dumps(plan).encode())
+    train(run, 2, 0)
+    other = LAB.replace("(logits, labels, red", "(2 * logits, labels, red")
+    lab(other)
+    train(run, 3, 3)
+    said = (
+        r"^train\.loss=lab:loss has changed: it is not the code with which the 3 steps of .* were"
+    )
+    with pytest.raises(ConfigError, match=said):
+        lab(other)
+    lab(LAB.replace("==", "!="))  # the metric beside it
+    plan["code"] = {"train.loss": digest_of("train.loss", "lab:loss")}  # as an earlier version did
+    run.write("plan.json", json.dumps(plan).encode())
+    lab(LAB.replace("==", "!="))
+    with pytest.raises(ConfigError, match=said):
+        lab(LAB)
+
+
+def test_a_format_of_an_earlier_version_is_known_again(lab: Any, tmp_path: Path) -> None:
+    data = {"data": {"format": "lab:notes", "kind": "text"}}
+    first = lab(LAB, **data)
+    edited = lab(LAB.replace("==", "!="), **data)  # the metric beside it
+    assert edited.parts == first.parts
+    (source,) = {entry.source for entry in edited.inputs}
+    older = replace(source, version=digest_of("data.format", "lab:notes"))
+    assert older.digest() != source.digest()
+    plan = {"steps": 9, "parts": {"files": older.digest()}}
+    open_storage(str(tmp_path / "r")).write("plan.json", json.dumps(plan).encode())
+    assert lab(LAB.replace("==", "!="), **data).parts["files"] == older.digest()
+    assert lab(LAB, **data).parts == first.parts

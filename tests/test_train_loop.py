@@ -733,6 +733,39 @@ def test_skips_in_a_row_end_the_run(engine: Engine, bad: float, fix: str) -> Non
     assert caught.value.step == 50 + loop.MAX_SKIPS - 3
 
 
+def test_a_loss_of_ones_own_is_named_where_it_alone_is_not_finite(engine: Engine) -> None:
+    """Its objective, or only its gradient; rows whose cross-entropy is not finite are to blame."""
+    engine.own_loss = "lab:f"
+    engine.model.register_forward_hook(lambda model, given, out: (out[0] * math.nan, out[1]))
+    for loss, rows, said in [
+        (1.0, [0], "rows 0 .* their cross-entropy is finite, train.loss=lab:f .*; mend lab:f, or"),
+        (math.inf, [0], "rows 0 of the prepared data cause it. The weights"),
+    ]:
+        with pytest.raises(loop.BadLoss, match=said) as caught:
+            list(loop.train(engine, [OneRow(0, loss)]))
+        assert caught.value.rows == rows
+    engine.model._forward_hooks.clear()
+    (weight,) = engine.model.parameters()
+    weight.register_hook(lambda slope: slope * math.nan)
+    with pytest.raises(loop.BadLoss, match=r"each row alone .* train\.loss=lab:f or its gradient"):
+        list(loop.train(engine, [OneRow(0, 1.0)]))
+
+
+@pytest.mark.parametrize(
+    ("own", "why"), [("lab:f", "train.loss=lab:f is cut off"), (None, "no tr")]
+)
+def test_a_first_step_without_a_gradient_ends_the_run(
+    engine: Engine, own: str | None, why: str
+) -> None:
+    engine.own_loss, engine.skip_bad = own, True
+    with pytest.raises(loop.BadLoss, match=f"^step 1: the gradient is exactly zero: {why}"):
+        list(loop.train(engine, [OneRow(0, 0.0)]))
+    assert len(list(loop.train(engine, [OneRow(0, 1.0), OneRow(1, 0.0)]))) == 2
+    empty = OneRow(0, 0.0)
+    empty.sums = lambda: (0,)  # type: ignore[method-assign,return-value,assignment]
+    assert len(list(loop.train(engine, [empty]))) == 1, "no token of it bears loss"
+
+
 def test_a_level_that_stays_is_trained_on(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """After LEVEL losses in a row; what is not finite in between is no part of a level."""
     engine.spikes, engine.skip_bad = Spikes(6.0, [1.0] * 64), True

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from rayapp.config import from_dict
+from rayapp.finetune.build import Head
+from rayapp.finetune.trainer import held_out_losses
+from rayapp.train import loop
 from rayapp.train.loss import IGNORE, chunked_cross_entropy
-from rayapp.train.own_code import own_loss, token_sums
+from rayapp.train.own_code import RaisedError, own_loss, problem_of, token_sums
 
 
 def nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -74,3 +81,112 @@ def test_metrics_are_summed_over_tokens_that_bear_loss(chunk: int) -> None:
     logits = torch.nn.functional.linear(hidden, weight, bias)
     hits = (logits.argmax(-1) == labels)[labels != IGNORE].sum()
     assert sums.tolist() == [float(hits), 14.0]
+
+
+def spoils(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    found = nats(logits.mul_(0.0), labels)
+    labels.zero_()
+    return found
+
+
+@pytest.mark.parametrize("head", ["weight", "no weight"])
+def test_what_a_metric_writes_reaches_no_other_and_no_gradient(head: str) -> None:
+    hidden, weight, labels, bias = drawn()
+    given: tuple[Any, ...] = (hidden, weight, labels, bias)
+    if head == "no weight":
+        logits = torch.nn.functional.linear(hidden, weight, bias).detach().requires_grad_()
+        given = (logits, None, labels)
+    alone = token_sums({"nats": nats}, *given)
+    both = token_sums({"a": spoils, "nats": nats, "b": spoils, "again": nats}, *given)
+    assert both[1] == both[3] == alone[0] != both[0]
+    own, _ = own_loss(*given, function=lambda x, y: nats(x.mul_(2.0), y), chunk=4)
+    plain, _ = own_loss(*given, function=lambda x, y: nats(x * 2.0, y), chunk=4)
+    gradients = [torch.autograd.grad(each, given[0])[0] for each in (own, plain)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_metric_that_raises_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    hidden, weight, labels, bias = drawn()
+    calls = []
+
+    def raises(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(len(labels))
+        raise ValueError("no vocabulary file")
+
+    failed = set[str]()
+    given = ({"lab:raises": raises, "lab:nats": nats}, hidden, weight, labels, bias, 4)
+    with pytest.raises(RaisedError, match="no vocabulary file"):
+        token_sums(*given)
+    sums = token_sums(*given, failed)
+    assert failed == {"lab:raises"} and sums[0] == 0.0
+    assert sums[1] == token_sums({"nats": nats}, hidden, weight, labels, bias)[0]
+    assert len(calls) == 2, "once when its error is raised, and once when it is left out"
+    (line,) = caplog.messages
+    assert line.startswith("eval.metrics=lab:raises raised ValueError: no vocabulary file. It is")
+
+
+def out_of_memory(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_memory_that_is_used_up_is_no_fault_of_a_function() -> None:
+    hidden, weight, labels, _ = drawn()
+    with pytest.raises(torch.OutOfMemoryError):
+        own_loss(hidden, weight, labels, function=out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        token_sums({"a": out_of_memory}, hidden, weight, labels, failed=set())
+
+
+TRIED: dict[str, tuple[Any, str | None]] = {
+    "right": (nats, None),
+    "in place": (lambda x, y: nats(x.mul_(2.0), y), None),
+    "labels in place": (spoils, "it raised RuntimeError: "),
+    "fp64": (lambda x, y: nats(x.double(), y), None),
+    "three arguments": (lambda x, y, z: x, "it raised TypeError: .*missing 1 required"),
+    "a sum": (lambda x, y: nats(x, y).sum(), r"a tensor of shape \[4\], and returned \(\)"),
+    "a number": (lambda x, y: 1.0, "and returned float"),
+    "an array": (lambda x, y: x.detach().numpy()[:, 0], "and returned ndarray"),
+    "a wrong name": (lambda x, y: {}["a"], "it raised KeyError: 'a'"),
+    "a wrong shape": (lambda x, y: x @ x, "it raised RuntimeError: mat1 and mat2"),
+    "detached": (lambda x, y: nats(x.detach(), y), "it is cut off from the logits"),
+    "whole numbers": (lambda x, y: (x.argmax(-1) == y).long(), "it is cut off from the logits"),
+    "backward": (lambda x, y: nats(x, y).exp_().mul_(2.0).sqrt().exp().mul_(0), "modified by an"),
+    "a GPU": (lambda x, y: x.to("cuda"), None),
+    "a group": (lambda x, y: torch.distributed.all_reduce(x), None),
+}
+
+
+@pytest.mark.parametrize("case", TRIED)
+def test_a_function_is_tried_on_a_few_tokens(case: str) -> None:
+    function, why = TRIED[case]
+    problem = problem_of("train.loss=lab:f", function, 11, trained=True)
+    if why is None:
+        assert problem is None
+        return
+    assert problem is not None and "\n" not in problem
+    assert re.match(f"train.loss=lab:f is not usable: .*{why}", problem), problem
+    if "cut off" in why:  # a metric needs no gradient
+        assert problem_of("eval.metrics=lab:f", function, 11, trained=False) is None
+
+
+def failing(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    raise ValueError("on this rank")
+
+
+def test_an_evaluation_has_the_metrics_that_have_failed_on_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hidden, weight, labels, bias = drawn()
+    names = ["test_train_own_code:failing", "test_train_own_code:nats"]
+    head = Head(from_dict({"eval": {"metrics": names}}))
+    batch: Any = SimpleNamespace(labels=labels.numpy()[None], target_bytes=np.ones((1, 2, 9)))
+
+    def evaluate(engine: Any, batches: Any, measure: Any) -> list[float]:
+        both = []
+        for each in batches:
+            both.append(measure(each, 0, head(hidden, weight, labels, bias)))
+        return [sum(values) for values in zip(*both, strict=True)]
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    found = held_out_losses(None, [batch, batch], head)  # type: ignore[arg-type]
+    assert found["eval_metrics"] == {"nats": pytest.approx(found["eval_loss"])}

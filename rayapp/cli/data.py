@@ -40,12 +40,9 @@ def data(argv: list[str]) -> int:
     known = {"show": "2", "chars": "2000", "json": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"json"}), known, Config)
     shown, chars = (arguments.count(name, asked[name]) for name in ("show", "chars"))
-    from rayapp.driver.main import quieten
-    from rayapp.observe.console import Console
-
-    quieten()
     from rayapp.finetune.check import check
     from rayapp.finetune.preview import preview
+    from rayapp.observe.console import Console
 
     previews = preview(check(config, None, 0))
     if asked["json"] == "true":
@@ -63,7 +60,6 @@ def prepare(argv: list[str]) -> int:
         return Exit.DONE
     config, _ = arguments.read(argv, {}, Config)
     from rayapp.driver.activity import Heartbeat
-    from rayapp.driver.main import quieten
     from rayapp.driver.output import captured
     from rayapp.driver.ray_session import connected, tell_ray
     from rayapp.jobs import secrets
@@ -72,7 +68,6 @@ def prepare(argv: list[str]) -> int:
     from rayapp.observe.console import Console
 
     tell_ray()
-    quieten()
     from rayapp.finetune.check import check
     from rayapp.finetune.prepare import prepare_beforehand
 

@@ -65,9 +65,7 @@ def generate(argv: list[str]) -> int:
         print(GENERATE)
         return Exit.DONE if argv else Exit.REFUSED
     from rayapp import generation
-    from rayapp.driver.main import quieten
 
-    quieten()
     known = {"prompt": "", "max_tokens": "256", "temperature": "0.7", "chat": "none"}
     run, asked = arguments.read_plain(arguments.flags(argv, ["chat"]), "RUN", known)
     settings = _settings(**asked)

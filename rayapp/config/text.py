@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -167,9 +168,15 @@ def shipped(name: str) -> Path:
 def config_file(path: str) -> Path:
     """Return the path of a config file.
 
-    A path that exists is taken as it is. Otherwise `tiny_cpu` and `configs/tiny_cpu.yaml` name the
-    config that is shipped with rayapp.
+    A path that exists, from the user's folder, is taken as it is. Otherwise `tiny_cpu` and
+    `configs/tiny_cpu.yaml` name the config that is shipped with rayapp.
     """
+    own = Path(user_folder(), path)
     name = path.removeprefix("configs/").removesuffix(".yaml")
     ours = {file.stem: file for file in shipped("configs").glob("*.yaml")}
-    return Path(path) if Path(path).exists() else ours.get(name, Path(path))
+    return own if own.exists() else ours.get(name, own)
+
+
+def user_folder() -> str:
+    """Return the folder in which the user works: a trial of Ray Tune works in one of its own."""
+    return os.environ.get("TUNE_ORIG_WORKING_DIR") or os.getcwd()

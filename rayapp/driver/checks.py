@@ -6,12 +6,12 @@ import os
 
 from rayapp import config as configs
 from rayapp.config import ConfigError, Run, RunConfig
-from rayapp.config.code import CodeError, digest_of, load_code
+from rayapp.config.text import user_folder
 from rayapp.driver.budget import budget_problems
 from rayapp.driver.growth import growth_problem
 from rayapp.observe import trackers
 from rayapp.observe.result import RunFailed
-from rayapp.observe.run_folder import INTERRUPTED, PREPARED, RAY
+from rayapp.observe.run_folder import DONE, INTERRUPTED, PREPARED, RAY
 from rayapp.observe.status import read_plan, read_result, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint.marker import NoneUsable, resume_point
@@ -23,16 +23,29 @@ def absolute_path(path: str | None) -> str | None:
     """Make a local path absolute if it exists or is a glob; return anything else unchanged."""
     if path is None or "://" in path:
         return path
-    expanded = os.path.expanduser(path)
+    expanded = os.path.join(user_folder(), os.path.expanduser(path))
     marked = any(mark in path for mark in "*?[")
     return os.path.abspath(expanded) if marked or os.path.exists(expanded) else path
 
 
 def absolute_run(run: Run) -> Run:
-    """Make `run.storage` absolute, whether the folder exists or not; leave a URL unchanged."""
+    """Make `run.storage` absolute, whether the folder exists or not; leave a URL unchanged.
+
+    Raises:
+        ConfigError: it is relative in the folder of a trial of Ray Tune.
+    """
     if "://" in run.storage:
         return run
-    storage = os.path.abspath(os.path.expanduser(run.storage))
+    storage = os.path.expanduser(run.storage)
+    if not os.path.isabs(storage) and user_folder() != os.getcwd():
+        raise ConfigError(
+            [
+                f"run.storage={run.storage} is relative: this trial of Ray Tune works in a folder "
+                "of Ray's, which does not last. Set an absolute path or s3://bucket/prefix, or set "
+                "RAY_CHDIR_TO_TRIAL_DIR=0 in the environment before the trials start"
+            ]
+        )
+    storage = os.path.abspath(storage)
     return run.model_copy(update={"storage": storage})
 
 
@@ -90,35 +103,10 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
                 f"({'; '.join(changed)}). Set another run.name, or use the same config to resume"
             ]
         )
-    return read_result(run).get("status", INTERRUPTED)
-
-
-def code_digests(
-    loss: str | None, metrics: tuple[str, ...], run: Storage, problems: list[str]
-) -> dict[str, str]:
-    """Return digests of the user's code that changes what is trained, by config field.
-
-    Adds a problem for code that cannot be used, or that has changed since the run began.
-    """
-    digests = dict[str, str]()
-    try:
-        for name in metrics:
-            load_code("eval.metrics", name)
-        if loss is not None:
-            digests["train.loss"] = digest_of("train.loss", loss)
-    except CodeError as error:
-        problems.append(str(error))
-        return digests
-    if not digests or problems:  # the storage may be one of them
-        return digests
-    before = read_plan(run).get("code", {})
-    problems += [
-        f"{field}={loss} has changed: its package is not the one with which {run.url} began. "
-        "Restore it, or set another run.name"
-        for field, digest in digests.items()
-        if before.get(field, digest) != digest
-    ]
-    return digests
+    result = read_result(run)
+    if result.get("status") == DONE and result["steps"] < (read_plan(run).get("steps") or 0):
+        return INTERRUPTED  # the result is of a shorter run
+    return result.get("status", INTERRUPTED)
 
 
 def check_resumable(run: Storage) -> None:

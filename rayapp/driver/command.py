@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from rayapp.driver import display, placement
 from rayapp.driver.activity import Heartbeat
 from rayapp.driver.budget import Budget, unknown_nodes
 from rayapp.driver.checks import check_resumable, same_run
+from rayapp.driver.growth import changed_data, refuse_other_data, take
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
 from rayapp.driver.output import captured, copied
@@ -40,8 +42,8 @@ from rayapp.observe.gauges import tell_end
 from rayapp.observe.hooks import Hooks
 from rayapp.observe.origin import submission_id
 from rayapp.observe.records import MetricsLine, RunResult, Summary
-from rayapp.observe.result import RunFailed, result_of
-from rayapp.observe.run_folder import DONE, FAILED, RESULT, STOPPED
+from rayapp.observe.result import RunFailed, result_of, stays
+from rayapp.observe.run_folder import ASKED, DONE, FAILED, RESULT, STOPPED
 from rayapp.observe.status import read_result
 from rayapp.storage import Storage, StorageError
 from rayapp.train.spec import AnySpec, Beside
@@ -55,6 +57,11 @@ class CheckedRun:
     """The config with absolute paths, and with `auto` in `data` resolved where that is possible."""
     run: Storage
     """The run's folder."""
+
+    @property
+    def parts(self) -> dict[str, object]:
+        """The parts of the data's fingerprint that are known before the data are prepared."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,8 @@ class Kind:
     Raises ConfigError: they cannot do what is asked.
     """
     prepare: Callable[[Any, bool, Console, Phases], tuple[AnySpec, Beside | None]]
-    """(CheckedRun, whether workers have GPUs, console, phases): prepare the rows, write config.yaml
-    and plan.json, print the plan, and return the spec, and what goes on beside the training."""
+    """(CheckedRun, whether workers have GPUs, console, phases): prepare the rows, `describe` the
+    run, print the plan, and return the spec, and what goes on beside the training."""
     after_failure: AfterFailure = lambda spec, ended: None
 
 
@@ -98,7 +105,9 @@ def run(
     phases = Phases(started or time.time())
     with captured() as tail:
         secrets.load()
-        console = console or PlainConsole(force_jupyter=False)  # text, which `tail` can keep
+        # Text, which `tail` can keep; a kernel asks for colours (FORCE_COLOR) and is no terminal.
+        terminal = None if sys.stdout is None else sys.stdout.isatty()
+        console = console or PlainConsole(force_jupyter=False, force_terminal=terminal)
         tell_ray()
         with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
             return _run(config, kind, console, heartbeat, on_step)
@@ -127,11 +136,10 @@ def _run(
     ):
         stop.forget_old()
         run = lease.fence(ready.run)
+        take(run)  # a driver may have been killed before it has
         if same_run(run, ready.config, settled=False) == DONE:
-            result = read_result(run)
-            console.print(f"run {ready.config.run.name} is already done", highlight=False)
-            display.result(console, result)
-            return result
+            return _done_already(run, ready, console, phases)
+        refuse_other_data(run, ready.parts)
         phases.begin("starting Ray" if local else f"connecting to Ray at {address}")
         with (
             connected(ready.config, address),
@@ -161,6 +169,21 @@ def _run(
             hooks = Hooks([*hooks_module.opened(ready.config, run.url), *more])
             with _logged(command, ready.config.run.name, console, hooks):
                 return _to_the_end(kind, ready, command, gpus, console, phases, hooks)
+
+
+def _done_already(run: Storage, ready: CheckedRun, console: Console, phases: Phases) -> RunResult:
+    """Show the result of a run that is done; forget a longer one that has not done a step."""
+    result, journal = read_result(run), Journal(run)
+    run.delete(ASKED)
+    if journal.events and journal.events[-1].get("status") != DONE:
+        with journal.command(ready.config, phases.started):
+            journal.ended(DONE, {})
+    console.print(f"run {ready.config.run.name} is already done", highlight=False)
+    display.result(console, result)
+    if changed := changed_data(run, ready.parts, done=True):
+        fix = "To train on them, set another run.name, or another length and train.schedule_from"
+        console.print(f"[yellow]{display.plain(changed)}. {fix}[/yellow]", soft_wrap=True)
+    return result
 
 
 @contextmanager
@@ -209,7 +232,8 @@ def _to_the_end(
     phases.seconds["workers"] = summary.pop("group_s")  # of the last group
     phases.begin("writing the report")
     result = result_of(ready.config, run, summary, phases.seconds, journal.events)
-    run.write(RESULT, json.dumps(result, indent=1).encode())
+    if not stays(run, summary["status"]):
+        run.write(RESULT, json.dumps(result, indent=1).encode())
     report.write_for(run)
     if result.get("model_path"):
         report.write_card(run)
@@ -231,8 +255,11 @@ def _train(
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
 
+    endless = placement.refusing_endless_waits(ready.config)  # for room to prepare the data
+
     def tend() -> None:
         command.check()
+        endless()
         command.logs.refresh()
 
     try:

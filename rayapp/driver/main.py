@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -19,14 +18,6 @@ from rayapp.observe.plain import plain_output
 from rayapp.observe.run_folder import EXIT_CODES, RETRIED, Exit
 from rayapp.storage import StorageError
 
-# transformers imports torchao where it is installed, and torchao warns of kernels that need a GPU.
-NOISY = {
-    "torchao": logging.ERROR,
-    "torch.utils._pytree": logging.ERROR,
-    "bitsandbytes": logging.ERROR,
-    "botocore": logging.WARNING,  # it tells where it has found credentials
-    "aiobotocore": logging.WARNING,
-}
 STOP_S = 20.0  # Ray sends SIGTERM about a second after it is asked to stop a job
 
 
@@ -53,7 +44,6 @@ def main(
     except ConfigError as error:
         return _final(_refuse(error))
     tell_ray()
-    quieten()
     run = _loaded(load_run)  # only now needed
     from rayapp.observe.result import RunFailed
 
@@ -103,12 +93,6 @@ def _loaded(load_run: Callable[[], Callable[..., Mapping[str, Any]]]) -> Callabl
     with Heartbeat(phases, Console(force_terminal=False, force_jupyter=False), Tail()):
         phases.begin("importing torch, ray and transformers")
         return load_run()
-
-
-def quieten() -> None:
-    """Keep lines of libraries, which no user can act on, out of the output."""
-    for name, level in NOISY.items():
-        logging.getLogger(name).setLevel(level)
 
 
 def _refuse(error: ConfigError) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rayapp.config import ConfigError, RunConfig
@@ -79,7 +78,7 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
 
 
 def _init(address: str, **options: Any) -> None:
-    """Call ray.init, again while a local start times out; then restore our SIGTERM handler.
+    """Call ray.init, again while a local start times out.
 
     Raises:
         RunFailed: Ray does not start on this machine.
@@ -87,10 +86,10 @@ def _init(address: str, **options: Any) -> None:
     import ray
 
     logging.getLogger(TOKENS_LOGGER).addFilter(_is_for_users)
-    handler = signal.getsignal(signal.SIGTERM)
     for attempt in range(1, STARTS + 1):
         try:
-            ray.init(address=address, **options)
+            with _signals_are_for_the_driver():
+                ray.init(address=address, **options)
             break
         except Exception as error:  # Ray has no type for it
             if address != "local" or SLOW_START not in str(error):
@@ -103,8 +102,26 @@ def _init(address: str, **options: Any) -> None:
                     "command again"
                 ) from error
             logger.warning("Ray took more than 30 s to start, trying again (%d)", attempt + 1)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _signals_are_for_the_driver() -> Iterator[None]:
+    """Inside the block, let Ray start in sessions of its own, and set no handler of SIGTERM.
+
+    A signal to the driver's process group (Ctrl-C, `timeout`, a batch system) then reaches the
+    driver alone, which saves and ends Ray afterwards. The kernel still ends Ray's processes with
+    the driver, as Ray asks it to (PR_SET_PDEATHSIG).
+    """
+    from ray._private import services, utils
+
+    start: Any = services.ConsolePopen
+    handle = utils.set_sigterm_handler
+    services.ConsolePopen = partial(start, start_new_session=True)  # type: ignore[misc, assignment]
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        services.ConsolePopen, utils.set_sigterm_handler = start, handle  # type: ignore[misc]
 
 
 def _quiet_workers() -> dict[str, str]:
@@ -187,10 +204,8 @@ def check_cluster(config: RunConfig) -> None:
         ConfigError: naming what is there.
     """
     import ray
-    from ray._private.state import state  # no public call gives what an autoscaler may add
 
-    resources = ray.cluster_resources()
-    limits = state.get_max_resources_from_cluster_config() or {}
+    resources, limits = ray.cluster_resources(), most_resources()
     workers = config.cluster.min_workers
     needed = {
         "CPU": float(workers + 1),
@@ -210,6 +225,13 @@ def check_cluster(config: RunConfig) -> None:
                 f"needs {', '.join(short)}. Set cluster.workers lower, or add nodes"
             ]
         )
+
+
+def most_resources() -> Mapping[str, float]:
+    """Return the resources that the cluster may grow to; empty without an autoscaler."""
+    from ray._private.state import state  # no public call gives what an autoscaler may add
+
+    return state.get_max_resources_from_cluster_config() or {}
 
 
 def gpus_here() -> int:

@@ -11,13 +11,14 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from rayapp.driver import display
 from rayapp.driver.budget import Budget
+from rayapp.driver.growth import describe, take
 from rayapp.driver.lease import Lease
 from rayapp.driver.output import AttemptLogs, Tail
 from rayapp.driver.ray_workers import Attempt, Workers
@@ -32,7 +33,15 @@ from rayapp.observe.ending import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.events import Journal
 from rayapp.observe.records import MetricsLine, Summary
 from rayapp.observe.result import RunFailed, failed
-from rayapp.observe.run_folder import CONFIG, FAILED, LEASE_STOPPED_S, METRICS, MOVED, STOPPED
+from rayapp.observe.run_folder import (
+    CONFIG,
+    DONE,
+    FAILED,
+    LEASE_STOPPED_S,
+    METRICS,
+    MOVED,
+    STOPPED,
+)
 from rayapp.storage import Storage, StorageError
 from rayapp.train.checkpoint.marker import steps_done
 from rayapp.train.spec import AnySpec, Beside
@@ -173,6 +182,8 @@ class _Supervisor:
             self.phases.begin("reading the steps of the workers")
             self.command.lease.wait_until_fresh(self.phases.begin, self._check_room)
             last = self.patiently(self.journal.catch_up)
+            done = isinstance(ended, dict) and ended["status"] == DONE
+            self.patiently(partial(take, self.command.run, done))
             if last is not None and last != before:
                 self.bar.update(last)  # a short attempt ends between two looks
             if isinstance(ended, dict) and ended["status"] != MOVED:
@@ -234,8 +245,7 @@ class _Supervisor:
             self.patiently(lambda: self.journal.interrupted(ending, workers))
         if smaller := self.after_failure(self.spec, ended):
             self.spec = smaller
-            text = smaller.config.to_yaml().encode()
-            self.patiently(lambda: self.command.run.write(CONFIG, text))
+            self.patiently(lambda: describe(self.command.run, smaller.config))
             self._say_again(ending, f"again with {smaller.accumulation(workers)}")
             return
         pause_s = self.recovery.after(ending)
@@ -295,6 +305,7 @@ class _FolderPoll:
         self._new: MetricsLine | None = None
         self.stepped = False
         """Whether the attempt has done a step."""
+        self._taken = False  # config.yaml and plan.json are of this command
         self.asked_at: float | None = None
         """The clock's seconds at which a stop was seen before the first step."""
         self._every_s = POLL_S if self._command.run.local_path() else S3_POLL_S
@@ -331,11 +342,18 @@ class _FolderPoll:
             self._before = self._new = line
             self.stepped = True
             self._command.journal.saw(line)
+            self._take()
         elif not self.stepped and self.asked_at is None and self._command.stop.asked():
             self.asked_at = self._command.clock.monotonic()
         if self._validator is not None:
             self._validator.poll()
         self._command.logs.refresh()
+
+    def _take(self) -> None:
+        try:
+            self._taken = self._taken or take(self._command.run)
+        except OSError as error:  # the next line is another chance
+            logger.warning("%s stays as it is: %s", CONFIG, error)
 
 
 def _last_line(run: Storage) -> MetricsLine | None:

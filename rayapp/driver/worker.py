@@ -19,7 +19,6 @@ from ray.exceptions import RayError
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
-from rayapp.driver.main import quieten
 from rayapp.model import Unavailable, WrongExport
 from rayapp.observe.activity import Phases, Reporter
 from rayapp.observe.gauges import Steps
@@ -41,7 +40,6 @@ def work(spec: AnySpec) -> Summary:
     Errors that all ranks raise together become a summary: `moved` if another attempt can go on,
     `failed` if it would meet the same error again. Other errors are raised.
     """
-    quieten()
     _name_in_logs(f"{spec.config.run.name}/rank-{dist.get_rank()}")
     shard = ray.train.get_dataset_shard("train")
     rows = spec.steps(shard, dist.get_world_size())

@@ -16,6 +16,9 @@ __all__ = ["RunFailed", "finetune"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        from rayapp.driver.ray_session import tell_ray
+
+        tell_ray()
         from rayapp.finetune import run
 
         return getattr(run, name)

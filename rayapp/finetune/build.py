@@ -63,12 +63,15 @@ class Head:
             self.loss = liger_cross_entropy
         if train.loss is not None:
             function = load_code("train.loss", train.loss, checked=True)
-            self.loss = partial(own_loss, function=function, chunk=train.loss_chunk)
+            what = f"train.loss={train.loss}"
+            self.loss = partial(own_loss, function=function, what=what, chunk=train.loss_chunk)
         self.metrics: dict[str, TokenFunction] = {
             name: load_code("eval.metrics", name, checked=True) for name in config.eval.metrics
         }
         self.metric_sums: torch.Tensor | None = None
         """Set to zeros [metrics] to have the metrics of each batch added."""
+        self.failed: set[str] = set()
+        """The metrics that have raised an error on this rank."""
 
     def __call__(
         self,
@@ -91,7 +94,9 @@ class Head:
                 logits = torch.nn.functional.linear(hidden, weight, bias)
             return logits, logits
         if self.metric_sums is not None:
-            self.metric_sums += token_sums(self.metrics, hidden, weight, labels, bias)
+            self.metric_sums += token_sums(
+                self.metrics, hidden, weight, labels, bias, failed=self.failed
+            )
         more = {} if each is None else {"each": each}
         return self.loss(hidden, weight, labels, bias, **more)
 

@@ -22,10 +22,11 @@ from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
+from rayapp.finetune.code_check import as_begun, code_digests, code_problems
 from rayapp.finetune.start import shape_problem, with_adapter, with_origin
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
-from rayapp.storage import StorageError, open_storage
+from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train import planning
 
 MAX_NAMED = 3  # tokens without an embedding, in a message
@@ -60,6 +61,16 @@ class CheckedLanguageRun(command.CheckedRun):
     """The chat template that data.chat_template names."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's code that changes what is trained, by config field."""
+
+    @property
+    def parts(self) -> dict[str, object]:
+        parts = dict[str, object]()
+        for entry in self.inputs:
+            of = f"{entry.path} " if self.config.data.mixture else ""
+            held_out = entry.eval_source
+            parts[f"{of}files"] = entry.source.digest()
+            parts[f"{of}eval_files"] = held_out.digest() if held_out is not None else None
+        return parts
 
 
 def absolute(config: Config) -> Config:
@@ -102,21 +113,29 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     own = tokens.CHAT_TEMPLATE if tokenizer is None else str(tokenizer.chat_template)
     inputs = tuple(_without_read(entry, template or own) for entry in inputs)
     run = open_storage(config.run.storage) / config.run.name
-    code = checks.code_digests(config.train.loss, config.eval.metrics, run, problems)
+    code = code_digests(config, run, problems)
     if problems:
         raise ConfigError(problems)
     assert inputs and base is not None
+    inputs = tuple(_as_begun(entry, run) for entry in inputs)
     if len(inputs) == 1:
         fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
         config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
-    run = open_storage(config.run.storage) / config.run.name
     if problem := plan_problem(config, base, tokenizer):
         raise ConfigError([problem])
+    shape = _shape(base, config, tokenizer)
+    if wrong := code_problems(config, shape.get_text_config().vocab_size):
+        raise ConfigError(wrong)
     if problem := schedule_problem(config, run):
         raise ConfigError([problem])
-    if problem := shape_problem(config, run, _shape(base, config, tokenizer)):
+    if problem := shape_problem(config, run, shape):
         raise ConfigError([problem])
     return CheckedLanguageRun(config, run, inputs, base, tokenizer, template, code)
+
+
+def _as_begun(entry: Input, run: Storage) -> Input:
+    held_out = entry.eval_source and as_begun(entry.eval_source, run)
+    return replace(entry, source=as_begun(entry.source, run), eval_source=held_out)
 
 
 def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from rayapp.config import ConfigError
 from rayapp.data.prepared import Prepared
 from rayapp.data.rows import step_rows
+from rayapp.driver.growth import refuse_other_data
 from rayapp.observe import metrics
 from rayapp.observe.run_folder import METRICS
-from rayapp.order import Cursor, Order, combine
+from rayapp.order import Order, combine
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import latest
 
@@ -19,13 +20,12 @@ def check_order(run: Storage, prepared: Prepared, order: Order) -> None:
     """Compare the rows of the last step done with its digest in metrics.jsonl.
 
     Raises:
-        ConfigError: that step would have had other rows.
+        ConfigError: the data are others, or that step would have had other rows.
     """
+    refuse_other_data(run, prepared.parts)
     line, (newest, _) = metrics.last(run), latest(run)
     if line is None or newest is None or newest.step != line["step"]:
         return
-    if Cursor.from_dict(newest.state["cursor"]).fingerprint != prepared.fingerprint:
-        return  # the ranks refuse it, and name what has changed
     rows = step_rows(prepared.rows("train"), order, line["step"] - 1, 0, 1)
     if combine([rows.digest()]) != line["batch_digest"]:
         raise ConfigError(

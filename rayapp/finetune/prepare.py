@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -16,7 +15,7 @@ from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
 from rayapp.data.recipe import VERSIONS, RowRecipe
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Preparation
-from rayapp.driver.growth import stages_of
+from rayapp.driver.growth import describe, stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import growth, micro_batch, preview, show, sources
 from rayapp.finetune.build import model_shape
@@ -24,7 +23,7 @@ from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
-from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
+from rayapp.observe.run_folder import PLAN, PREPARED
 from rayapp.observe.status import read_plan
 from rayapp.order import Order, fingerprint
 from rayapp.planner.trained import tokenizer_of
@@ -39,7 +38,7 @@ TOKENIZER_SAMPLE_BYTES = 16 * 2**20
 def prepare(
     ready: CheckedLanguageRun, gpus: bool, console: Console, phases: Phases
 ) -> tuple[LanguageSpec, Preparation | None]:
-    """Prepare the rows, write config.yaml and plan.json, print the plan, and return the spec.
+    """Prepare the rows, `describe` the run in its folder, print the plan, and return the spec.
 
     Return the preparation of the windows that follow too, if some do.
     """
@@ -63,15 +62,13 @@ def prepare(
     settled = replace(ready, config=config)
     plan = plan_of(settled, prepared, order, parameters, tokenizer_url, vocabulary)
     plan["trainable_parameters"] = trainable
-    ready.run.write(CONFIG, config.to_yaml().encode())
     if ready.code:
         plan["code"] = dict(ready.code)
     plan["rendered"] = preview.rendered(ready, tokenizer)
     ends = ends_of_data(prepared, tokenizer)
     stops = generation_config(config, ready.model, shape, tokenizer, ends).eos_token_id or []
     plan["stops"] = names_of(stops, tokenizer)
-    values = (planned.as_dict() if planned else {}) | plan
-    ready.run.write(PLAN, json.dumps(values, indent=1).encode())
+    describe(ready.run, config, cast(Plan, (planned.as_dict() if planned else {}) | plan))
     show.plan(console, config, prepared, order, parameters, trainable)
     show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
     show.records(console, plan["rendered"])

@@ -130,6 +130,7 @@ class LanguageTrainer(Trainer):
             may_wait=lambda batch: spec.order.more and batch.ends_block,
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
             skip_bad=config.train.on_spike == "skip",
+            own_loss=config.train.loss,
         )
         if spec.data.held_out:
             rows, rank, world = spec.data.rows("eval"), dist.get_rank(), dist.get_world_size()
@@ -231,14 +232,16 @@ def held_out_losses(
 ) -> HeldOut:
     """Return the held-out loss in nats per token and per byte, over all ranks' batches.
 
-    With eval.metrics, `eval_metrics` holds the mean of each over the loss-bearing tokens; with
-    names of sources, `eval_loss_by_source` holds the loss of each.
+    With eval.metrics, `eval_metrics` holds the mean of each over the loss-bearing tokens, without
+    those that have failed on a rank; with names of sources, `eval_loss_by_source` holds the loss of
+    each.
     """
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:
         targets, target_bytes = (batch.labels[i] != IGNORE).sum(-1), batch.target_bytes[i].sum()
         sums = [] if head.metric_sums is None else head.metric_sums.tolist()
         if head.metric_sums is not None:
+            sums += [float(name in head.failed) for name in head.metrics]
             head.metric_sums.zero_()
         if names:
             counts = [float(targets[mine].sum()) for mine in batch.of_source()[:, i]]
@@ -261,9 +264,11 @@ def held_out_losses(
         )
         held_out["eval_loss_by_source"] = per_token(names, nats, counts)
     if head.metrics:
-        functions = (name.rpartition(":")[2] for name in head.metrics)
+        each = zip(head.metrics, sums, sums[len(head.metrics) :], strict=False)
         held_out["eval_metrics"] = {
-            name: value / max(targets, 1) for name, value in zip(functions, sums, strict=True)
+            name.rpartition(":")[2]: value / max(targets, 1)
+            for name, value, failures in each
+            if not failures
         }
     return held_out
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config import ConfigError, RunConfig, from_dict
+from rayapp.config import ConfigError, RunConfig, from_dict, parse_yaml
 from rayapp.observe import metrics
 from rayapp.observe.metrics import ImageRecord, TokenRecord
 from rayapp.observe.plain import escaped
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import CHECKPOINTS, CONFIG
-from rayapp.observe.status import read_result, read_sections
+from rayapp.observe.status import read_asked, read_result, read_sections
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -151,12 +151,13 @@ def config_of(run: Storage) -> RunConfig:
 
 
 def own_config_of(run: Storage) -> RunConfig:
-    """Return the config of a run, checked to write to the folder that it was read from.
+    """Return the config that a run was last asked for, checked to write to the folder it is in.
 
     Raises:
         ConfigError: it names another folder, or is not valid.
     """
-    config = config_of(run)
+    asked = read_asked(run)
+    config = from_dict(parse_yaml(asked["config"])) if asked else config_of(run)
     names = open_storage(f"{config.run.storage}/{config.run.name}").url
     if names != run.url:
         raise ConfigError(

@@ -40,11 +40,15 @@ MONITOR_WORDS, SILENT_WORDS = "running low on memory", "Worker unexpectedly exit
 LESS_MEMORY = (
     "lower train.micro_batch, data.seq_len or data.workers, or take nodes with more memory"
 )
-# Messages of full and read-only disks: Python's, Ray's and torch's, and those of our storage.
-FINAL = tuple(
-    words
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-    for words in (os.strerror(number), LOCAL_REASONS[number][0])
+# Messages of full and read-only disks: Python's, Ray's and torch's, and those of our storage; and
+# those on a loss of the user's that fails at each call.
+FINAL = (
+    *(
+        words
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+        for words in (os.strerror(number), LOCAL_REASONS[number][0])
+    ),
+    " is not usable: it ",
 )
 
 

@@ -82,6 +82,16 @@ def band_of(plan: Plan, name: str) -> BandValues | None:
     return cast(Mapping[str, BandValues | None], plan).get(name)
 
 
+class Asked(TypedDict):
+    """The content of asked.json: what a command asks of a run that has steps already."""
+
+    attempt: Count
+    """The attempt that has done the last of them."""
+    plan: Plan
+    config: str
+    """Its config.yaml."""
+
+
 # ---- metrics.jsonl ----------------------------------------------------------------------------
 
 

@@ -23,8 +23,9 @@ from rayapp.observe.records import (
     StoredCost,
     Summary,
 )
-from rayapp.observe.run_folder import CHECKPOINTS, FAILED, RESULT
-from rayapp.observe.status import planned_step_s
+from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, RESULT
+from rayapp.observe.status import planned_step_s, read_result
 from rayapp.planner.calibration import calibrate, rest_s
 from rayapp.storage import Storage, StorageError
 
@@ -47,12 +48,24 @@ def failed(run: Storage, reason: str) -> RunFailed:
     try:
         line = metrics.last(run)
         failure = {"status": FAILED, "steps": line["step"] if line else 0, "reason": reason}
-        run.write(RESULT, json.dumps(failure, indent=1).encode())
+        if not stays(run, FAILED):
+            run.write(RESULT, json.dumps(failure, indent=1).encode())
     except StorageError as error:
         if error.outage:
             raise
         logger.error("%s is not written: %s", RESULT, error)  # must not hide the reason
     return RunFailed(reason)
+
+
+def stays(run: Storage, status: str) -> bool:
+    """Say whether the folder's result is of a run that is done, which one that is not leaves there.
+
+    The first step of a longer run has deleted it.
+    """
+    try:
+        return status != DONE and read_result(run).get("status") == DONE
+    except DamagedEvents:
+        return False
 
 
 def result_of(

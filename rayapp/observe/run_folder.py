@@ -15,6 +15,7 @@ from rayapp.storage.base import HIDDEN
 
 CONFIG = "config.yaml"
 PLAN = "plan.json"
+ASKED = "asked.json"  # both of a command that has not done a step, where the run has some
 METRICS = "metrics.jsonl"
 SEGMENTS = "metrics"  # a folder: on S3, what is not yet in metrics.jsonl
 EVENTS = "events.jsonl"
@@ -34,9 +35,9 @@ MODEL = "model"
 ADAPTER = "adapter"  # beside a model that an adapter was merged into
 RESERVE = f"{HIDDEN}reserve"  # on a disk, while a command trains: room for the reason of a failure
 
-FILES = (CONFIG, PLAN, METRICS, EVENTS, ACTIVITY, RANK_ACTIVITY, VALIDATIONS, RESULT, REPORT)
+FILES = (CONFIG, PLAN, ASKED, METRICS, EVENTS, ACTIVITY, RANK_ACTIVITY, VALIDATIONS, RESULT)
 OWN = re.compile(
-    "|".join(map(re.escape, (*FILES, SUBMISSION, LEASE, STOP, RUN_ID)))
+    "|".join(map(re.escape, (*FILES, REPORT, SUBMISSION, LEASE, STOP, RUN_ID)))
     + rf"|{SEGMENTS}/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt|({TENSORBOARD}|{MODEL}|{ADAPTER})/.+"
     + rf"|{CHECKPOINTS}/(.+/)?([^/]+\.distcp|\.metadata|state\.json|COMMITTED|REFUSED)"
 )

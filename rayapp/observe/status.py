@@ -32,6 +32,7 @@ from rayapp.observe.goodput import (
     read_events,
 )
 from rayapp.observe.records import (
+    Asked,
     Event,
     MetricsLine,
     Plan,
@@ -41,6 +42,7 @@ from rayapp.observe.records import (
 )
 from rayapp.observe.run_files import DamagedEvents, Number
 from rayapp.observe.run_folder import (
+    ASKED,
     CONFIG,
     EVENTS,
     EXIT_CODES,
@@ -293,6 +295,11 @@ def _status(
 def _num_steps(run: Storage) -> int | None:
     """Return the number of steps in a run's plan, None if there is no plan yet."""
     return read_plan(run).get("steps")
+
+
+def read_asked(run: Storage) -> Asked | None:
+    """Return what a command that has not done a step asks of a run; raises DamagedEvents."""
+    return run_files.read(run, ASKED, Asked, "Delete the file, and run the same command again")
 
 
 def read_plan(run: Storage) -> Plan:

@@ -94,6 +94,8 @@ class Engine:
     """Skip the update of a bad step and go on, instead of raising BadLoss."""
     skips: int = 0
     """Bad steps in a row so far; the MAX_SKIPS-th one raises BadLoss even with `skip_bad`."""
+    own_loss: str | None = None
+    """The user's function that makes the objective (`train.loss`), by its name."""
     eval_owed: bool = False
     """Whether the last evaluation that was due was left out or given up."""
     unit: Unit = TOKENS

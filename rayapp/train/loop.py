@@ -202,6 +202,8 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
         del objective, loss, more  # else this graph would live through the next forward pass
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
+        if batch.step == 0 and grad_norm == 0.0 and agreement.wait().sums[0]:
+            refuse_no_gradient(engine)
         assert summing is not None, "a step has a micro-batch, and every rank is in the group"
         sums = summing.wait()
         engine.count(sums.counts)
@@ -251,12 +253,14 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
         BadLoss: on all ranks.
     """
     rows, unit = worst_rows(engine, batch), f"nats/{engine.unit.one}"
-    broken = sorted(row for loss, row in rows if not math.isfinite(loss))
+    broken = sorted(row for loss, row, _ in rows if not math.isfinite(loss))
+    own = None if broken else engine.own_loss
+    broken = broken or sorted(row for _, row, is_finite in rows if not is_finite)
     shown = ", ".join(map(str, broken[:8])) + (" ..." if len(broken) > 8 else "")
     finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
     if finite:
         assert engine.spikes is not None
-        highest = ", ".join(f"{row} ({loss:.2f} {unit})" for loss, row in rows[:3])
+        highest = ", ".join(f"{row} ({loss:.2f} {unit})" for loss, row, _ in rows[:3])
         what = f"is a spike (above {engine.spikes.threshold():.3f} {unit})"
         cause = f"highest are rows {highest} of the prepared data"
     else:
@@ -266,12 +270,15 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
             if broken
             else "each row alone gives a finite loss"
         )
+        if own is not None:
+            cause += f"; their cross-entropy is finite, train.loss={own} or its gradient is not"
     message = (
         f"step {batch.step + 1}: loss sum {loss_sum}, gradient norm {grad_norm} {what}; {cause}. "
         "The weights are as before the step"
     )
     if not engine.skip_bad:
         fix = "lower train.lr, or correct or remove those rows"
+        fix = fix if finite or own is None else f"mend {own}, or {fix}"
         raise BadLoss(f"{message}; {fix}", batch.step + 1, broken, finite)
     if engine.skips >= MAX_SKIPS:
         fix = (
@@ -285,21 +292,31 @@ def report_bad(engine: Engine, batch: Batch, loss_sum: float, grad_norm: float) 
         logger.warning("%s, and training goes on", message)
 
 
-@torch.no_grad()
-def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int]]:
-    """Run the forward pass row by row on all ranks; return (loss, row) of all, worst first.
+def refuse_no_gradient(engine: Engine) -> None:
+    """Raise BadLoss: the first step would not change a weight, and so would none."""
+    cause = "no trained parameter takes part in the loss"
+    if engine.own_loss is not None:
+        cause = f"train.loss={engine.own_loss} is cut off from the logits, or zero for each token"
+    raise BadLoss(f"step 1: the gradient is exactly zero: {cause}", 1, [], True)
 
-    The loss is in nats per token or image of the row; losses that are not finite come first.
+
+@torch.no_grad()
+def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int, bool]]:
+    """Run the forward pass row by row on all ranks; return (loss, row, is finite) of all.
+
+    The loss is in nats per token or image of the row, worst first; losses that are not finite come
+    first. The last says whether the objective is finite.
     """
     losses = []
     for (i, j), row in np.ndenumerate(batch.rows):
-        _, loss, *_ = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
+        objective, loss, *_ = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
         if row >= 0:
-            losses.append((float(loss) / max(batch.weight(i, j), 1), int(row)))
+            is_finite = math.isfinite(float(objective))
+            losses.append((float(loss) / max(batch.weight(i, j), 1), int(row), is_finite))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, losses, group=engine.control)
-    rows = [pair for part in gathered for pair in part]
-    return sorted(rows, key=lambda pair: (math.isfinite(pair[0]), -pair[0], pair[1]))
+    rows = [each for part in gathered for each in part]
+    return sorted(rows, key=lambda each: (math.isfinite(each[0]), -each[0], each[1]))
 
 
 @torch.no_grad()

@@ -1,22 +1,40 @@
 """Losses and metrics of the user's, computed token by token in chunks (docs/own_code.md).
 
+    problem = problem_of("train.loss=mine.code:focal", function, vocabulary=32_000, trained=True)
     objective, loss = own_loss(hidden, weight, labels, function=load_code("train.loss", name))
     sums = token_sums({"accuracy": function}, hidden, weight, labels)
 
 A function sees the tokens that bear loss, at most `chunk` at once: logits float32 [c, V] and labels
-int64 [c]. It returns one number a token, float [c], so that its sum does not depend on how rows are
-spread over micro-batches and workers.
+int64 [c], which it may write to. It returns one number a token, float [c], so that its sum does not
+depend on how rows are spread over micro-batches and workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import re
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rayapp.observe.words import last_line
 from rayapp.train.loss import IGNORE
+
+TRIED_TOKENS = 4
+# In the errors of a function that needs what a driver lacks: a GPU, or the group of the workers.
+OF_WORKERS = re.compile("cuda|nvidia|triton|process group", re.IGNORECASE)
+
+logger = logging.getLogger("rayapp.training")
+
+
+class Unusable(ValueError):
+    """A function of the user's fails at each call; the message names its field."""
+
+
+class RaisedError(RuntimeError):
+    """A function of the user's has raised an error; the message names its field."""
 
 
 class TokenFunction(Protocol):
@@ -27,6 +45,28 @@ class TokenFunction(Protocol):
         ...
 
 
+def problem_of(what: str, function: TokenFunction, vocabulary: int, trained: bool) -> str | None:
+    """Call a function on a few tokens, and return why it cannot be used; None if nothing is wrong.
+
+    What is `trained` is differentiated too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(TRIED_TOKENS, vocabulary, generator=generator, requires_grad=trained)
+    labels = torch.randint(vocabulary, (TRIED_TOKENS,), generator=generator)
+    try:
+        values = _of_tokens(what, function, logits.clone(), labels)
+        if trained and not values.requires_grad:
+            return (
+                f"{what} is not usable: it is cut off from the logits, so that it has no gradient "
+                "and nothing would be trained. Leave out detach, item, numpy, argmax and no_grad"
+            )
+        if trained:
+            values.sum().backward()
+    except Exception as error:  # the user's code may raise anything
+        return None if OF_WORKERS.search(str(error)) else _named(what, error)
+    return None
+
+
 def own_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
@@ -34,6 +74,7 @@ def own_loss(
     bias: torch.Tensor | None = None,
     *,
     function: TokenFunction,
+    what: str = "train.loss",
     chunk: int = 4096,
     each: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +86,8 @@ def own_loss(
     each label.
 
     Raises:
-        ValueError: the function does not return a number a token.
+        Unusable: the function does not return a number a token, or takes other arguments.
+        RaisedError: it raises another error.
     """
 
     def of_chunk(
@@ -54,7 +96,7 @@ def own_loss(
         logits = _logits(part, *head)
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
-        return _of_tokens("train.loss", function, logits, wanted).sum(), loss
+        return _of_tokens(what, function, logits, wanted).sum(), loss
 
     objective, loss = 0.0 * hidden.sum(dtype=torch.float32), hidden.new_zeros((), dtype=torch.float)
     all_of_them = []
@@ -75,13 +117,30 @@ def token_sums(
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
     chunk: int = 4096,
+    failed: set[str] | None = None,
 ) -> torch.Tensor:
-    """Return each function's sum over labels that are not IGNORE, fp64 [functions]."""
+    """Return each function's sum over labels that are not IGNORE, fp64 [functions].
+
+    A function that cannot be used is logged, joins `failed` and is not called again; without
+    `failed` its error is raised.
+    """
     sums = torch.zeros(len(functions), dtype=torch.float64)
     for part, wanted in _chunks(hidden, labels, chunk):
         logits = _logits(part, weight, bias)
         for place, (name, function) in enumerate(functions.items()):
-            sums[place] += float(_of_tokens(f"eval.metrics={name}", function, logits, wanted).sum())
+            if name in (failed or ()):
+                continue
+            if logits._version:  # the function before has written to them
+                logits = _logits(part, weight, bias)
+            try:
+                sums[place] += float(
+                    _of_tokens(f"eval.metrics={name}", function, logits, wanted).sum()
+                )
+            except (Unusable, RaisedError) as error:
+                if failed is None:
+                    raise
+                failed.add(name)
+                logger.warning("%s. It is left out of the evaluations", error, exc_info=error)
     return sums
 
 
@@ -100,18 +159,37 @@ def _chunks(
 def _logits(
     hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    logits = hidden if weight is None else torch.nn.functional.linear(hidden, weight, bias)
-    return logits.float()
+    """Return new logits, fp32."""
+    if weight is None:
+        return hidden.to(torch.float32, copy=True)
+    return torch.nn.functional.linear(hidden, weight, bias).float()
 
 
 def _of_tokens(
-    what: str, function: Callable[..., torch.Tensor], logits: torch.Tensor, labels: torch.Tensor
+    what: str, function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    values = function(logits, labels)
+    try:
+        values = function(logits, labels.clone())
+    except TypeError as error:
+        raise Unusable(_named(what, error)) from error
+    except Exception as error:  # the user's code may raise anything
+        # torch's own: out of memory, or the end of what a backward pass computes again.
+        if isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] == "torch":
+            raise
+        raise RaisedError(f"{what} raised {type(error).__name__}: {last_line(error)}") from error
     if not isinstance(values, torch.Tensor) or values.shape != labels.shape:
         shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-        raise ValueError(
+        raise Unusable(
             f"{what} is not usable: it must return one number a token, a tensor of shape "
             f"[{len(labels)}], and returned {shape}. Return it without a sum or mean over tokens"
         )
     return values.float()
+
+
+def _named(what: str, error: Exception) -> str:
+    """Return the error of a call, with the field that names the function."""
+    if isinstance(error, Unusable):
+        return str(error)
+    if isinstance(error, RaisedError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return f"{what} is not usable: it raised {type(error).__name__}: {last_line(error)}"

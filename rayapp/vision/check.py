@@ -28,6 +28,14 @@ class CheckedImageRun(command.CheckedRun):
     source: sources.ImageSource
     eval_source: sources.ImageSource | None
 
+    @property
+    def parts(self) -> dict[str, object]:
+        held_out = self.eval_source
+        return {
+            "files": self.source.digest(),
+            "eval_files": held_out.digest() if held_out is not None else None,
+        }
+
 
 def absolute(config: VisionConfig) -> VisionConfig:
     """Make local paths absolute, because the workers have another working folder."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from typing import cast
 
 from rich.console import Console
 
@@ -11,7 +11,7 @@ from rayapp.config import ConfigError, VisionConfig
 from rayapp.data import images as data_images
 from rayapp.data.images import ImageRecipe, Images, load
 from rayapp.data.sources import SourceError
-from rayapp.driver.growth import stages_of
+from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.model import num_parameters
 from rayapp.model.classifier import (
@@ -22,7 +22,7 @@ from rayapp.model.classifier import (
 )
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Plan
-from rayapp.observe.run_folder import CONFIG, PLAN, PREPARED
+from rayapp.observe.run_folder import PREPARED
 from rayapp.observe.words import number_of_bytes
 from rayapp.order import Order
 from rayapp.storage import Storage, open_storage
@@ -37,11 +37,12 @@ KIND = "rayapp.vision"
 def prepare(
     ready: CheckedImageRun, gpus: bool, console: Console, phases: Phases
 ) -> tuple[ImageSpec, None]:
-    """Index the images, write config.yaml and plan.json, print the plan, and return the spec."""
+    """Index the images, `describe` the run in its folder, print the plan, and return the spec."""
     config, run = ready.config, ready.run
     images = index(ready, config, phases)
     phases.end("data")
     phases.begin("planning")
+    refuse_other_data(run, images.parts)
     of_data = images.fingerprint, images.counts["train"]
     order = order_of(config, images, stages_of(run, *of_data, config.rows_per_step))
     shape, source = shape_of_classifier(config.model.path, config.model.overrides, images.classes)
@@ -50,13 +51,12 @@ def prepare(
     anew = sorted(last_layer(shape)) if unknown else []
     classifier = build_classifier(shape, mean=config.data.mean, std=config.data.std)
     parameters = num_parameters(classifier)
-    run.write(CONFIG, config.to_yaml().encode())
     counted = {"steps": order.num_steps, "images": images.counts["train"]}
     there = on_what_is_there(config)
     planned = forecast(there, shape, len(images.classes), on_cpu=not gpus, **counted)
     values = planned.as_dict() if planned else {}
     plan = values | plan_of(config, images, order, parameters) | {"drawn_anew": anew}
-    run.write(PLAN, json.dumps(plan, indent=1).encode())
+    describe(run, config, cast(Plan, plan))
     show.plan(console, config, images, order, parameters, anew, unknown)
     phases.end("plan")
     return RunSpec(KIND, config, images, order, run.url), None

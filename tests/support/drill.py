@@ -59,6 +59,8 @@ class Drill:
 
     PROGRAM = "-m"
     MODULE = "rayapp.finetune"
+    GROUP: ClassVar[int | None] = None
+    """0: a process group of its own; None: that of the tests."""
     SETTINGS: ClassVar[dict[str, Any]] = SETTINGS
 
     def __init__(
@@ -83,7 +85,11 @@ class Drill:
         self.log = folder / f"{name}.log"
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
-                command, env=variables, stdout=output, stderr=subprocess.STDOUT
+                command,
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=self.GROUP,
             )
 
     def inputs(self, folder: Path) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from rayapp.config.code import CodeError, digest_of, load_code
+from rayapp.config.code import CodeError, load_code
+from rayapp.config.code_digest import source_digest
 from rayapp.data.sources.records import DataSource, Record, SourceError, opened, printable
 
 FIELD = "data.format"
@@ -30,13 +31,13 @@ def is_own(format: str) -> bool:
 
 
 def version(format: str) -> str:
-    """Return a digest of the source of the function's package.
+    """Return a digest of the source of the function, and of what it uses of its package.
 
     Raises:
         SourceError: it cannot be imported, or is not a function.
     """
     try:
-        return digest_of(FIELD, format)
+        return source_digest(FIELD, format)
     except CodeError as error:
         raise SourceError(str(error)) from error
 
