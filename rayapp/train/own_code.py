@@ -29,7 +29,7 @@ OF_WORKERS = re.compile("cuda|nvidia|triton|process group", re.IGNORECASE)
 logger = logging.getLogger("rayapp.training")
 
 
-class Unusable(ValueError):
+class UnusableCode(ValueError):
     """A function of the user's fails at each call; the message names its field."""
 
 
@@ -86,7 +86,7 @@ def own_loss(
     each label.
 
     Raises:
-        Unusable: the function does not return a number a token, or takes other arguments.
+        UnusableCode: the function does not return a number a token, or takes other arguments.
         RaisedError: it raises another error.
     """
 
@@ -136,7 +136,7 @@ def token_sums(
                 sums[place] += float(
                     _of_tokens(f"eval.metrics={name}", function, logits, wanted).sum()
                 )
-            except (Unusable, RaisedError) as error:
+            except (UnusableCode, RaisedError) as error:
                 if failed is None:
                     raise
                 failed.add(name)
@@ -171,7 +171,7 @@ def _of_tokens(
     try:
         values = function(logits, labels.clone())
     except TypeError as error:
-        raise Unusable(_named(what, error)) from error
+        raise UnusableCode(_named(what, error)) from error
     except Exception as error:  # the user's code may raise anything
         # torch's own: out of memory, or the end of what a backward pass computes again.
         if isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] == "torch":
@@ -179,7 +179,7 @@ def _of_tokens(
         raise RaisedError(f"{what} raised {type(error).__name__}: {last_line(error)}") from error
     if not isinstance(values, torch.Tensor) or values.shape != labels.shape:
         shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-        raise Unusable(
+        raise UnusableCode(
             f"{what} is not usable: it must return one number a token, a tensor of shape "
             f"[{len(labels)}], and returned {shape}. Return it without a sum or mean over tokens"
         )
@@ -188,7 +188,7 @@ def _of_tokens(
 
 def _named(what: str, error: Exception) -> str:
     """Return the error of a call, with the field that names the function."""
-    if isinstance(error, Unusable):
+    if isinstance(error, UnusableCode):
         return str(error)
     if isinstance(error, RaisedError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
