@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -122,6 +124,9 @@ def _signals_are_for_the_driver() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen, utils.set_sigterm_handler = start, handle  # type: ignore[misc]
+        if threading.current_thread() is threading.main_thread():
+            # Ray's C++ has put its own handler before Python's, and ends the process after it.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _quiet_workers() -> dict[str, str]:
