@@ -5,6 +5,7 @@
 # make test-image cluster/Dockerfile built by buildah on a Debian made here, and tried (root, buildah, mmdebstrap)
 # make mutations  faults put into a copy of the code one at a time; a test must find each
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
+# make gpu-wheels what a CUDA machine with PyTorch lacks for bench/gpu.py, in build/gpu-wheels;   bitsandbytes in a folder beside it
 # make docs       the documentation as a site, in build/site
 # make security   checkov and hadolint on infra/ and cluster/
 # make up-ecs CONFIG=run.yaml EMAIL=you@example.com   base, image, ECS cluster;   make down-ecs   all but results
@@ -33,7 +34,7 @@ CAPACITY = $(BIN)/python -m rayapp capacity
 ECS_VARS = -var-file=$(CURDIR)/$(OUT)/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/$(OUT)/ecs -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 EKS_VARS = -var-file=$(CURDIR)/$(OUT)/kuberay/terraform.tfvars.json -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 
-.PHONY: setup finetune vision test test-full test-image check check-infra security bench drills mutations image docs
+.PHONY: gpu-wheels setup finetune vision test test-full test-image check check-infra security bench drills mutations image docs
 .PHONY: bucket address up-base up-ecs up-eks down-base down-ecs down-eks run-ecs run-eks prove-ecs prove-eks
 
 setup: .venv/.dev
@@ -102,6 +103,20 @@ check-infra:
 	@command -v terraform >/dev/null || { echo "skipped: terraform is not installed"; exit 0; }; \
 	terraform fmt -check -recursive infra && for stack in base ecs eks; do \
 	$(TF)/$$stack init -backend=false -input=false $(TF_INIT) >/dev/null && $(TF)/$$stack validate || exit 1; done
+
+# For Python GPU_PYTHON on x86-64, without what such a machine has: torch, triton, numpy, safetensors, tokenizers, pyarrow. On it:
+# pip install --no-index --no-deps --target site build/gpu-wheels/*.whl; PYTHONPATH=site:. python bench/gpu.py --out build/gpu
+GPU_PYTHON ?= 3.12
+WHEEL = $(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+  --implementation cp --abi cp$(subst .,,$(GPU_PYTHON)) --abi abi3 --abi none --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 \
+  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
+PINNED = $(shell sed -n 's/^\($(1)\)==/\1==/p' constraints.txt)
+LACKED = transformers peft pydantic pydantic_core typing-inspection annotated-types torchao
+
+gpu-wheels: .venv/.ready
+	$(WHEEL) -d build/gpu-wheels $(foreach name,$(LACKED),$(call PINNED,$(name)))
+	$(WHEEL) -d build/gpu-wheels-4bit $(call PINNED,bitsandbytes)
+	@du -sh build/gpu-wheels build/gpu-wheels-4bit
 
 docs: .venv/.ready
 	@$(INSTALL) -e '.[docs]'

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from fsdp_on_cpus import allow_fsdp_on_cpus
-from step import WARM_UP_STEPS, figures, synchronize
+from step import WARM_UP_STEPS, figures
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from rayapp.data.packing import position_ids
+from rayapp.data.rows import StepRows
 from rayapp.train.memory_peaks import Peaks
 
 FILLER = {"input_ids": 0, "labels": -100, "position_ids": 0}
@@ -27,14 +28,14 @@ FILLER = {"input_ids": 0, "labels": -100, "position_ids": 0}
 
 def run_trainer(
     options: argparse.Namespace,
-    batches: list[dict[str, Any]],
+    batches: list[StepRows],
     shape: Any,
     packed: bool,
     bf16: bool,
 ) -> dict[str, float]:
     """Time its steps; tokens/s of all ranks, and the highest peak of one."""
     examples, counts = examples_of(batches, packed)
-    clock, peaks = Clock(options), Peaks(torch.device(options.device))
+    clock, peaks = Clock(), Peaks(torch.device("cpu"))
     hf = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     allow_fsdp_on_cpus()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,27 +67,26 @@ class OwnRows(Trainer):
 class Clock(TrainerCallback):
     """When the first step after the warm-up began, and the last one ended."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.began, self.ended, self.cpu_s = options, 0.0, 0.0, 0.0
+    def __init__(self) -> None:
+        self.began, self.ended, self.cpu_s = 0.0, 0.0, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == WARM_UP_STEPS:
-            synchronize(self.options)
+            dist.barrier()
             self.began, self.cpu_s = time.perf_counter(), -time.process_time()
         if state.global_step == state.max_steps:
             self.cpu_s += time.process_time()
-            synchronize(self.options)
+            dist.barrier()
             self.ended = time.perf_counter()
 
 
-def examples_of(
-    batches: list[dict[str, Any]], packed: bool
-) -> tuple[list[dict[str, Any]], list[int]]:
+def examples_of(batches: list[StepRows], packed: bool) -> tuple[list[dict[str, Any]], list[int]]:
     """Return what Trainer collates, and the tokens of each step."""
     examples, counts = [], []
     for batch in batches:
         tokens = 0
-        for ids, labels, segments in zip(*batch.values(), strict=True):
+        whole = zip(batch.input_ids[0], batch.labels[0], batch.segments[0], strict=True)
+        for ids, labels, segments in whole:
             moved = np.concatenate([[-100], labels[:-1]])  # Trainer moves labels by one itself
             example = {"input_ids": ids, "labels": moved, "position_ids": position_ids(segments)}
             if not packed:  # one document a row, padded to the longest of its batch
@@ -124,7 +124,7 @@ def arguments_of(
         per_device_train_batch_size=options.micro_batch,
         learning_rate=1e-4,
         bf16=bf16,
-        use_cpu=options.device == "cpu",
+        use_cpu=True,
         fsdp=True,
         fsdp_config={
             "version": 2,

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rayapp.model.by_document import by_document, with_dropout
-from rayapp.model.sinks import flash_with_sinks
+from rayapp.model.sinks import flash_with_sinks, grouped_queries
 from rayapp.model.windows import hands_on_windows
 
 
@@ -218,7 +218,7 @@ def _flash(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=scale,
         window_size=(window, 0),
-        enable_gqa=True,
+        **grouped_queries(),
     )
     assert isinstance(result, Tensor)
     return result

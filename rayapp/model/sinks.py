@@ -10,6 +10,8 @@ with both replaced it gives the exact gradients of queries, keys and values.
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +32,17 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor)
     share = (sinks.to(log_sum.dtype) - log_sum).exp()
     inner = (grad.to(log_sum.dtype) * out.to(log_sum.dtype)).sum(-1)
     return -(share * inner).sum(0).to(sinks.dtype)
+
+
+@lru_cache(maxsize=1)
+def grouped_queries() -> dict[str, bool]:
+    """Return the argument that lets torch's varlen kernel take fewer key heads than query heads.
+
+    The kernel of torch 2.11 takes them as it is, and has no such argument.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def flash_with_sinks(
@@ -72,7 +85,7 @@ class _Flash(torch.autograd.Function):
             *(query, key, value, bounds, bounds, *ctx.options),
             scale=scale,
             window_size=ctx.window,
-            enable_gqa=True,
+            **grouped_queries(),
         )
         assert log_sum.shape == (query.shape[1], query.shape[0]), "the kernel's is [heads, T]"
         out, total = add_sinks(out, log_sum.transpose(0, 1), sinks)

@@ -6,8 +6,6 @@ import errno
 import os
 from dataclasses import dataclass
 
-from ray.exceptions import RayActorError
-
 from rayapp.observe.records import MetricsLine, Summary
 from rayapp.observe.words import last_line
 from rayapp.storage import StorageError
@@ -143,6 +141,7 @@ def _by_cause(deaths: dict[int, BaseException]) -> list[int]:
 
     That are dead workers, then errors of other kinds than a lost peer, then the lowest rank.
     """
+    from ray.exceptions import RayActorError
 
     def order(rank: int) -> tuple[bool, bool, int]:
         line = _reason(deaths[rank])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -65,7 +67,6 @@ def state_tensors(trainer: Trainer) -> Tensors:
 
 def state_values(spec: AnySpec, trainer: Trainer, step: int, loop: LoopState) -> marker.State:
     """Return the content of a checkpoint's state.json; `loop` is what `Engine.state` returns."""
-    import ray
     import transformers
 
     return {
@@ -79,7 +80,7 @@ def state_values(spec: AnySpec, trainer: Trainer, step: int, loop: LoopState) ->
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "ray": ray.__version__,
+            "ray": version("ray") if find_spec("ray") else None,  # a rank may run without it
         },
     }
 
