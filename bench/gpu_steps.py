@@ -104,6 +104,9 @@ def engine_of(config: Config, device: torch.device) -> Engine:
         NotHere: the machine lacks what the settings need.
     """
     try:
+        lora = config.model.lora
+        if lora is not None and lora.quantize == "nf4":
+            import bitsandbytes  # noqa: F401
         with mock.patch.object(model, "init_weights", draw):
             engine = make_engine(config, device)
     except (model.Unavailable, ImportError) as error:
