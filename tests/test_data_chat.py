@@ -514,7 +514,7 @@ def test_chats_with_tools_take_the_template_for_tools() -> None:
     named = {"default": CHATML, "tool_use": HERMES, "rag": "{{ messages }}"}
     tokenizer = tokenizer_with(CHATML)
     tokenizer.chat_template = named
-    chats = [
+    chats: list[dict[str, Any]] = [
         {"messages": TURNS},
         {"messages": [{**m, "tool_calls": []} for m in TURNS], "tools": [TOOL]},
         {"messages": TURNS, "tools": []},

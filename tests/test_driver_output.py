@@ -272,13 +272,13 @@ def test_time_left_is_never_negative(step: int, at: float, left: str) -> None:
 
 
 def test_a_folder_in_brackets_is_printed_as_it_is() -> None:
-    console = Console(file=io.StringIO(), force_terminal=False)
+    console = Console(file=(piped := io.StringIO()), force_terminal=False)
     done = {"status": "done", "steps": 1, "wall_s": 1.0, "run": "[/a]/[b]", "model_path": "[/a]/m"}
     display.result(console, done)
-    assert "results in [/a]/[b]\n" in console.file.getvalue()
-    bar = ProgressBar(Console(file=io.StringIO(), force_terminal=True), 10, "demo")
+    assert "results in [/a]/[b]\n" in piped.getvalue()
+    bar = ProgressBar(Console(file=(seen := io.StringIO()), force_terminal=True), 10, "demo")
     for each in (bar, ProgressBar(console, 10, "demo")):
         each.note("reading [/b].jsonl")
         each.close()
-    assert "reading [/b].jsonl" in console.file.getvalue()
-    assert "reading [/b].jsonl" in bar.console.file.getvalue()
+    assert "reading [/b].jsonl" in piped.getvalue()
+    assert "reading [/b].jsonl" in seen.getvalue()

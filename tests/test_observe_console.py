@@ -153,9 +153,9 @@ def test_a_run_prints_no_codes(odd: RunFolder, capsys: pytest.CaptureFixture[str
         assert not set(told.out + told.err) & set("\x1b\x07\x9b\r"), words
         assert told.out or told.err
     assert "[/red]" in (main(["list", f"--storage={where}"]), capsys.readouterr().out)[1]
-    console = Console(file=Screen(), force_terminal=True)
+    console = Console(file=(screen := Screen()), force_terminal=True)
     terminal.show(Job(odd.run.url), console=console)
-    assert "\x1b]" not in console.file.getvalue() and "\x1b[1m" in console.file.getvalue()
+    assert "\x1b]" not in screen.getvalue() and "\x1b[1m" in screen.getvalue()
 
 
 def test_a_terminal_is_shown_colours_and_no_codes_of_a_run(odd: RunFolder) -> None:

@@ -35,7 +35,7 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor)
 
 
 @lru_cache(maxsize=1)
-def grouped_queries() -> dict[str, bool]:
+def grouped_queries() -> dict[str, Any]:
     """Return the argument that lets torch's varlen kernel take fewer key heads than query heads.
 
     The kernel of torch 2.11 takes them as it is, and has no such argument.

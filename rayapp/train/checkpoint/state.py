@@ -80,7 +80,7 @@ def state_values(spec: AnySpec, trainer: Trainer, step: int, loop: LoopState) ->
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "ray": version("ray") if find_spec("ray") else None,  # a rank may run without it
+            **({"ray": version("ray")} if find_spec("ray") else {}),  # a rank may run without it
         },
     }
 
