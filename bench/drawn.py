@@ -82,9 +82,9 @@ def make_engine(config: Config, device: torch.device) -> Engine:
     return Engine(parts.lm, parts.optimizers, lambda step: LR, device, 1.0, control)
 
 
-def step(engine: Engine, batch: StepRows) -> tuple[int, float]:
-    """Run one step; return the tokens of all ranks and the loss in nats per token."""
+def step(engine: Engine, batch: StepRows) -> tuple[tuple[int, ...], float]:
+    """Run one step; return the sums of all ranks' batches and the loss in nats per token."""
     agreement = loop.agree(engine, batch)
     update = loop.train_step(engine, batch, agreement)
     totals: Any = agreement.wait()
-    return totals.sums[1], update.sums.loss / totals.weight
+    return totals.sums, update.sums.loss / totals.weight

@@ -94,7 +94,7 @@ def run_rayapp(config: Config, rows: list[Any], profile: Any) -> dict[str, float
             if profile:
                 profile.start()
             began, cpu_s = time.perf_counter(), time.process_time()
-        done, _ = step(engine, batch)
+        (_, done, *_), _ = step(engine, batch)
         tokens += done if number >= WARM_UP_STEPS else 0
     cpu_s = time.process_time() - cpu_s
     torch.distributed.barrier()

@@ -400,7 +400,9 @@ def test_a_users_function_that_fails_is_named_with_its_line(module: str, tmp_pat
 def test_the_source_of_a_users_function_is_in_the_digest(module: str, tmp_path: Path) -> None:
     first = sources.find("data", f"{module}:read")
     assert first.digest() != DataSource(first.root, first.format, first.files).digest()
-    (tmp_path / f"{module}.py").write_text(OWN + "# changed\n")
+    (tmp_path / f"{module}.py").write_text(OWN + "# a comment\n")
+    assert sources.find("data", f"{module}:read").digest() == first.digest()
+    (tmp_path / f"{module}.py").write_text(OWN.replace("rstrip", "strip"))
     assert sources.find("data", f"{module}:read").digest() != first.digest()
 
 

@@ -97,8 +97,8 @@ def spoiling_worker(rank: int, world: int, spec: LanguageSpec, case: str) -> Non
     spoil, said, large = SPOILT[case]
     original = trainer.export
 
-    def export(spec: LanguageSpec, parts: Any, storage: Storage, device: Any) -> None:
-        original(spec, parts, storage, device)
+    def export(spec: LanguageSpec, parts: Any, ends: Any, storage: Storage, device: Any) -> None:
+        original(spec, parts, ends, storage, device)
         if rank == 0:
             spoil(Path((storage / MODEL).url))
 

@@ -119,7 +119,7 @@ def test_a_metric_that_raises_is_left_out(caplog: pytest.LogCaptureFixture) -> N
         token_sums(*given)
     sums = token_sums(*given, failed)
     assert failed == {"lab:raises"} and sums[0] == 0.0
-    assert sums[1] == token_sums({"nats": nats}, hidden, weight, labels, bias)[0]
+    assert sums[1] == token_sums({"nats": nats}, hidden, weight, labels, bias, 4)[0]
     assert len(calls) == 2, "once when its error is raised, and once when it is left out"
     (line,) = caplog.messages
     assert line.startswith("eval.metrics=lab:raises raised ValueError: no vocabulary file. It is")

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig
 
 from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
 from rayapp.data.rows import step_rows
 from rayapp.data.tokens import load_tokenizer, num_ids
-from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
@@ -38,8 +36,6 @@ class Parts:
     source: model.ModelSource
     tokenizer: Any
     head: Head
-    generation: GenerationConfig
-    """Settings of generation with this model: among them, where it ends."""
 
 
 class Head:
@@ -154,9 +150,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         weight_decay=config.train.weight_decay,
         betas=config.train.betas,
     )
-    ends = ends_of_data(spec.data, tokenizer)
-    generation = generation_config(config, source, shape, tokenizer, ends)
-    return Parts(lm.train(), optimizers, source, tokenizer, head, generation)
+    return Parts(lm.train(), optimizers, source, tokenizer, head)
 
 
 def _mesh(config: Config, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ code for each length; what lies behind a token cannot affect it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,20 +32,20 @@ def continued(
     control: dist.ProcessGroup,
     num_tokens: int,
     *,
+    stops: Collection[int] = (),
     seed: int | None = None,
     leave: Callable[[], int] = lambda: STAY,
     room: int = 4096,
 ) -> list[Sample]:
     """Continue each prompt by up to `num_tokens`: the likeliest, or with a seed drawn ones.
 
+    A token of `stops` ends a continuation, and is no part of its text.
     Rank 0 chooses the tokens, so that no rank ends before another. PyTorch's own random state is
     not used. `room` is the most tokens of a forward pass of several prompts.
 
     Raises:
         Interrupted: `leave`, which all ranks call before each token, does not answer STAY.
     """
-    if not prompts:
-        return []
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     limit = getattr(parts.lm.hf.config.get_text_config(), "max_position_embeddings", None) or 2**30
     ids: list[list[int]] = [list(parts.tokenizer(prompt)["input_ids"]) for prompt in prompts]
@@ -55,11 +55,11 @@ def continued(
     try:
         with torch.compiler.set_stance("force_eager"):  # no compilation for rows of this length
             for group in _groups(ids, ends, room):
-                _extend(parts, ids, added, ends, group, device, control, generator, leave)
+                _extend(parts, ids, added, ends, group, device, control, generator, stops, leave)
     finally:
         parts.head.positions = None
         parts.lm.train()
-    stops = set(parts.generation.eos_token_id or ())  # one of them may not be special
+    # An id of `stops` may not be special.
     said = [[token for token in each if token not in stops] for each in added]
     texts = [str(parts.tokenizer.decode(each, skip_special_tokens=True)) for each in said]
     return list(zip(prompts, texts, strict=True))
@@ -91,6 +91,7 @@ def _extend(
     device: torch.device,
     control: dist.ProcessGroup,
     generator: torch.Generator | None,
+    stops: Collection[int],
     leave: Callable[[], int],
 ) -> None:
     """Add tokens to the prompts of a group until each is at its end or has an end token."""
@@ -98,7 +99,6 @@ def _extend(
     for row, place in zip(rows, group, strict=True):
         row[: len(ids[place])] = torch.tensor(ids[place])
     rows, going = rows.to(device), set(group)
-    stops = parts.generation.eos_token_id or ()
     while going:
         if code := leave():
             raise Interrupted(code)

@@ -9,11 +9,12 @@ rayapp.train.rank trains with it, with or without Ray.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig
 
 from rayapp import hardware, model
 from rayapp.config import Config
@@ -26,6 +27,7 @@ from rayapp.finetune.build import (
     exact_base,
     make_parts,
 )
+from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.observe.activity import Phases
@@ -61,6 +63,13 @@ class LanguageTrainer(Trainer):
         self.spec, self.device = spec, device
         self.parts = make_parts(spec, device)
         self.model, self.optimizers = self.parts.lm, self.parts.optimizers
+
+    @cached_property
+    def generation(self) -> GenerationConfig:
+        """Settings of generation with this model: among them, where it ends."""
+        config, parts = self.spec.config, self.parts
+        ends = ends_of_data(self.spec.data, parts.tokenizer)
+        return generation_config(config, parts.source, parts.lm.hf.config, parts.tokenizer, ends)
 
     def num_parameters(self) -> int:
         """Return the number of parameters of the whole model."""
@@ -155,6 +164,8 @@ class LanguageTrainer(Trainer):
     def samples(self, engine: Engine, num_tokens: int, seed: int | None = None) -> list[Sample]:
         """Continue the prompts; the ranks may agree to leave meanwhile, as during an evaluation."""
         config = self.spec.config
+        if not self.prompts:
+            return []
         engine.phases.begin("sampling")
         return continued(
             self.parts,
@@ -162,6 +173,7 @@ class LanguageTrainer(Trainer):
             self.device,
             engine.control,
             num_tokens,
+            stops=self.generation.eos_token_id or (),
             seed=seed,
             leave=lambda: leave_now(engine) if engine.interruptible else STAY,
             room=config.micro_batch * config.data.seq_len,
@@ -181,7 +193,7 @@ class LanguageTrainer(Trainer):
         phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
         if config.checkpoint.export:
-            export(self.spec, parts, storage, self.device)
+            export(self.spec, parts, self.generation, storage, self.device)
             outcome["model_path"] = (storage / MODEL).url
             folder, control = storage / MODEL, engine.control
             outcome["export_check"] = check_export(self.spec, parts, folder, self.device, control)
@@ -308,7 +320,13 @@ def _shape(config: Config, hf_config: Any) -> Shape | None:
         return None
 
 
-def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.device) -> None:
+def export(
+    spec: LanguageSpec,
+    parts: Parts,
+    generation: GenerationConfig,
+    storage: Storage,
+    device: torch.device,
+) -> None:
     """Export the model to model/.
 
     With LoRA, model/ holds the adapters alone; with lora.merge it holds the merged model, and
@@ -322,7 +340,7 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.dev
             folder,
             base=parts.source.base,
             tokenizer=parts.tokenizer,
-            generation_config=parts.generation,
+            generation_config=generation,
         )
     if lora is None or lora.merge:
         base = None if lora is None else exact_base(spec.config, parts, device)
@@ -330,7 +348,7 @@ def export(spec: LanguageSpec, parts: Parts, storage: Storage, device: torch.dev
             base or parts.lm,
             storage / MODEL,
             tokenizer=parts.tokenizer,
-            generation_config=parts.generation,
+            generation_config=generation,
             processor=model.processor_files(parts.source),
             trained=None if base is None else parts.lm,
         )
