@@ -3,6 +3,7 @@
 # make test       the tests of every module, one fine-tune end to end, one kill and resume
 # make test-full  what make test leaves out: over 10 seconds, Terraform, a killed driver on Ceph
 # make test-image cluster/Dockerfile built by buildah on a Debian made here, and tried (root, buildah, mmdebstrap)
+# make fuzz       damage of whatever rayapp reads, for FUZZ_S seconds (300); SEED repeats a round
 # make mutations  faults put into a copy of the code one at a time; a test must find each
 # make check      lint, types, layers, Terraform;   make bench   the published numbers;   make drills   the full grids
 # make gpu-wheels what a CUDA machine with PyTorch lacks for bench/gpu.py, in build/gpu-wheels;   bitsandbytes in a folder beside it
@@ -34,7 +35,7 @@ CAPACITY = $(BIN)/python -m rayapp capacity
 ECS_VARS = -var-file=$(CURDIR)/$(OUT)/ecs/terraform.tfvars.json -var=rendered=$(CURDIR)/$(OUT)/ecs -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 EKS_VARS = -var-file=$(CURDIR)/$(OUT)/kuberay/terraform.tfvars.json -var=alarm_email=$(or $(EMAIL),nobody) $(ARGS)
 
-.PHONY: gpu-wheels setup finetune vision test test-full test-image check check-infra security bench drills mutations image docs
+.PHONY: gpu-wheels setup finetune vision test test-full test-image check check-infra security bench drills mutations fuzz image docs
 .PHONY: bucket address up-base up-ecs up-eks down-base down-ecs down-eks run-ecs run-eks prove-ecs prove-eks
 
 setup: .venv/.dev
@@ -88,6 +89,11 @@ drills: .venv/.optional .venv/.judges
 # ARGS names some of them; with --list it prints all and runs none.
 mutations: .venv/.optional
 	$(BIN)/python bench/mutations.py $(ARGS)
+
+FUZZ_S ?= 300
+
+fuzz: .venv/.optional
+	FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest -q -s tests/test_fuzz.py $(ARGS)
 
 check: setup check-infra
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from typing import Any
 import processes
 import published_templates
 import pytest
+import torch
 from test_finetune_exported import but_for
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -216,6 +217,7 @@ def trained(folder: Path, case: str) -> tuple[Path, dict[str, Any]]:
         eos_token_id=0,
         initializer_range=0.5,  # so that adapters alone can learn it
     )
+    torch.manual_seed(0)
     LlamaForCausalLM(shape).save_pretrained(folder / "base")
     (folder / "base" / "generation_config.json").write_text(json.dumps(of_file))
     tokenizer.save_pretrained(folder / "base")

@@ -265,11 +265,11 @@ def _model(
     """Return the config with the settings of the model's adapter, the model and its tokenizer."""
     try:
         base = model.resolve(config.model.path)
+        scratch = config.model.from_scratch or (base.preset and config.model.path == OWN)
+        wrong = model.problems(base, from_scratch=scratch)
     except (ValueError, StorageError) as error:
         problems.append(str(error))
         return config, None, None
-    scratch = config.model.from_scratch or (base.preset and config.model.path == OWN)
-    wrong = model.problems(base, from_scratch=scratch)
     if not wrong:
         config, wrong = with_adapter(config, base)
     if not wrong:

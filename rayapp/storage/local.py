@@ -129,8 +129,10 @@ class LocalStorage(Storage):
             try:
                 info = os.stat(path)
                 return _entry(name, info) if stat.S_ISREG(info.st_mode) else None
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+            except OSError as error:  # ELOOP: a link that leads to itself leads to no file
+                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    return None
+                raise
 
     def dirs(self, prefix: str = "") -> Names:
         with explained("list", self._folder_url(prefix)), opened(self.url, prefix) as folder:

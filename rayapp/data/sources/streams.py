@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from rayapp.data.sources.formats import codec_of
+from rayapp.data.sources.formats import codec_of, is_compressed
 from rayapp.data.sources.json_lines import LINE_BYTES, TOO_LONG, line_value
 from rayapp.data.sources.records import (
     DataSource,
@@ -65,6 +65,8 @@ def open_stream(root: str, name: str, etag: str | None = None) -> io.BufferedRea
     codec = codec_of(raw.read(4))
     raw.seek(0)
     if codec is None:
+        if is_compressed(name):
+            raise SourceError("is neither gzip nor Zstandard. Copy it anew, or correct its name")
         return raw
     plain: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
     return io.BufferedReader(plain, CHUNK)
