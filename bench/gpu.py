@@ -41,7 +41,7 @@ START_S = 60.0  # a worker's imports and its first use of the device, on a machi
 LAST_S = 3.0  # to end what runs, and to write the file
 # Or resident memory would have no peak of a row or a phase: glibc keeps freed tensors.
 FREED_GOES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": str(2**16)}
-PATIENCE = 3  # times what a row needs, until it is given up
+PATIENCE = {"cuda": 3, "cpu": 12}  # times what a row needs, until it is given up
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -137,7 +137,7 @@ def run_group(
     done = 0
     try:
         for row in rows:
-            patience = PATIENCE * row.needs_s + (START_S if not done else 0.0)
+            patience = PATIENCE[options.device] * row.needs_s + (START_S if not done else 0.0)
             until = min(time.time() + patience, deadline - LAST_S)
             found = _next(lines, until)
             if found is None and time.time() >= deadline - LAST_S:

@@ -105,9 +105,11 @@ def test_8_bits_stay_near_the_page(tmp_path: Path) -> None:
 # ---- Images ------------------------------------------------------------------------------------
 
 
-def make_vit(root: Path, size: int, patch: int, classes: int) -> str:
+def make_vit(root: Path, size: int, patch: int) -> str:
     torch.manual_seed(0)
-    config = ViTConfig(image_size=size, patch_size=patch, num_labels=classes, **VIT)
+    classes = sorted(path.name for path in (root / "data").iterdir())
+    names = dict(enumerate(classes))  # by which the last layer is kept
+    config = ViTConfig(image_size=size, patch_size=patch, id2label=names, **VIT)
     ViTForImageClassification(config).save_pretrained(root / "vit")
     return str(root / "vit")
 
@@ -122,7 +124,7 @@ def as_png(data: bytes) -> bytes:
 @pytest.mark.full
 def test_a_vit_trains_on_the_crops_mirrors_and_mixtures_that_it_says(tmp_path: Path) -> None:
     as_folder(tmp_path / "data", [(name, as_png(data)) for name, data in drawn(4, 12)])
-    fields = {"model.path": make_vit(tmp_path, 32, 8, 4), "train.optimizer": "adamw"}
+    fields = {"model.path": make_vit(tmp_path, 32, 8), "train.optimizer": "adamw"}
     fields |= {"train.lr": 1e-3, "train.label_smoothing": 0.1, "train.ema": 0.9, "data.size": 32}
     fields |= {"data.crop_scale": "0.3,1", "data.mixup": 0.4, "data.cutmix": 1.0}
     spec = images.run(tmp_path, 2, fields)
@@ -146,7 +148,7 @@ def test_images_are_cropped_by_the_exported_processor_as_they_were_evaluated(
         path = tmp_path / "data" / f"class-{number % 2}" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(small).resize((640, 512)).save(path)
-    fields = {"model.path": make_vit(tmp_path, 384, 96, 2), "train.max_steps": 0}
+    fields = {"model.path": make_vit(tmp_path, 384, 96), "train.max_steps": 0}
     fields |= {"data.size": 384, "data.eval_crop": 0.75}
     spec = images.run(tmp_path, 1, fields)
     summary = json.loads(Path(spec.run_url, "summary.json").read_text())
