@@ -100,7 +100,8 @@ def test_answers_that_are_rendered_otherwise_later_are_documents_of_their_own(
 ) -> None:
     path, template = tmp_path / "a.jsonl", tmp_path / "a.jinja"
     path.write_text(json.dumps({"messages": CHATS[0]["messages"][:2] * 3}) + "\n")
-    template.write_text("{% for m in messages %}{{ m.content }}{{ '.' if loop.last }}|{% endfor %}")
+    end = "{{ '.' if loop.last and m.role == 'assistant' }}"
+    template.write_text(f"{{% for m in messages %}}{{{{ m.content }}}}{end}|{{% endfor %}}")
     argv = ["data", f"--data.path={path}", f"--data.chat_template={template}"]
     assert main([*argv, f"--run.storage={tmp_path}", "--model.tokenizer=bytes"]) == 0
     told = capsys.readouterr().out
