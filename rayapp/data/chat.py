@@ -261,7 +261,8 @@ class ChatTemplate:
             spans = [(first, last) for first, last in marks if last > begins]
         else:
             text, start, note = self._told_apart(text, before, message, given)
-            end = len(text.rstrip()) if text.rstrip().endswith(self.turn_ends) else len(text)
+            stripped = text.rstrip()  # the white space behind the end of a turn is the template's
+            end = len(stripped if stripped.endswith(self.turn_ends) else text)
             spans = [(start, max(start, end))]
         spans = spans or [(len(text), len(text))]
         if self.reasoning == "mask" and reasoning_of(message):
