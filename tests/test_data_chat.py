@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rayapp.data.chat import ChatTemplate
+from rayapp.data.chat import APART, CLOSES, SWITCHED, ChatTemplate
 from rayapp.data.documents import Renderer
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
@@ -98,7 +98,7 @@ def masked(tokenizer: Any, document: Document) -> str:
 def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str]:
     """Return (all text, text that bears loss)."""
     document, problem = Renderer(tokenizer, "chat").document({"messages": messages})
-    assert problem is None and document is not None, problem
+    assert problem is None and document is not None and not document.earlier, problem
     return str(tokenizer.decode(document.tokens)), masked(tokenizer, document)
 
 
@@ -198,28 +198,62 @@ def test_a_mark_that_ends_in_a_blank_does_not_spill_over() -> None:
     assert re.sub(r"\s+", " ", said).strip() == re.sub(r"\s+", " ", " ".join(SAID))
 
 
-def test_a_template_that_is_not_prefix_stable_trains_what_it_writes_of_the_whole_chat() -> None:
-    tokenizer = tokenizer_with(LAST_ONLY)
-    text, said = rendered(tokenizer, TURNS)
-    assert text == tokenizer.apply_chat_template(TURNS, tokenize=False)
-    assert said == f"{SAID[0]}<|im_end|><think>\n\n</think>\n\n{SAID[1]}<|im_end|>"
-    assert rendered(tokenizer, TURNS[:2])[1] == f"<think>\n\n</think>\n\n{SAID[0]}<|im_end|>"
+UPPER = CHATML.replace(  # writes an answer otherwise where the chat goes on
+    "{{ m['content'] }}",
+    "{{ m['content'] | upper if m['role'] == 'assistant' and not loop.last else m['content'] }}",
+)
 
 
-@pytest.mark.parametrize("doubled", [True, False])
-def test_what_cannot_be_told_apart_is_named(doubled: bool) -> None:
-    """The template changes the words where the chat goes on, or gives an answer no header."""
-    change = (
-        "{{ m['content'] | upper if not loop.last and m['role'] == 'assistant' else m['content'] }}"
-    )
-    template = LAST_ONLY.replace("{{ m['content'] }}", change if doubled else "{{ m['content'] }}")
-    template = (
-        template if doubled else template.replace("assistant\n{% endif %}", "other\n{% endif %}")
-    )
+@pytest.mark.parametrize("template", [LAST_ONLY, UPPER], ids=["last only", "upper"])
+def test_an_answer_that_is_rendered_otherwise_later_is_trained_where_the_chat_ends_with_it(
+    template: str,
+) -> None:
+    tokenizer, thought = tokenizer_with(template), "<think>\n\n</think>\n\n"
+    document, note = Renderer(tokenizer, "chat").document({"messages": TURNS})
+    assert document is not None and note == APART
+    for each, turns, answer in zip(document, (TURNS[:2], TURNS), SAID, strict=True):
+        said = f"{thought}{answer}<|im_end|>" if template is LAST_ONLY else f"{answer}<|im_end|>"
+        assert tokenizer.decode(each.tokens) == tokenizer.apply_chat_template(turns, tokenize=False)
+        assert masked(tokenizer, each) == said
+
+
+def test_an_answer_behind_no_prompt_of_the_template_is_refused() -> None:
+    template = LAST_ONLY.replace("assistant\n{% endif %}", "other\n{% endif %}")
     document, problem = Renderer(tokenizer_with(template), "chat").document({"messages": TURNS})
     assert document is None and problem is not None
-    assert problem.startswith("renders differently when it grows")
+    assert problem.startswith("has an answer that does not follow the chat template's own gener")
     assert "Set data.chat_template=training, or to a file that marks it with {% gen" in problem
+
+
+@pytest.mark.parametrize("opens", ["<think>\n", "<think>\n\n</think>\n\n"])
+def test_a_prompt_that_opens_a_thought_is_followed_by_it(opens: str) -> None:
+    """Of a template whose turns have none (DeepSeek), or a switch of its prompt fits (Nemotron)."""
+    prompt = "assistant\n" + opens
+    template = CHATML.replace("assistant\n", prompt).replace(
+        "{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}"
+    )
+    closed = "</think>" in opens
+    template = template.replace(prompt, f"assistant\n{{% if not thinking %}}{opens}{{% endif %}}")
+    wrong = Renderer(tokenizer_with(template), "chat").document({"messages": TURNS[:2]})
+    assert wrong[0] is not None and str(wrong[1]) == (
+        f"{SWITCHED} of thinking=true: generate so too"
+    )
+    template = template.replace("{% if not thinking %}", "{% if 1 %}")
+    document, note = Renderer(tokenizer_with(template), "chat").document({"messages": TURNS[:2]})
+    if closed:
+        assert document is None and str(note).startswith("has an answer that does not follow")
+        return
+    assert document is not None and note == CLOSES
+    thoughts = [
+        {**TURNS[1], "reasoning_content": "Hm."},
+        {**TURNS[1], "content": f"<think>\nHm.\n</think>\n\n{SAID[0]}"},
+    ]
+    tokenizer = tokenizer_with(template)
+    assert masked(tokenizer, document) == f"\n</think>\n\n{SAID[0]}<|im_end|>"
+    for answer in thoughts:
+        document, note = Renderer(tokenizer, "chat").document({"messages": [TURNS[0], answer]})
+        assert document is not None and note is None
+        assert masked(tokenizer, document) == f"Hm.\n</think>\n\n{SAID[0]}<|im_end|>"
 
 
 def test_a_refusal_of_the_template_is_a_problem_of_the_record_and_not_a_crash() -> None:
@@ -547,7 +581,9 @@ def test_an_answer_of_weight_0_bears_no_loss(template: str) -> None:
     plain, whole = made(template, messages=TURNS)
     text, said = made(template, messages=weighed)
     assert text == plain and SAID[0] not in said and SAID[1] in said
-    assert whole.endswith(said) and 0 < len(said) < len(whole)
+    assert whole.endswith(said) and (0 < len(said) < len(whole) or template is LAST_ONLY)
+    document, _ = Renderer(tokenizer_with(template), "chat").document({"messages": weighed})
+    assert document is not None and not document.earlier
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, THINKING], ids=["marked", "prefix"])

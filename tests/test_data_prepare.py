@@ -61,7 +61,14 @@ VALUES: dict[str, Callable[[int], dict[str, Any]]] = {
             {"role": "assistant", "content": words(n)},
         ]
     },
+    "apart": lambda n: {
+        "messages": [m for k in range(1 + n % 3) for m in VALUES["chat"](n + 300 * k)["messages"]]
+    },
 }
+APART = (  # a template whose answers are written otherwise where the chat goes on
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}:{% else %}"
+    "{{ '' if loop.last else '~' }}{{ m.content }}.{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +130,8 @@ def contents(storage: Storage) -> dict[str, bytes]:
 
 def expected_documents(recipe: RowRecipe) -> dict[str, list[Document]]:
     """Return the documents of each split, read and made one by one."""
-    renderer = Renderer(tokens.load_tokenizer(recipe.tokenizer_url), recipe.kind)
+    how = recipe.kind, recipe.template
+    renderer = Renderer(tokens.load_tokenizer(recipe.tokenizer_url), *how)
     found: dict[str, list[Document]] = {"train": [], "eval": []}
     for origin, unit in jobs_of(recipe):
         source = recipe.source if origin == "train" else recipe.eval_source
@@ -135,7 +143,7 @@ def expected_documents(recipe: RowRecipe) -> dict[str, list[Document]]:
                 drawn = sources.drawn_of(content_of(record.value, recipe.kind))
                 fraction = recipe.eval_fraction
                 held_out = origin == "eval" or sources.is_eval(piece, drawn, fraction)
-                found["eval" if held_out else "train"].append(document)
+                found["eval" if held_out else "train"] += document
     return found
 
 
@@ -162,17 +170,21 @@ def pieces_of(document: Document, truncate: bool) -> list[tuple[bytes, bytes]]:
     return [(a.tobytes(), b.tobytes()) for a, b in (cut[:1] if truncate else cut)]
 
 
-@pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat", "apart"])
 @pytest.mark.parametrize(("pack", "truncate"), [(True, False), (False, False), (True, True)])
 def test_every_document_is_in_the_rows_once(
     recipe: RowRecipe, tmp_path: Path, kind: str, pack: bool, truncate: bool
 ) -> None:
     source = write_jsonl(tmp_path / "kind.jsonl", [VALUES[kind](n) for n in range(90)])
-    recipe = replace(recipe, source=source, kind=kind, pack=pack, truncate=truncate)
+    apart = kind == "apart"
+    recipe = replace(recipe, source=source, kind="chat" if apart else kind, pack=pack)
+    recipe = replace(recipe, truncate=truncate, template=APART if apart else "")
     assert len(jobs_of(recipe)) >= 3
     prepared = here(recipe, tmp_path / "out")
     documents = expected_documents(recipe)
     assert len(documents["eval"]) > 2 and prepared.records == 90 and not prepared.bad
+    assert sum(map(len, documents.values())) == (180 if apart else 90)
+    assert sum(prepared.notes.values()) == (60 if apart else 0)
     for split in ("train", "eval"):
         rows = prepared.rows(split)
         assert len(rows) == prepared.num_rows(split)

@@ -34,7 +34,8 @@ def records(draw: st.DrawFn) -> TokenisedRecord:
         )
     place = draw(st.integers(0, 2**40))
     piece, drawn = draw(st.integers(0, 2**31)), draw(st.integers(0, 2**64 - 1))
-    return TokenisedRecord(piece, place, document, problem, drawn, draw(st.booleans()))
+    flags = draw(st.booleans()), draw(st.booleans())
+    return TokenisedRecord(piece, place, document, problem, drawn, *flags)
 
 
 def plain(record: TokenisedRecord) -> tuple[Any, ...]:
@@ -42,7 +43,8 @@ def plain(record: TokenisedRecord) -> tuple[Any, ...]:
     arrays = document and tuple(
         (a.dtype.str, a.tolist()) for a in (document.tokens, document.loss, document.num_bytes)
     )
-    return record.piece, record.place, arrays, record.problem, record.drawn, record.goes_on
+    flags = record.goes_on, record.more
+    return record.piece, record.place, arrays, record.problem, record.drawn, flags
 
 
 @settings(deadline=None)

@@ -132,8 +132,8 @@ ENDS: dict[str, tuple[Any, str, str, list[Any], list[str], str]] = {
 
 def ends_in(tokenizer: Any, kind: str, template: str, records: list[Any]) -> Ends:
     made = [one for one, _ in Renderer(tokenizer, kind, template).documents(records)]
-    documents = [one for one in made if one is not None]
-    assert len(documents) == len(records)
+    assert None not in made
+    documents = [each for document in made for each in document or ()]
     return ends_of(pack(documents, seq_len=8192).rows, tokenizer)
 
 

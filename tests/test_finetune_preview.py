@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from rayapp.__main__ import main
 from rayapp.config import load
+from rayapp.data.chat import APART
 from rayapp.data.messages import SILENT
 from rayapp.data.tokens import CHAT_TEMPLATE, byte_tokenizer
 from rayapp.finetune.check import CheckedLanguageRun, check
@@ -91,6 +93,20 @@ def test_what_is_not_used_is_what_the_template_does_not_read(tmp_path: Path) -> 
     assert found.unused == ("id", "messages.refusal") and found.notes == {SILENT: 1}
     (found,) = preview(checked(tmp_path, data__path=str(path)))
     assert found.unused == ("id", "messages.refusal", "messages.tool_plan")
+
+
+def test_answers_that_are_rendered_otherwise_later_are_documents_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, template = tmp_path / "a.jsonl", tmp_path / "a.jinja"
+    path.write_text(json.dumps({"messages": CHATS[0]["messages"][:2] * 3}) + "\n")
+    end = "{{ '.' if loop.last and m.role == 'assistant' }}"
+    template.write_text(f"{{% for m in messages %}}{{{{ m.content }}}}{end}|{{% endfor %}}")
+    argv = ["data", f"--data.path={path}", f"--data.chat_template={template}"]
+    assert main([*argv, f"--run.storage={tmp_path}", "--model.tokenizer=bytes"]) == 0
+    told = capsys.readouterr().out
+    assert "the first 1 records" in told and f"noted         1 {APART}" in told
+    assert re.search(r"documents +3 of ", told)
 
 
 def test_data_that_break_off_later_are_told_in_a_line(

@@ -1,12 +1,15 @@
 """Render chats to text with the tokenizer's template, and find the spans the assistant wrote.
 
-    text, spans, problem = ChatTemplate(tokenizer).render([{"messages": messages}])[0]
+    [(text, spans)], note = ChatTemplate(tokenizer).render([{"messages": messages}])[0]
 
 A chat is a record with `messages` and optionally `tools` and `chat_template_kwargs`, which are
-passed to the template. Spans come from the template's `{% generation %}` marks if it has them, else
-from the text that each turn adds to the rendered prefix, else from marks around what the messages
-say (rayapp.data.spans). If the template omits tools, calls or a whole answer, the chat is reported
-as a problem; if it omits reasoning or words beside calls, the chat is kept and that is noted.
+passed to the template. A span is what a model would write when it is asked for that answer, behind
+the text that it would read then. Where the template renders an answer otherwise once the chat goes
+on, the chat becomes several texts: one that ends with that answer, and one of the whole chat, in
+which the answer is only read. Spans come from the template's `{% generation %}` marks if it has
+them, else they are what an answer adds to the generation prompt. If the template omits tools, calls
+or a whole answer, the chat is reported as a problem; if it omits reasoning or words beside calls,
+the chat is kept and that is noted.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import logging
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from rayapp.data.messages import (
+    END_OF_THOUGHT,
+    REASONING,
     SILENT,
     SPEAKING,
     THINKING,
@@ -32,20 +37,11 @@ from rayapp.data.messages import (
     said_by,
     tools_of,
     with_arguments,
+    with_end_of_thought,
     with_text_arguments,
     without_none,
 )
 from rayapp.data.problems import NOT_UNICODE
-from rayapp.data.spans import (
-    REASONING,
-    Words,
-    after_thought,
-    beginnings,
-    end_of,
-    header_of,
-    located,
-    start_of,
-)
 from rayapp.data.tokens import CHAT_TEMPLATE, FIRST_TEMPLATE
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -62,15 +58,25 @@ FIXED_DATE = (
 TESTS_CONTENT = re.compile(r"content['\"\]\s]*\)?\s+is\s+(not\s+)?none", re.IGNORECASE)
 TAKES_PARTS = re.compile(r"\bin\s+\w+(\.|\[['\"])content")  # loops over a message's content
 TOOL_USE = "tool_use"  # the name of the template that transformers takes for chats with tools
+# What templates call the switch that opens a thought in the generation prompt, or closes it.
+SWITCHES = ("enable_thinking", "thinking")
+OPENED = re.compile(r"<think>\s*$")  # the end of a prompt after which a model thinks first
+CLOSED, CLOSING = "\n</think>\n\n", re.compile(r"\s*</think>\s*")
 OWN_TEMPLATE = "Set data.chat_template=training, or to a file that"
 REFUSED = "is refused by the chat template"
-UNSTABLE = (
-    "renders differently when it grows, so that what the assistant says cannot be told apart. "
-    f"{OWN_TEMPLATE} marks it with {{% generation %}}"
+NO_PROMPT = (
+    "has an answer that does not follow the chat template's own generation prompt, so that what "
+    f"the assistant says cannot be told apart. {OWN_TEMPLATE} marks it with {{% generation %}}"
 )
-NO_WEIGHTS = (
-    "has weights, but the chat template's marks do not tell its answers apart. Set "
-    "data.chat_template to a file with one {% generation %} around each answer"
+NO_THOUGHT = (
+    "has reasoning whose end in the chat template's text cannot be told. Set data.reasoning to "
+    "train or drop"
+)
+SWITCHED = "has answers that follow the generation prompt"
+CLOSES = "has answers without reasoning, where the prompt opens a thought that the answer closes"
+APART = (
+    "has answers that the chat template renders otherwise once the chat goes on: a document of "
+    "its own ends with each such answer"
 )
 NO_TOOLS = f"has tools, which the chat template leaves out. {OWN_TEMPLATE} writes them"
 NO_CALLS = f"has tool calls, which the chat template leaves out. {OWN_TEMPLATE} writes them"
@@ -81,8 +87,20 @@ NO_ANSWER = (
 logger = logging.getLogger("rayapp.data")
 
 Spans: TypeAlias = list[tuple[int, int]]  # [first, last) in characters
-# (text, spans that bear loss, None or a note), or ("", [], problem)
-Rendered: TypeAlias = tuple[str, Spans, str | None]
+# (texts, each with the spans that bear loss; None or a note), or ([], problem)
+Rendered: TypeAlias = tuple[list[tuple[str, Spans]], str | None]
+
+
+class GivenAnswer(NamedTuple):
+    """An answer as a model gives it: the chat ends with it."""
+
+    text: str
+    spans: Spans
+    note: str | None
+
+
+class _CannotTellError(Exception):
+    """Where an answer's words are cannot be told; the message is the chat's problem."""
 
 
 class ChatTemplate:
@@ -123,17 +141,16 @@ class ChatTemplate:
         self.reads = [name for name in REASONING if reads(template, name)]
 
     def render(self, chats: Sequence[Mapping[str, Any]]) -> list[Rendered]:
-        """Return (text, spans that bear loss, note) or ("", [], problem) per chat.
+        """Return (texts with the spans that bear loss, note) or ([], problem) per chat.
 
         Batches are cheaper.
         """
-        plain = not any(chat.get("tools") or chat.get("chat_template_kwargs") for chat in chats)
-        if self.marked and plain:
+        if self.marked and all(map(_is_plain, chats)):
             try:
                 conversations = [self._messages(chat["messages"]) for chat in chats]
                 texts, marks = self._render_all(conversations, {})
                 return [
-                    self._judged(messages, text, spans, {})
+                    self._judged(messages, [(text, spans)], [text[a:b] for a, b in spans], None)
                     for messages, text, spans in zip(conversations, texts, marks, strict=True)
                 ]
             except Exception:  # the template refuses one of them; rendering one by one finds it
@@ -156,163 +173,149 @@ class ChatTemplate:
                 again = self._attempt(changed, given)
                 if again[0]:
                     return again
-                made = again if str(made[2]).startswith(REFUSED) else made
+                made = again if str(made[1]).startswith(REFUSED) else made
         return made
 
     def _attempt(self, messages: list[Any], given: Json) -> Rendered:
         try:
-            text, spans = self._render(messages, given)
-            if not self.marked:
-                located = self._spans(messages, given, text)
-                if located is None:
-                    return "", [], UNSTABLE
-                spans = located
-            if given.get("tools") and self._render(messages, renamed(given))[0] == text:
-                return "", [], NO_TOOLS
-            return self._judged(messages, text, spans, given)
+            full, _ = self._render(messages, given)
+            if given.get("tools") and self._render(messages, renamed(given))[0] == full:
+                return [], NO_TOOLS
+            numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            answers = {i: self._answer(messages[: i + 1], given) for i in numbers}
+            said = ["".join(each.text[a:b] for a, b in each.spans) for each in answers.values()]
+            wanted = {i: each for i, each in answers.items() if messages[i].get("weight") != 0}
+            texts = self._texts(full, wanted)
+            notes = [each.note for each in wanted.values() if each.note]
+            note = APART if len(texts) > 1 else next(iter(notes), None)
+            return self._judged(messages, texts, said, note)
         except UnicodeEncodeError:
-            return "", [], NOT_UNICODE
+            return [], NOT_UNICODE
+        except _CannotTellError as problem:
+            return [], str(problem)
         except Exception as error:  # a template's code may raise anything
             first = (str(error).splitlines() or [""])[0]
-            return "", [], f"{REFUSED} ({type(error).__name__}: {first})"
+            return [], f"{REFUSED} ({type(error).__name__}: {first})"
 
-    def _judged(self, messages: list[Any], text: str, spans: Spans, given: Json) -> Rendered:
-        """Refuse a chat if its spans lack calls, or are empty where messages are not.
+    def _texts(self, full: str, answers: Mapping[int, GivenAnswer]) -> list[tuple[str, Spans]]:
+        """Return the fewest texts that have each answer as it is where the chat ends with it."""
+        texts: dict[int, tuple[str, Spans]] = {}  # by the last answer that it has
+        rest, text = dict(answers), full
+        while rest:
+            kept = {i: spans for i, each in rest.items() if (spans := self._kept(text, each))}
+            if kept:
+                texts[max(kept)] = (
+                    text,
+                    [(a, b) for each in kept.values() for a, b in each if a < b],
+                )
+            rest = {i: each for i, each in rest.items() if i not in kept}
+            text = rest[max(rest)].text if rest else ""
+        return [texts[last] for last in sorted(texts)] or [(full, [])]
 
-        Else leave out what bears no loss by its weight, or as reasoning, and note what the template
-        has left out.
+    def _kept(self, text: str, answer: GivenAnswer) -> Spans:
+        """Return the spans of an answer that a longer text has too; none if it lacks some words.
+
+        What ends the answer may go on otherwise in the longer text, behind a token that ends it.
+        """
+        *spans, (first, last) = answer.spans
+        if text.startswith(answer.text[:last]):
+            return answer.spans
+        same = alike(text, answer.text)
+        ends = self.tokens.finditer(answer.text, first, last) if self.tokens else ()
+        end = max((token.end() for token in ends if token.end() <= same), default=first)
+        whole = end > first and self.no_words.fullmatch(answer.text, end, last)
+        return [*spans, (first, end)] if whole else []
+
+    def _judged(
+        self, messages: list[Any], texts: list[tuple[str, Spans]], said: list[str], note: str | None
+    ) -> Rendered:
+        """Refuse a chat if what is said lacks calls, or is empty where messages are not.
+
+        Else note what the template has left out, or `note`.
         """
         answers = [message for message in messages if message["role"] == "assistant"]
         calls = Counter(name_of(call) for m in answers for call in m.get("tool_calls") or ())
-        if calls:
-            spoken = "".join(text[first:last] for first, last in spans)
-            if any(spoken.count(name) < count for name, count in calls.items()):
-                return "", [], NO_CALLS
-        empty = [self.no_words.fullmatch(text, *span) is not None for span in spans]
+        if any("".join(said).count(name) < count for name, count in calls.items()):
+            return [], NO_CALLS
+        empty = [self.no_words.fullmatch(each) is not None for each in said]
         meant = [self._is_empty(message) for message in answers]
-        lost = empty != meant if len(empty) == len(meant) else all(empty) and not all(meant)
-        if lost:
-            return "", [], NO_ANSWER
-        weighed = any(message.get("weight") == 0 for message in answers)
-        thinks = any(map(reasoning_of, answers))
-        if weighed or (thinks and self.reasoning == "mask"):
-            chosen = self._chosen(messages, text, spans, given)
-            if chosen is None:
-                return "", [], NO_WEIGHTS
-            spans = chosen
-        note = left_out(answers, text) if thinks or calls else None
-        pairs = zip(answers, meant, strict=True)
-        silent = any(empty and message.get("weight") != 0 for message, empty in pairs)
-        return text, spans, SILENT if silent else note
-
-    def _chosen(self, messages: list[Any], text: str, spans: Spans, given: Json) -> Spans | None:
-        """Return the spans without answers of weight 0, and without reasoning if that is masked."""
-        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        places = located(lambda some: self._render(some, given)[0], messages, text) or {}
-        if len(spans) == len(numbers):
-            owners = numbers
-        elif all(number in places for number in numbers):
-            ends = [places[number].last for number in numbers]
-            owners = [numbers[min(bisect_left(ends, a + 1), len(ends) - 1)] for a, _ in spans]
-        else:
-            return None
-        kept = []
-        for (first, last), number in zip(spans, owners, strict=True):
-            words = places.get(number)
-            if messages[number].get("weight") == 0:
-                continue
-            if self.reasoning == "mask" and reasoning_of(messages[number]):
-                if words is None:
-                    return None
-                if words.thought is not None:
-                    first = max(first, after_thought(text, words, self.tokens))
-            if first < last:
-                kept.append((first, last))
-        return kept
+        if empty != meant if len(empty) == len(meant) else all(empty) and not all(meant):
+            return [], NO_ANSWER
+        weighed = [message for message in answers if message.get("weight") != 0]
+        if any(map(self._is_empty, weighed)):
+            return texts, SILENT
+        return texts, left_out(weighed, [text for text, _ in texts]) or note
 
     def _is_empty(self, message: Json) -> bool:
         """Return whether a message has no content, calls or reasoning."""
         fields = any(message.get(name) for name in SPEAKING)
         return not fields and self.no_words.fullmatch(said_by(message)) is not None
 
-    def _spans(self, messages: list[Any], given: Json, full: str) -> Spans | None:
-        """Return the spans of a template without marks; None if they cannot be told."""
-        try:
-            spans = self._spans_by_prefix(messages, given, full)
-        except Exception:  # it refuses chats that end where a turn does
-            logger.debug("a template refuses the beginning of a chat", exc_info=True)
-            spans = None
-        return spans if spans is not None else self._spans_by_words(messages, given, full)
+    def _answer(self, messages: list[Any], given: Json) -> GivenAnswer:
+        """Return the last message as the answer that a model gives to those before it."""
+        text, marks = self._render(messages, given)
+        before, message = messages[:-1], messages[-1]
+        if self.marked:
+            prompt = self._render(before, given, prompted=True)[0] if before else ""
+            begins, note = alike(text, prompt), None
+            spans = [(first, last) for first, last in marks if last > begins]
+        else:
+            text, start, note = self._told_apart(text, before, message, given)
+            stripped = text.rstrip()  # the white space behind the end of a turn is the template's
+            end = len(stripped if stripped.endswith(self.turn_ends) else text)
+            spans = [(start, max(start, end))]
+        spans = spans or [(len(text), len(text))]
+        if self.reasoning == "mask" and reasoning_of(message):
+            begins = self._after_thought(text, messages, given)
+            spans = [(max(first, begins), max(last, begins)) for first, last in spans]
+        return GivenAnswer(text, spans, note)
 
-    def _spans_by_prefix(self, messages: list[Any], given: Json, full: str) -> Spans | None:
-        """Return as spans the text that each assistant turn adds to the rendered prefix."""
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._render(messages[:index], given, prompted=True)
-            after, _ = self._render(messages[: index + 1], given)
-            if not (full.startswith(before) and full.startswith(after.rstrip())):
-                return None
-            start, end = len(before), min(len(after), len(full))
-            content = said_by(message).strip()
-            alone = full[start:end].lstrip().startswith(content)
-            if not alone and before == self._render(messages[:index], given)[0]:
-                # The template ignores add_generation_prompt: leave the turn's header out.
-                start = max(start, full.find(content, start, end))
-            stripped = full[start:end].rstrip()
-            if stripped.endswith(self.turn_ends):  # text after the end of turn is the template's
-                end = start + len(stripped)
-            spans.append((start, end))
-        return spans
+    def _told_apart(
+        self, text: str, before: list[Any], message: Json, given: Json
+    ) -> tuple[str, int, str | None]:
+        """Return (text, where what the assistant says begins in it, note)."""
+        for prompt, note in self._prompts(before, given):
+            if text.startswith(prompt):
+                start, content = len(prompt), said_by(message).strip()
+                alone = text[start:].lstrip().startswith(content)
+                if not alone and prompt == self._render(before, given)[0]:
+                    # The template ignores add_generation_prompt: leave the turn's header out.
+                    start = max(start, text.find(content, start))
+                return text, start, note
+        prompt = self._render(before, given, prompted=True)[0]
+        opened = OPENED.search(prompt)
+        place = opened.start() if opened else len(prompt)
+        thought, rest = "\n".join(reasoning_of(message)), text[place:]
+        written = "<think>" in rest or (thought and thought in rest)
+        if not opened or not text.startswith(prompt[:place]) or written:
+            raise _CannotTellError(NO_PROMPT)
+        text = prompt + thought + CLOSED + rest.lstrip("\n")
+        text.encode()  # which raises an error for half of a surrogate pair
+        masked = len(thought + CLOSED) if thought and self.reasoning == "mask" else 0
+        return text, len(prompt) + masked, None if thought else CLOSES
 
-    def _spans_by_words(self, messages: list[Any], given: Json, full: str) -> Spans | None:
-        """Return the spans around the words of each assistant turn, as they are in the full text.
+    def _prompts(self, before: list[Any], given: Json) -> Iterator[tuple[str, str | None]]:
+        """Yield the generation prompts of a template, its default one first, each with a note."""
+        yield self._render(before, given, prompted=True)[0], None
+        for name in SWITCHES:
+            if name not in given and re.search(rf"\b{name}\b", self.template):
+                for value in (False, True):
+                    note = f"{SWITCHED} of {name}={str(value).lower()}: generate so too"
+                    switched = {**given, name: value}
+                    yield self._render(before, switched, prompted=True)[0], note
 
-        A turn begins after the generation prompt, and ends where it does as the chat's last one.
-        """
-
-        def render(some: list[Any]) -> str:
-            return self._render(some, given)[0]
-
-        places = located(render, messages, full)
-        if places is None:
-            return None
-        spans, low = [], 0
-        for index, words in sorted(places.items()):
-            if messages[index]["role"] == "assistant":
-                later = [place.first for i, place in places.items() if i > index]
-                high = min(later, default=len(full))
-                tail = self._tail(render, messages, index) if later else full[words.last :]
-                start = self._start(messages[:index], given, full, low, words)
-                end = end_of(full, words, high, tail, self.tokens)
-                if start is None or end is None:
-                    return None
-                spans.append((start, end))
-            low = words.last
-        return spans
-
-    def _start(
-        self, before: list[Any], given: Json, full: str, low: int, words: Words
-    ) -> int | None:
-        """Return where the turn after `before` begins; None if it cannot be told."""
-        prompted = self._render(before, given, prompted=True)[0]
-        plain = self._render(before, given)[0]
-        if prompted == plain:  # the assistant goes on without a header, as after a tool's answer
-            return len(plain) if full.startswith(plain) else words.first
-        header = header_of(prompted, plain, self.tokens)
-        return start_of(full, low, words, beginnings(header, self.tokens))
-
-    def _tail(
-        self, render: Callable[[list[Any]], str], messages: list[Any], index: int
-    ) -> str | None:
-        """Return what follows the words of a turn where the chat ends with it."""
-        try:
-            shorter = render(messages[: index + 1])
-            places = located(render, messages[: index + 1], shorter)
-        except Exception:  # the template refuses a chat that ends here
-            return None
-        return shorter[places[index].last :] if places and index in places else None
+    def _after_thought(self, text: str, messages: list[Any], given: Json) -> int:
+        """Return where the last message goes on after its reasoning; 0 if that is left out."""
+        marked, _ = self._render([*messages[:-1], with_end_of_thought(messages[-1])], given)
+        if END_OF_THOUGHT not in marked:
+            return 0
+        if marked.replace(END_OF_THOUGHT, "") != text:
+            raise _CannotTellError(NO_THOUGHT)
+        place = marked.rindex(END_OF_THOUGHT) - marked.count(END_OF_THOUGHT) + 1
+        if closed := CLOSING.match(text, place):
+            return closed.end()
+        ended = self.tokens.search(text, place) if self.tokens else None
+        return ended.end() if ended and not text[place : ended.start()].strip() else place
 
     def _render(
         self, messages: list[Any], given: Json, prompted: bool = False
@@ -367,6 +370,19 @@ class ChatTemplate:
                 message["content"] = THINKING.sub("", message["content"])
         elif given and self.reads and not set(given) & set(self.reads):
             message[self.reads[0]] = message.pop(given[0])
+
+
+def _is_plain(chat: Mapping[str, Any]) -> bool:
+    """Return whether a chat has text alone: no tools, arguments, reasoning or weights."""
+    return not (chat.get("tools") or chat.get("chat_template_kwargs")) and not any(
+        message.get("weight") == 0 or reasoning_of(message) for message in chat["messages"]
+    )
+
+
+def alike(one: str, other: str) -> int:
+    """Return how many characters two texts begin with in common."""
+    places = range(min(len(one), len(other)))
+    return bisect_left(places, True, key=lambda place: one[: place + 1] != other[: place + 1])
 
 
 def reads(template: str, name: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -257,21 +258,26 @@ class Renderer:
     def _plain_chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:
         assert self.chats is not None
         rendered = self.chats.render(chats)
-        texts = [text for text, _, _ in rendered if text]
+        texts = [text for each, _ in rendered for text, _ in each]
         encode = self.tokenizer.backend_tokenizer.encode_batch
         encoded = iter(encode(texts, add_special_tokens=False))
-        documents: list[Made] = []
-        for text, spans, note in rendered:
-            if not text:
-                documents.append((None, note))
-                continue
-            encoding = next(encoded)
-            tokens = np.asarray(encoding.ids, np.int32)
-            loss = np.zeros(len(tokens), bool)
-            for first, last in spans:
-                loss[_tokens_of(encoding, len(tokens), first, last)] = True
-            documents.append((Document(tokens, loss, self.bytes_of[tokens]), note))
-        return documents
+        made: list[Made] = []
+        for each, note in rendered:
+            parts: list[tuple[Tokens, np.ndarray[Any, Any]]] = []
+            for _, spans in each:
+                encoding = next(encoded)
+                tokens = np.asarray(encoding.ids, np.int32)
+                loss = np.zeros(len(tokens), bool)
+                for first, last in spans:
+                    loss[_tokens_of(encoding, len(tokens), first, last)] = True
+                parts.append((tokens, loss))
+            made.append((self._of_chat(parts), note))
+        return made
+
+    def _of_chat(self, parts: Sequence[tuple[Tokens, np.ndarray[Any, Any]]]) -> Document | None:
+        """Return the last of a chat's documents, which has the others; None if there is none."""
+        made = [Document(tokens, loss, self.bytes_of[tokens]) for tokens, loss in parts]
+        return replace(made[-1], earlier=tuple(made[:-1])) if made else None
 
     def _marked(self, chat: Mapping[str, Any], marked: Mapping[str, Any]) -> Made:
         """Return the document of a chat in which what is said may hold control tokens' text."""
@@ -280,11 +286,9 @@ class Renderer:
             return self._plain_chats([chat])[0]
         if self.control.take_spaces or self.adds_space:
             return None, NOT_POSSIBLE
-        ((text, spans, note),) = self.chats.render([marked])
-        if not text:
-            return None, note
-        tokens, loss = self.control.encode(text, spans)
-        return Document(tokens, loss, self.bytes_of[tokens]), note or IS_TEXT
+        ((texts, note),) = self.chats.render([marked])
+        document = self._of_chat([self.control.encode(*each) for each in texts])
+        return document, note or (IS_TEXT if document else None)
 
 
 def _tokens_of(encoding: Any, count: int, first: int, last: int) -> slice:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from rayapp.data.spans import REASONING
-
+REASONING = ("reasoning_content", "thinking", "reasoning")
+END_OF_THOUGHT = "\ue0a1"  # of the private use area
 THINKING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 NO_REASONING = "has reasoning that the chat template leaves out"
 NO_WORDS = "has words beside tool calls that the chat template leaves out"
@@ -29,13 +29,30 @@ def reasoning_of(message: Json) -> list[str]:
     return [*fields, thought[1].strip()] if thought else fields
 
 
-def left_out(answers: list[Json], text: str) -> str | None:
-    """Return a note on words of the assistant that are not in the text."""
-    if any(words not in text for message in answers for words in reasoning_of(message)):
+def with_end_of_thought(message: Json) -> Json:
+    """Return a copy of a message with a mark behind the words of its reasoning."""
+    made = dict(message)
+    for name in REASONING:
+        if isinstance(made.get(name), str):
+            words = made[name].rstrip()
+            made[name] = words + END_OF_THOUGHT + made[name][len(words) :]
+    content = said_by(message)
+    if THINKING.match(content):
+        made["content"] = re.sub(r"\s*</think>", rf"{END_OF_THOUGHT}\g<0>", content, count=1)
+    return in_parts([made])[0] if isinstance(message.get("content"), list) else made
+
+
+def left_out(answers: list[Json], texts: Sequence[str]) -> str | None:
+    """Return a note on words of the assistant that are in none of the texts."""
+
+    def lacks(words: str) -> bool:
+        return all(words not in text for text in texts)
+
+    if any(lacks(words) for message in answers for words in reasoning_of(message)):
         return NO_REASONING
     beside = (m for m in answers if m.get("tool_calls"))
-    texts = (THINKING.sub("", said_by(message)).strip() for message in beside)
-    return NO_WORDS if any(words not in text for words in texts) else None
+    said = (THINKING.sub("", said_by(message)).strip() for message in beside)
+    return NO_WORDS if any(map(lacks, said)) else None
 
 
 def tools_of(chat: Mapping[str, Any], pads: bool = False) -> list[Json]:

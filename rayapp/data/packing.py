@@ -21,8 +21,8 @@ rows. `segments` marks the documents of a row; attention and positions follow it
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
@@ -53,11 +53,18 @@ class Slices(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One tokenised document; all three arrays are [n]."""
+    """One tokenised document; the three arrays are [n]."""
 
     tokens: npt.NDArray[Any]  # ids, int32
     loss: npt.NDArray[np.bool_]  # whether the token bears loss when it is the target
     num_bytes: npt.NDArray[Any]  # UTF-8 bytes that the token stands for; 0 for special tokens
+    earlier: tuple[Document, ...] = ()
+    """Other documents of the same record, which end with earlier answers of its chat."""
+
+    def __iter__(self) -> Iterator[Document]:
+        """Yield all documents of the record, each without the others."""
+        yield from self.earlier
+        yield replace(self, earlier=()) if self.earlier else self
 
     def __post_init__(self) -> None:
         shapes = self.tokens.shape, self.loss.shape, self.num_bytes.shape

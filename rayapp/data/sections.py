@@ -63,6 +63,8 @@ class TokenisedRecord:
     """What its content drew in [0, 2^64); 0 if it is no document."""
     goes_on: bool = False
     """Its document goes on in the next record, which is the same record of the user's."""
+    more: bool = False
+    """The next record is another document of the same record of the user's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +82,12 @@ class TokenSection:
     texts: tuple[str, ...]
     going_on: tuple[int, ...] = ()
     """The records whose documents go on in the next one, by their numbers in the section."""
+    more: tuple[int, ...] = ()
+    """The records that the next one is another document of, by their numbers in the section."""
 
     def records(self) -> Iterator[TokenisedRecord]:
         """Yield the records in order; their arrays are views."""
-        last, going_on = 0, set(self.going_on)
+        last, going_on, more = 0, set(self.going_on), set(self.more)
         columns = (self.pieces, self.places, self.drawn, self.said, self.lengths)
         rows = zip(*(c.tolist() for c in columns), strict=True)
         for number, (piece, place, drawn, said, length) in enumerate(rows):
@@ -93,7 +97,8 @@ class TokenSection:
                 document = Document(self.tokens[here], self.loss[here], self.num_bytes[here])
                 last += length
             problem = self.texts[said - 1] if said else None
-            yield TokenisedRecord(piece, place, document, problem, drawn, number in going_on)
+            flags = number in going_on, number in more
+            yield TokenisedRecord(piece, place, document, problem, drawn, *flags)
 
 
 def sections(records: Iterable[TokenisedRecord]) -> Iterator[TokenSection]:
@@ -126,6 +131,7 @@ def _section(records: list[TokenisedRecord]) -> TokenSection:
         _joined([d.num_bytes for d in documents], np.uint16),
         tuple(texts),
         tuple(number for number, record in enumerate(records) if record.goes_on),
+        tuple(number for number, record in enumerate(records) if record.more),
     )
 
 
@@ -153,8 +159,8 @@ def encoded(section: TokenSection, seed: int, number: int) -> list[Any]:
     types = {name: _narrow(column) for name, column in columns.items()}
     sizes = [(name, types[name].str, len(column)) for name, column in columns.items()]
     head = {"base": base, "texts": section.texts, "arrays": sizes}
-    if section.going_on:
-        head["going_on"] = section.going_on
+    head |= {"going_on": section.going_on} if section.going_on else {}
+    head |= {"more": section.more} if section.more else {}
     text = json.dumps(head).encode()
     out = pa.BufferOutputStream()
     with pa.CompressedOutputStream(out, CODEC) as packing:  # one array after the other
@@ -203,5 +209,6 @@ def _decoded(packed: Any) -> TokenSection:
         loss=np.unpackbits(loss, count=count).view(np.bool_),
         texts=tuple(head["texts"]),
         going_on=tuple(head.get("going_on", ())),
+        more=tuple(head.get("more", ())),
         **{**arrays, "places": arrays["places"] + head["base"]},
     )

@@ -56,7 +56,10 @@ def _records(
             if document is not None:
                 drawn = sources.drawn_of(content_of(record.value, recipe.kind))
             del record
-            yield TokenisedRecord(number, place, document, problem, drawn)
+            *earlier, last = document or [None]
+            for each in earlier:
+                yield TokenisedRecord(number, place, each, problem, drawn, more=True)
+            yield TokenisedRecord(number, place, last, problem, drawn)
 
 
 def _in_parts(renderer: Renderer, number: int, record: sources.Record) -> Iterator[TokenisedRecord]:

@@ -124,7 +124,7 @@ class UnitAccount:
 
     def add(self, piece: sources.Piece, record: TokenisedRecord) -> None:
         """Count a record of a piece; name the place of the first with a problem."""
-        if record.goes_on:
+        if record.goes_on or record.more:
             return
         self.records += 1
         if record.problem is None:

@@ -111,7 +111,7 @@ def rendered(ready: CheckedLanguageRun, tokenizer: Any) -> list[Rendered]:
             "kind": entry.kind,
             "documents": [
                 beginning(runs(tokenizer, document), CHARS)
-                for document in islice((d for _, d, _ in made if d is not None), SHOWN)
+                for document in islice((each for _, d, _ in made for each in d or ()), SHOWN)
             ],
         }
         for entry in ready.inputs
@@ -163,9 +163,10 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
     data = ready.config.data
     bad, notes, examples = Counter[str](), Counter[str](), dict[str, str]()
     documents: list[Document] = []
-    for record, document, problem in _rendered(ready, entry, tokenizer):
+    made = list(_rendered(ready, entry, tokenizer))
+    for record, document, problem in made:
         if document is not None:
-            documents.append(document)
+            documents += document
             notes.update([problem] if problem else [])
             continue
         assert problem is not None
@@ -176,7 +177,7 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
         path=entry.path,
         kind=entry.kind,
         format=entry.source.format,
-        records=len(documents) + bad.total(),
+        records=len(made),
         bad=dict(bad),
         examples=examples,
         notes=dict(notes),
