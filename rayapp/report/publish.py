@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -29,6 +29,7 @@ from rayapp.config import ConfigError
 from rayapp.model.files import INDEX
 from rayapp.model.source import FRONT, LICENCES, front_matter
 from rayapp.observe.origin import redacted
+from rayapp.observe.records import Plan
 from rayapp.observe.run_folder import MODEL, RUN_ID
 from rayapp.report.card import ADAPTER, CARD, CURVE, HUB_ID, MADE, card, curve, front_of
 from rayapp.report.folder import ReportedRun, read
@@ -71,6 +72,7 @@ def publish(
         PublishError: the hub does not answer, or refuses.
     """
     import huggingface_hub as hub
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not re.fullmatch(HUB_ID, target):
         raise ConfigError([f"TARGET={target} is not valid: it is no hub id. Give org/name"])
@@ -78,14 +80,15 @@ def publish(
         why = "neither HF_TOKEN nor a login on this machine has one"
         raise ConfigError([f"a token of the hub is missing: {why}. Run hf auth login"])
     if not sys.stderr.isatty():
-        hub.utils.disable_progress_bars()
+        disable_progress_bars()
     api, run = hub.HfApi(), read(storage)
     with ExitStack() as stack, _explained(target, api.endpoint):
         source = Path(local_copy(storage / MODEL, stack))
         known, licence, notes = _base(run, source, base, api)
         own = storage.read(RUN_ID).decode().strip() if storage.exists(RUN_ID) else run.name
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        _stage(replace(run, plan={**run.plan, "base": known}), own, source, licence, folder)
+        based = replace(run, plan=cast(Plan, {**run.plan, "base": known}))
+        _stage(based, own, source, licence, folder)
         _refuse_places(folder, [storage.url, _name(run), os.path.expanduser("~/")])
         before = _claimed(api, target, own, public)
         api.upload_folder(

@@ -104,13 +104,13 @@ class Hub:
         if token == READER:
             return 403, {"error": f"no rights to write to {name}"}
         if what == "/preupload/main":
-            tree = repo.tree()
+            there = repo.tree()
             files = [
                 {
                     "path": each["path"],
                     "uploadMode": "lfs" if each["path"].endswith(LARGE) else "regular",
                     "shouldIgnore": False,
-                    "oid": tree.get(each["path"], (None,))[0],
+                    "oid": there.get(each["path"], (None,))[0],
                 }
                 for each in json.loads(body)["files"]
             ]
