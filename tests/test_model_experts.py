@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.architectures import ARCHITECTURES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, JetMoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, JetMoeConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -136,6 +136,15 @@ def test_adapters_of_experts_are_those_of_peft(
     for each in (merged.eval().hf, exported, trained_on.eval().hf):
         logits = each(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_config_json_has_the_number_of_experts_as_transformers_4_reads_it(tmp_path: Path) -> None:
+    """Version 4 has 128 for a Qwen3 MoE without num_experts, and finds no router of that size."""
+    lm = built(CONFIGS["Qwen3Moe"]())
+    model.init_weights(lm, 0, CPU)
+    model.export(lm, open_storage(str(tmp_path)))
+    assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 8
+    assert AutoConfig.from_pretrained(tmp_path).num_experts == 8
 
 
 def names_in(folder: Path) -> set[str]:

@@ -33,7 +33,7 @@ from rayapp.observe.records import Plan
 from rayapp.observe.run_folder import MODEL, RUN_ID
 from rayapp.report.card import ADAPTER, CARD, CURVE, HUB_ID, MADE, card, curve, front_of
 from rayapp.report.folder import ReportedRun, read
-from rayapp.storage import Storage
+from rayapp.storage import Storage, StorageError
 from rayapp.storage.inputs import local_copy, open_input, read_json
 
 RUN = "rayapp_run"  # in the card's metadata: the id of the run
@@ -112,7 +112,7 @@ def _explained(target: str, endpoint: str) -> Iterator[None]:
     again = "The same command goes on where this one ended"
     try:
         yield
-    except (ConfigError, PublishError):
+    except (ConfigError, PublishError, StorageError):
         raise
     except Exception as error:  # huggingface_hub raises types of three packages
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -154,8 +154,8 @@ def _base(
         cure = "Set --base=org/name" + ("" if adapter else ", or --base=none if the hub has none")
         raise ConfigError([f"--base is missing: {why}. {cure}"])
     if random or asked == "none":
-        files = [entry.name for entry in local.list() if entry.name in LICENCES] if local else []
-        return base | {"id": None}, {file: local.read(file) for file in files if local}, []
+        files = [name for name in LICENCES if local is not None and local.exists(name)]
+        return base | {"id": None}, {name: local.read(name) for name in files if local}, []
     base["id"] = asked or name
     try:
         info = api.model_info(base["id"])
