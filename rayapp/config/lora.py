@@ -36,7 +36,7 @@ def method(values: Mapping[str, Any]) -> str:
 def opened_by(model_type: str, parameters: Iterable[str]) -> str:
     """Say what opens adapters of these parameters of a mixture's experts.
 
-    >>> opened_by("jamba", WHOLE_EXPERTS)[-61:]
+    >>> opened_by("jamba", WHOLE_EXPERTS).partition(", ")[2]
     'vLLM does not: set model.lora.merge=true to serve it there'
     """
     opened = f"peft and rayapp open the adapters of {model_type}'s experts"

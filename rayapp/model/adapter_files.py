@@ -30,7 +30,7 @@ from rayapp.model.small_files import small_files_of
 from rayapp.storage import Readable, Storage
 
 
-class Part(NamedTuple):
+class Projection(NamedTuple):
     """A projection of an expert: a layer on disk that holds a part of a stacked update."""
 
     expert: int
@@ -85,7 +85,7 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{name}"
 
 
-def expert_parts(hf: PreTrainedModel) -> dict[str, list[Part]]:
+def expert_parts(hf: PreTrainedModel) -> dict[str, list[Projection]]:
     """Return the parts of each stacked layer by its name in peft's files, by expert and half.
 
     {} if the model has no adapters of experts, or the files have them as peft stacks them.
@@ -100,7 +100,7 @@ def expert_parts(hf: PreTrainedModel) -> dict[str, list[Part]]:
             # What the conversion of the weight does to numbers tells which rows go where.
             numbers = torch.arange(2 * update.experts).view(-1, 2, 1)
             found[peft_name(update.layer)] = sorted(
-                Part(
+                Projection(
                     int(where[0]) // 2,
                     int(where[0]) % 2 if len(where) == 1 else None,
                     peft_name(file_name.removesuffix(".weight")),
@@ -111,7 +111,7 @@ def expert_parts(hf: PreTrainedModel) -> dict[str, list[Part]]:
     return found
 
 
-def _apart(left: Tensor, right: Tensor, parts: list[Part]) -> dict[str, Tensor]:
+def _apart(left: Tensor, right: Tensor, parts: list[Projection]) -> dict[str, Tensor]:
     """Return the factors of each part of a stacked layer."""
     first, second = expert_factors(left, right, 1 + parts[-1].expert)
     tensors = {}
@@ -123,7 +123,7 @@ def _apart(left: Tensor, right: Tensor, parts: list[Part]) -> dict[str, Tensor]:
 
 
 def stacked_shapes(
-    stored: dict[str, Stored], stacks: dict[str, list[Part]]
+    stored: dict[str, Stored], stacks: dict[str, list[Projection]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's tensors, those of whole stacks under the stack's name."""
     shapes = {name: where.shape for name, where in stored.items()}
@@ -147,7 +147,7 @@ class StackReader(ShardReader):
     """Reads an adapter's tensors; those of experts are stacked as peft has them in memory."""
 
     def __init__(
-        self, folder: Readable, stored: dict[str, Stored], stacks: dict[str, list[Part]]
+        self, folder: Readable, stored: dict[str, Stored], stacks: dict[str, list[Projection]]
     ) -> None:
         super().__init__(folder, stored)
         self.stacks = stacks
