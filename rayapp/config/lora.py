@@ -43,7 +43,7 @@ def opened_by(model_type: str, parameters: Iterable[str]) -> str:
     if model_type not in BY_EXPERT | STACKED_IN_VLLM:
         return f"{opened}, vLLM does not: set model.lora.merge=true to serve it there"
     if not {*parameters} >= WHOLE_EXPERTS:
-        both = f"target_parameters=[{', '.join(sorted(WHOLE_EXPERTS))}], or model.lora.merge=true"
+        both = f"target_parameters={','.join(sorted(WHOLE_EXPERTS))}, or model.lora.merge=true"
         return f"{opened}, vLLM does not without all projections: set model.lora.{both}"
     return f"{opened}, and so does vLLM"
 
