@@ -25,6 +25,7 @@ Runs
   stop       have a run save and leave
   report     report.html of a run, or one page that compares several
   generate   let a run's model write
+  publish    send a run's model to the Hugging Face hub, with its card and licence
   du         what runs, rows and tokens take in a storage
   rm         remove a run
   prune      remove rows and tokens that no run needs

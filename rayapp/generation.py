@@ -186,11 +186,9 @@ def load(run: str) -> Loaded:
         ConfigError: there is no such run, or no model in it yet, or its base cannot be read.
         StorageError: it cannot be read.
     """
-    storage = open_storage(run)
+    storage = exported(run)
     folder = storage / MODEL
     adapter = folder.exists(ADAPTER)
-    if not adapter and not folder.exists(WHOLE):
-        raise ConfigError([_why_none(run, storage)])
     task: object = _config(storage).get("task")
     if task == "vision":
         why = "it trains an image classifier, which writes no text"
@@ -213,6 +211,18 @@ def load(run: str) -> Loaded:
             bool(tokenizer.chat_template) and _config(storage).get("data", {}).get("kind") == "chat"
         )
         return Loaded(model.to(device).eval(), tokenizer, chats, stack.pop_all())
+
+
+def exported(run: str) -> Storage:
+    """Return the folder of a run that has exported a model.
+
+    Raises:
+        ConfigError: there is no such run, or no model in it yet.
+    """
+    storage = open_storage(run)
+    if not any((storage / MODEL).exists(name) for name in (ADAPTER, WHOLE)):
+        raise ConfigError([_why_none(run, storage)])
+    return storage
 
 
 def _why_none(run: str, storage: Storage) -> str:

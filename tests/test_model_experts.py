@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from peft.utils import transformers_weight_conversion as conversion
+from safetensors.torch import load_file, save_file
 from support.architectures import ARCHITECTURES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, JetMoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, JetMoeConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rayapp import model
 from rayapp.config import ConfigError, Lora, from_dict
+from rayapp.config.lora import BY_EXPERT, opened_by
+from rayapp.model import adapter_files
 from rayapp.storage import open_storage
 from rayapp.train.loss import chunked_cross_entropy
 
@@ -77,7 +84,9 @@ def test_experts_are_computed_by_grouped_products(adapted: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss", "Mixtral"])
-def test_adapters_of_experts_are_those_of_peft(kind: str, tmp_path: Path) -> None:
+def test_adapters_of_experts_are_those_of_peft(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, ids = CONFIGS[kind](), tokens()
     plain = built(config)
     model.init_weights(plain, 0, CPU)
@@ -89,9 +98,13 @@ def test_adapters_of_experts_are_those_of_peft(kind: str, tmp_path: Path) -> Non
     with_effect(lm)
     folder = open_storage(str(tmp_path / "adapter"))
     model.export_adapters(lm, folder, base=str(tmp_path / "base"))
+    with monkeypatch.context() as patch:  # a copy as peft has it in memory, to compare gradients
+        patch.setattr(adapter_files, "BY_EXPERT", frozenset())
+        stacked = open_storage(str(tmp_path / "stacked"))
+        model.export_adapters(lm, stacked, base=str(tmp_path / "base"))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     before = base(input_ids=ids, use_cache=False).logits
-    opened = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).eval()
+    opened = PeftModel.from_pretrained(base, tmp_path / "stacked", is_trainable=True).eval()
     expected = opened(input_ids=ids, use_cache=False).logits
     found = lm.eval().hf(input_ids=ids, use_cache=False).logits
     assert (expected - before).abs().max() > 0.01, "the adapters have an effect"
@@ -105,17 +118,107 @@ def test_adapters_of_experts_are_those_of_peft(kind: str, tmp_path: Path) -> Non
         ours, torch.autograd.grad(found.square().sum(), list(ours.values())), strict=True
     ):
         torch.testing.assert_close(mine, expected_by_name[name], atol=1e-3, rtol=1e-4)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    again = PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
+    logits = again(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     source = model.resolve(str(tmp_path / "adapter"))
     assert source.adapter is not None and source.adapter.lora.target_parameters == BOTH
     assert model.adapter_problems(source.adapter, source.config) == []
+    trained_on = built(source.config, source.adapter.lora)
+    model.load_weights(trained_on, source, CPU)
+    model.load_adapters(trained_on, source.adapter)
     merged = built(source.config)
     model.load_weights(merged, source, CPU)
     model.merge_adapters(merged, source.adapter)
     model.export(lm, open_storage(str(tmp_path / "merged")))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    for each in (merged.eval().hf, exported):
+    for each in (merged.eval().hf, exported, trained_on.eval().hf):
         logits = each(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_config_json_has_the_number_of_experts_as_transformers_4_reads_it(tmp_path: Path) -> None:
+    """Version 4 has 128 for a Qwen3 MoE without num_experts, and finds no router of that size."""
+    lm = built(CONFIGS["Qwen3Moe"]())
+    model.init_weights(lm, 0, CPU)
+    model.export(lm, open_storage(str(tmp_path)))
+    assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 8
+    assert AutoConfig.from_pretrained(tmp_path).num_experts == 8
+
+
+def names_in(folder: Path) -> set[str]:
+    return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "Qwen3Next", "Glm4Moe", "DeepseekV3"])
+def test_each_projection_of_an_expert_has_a_pair_named_as_in_the_bases_files(
+    kind: str, tmp_path: Path
+) -> None:
+    """vLLM knows experts by the names in the base's files."""
+    config = CONFIGS[kind]()
+    plain = built(config)
+    model.init_weights(plain, 0, CPU)
+    model.export(plain, open_storage(str(tmp_path / "base")))
+    lm = built(config, Lora(rank=3, targets=("o_proj",), target_parameters=BOTH))
+    model.load_weights(lm, model.resolve(str(tmp_path / "base")), CPU)
+    model.init_adapters(lm, 0)
+    with_effect(lm)
+    model.export_adapters(lm, open_storage(str(tmp_path / "adapter")), base=str(tmp_path / "base"))
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    of_experts = {name for name in found if ".experts." in name}
+    weights = {n.removesuffix("weight") for n in names_in(tmp_path / "base") if ".experts." in n}
+    assert of_experts == {
+        f"base_model.model.{name}lora_{factor}.weight" for name in weights for factor in "AB"
+    }
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["target_parameters"] is None
+    own = ["w1", "w2", "w3"] if kind == "Mixtral" else ["down_proj", "gate_proj", "up_proj"]
+    assert settings["target_modules"] == sorted(["o_proj", *own])
+    source = model.resolve(str(tmp_path / "adapter"))
+    assert source.adapter is not None
+    assert source.adapter.lora == Lora(rank=3, targets=("o_proj",), target_parameters=BOTH)
+    assert model.adapter_problems(source.adapter, source.config) == []
+    again = built(config, source.adapter.lora)
+    model.load_weights(again, source, CPU)
+    model.load_adapters(again, source.adapter)
+    for name, parameter in lm.hf.named_parameters():
+        assert torch.equal(parameter, again.hf.get_parameter(name)), name
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    logits = (
+        PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()(input_ids=tokens()).logits
+    )
+    torch.testing.assert_close(
+        logits, lm.eval().hf(input_ids=tokens()).logits, atol=1e-5, rtol=1e-5
+    )
+    first = next(n for n in found if n.endswith(("w1.lora_A.weight", "gate_proj.lora_A.weight")))
+    save_file(found | {first: found[first] + 1}, tmp_path / "adapter/adapter_model.safetensors")
+    with pytest.raises(ValueError, match="first factors of its own for each projection"):
+        model.load_adapters(again, source.adapter)
+
+
+def test_one_projection_alone_stays_stacked(tmp_path: Path) -> None:
+    """peft 0.21 does not stack gate_proj and up_proj without down_proj."""
+    lm = built(CONFIGS["Qwen3Moe"](), Lora(rank=3, target_parameters=("gate_up_proj",)))
+    lm.to_empty(device="cpu")
+    model.export_adapters(lm, open_storage(str(tmp_path)), base="base")
+    assert all("experts.lora_" in name for name in names_in(tmp_path) if "experts" in name)
+    assert "set model.lora.target_parameters=down_proj,gate_up_proj" in opened_by(
+        "qwen3_moe", ["gate_up_proj"]
+    )
+    assert opened_by("gpt_oss", BOTH).endswith("experts, and so does vLLM")
+
+
+def test_the_families_by_expert_are_those_that_peft_stacks_again() -> None:
+    kinds = conversion._MODEL_TO_CONVERSION_PATTERN
+    wanted = {
+        kind
+        for kind, pattern in kinds.items()
+        if pattern in conversion._MOE_FUSED_TARGETS
+        and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and get_checkpoint_conversion_mapping(kind)
+    }
+    assert wanted == BY_EXPERT
 
 
 def test_adapters_of_experts_train_in_bf16_at_any_rank() -> None:

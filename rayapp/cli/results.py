@@ -1,4 +1,4 @@
-"""rayapp report and generate: what came out of runs, and what a run's model writes."""
+"""rayapp report, generate and publish: what came out of runs, and where it goes."""
 
 from __future__ import annotations
 
@@ -77,6 +77,54 @@ def generate(argv: list[str]) -> int:
     except StorageError as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
+    return Exit.DONE
+
+
+PUBLISH = """rayapp publish RUN ORG/NAME [--base=ORG/NAME] [--public]
+
+RUN is a run's folder or s3:// URL, ORG/NAME a repository of the Hugging Face hub, which is created
+if there is none. The token is that of HF_TOKEN or of `hf auth login`. A command that was cut off
+goes on when it is given again.
+
+  --base=ORG/NAME   the hub's id of the model that the run started from, if the run knows it as a
+                    folder; none if the hub has none, of a model that is no adapter
+  --public          create a repository that everybody sees; a new one is private otherwise"""
+
+
+def publish(argv: list[str]) -> int:
+    """Send a run's model to the hub; see PUBLISH."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(PUBLISH)
+        return Exit.DONE if argv else Exit.REFUSED
+    from rayapp import generation
+    from rayapp.observe.origin import redacted
+    from rayapp.report.publish import PublishError
+    from rayapp.report.publish import publish as send
+
+    if any(redacted(word) != word for word in argv):
+        why = "others see it in the list of processes and in the shell's history"
+        raise ConfigError([f"a token on the command line is refused: {why}. Set HF_TOKEN"])
+    options = {"base": "none given", "public": "false"}
+    names, asked = arguments.read_words(arguments.flags(argv, ["public"]), options)
+    if len(names) != 2:
+        raise ConfigError([f"{' '.join(names) or 'RUN'} is not valid: give RUN and ORG/NAME"])
+    base = None if asked["base"] == options["base"] else asked["base"]
+    try:
+        run = generation.exported(names[0])
+        done = send(run, names[1], base=base, public=asked["public"] == "true")
+    except (PublishError, StorageError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return Exit.FAILED
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return Exit.STOPPED
+    print(f"{done.url} ({'private' if done.private else 'public'})")
+    for what, files in (("sent", done.sent), ("was there", done.kept)):
+        if files:
+            size = sum(files.values()) / 2**20
+            print(f"{what}: {len(files)} files, {size:,.1f} MiB: {', '.join(files)}")
+    for note in done.notes:
+        print(note)
     return Exit.DONE
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
 from rayapp.config.fields import Section, Strings
+
+# model_type of the mixtures whose adapters of experts are stored by expert: those that peft 0.21
+# stacks again. vLLM 0.32 takes what is stacked in the files of the others alone.
+BY_EXPERT = frozenset({
+    "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+    "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+    "hunyuan_v1_moe", "longcat_flash", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe",
+    "qwen3_moe", "qwen3_next", "solar_open",
+})  # fmt: skip
+STACKED_IN_VLLM = frozenset({"gpt_oss"})
+WHOLE_EXPERTS = {"down_proj", "gate_up_proj"}
+PROJECTION = re.compile(r"\.experts\.\d+\.(\w+)\.lora_A\.")  # of an expert
+STACKED_IN = {"down_proj": "down_proj", "w2": "down_proj"}  # others are in gate_up_proj
 
 
 def method(values: Mapping[str, Any]) -> str:
@@ -17,6 +31,21 @@ def method(values: Mapping[str, Any]) -> str:
     ('LoRA', 'DoRA', 'rsLoRA')
     """
     return f"{'rs' if values.get('rslora') else ''}{'DoRA' if values.get('dora') else 'LoRA'}"
+
+
+def opened_by(model_type: str, parameters: Iterable[str]) -> str:
+    """Say what opens adapters of these parameters of a mixture's experts.
+
+    >>> opened_by("jamba", WHOLE_EXPERTS).partition(", ")[2]
+    'vLLM does not: set model.lora.merge=true to serve it there'
+    """
+    opened = f"peft and rayapp open the adapters of {model_type}'s experts"
+    if model_type not in BY_EXPERT | STACKED_IN_VLLM:
+        return f"{opened}, vLLM does not: set model.lora.merge=true to serve it there"
+    if not {*parameters} >= WHOLE_EXPERTS:
+        both = f"target_parameters={','.join(sorted(WHOLE_EXPERTS))}, or model.lora.merge=true"
+        return f"{opened}, vLLM does not without all projections: set model.lora.{both}"
+    return f"{opened}, and so does vLLM"
 
 
 class Lora(Section):
@@ -54,12 +83,14 @@ class Lora(Section):
 
         Raises: KeyError, TypeError or ValueError if they are not those of a LoRA.
         """
-        targets = values["target_modules"]
+        targets, tensors = values["target_modules"], list(tensors)
+        apart = {match[1] for match in map(PROJECTION.search, tensors) if match}
         plain = not isinstance(targets, str) and not any("." in name for name in targets or ())
         if not plain or values.get("exclude_modules"):
             adapted = {name.partition(".lora_A.")[0] for name in tensors if ".lora_A." in name}
             of_experts = {"base_layer", "experts"} if values.get("target_parameters") else set()
             targets = {name.rpartition(".")[2] for name in adapted} - of_experts
+        targets = set(targets or ()) - apart
         if not targets:
             raise ValueError(f"target_modules={values['target_modules']} adapts no linear layer")
         return cls(
@@ -68,7 +99,10 @@ class Lora(Section):
             dropout=values.get("lora_dropout", 0.0),
             targets=tuple(sorted(targets)),
             target_parameters=tuple(
-                sorted({name.rpartition(".")[2] for name in values.get("target_parameters") or ()})
+                sorted(
+                    {name.rpartition(".")[2] for name in values.get("target_parameters") or ()}
+                    | {STACKED_IN.get(name, "gate_up_proj") for name in apart}
+                )
             ),
             dora=bool(values.get("use_dora")),
             rslora=bool(values.get("use_rslora")),

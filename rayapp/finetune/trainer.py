@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from rayapp import hardware, model
 from rayapp.config import Config
+from rayapp.config.lora import opened_by
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.build import (
     Head,
@@ -333,6 +334,11 @@ def export(
     adapter/ the adapters.
     """
     lora = spec.config.model.lora
+    if lora is not None and lora.target_parameters and dist.get_rank() == 0:
+        print(
+            f"experts: {opened_by(parts.lm.hf.config.model_type, lora.target_parameters)}",
+            flush=True,
+        )
     if lora is not None:
         folder = storage / (ADAPTER if lora.merge else MODEL)
         model.export_adapters(

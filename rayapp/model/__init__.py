@@ -19,6 +19,7 @@ batch. Loading and export use the original names of the tensors, by transformers
 
 from rayapp.model.activations import checkpoint_activations, offload_activations
 from rayapp.model.adapter import Adapter, adapter_problems, load_adapters, merge_adapters
+from rayapp.model.adapter_files import export_adapters
 from rayapp.model.attention import Unavailable, attention_problem, choose_attention
 from rayapp.model.build import LanguageModel, Loss, build, no_loss, num_parameters
 from rayapp.model.documents import keeps_documents_apart
@@ -28,7 +29,6 @@ from rayapp.model.init import init_weights
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
 from rayapp.model.lora import (
     add_adapters,
-    export_adapters,
     hold_in_4_bits,
     init_adapters,
     linear_names,

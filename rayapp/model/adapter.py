@@ -18,6 +18,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayapp.config import Lora
+from rayapp.model.adapter_files import StackReader, expert_parts, peft_name, stacked_shapes
 from rayapp.model.build import LanguageModel, base_state, build, no_loss
 from rayapp.model.experts import parameter_names
 from rayapp.model.files import ShardReader, Stored, read_header
@@ -27,7 +28,6 @@ from rayapp.model.lora import (
     MAGNITUDE,
     add_adapters,
     linear_names,
-    peft_name,
     trained,
     updates,
     whole_of,
@@ -146,10 +146,10 @@ def adapter_problems(adapter: Adapter, config: PretrainedConfig) -> list[str]:
     return _misfits(adapter, model, read_header(adapter.folder, WEIGHTS))
 
 
-def _misfits(adapter: Adapter, model: LanguageModel, stored: Mapping[str, Stored]) -> list[str]:
+def _misfits(adapter: Adapter, model: LanguageModel, stored: dict[str, Stored]) -> list[str]:
     """Name the tensors that are missing, of another shape, or of no layer of the model."""
     wanted = {peft_name(name): tuple(p.shape) for name, p in trained(model.hf).items()}
-    shapes = {name: where.shape for name, where in stored.items()}
+    shapes = stacked_shapes(stored, expert_parts(model.hf))
     lacking, more = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
     layers = {name.partition(".lora_")[0] for name in shapes}
     alone = {name for name in lacking if name.partition(".lora_")[0] not in layers}
@@ -225,4 +225,4 @@ def _reader(adapter: Adapter, model: LanguageModel) -> ShardReader:
     stored = read_header(adapter.folder, WEIGHTS)
     if wrong := _misfits(adapter, model, stored):
         raise ValueError("\n".join(wrong))
-    return ShardReader(adapter.folder, stored)
+    return StackReader(adapter.folder, stored, expert_parts(model.hf))

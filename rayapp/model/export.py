@@ -63,7 +63,7 @@ class Group:
         return sum(shape.numel() * dtype.itemsize for dtype, shape in self.tensors.values())
 
 
-class _Reverse:
+class Reverse:
     """Undo transformers' loading conversions, one group of parameters at a time.
 
     It follows transformers' revert_weight_conversion (5.23), which needs the whole state dict. Both
@@ -137,7 +137,7 @@ def export(
         reshard(each)
     dtype = dtype or model.source_dtype or torch.float32
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    reverse = _Reverse(model.hf)
+    reverse = Reverse(model.hf)
     files = _split(reverse.groups(dtype), max_file_bytes)
     names = _file_names(len(files))
     state, changes = _untied(model.hf), updates((trained or model).hf)

@@ -1,9 +1,8 @@
-"""Low-rank adapters (peft's LoRA) on a frozen base: add, initialise and export them.
+"""Low-rank adapters (peft's LoRA) on a frozen base: add and initialise them.
 
     add_adapters(model, lora)                             # on the meta device, before shard()
     hold_in_4_bits(model, torch.bfloat16)                 # the frozen base, if so wanted
     init_adapters(model, seed=0)                          # after init_weights() or load_weights()
-    export_adapters(model, open_storage("s3://bucket/adapter"), base="meta-llama/Llama-3.1-8B")
 
 The forward runs peft's own layers, so an exported adapter gives the same result in peft, also as
 DoRA (Liu et al. 2024, arXiv 2402.09353) and rsLoRA (Kalajdzievski 2023, arXiv 2312.03732); adapters
@@ -14,7 +13,6 @@ base. Base parameters keep their original names on disk: see `base_state`.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -22,19 +20,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rayapp.model.build import LanguageModel, beside_text, without_wrappers
 from rayapp.model.experts import compute_adapted, expert_factors, parameter_names
 from rayapp.model.init import fill
 from rayapp.model.quantize import BLOCK, Linear4bit
-from rayapp.model.sharding import find_blocks, reshard
-from rayapp.model.small_files import small_files_of
-from rayapp.storage import Storage
+from rayapp.model.sharding import find_blocks
 
 ADAPTER = "default"  # peft's name for a model's only adapter
 MAGNITUDE = "lora_magnitude_vector"  # of DoRA, [out]
@@ -246,39 +241,6 @@ def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate]:
         for name, module in hf.named_modules()
         if ADAPTER in getattr(module, "lora_A", {})
     }
-
-
-@torch.no_grad()
-def export_adapters(
-    model: LanguageModel,
-    storage: Storage,
-    *,
-    base: str,
-    tokenizer: Any = None,
-    generation_config: GenerationConfig | None = None,
-) -> list[str]:
-    """Write the adapters in peft's format; all ranks call it. Return the names, [] off rank 0."""
-    reshard(model)
-    whole = {peft_name(name): whole_of(parameter) for name, parameter in trained(model.hf).items()}
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return []
-    from safetensors.torch import save
-
-    files = small_files_of(tokenizer, generation_config)
-    files["adapter_model.safetensors"] = save(whole, metadata={"format": "pt"})
-    config: Any = model.hf.peft_config[ADAPTER]
-    config.base_model_name_or_path, config.inference_mode = base, True
-    values = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)
-    files["adapter_config.json"] = values.encode()
-    for name, data in files.items():
-        storage.write(name, data)
-    return sorted(files)
-
-
-def peft_name(name: str) -> str:
-    """Return a parameter's name in peft's files."""
-    name = name.replace(f"{MAGNITUDE}.{ADAPTER}.weight", MAGNITUDE).replace(f".{ADAPTER}.", ".")
-    return f"base_model.model.{name}"
 
 
 def _row_norms(weight: Tensor, transposed: bool) -> Tensor:

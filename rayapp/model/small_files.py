@@ -102,8 +102,9 @@ def _index(sizes: Mapping[str, Mapping[str, int]]) -> bytes:
 def _config_json(hf: PreTrainedModel, dtype: torch.dtype, stops: int | list[int] | None) -> bytes:
     """Write config.json so that transformers 4 reads it too.
 
-    Version 5 renamed torch_dtype to dtype and moved the rotary settings into rope_parameters.
-    Version 4 ignores unknown fields, and would use its default rope_theta without a warning.
+    Version 5 renamed torch_dtype to dtype, in some families num_experts to num_local_experts, and
+    moved the rotary settings into rope_parameters. Version 4 ignores unknown fields, and would use
+    its defaults without a warning.
     """
     config = deepcopy(hf.config)
     config.architectures = [type(hf).__name__.removeprefix("FSDP")]
@@ -114,6 +115,9 @@ def _config_json(hf: PreTrainedModel, dtype: torch.dtype, stops: int | list[int]
     values["torch_dtype"] = values["dtype"]
     for section in (values, values.get("text_config", {})):
         section |= _rotary_of_version_4(section)
+        for old, new in config.get_text_config().attribute_map.items():
+            if old == "num_experts" and new in section:
+                section[old] = section[new]
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 

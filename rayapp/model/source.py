@@ -29,6 +29,7 @@ from rayapp.storage.inputs import open_input, read_json
 
 PRESETS = Path(__file__).parent.parent / "presets"
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)  # of a README.md
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", *LICENCES]
 TOKENIZER_FILE = re.compile(
@@ -166,7 +167,9 @@ def published(source: ModelSource) -> Published:
 
     Without one there, the licence is the first line of a file LICENSE.
     """
-    front = _front_matter(source.folder)
+    folder, card = source.folder, "README.md"
+    text = folder.read(card).decode("utf-8", "replace") if folder.exists(card) else ""
+    front = front_matter(text)
     own = re.fullmatch(r"[\w.-]+/[\w.-]+", source.base) and not os.path.isdir(source.base)
     named = front.get("base_model")
     published: Published = {"id": source.base if own else named if isinstance(named, str) else None}
@@ -181,13 +184,9 @@ def published(source: ModelSource) -> Published:
     return published
 
 
-def _front_matter(folder: Readable) -> dict[str, object]:
-    """Return the YAML at the front of a folder's README.md; {} if there is none."""
-    try:
-        text = folder.read("README.md").decode("utf-8", "replace")
-    except FileNotFoundError:
-        return {}
-    match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+def front_matter(text: str) -> dict[str, object]:
+    """Return the YAML at the front of a README.md; {} if there is none."""
+    match = FRONT.match(text)
     try:
         values = parse_yaml(match[1]) if match else None
     except yaml.YAMLError:  # somebody's README is no reason not to train

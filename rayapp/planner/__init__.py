@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.config import Config, ConfigError, VisionConfig
+from rayapp.config.lora import opened_by
 from rayapp.planner.advice import (
     Suggestion,
     cheapest,
@@ -72,7 +73,11 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
         question = ask(config, **more)
         if config.train.micro_batch is None:
             question = with_micro_batch(question, largest_micro_batch(question) or 1)
-        return answer(question)
+        planned, lora = answer(question), config.model.lora
+        if lora is not None and lora.target_parameters and not lora.merge:
+            kind = question.layout.shape.model_type
+            planned.reasons.append(opened_by(kind, lora.target_parameters))
+        return planned
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise

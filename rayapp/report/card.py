@@ -31,6 +31,8 @@ MADE = "<!-- made by rayapp from the run's folder; remove this line to keep your
 ADAPTER = "adapter_config.json"
 FOLDER = 'folder = "."  # this folder, or its id on the hub\n'
 HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
+# The folders of absolute paths and of URLs, which a card leaves out.
+FOLDERS = re.compile(r"(?<![\w./-])(?:~|[a-z][a-z0-9+.-]*:)?/+(?:[^\s/'\"`]+/+)*(?=[^\s/])")
 POINTS, TABLE_STEPS = 120, 8
 WIDTH, HEIGHT, MARGIN = 480, 160, 6
 
@@ -54,15 +56,15 @@ def write_card(storage: Storage) -> None:
 
 def card(run: ReportedRun, adapter: bool) -> str:
     """Return the text of the card."""
-    front = yaml.safe_dump(_front(run, adapter), sort_keys=False, allow_unicode=True)
+    front = yaml.safe_dump(front_of(run, adapter), sort_keys=False, allow_unicode=True)
     parts = [
         f"---\n{front}---\n{MADE}",
         f"# {run.name}",
-        _what(run),
+        FOLDERS.sub("", _what(run)),
         "## Use",
         _use(run, adapter),
         "## Data",
-        *_data(run),
+        *(FOLDERS.sub("", part) for part in _data(run)),
         "## Training",
         _table(["", ""], _training(run)),
         f"![loss by step]({CURVE})",
@@ -70,12 +72,12 @@ def card(run: ReportedRun, adapter: bool) -> str:
         "## Results",
         _table(["", ""], _results(run)),
         *_samples(run),
-        _config(run),
+        FOLDERS.sub("", _config(run)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front(run: ReportedRun, adapter: bool) -> dict[str, object]:
+def front_of(run: ReportedRun, adapter: bool) -> dict[str, object]:
     """Return the card's metadata, by the hub's names; what is not known is left out."""
     base: Any = run.plan.get("base", {})
     images = run.unit is IMAGES
@@ -86,6 +88,7 @@ def _front(run: ReportedRun, adapter: bool) -> dict[str, object]:
         "pipeline_tag": "image-classification" if images else "text-generation",
         "license": base.get("license"),
         "license_name": base.get("license_name"),
+        "license_link": base.get("license_link"),
         "datasets": [found[0] for path in _paths(run) if (found := re.match(HUB_ID, path))],
         "tags": ["rayapp", *(["lora"] if lora else []), *([] if images else [_kind(run)])],
     }
