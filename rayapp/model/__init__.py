@@ -24,6 +24,7 @@ from rayapp.model.build import LanguageModel, Loss, build, no_loss, num_paramete
 from rayapp.model.documents import keeps_documents_apart
 from rayapp.model.experts import why_not_grouped
 from rayapp.model.export import WrongExport, export
+from rayapp.model.gguf import config_values, in_folder, needs_folder
 from rayapp.model.init import init_weights
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
 from rayapp.model.lora import (
@@ -56,10 +57,12 @@ __all__ = [
     "checkpoint_activations",
     "choose_attention",
     "compile_blocks",
+    "config_values",
     "device_mesh",
     "export",
     "export_adapters",
     "hold_in_4_bits",
+    "in_folder",
     "init_adapters",
     "init_weights",
     "keeps_documents_apart",
@@ -68,6 +71,7 @@ __all__ = [
     "load_weights",
     "measure_compile",
     "merge_adapters",
+    "needs_folder",
     "no_loss",
     "num_nodes",
     "num_parameters",
