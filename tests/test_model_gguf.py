@@ -315,5 +315,5 @@ def test_the_preset_answers(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "answers"
     run.mkdir()
     (run / "model").symlink_to(folder)
-    said = "".join(generate(str(run), "The capital of France is", chat=True, temperature=0.0))
+    said = "".join(generate(str(run), "What is the capital of France?", chat=True, temperature=0.0))
     assert said == "The capital of France is Paris."
