@@ -1,9 +1,9 @@
 """rayapp du, rm and prune: what a storage holds, and how to remove what is not needed.
 
 Beside the runs, in `.prepared`, lie rows (one folder for each recipe), the tokens that rows are
-made of, tokenizers, and models of GGUF files. A run that is not done needs its rows; whoever takes rows writes their
-USED file anew. Tokens are needed by the rows whose list of blocks has them. Both can be made again
-from the data, rows from tokens in a small part of the time.
+made of, tokenizers, and models of GGUF files. A run that is not done needs its rows; whoever takes
+rows writes their USED file anew. Tokens are needed by the rows whose list of blocks has them. Both
+can be made again from the data, rows from tokens in a small part of the time.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,7 @@ def _generate(
     longest = max(map(len, ids))
     rows = [[0] * (longest - len(each)) + each for each in ids]
     masks = [[0] * (longest - len(each)) + [1] * len(each) for each in ids]
-    hf = parts.lm.hf
+    hf: Any = parts.lm.hf
     hf.generate(
         torch.tensor(rows, device=device),
         attention_mask=torch.tensor(masks, device=device),

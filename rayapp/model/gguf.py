@@ -269,7 +269,7 @@ def _dequantised(name: str, file: Path, folder: Path, known: Mapping[str, str]) 
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     config = AutoConfig.from_pretrained(**where)
     _rotate(config, values, {name: tensors[name].data for name in tensors if "rope_" in name})
-    model, report = AutoModelForCausalLM.from_pretrained(
+    opened: Any = AutoModelForCausalLM.from_pretrained(
         **where,
         config=config,
         dtype=dtype,
@@ -277,6 +277,7 @@ def _dequantised(name: str, file: Path, folder: Path, known: Mapping[str, str]) 
         trust_remote_code=False,
         output_loading_info=True,
     )
+    model, report = opened
     if missing := sorted(report["missing_keys"]):  # transformers would draw them
         raise ValueError(f"it lacks {len(missing)} tensors: {', '.join(missing[:MAX_NAMED])}")
     model.save_pretrained(folder)
