@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rayapp.config import ConfigError
+from rayapp.data.tokens import prompt_ids
 from rayapp.observe import status
 from rayapp.observe.records import Sections
 from rayapp.observe.run_folder import CONFIG, MODEL
@@ -111,16 +112,13 @@ class Loaded:
 
     def _ids(self, prompt: str | Sequence[Message], chat: bool | None) -> torch.Tensor:
         """Return the prompt's token ids: [1, tokens]."""
-        chat = self.chat if chat is None else chat
-        if isinstance(prompt, str) and not chat:
-            return self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        if not self.tokenizer.chat_template:
+        import torch
+
+        chat = not isinstance(prompt, str) or (self.chat if chat is None else chat)
+        if chat and not self.tokenizer.chat_template:
             why = "the model's tokenizer has no chat template"
             raise ConfigError([f"--chat=true is not possible: {why}. Leave it out"])
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
+        return torch.tensor([prompt_ids(self.tokenizer, prompt, chat)])
 
 
 def talk(model: Loaded, settings: Settings) -> None:

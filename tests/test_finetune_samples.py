@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import processes
 import pytest
 import torch
 from test_train_loop import config_of, inputs, spec_of, train  # noqa: F401  a fixture
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import AutoModelForCausalLM
 
 from rayapp.config import Config, from_dict
 from rayapp.data.rows import local_steps
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune import samples
+from rayapp.finetune.build import make_parts
 from rayapp.storage import open_storage
 from rayapp.train import schedule, waiting
 from rayapp.train.checkpoint.marker import latest
@@ -24,7 +27,9 @@ from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sync import STAY, STOP
 
 PROMPTS = ["Line 1", "Line 22: bbb says 4", ""]
+CHATS = ["Hello", "Hi"]
 STEPS, EVERY = 6, 2
+FULL = pytest.mark.full
 
 
 def with_prompts(folder: Path, name: str, prompts: list[str], **sections: Any) -> Config:
@@ -111,3 +116,62 @@ def test_prompts_share_a_pass_only_where_a_micro_batch_has_room() -> None:
     assert list(samples._groups(ids, ends, 50)) == [[0, 2], [3]]
     assert list(samples._groups(ids, ends, 10)) == [[0], [2], [3]]
     assert list(samples._groups(ids, ends, 1000)) == [[0, 2, 3]]
+
+
+def counting_worker(rank: int, world: int, spec: LanguageSpec, fits: bool, out: str) -> None:
+    """Continue chats by 3 and by 9 tokens; write down what each call has run and gathered."""
+    parts, gathers, lengths, texts = make_parts(spec, torch.device("cpu")), [0], list[int](), []
+    original = _fsdp_param_group.foreach_all_gather
+
+    def gather(*args: Any) -> Any:
+        gathers[0] += 1
+        return original(*args)
+
+    def see(_: Any, args: Any) -> None:
+        lengths.append(args[0].numel())
+        texts.append(parts.tokenizer.decode(args[0][0]))
+
+    _fsdp_param_group.foreach_all_gather = gather
+    if not fits:
+        samples._fits = lambda *_: False
+    parts.lm.hf.get_input_embeddings().register_forward_pre_hook(see)
+    control, found = torch.distributed.new_group(backend="gloo"), []
+    for count in (3, 9):
+        gathers[0], lengths[:], texts[:] = 0, [], []
+        told = samples.continued(parts, CHATS, torch.device("cpu"), control, count, chat=True)
+        found.append((gathers[0], list(lengths)))
+    Path(out, f"{fits}-{rank}.json").write_text(json.dumps([told, texts[1:2], found]))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=FULL)])
+def test_a_token_is_run_once_and_weights_are_gathered_once_a_call(
+    strategy: str,
+    inputs: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Where the weights fit, rank 0 runs alone; elsewhere all ranks do, and say the same."""
+    parallel = {"strategy": strategy}
+    spec = spec_of(with_prompts(inputs, "counted", [], parallel=parallel), inputs, 0)
+    for fits in (True, False):
+        meet = str(tmp_path / f"meet-{fits}")
+        processes.spawn(counting_worker, 2, meet, spec, fits, str(tmp_path))
+    (told, asked, short_and_long), rest, everywhere, again = (
+        json.loads((tmp_path / f"{name}.json").read_text())
+        for name in ("True-0", "True-1", "False-0", "False-1")
+    )
+    tokenizer = load_tokenizer(str(inputs / "model"))
+    chat = [{"role": "user", "content": CHATS[0]}]
+    wanted = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert asked == [wanted]
+    prefill = 2 * len(tokenizer(wanted)["input_ids"])
+    assert [lengths for _, lengths in short_and_long] == [
+        [1, prefill, *[2] * (count - 1), 1] for count in (3, 9)
+    ]
+    assert short_and_long[0][0] == short_and_long[1][0]
+    assert short_and_long[0][0] == (3 if strategy == "full_shard" else 0)  # blocks, and the rest
+    assert [lengths for _, lengths in rest[2]] == [[1, 1], [1, 1]]
+    assert rest[0] == told and everywhere == again and everywhere[0] == told
+    assert everywhere[2][1][1] == short_and_long[1][1]
+    freed = everywhere[2][1][0] - everywhere[2][0][0]
+    assert freed == (6 if strategy == "full_shard" else 0)  # the first block, for each token
+    assert len(dict(told)[CHATS[0]]) > 0

@@ -1,9 +1,9 @@
 """rayapp du, rm and prune: what a storage holds, and how to remove what is not needed.
 
 Beside the runs, in `.prepared`, lie rows (one folder for each recipe), the tokens that rows are
-made of, and tokenizers. A run that is not done needs its rows; whoever takes rows writes their
-USED file anew. Tokens are needed by the rows whose list of blocks has them. Both can be made again
-from the data, rows from tokens in a small part of the time.
+made of, tokenizers, and models of GGUF files. A run that is not done needs its rows; whoever takes
+rows writes their USED file anew. Tokens are needed by the rows whose list of blocks has them. Both
+can be made again from the data, rows from tokens in a small part of the time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def du(argv: list[str]) -> int:
             table.add_row(*map(Text, cells))
     note = f"{_size(unneeded)} by no rows" if unneeded else ""
     table.add_row("tokens", _size(_bytes(space.tokens)), "", note)
-    table.add_row("tokenizers", _size(space.tokenizer_bytes), "", "")
+    table.add_row("tokenizers, models", _size(space.tokenizer_bytes), "", "")
     Console().print(table)
     print(f"in {root.url}")
     for run in space.runs:
@@ -249,8 +249,8 @@ def measure(root: Storage) -> Space:
         for each in rows:  # of an old mixture it is not known which rows are its own: all may be
             if each.name in mine:
                 each.needed_by.append(run.name)
-    tokenizers = (name for name in folders if name.startswith("tokenizer-"))
-    size = sum(_bytes(root.list(f"{PREPARED}/{name}")) for name in tokenizers)
+    kept = (name for name in folders if name.startswith(("tokenizer-", "model-")))
+    size = sum(_bytes(root.list(f"{PREPARED}/{name}")) for name in kept)
     blocks = (root / f"{PREPARED}/{TOKENS}").list() if TOKENS in folders else []
     return Space(runs, rows, blocks, size)
 

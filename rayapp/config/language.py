@@ -36,8 +36,8 @@ Checkpointing = Literal["none", "full", "selective"]
 
 class Model(Section):
     path: Text = "tiny"
-    """Folder of a Hugging Face model or an exported adapter, here or on s3://, hub id, or a preset
-    such as `tiny`."""
+    """Folder of a Hugging Face model or an exported adapter, or a GGUF file, here or on s3://, hub
+    id, or a preset such as `tiny`."""
     adapter: Literal["train", "merge"] = "train"
     """Where path is an adapter: train goes on with it, with its own `lora` settings; merge adds it
     to its base, and trains all of that model's weights, or new adapters (`lora`)."""
@@ -45,7 +45,8 @@ class Model(Section):
     """RUN or RUN@STEP, a folder, a name in run.storage or s3://: start with the weights of that
     run's newest usable checkpoint, or of that step; path names the same model."""
     from_scratch: bool = False
-    """Start from random weights with this model's shape; a preset but `tiny` asks for it."""
+    """Start from random weights with this model's shape; a preset without weights asks for it,
+    but for `tiny`."""
     tokenizer: OptionalStr = None
     """Folder, s3:// folder or hub id; `bpe:4096` trains a byte-level BPE of that size on the
     data; `bytes` is one token a byte; none takes the model's own (presets: `bpe` of their size)."""
@@ -188,8 +189,9 @@ class Parallel(Section):
 
 class LanguageEval(SharedEval):
     prompts: Texts = ()
-    """Text, or list `[a, b]` of texts, to continue: by the likeliest tokens at each evaluation of
-    the held-out data, by drawn ones at the end. The report shows the answers by step."""
+    """Text, or list `[a, b]` of texts, to continue, or to answer where data.kind is chat: by the
+    likeliest tokens at each evaluation of the held-out data, by drawn ones at the end. The report
+    shows the answers by step."""
     metrics: Codes = ()
     """`mypackage.module:function` that give a figure of each held-out token from its logits; their
     means are reported beside the held-out loss (docs/own_code.md)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -120,6 +120,21 @@ def _from_folder(url: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(url, trust_remote_code=False)
+
+
+def prompt_ids(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], chat: bool) -> list[int]:
+    """Return the ids of a text, or with `chat` of what the template makes of the messages.
+
+    A text is then the message of a user. An assistant's turn is begun.
+    """
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+    )
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

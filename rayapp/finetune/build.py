@@ -41,13 +41,11 @@ class Parts:
 class Head:
     """The output layer: returns (objective, loss).
 
-    With `positions` (one of each row, int64 [b]) it returns their logits [b, V] twice, while
-    `whole` those of all positions [b, S, V].
+    While `whole` it returns the logits of all positions [b, S, V] twice.
     """
 
     def __init__(self, config: Config) -> None:
         train = config.train
-        self.positions: torch.Tensor | None = None
         self.whole = False
         self.loss: model.Loss = partial(
             chunked_cross_entropy,
@@ -78,12 +76,6 @@ class Head:
         *,
         each: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.positions is not None:
-            assert weight is not None, "a model that computes its logits itself is not sampled"
-            rows = torch.arange(len(hidden), device=hidden.device)
-            last = hidden[rows, self.positions]
-            logits = torch.nn.functional.linear(last, weight, bias).float()  # [b, V]
-            return logits, logits
         if self.whole:
             logits = hidden
             if weight is not None:

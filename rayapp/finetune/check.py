@@ -24,6 +24,7 @@ from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
 from rayapp.finetune.code_check import as_begun, code_digests, code_problems
 from rayapp.finetune.start import shape_problem, with_adapter, with_origin
+from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
 from rayapp.storage import Storage, StorageError, open_storage
@@ -263,9 +264,17 @@ def _model(
     config: Config, kinds: set[str], problems: list[str]
 ) -> tuple[Config, model.ModelSource | None, Any]:
     """Return the config with the settings of the model's adapter, the model and its tokenizer."""
+    path, scratch = config.model.path, config.model.from_scratch
     try:
-        base = model.resolve(config.model.path)
-        scratch = config.model.from_scratch or (base.preset and config.model.path == OWN)
+        if model.needs_folder(path, scratch):
+            if problems:  # it takes long, and may need what is wrong
+                return config, None, None
+            root = open_storage(config.run.storage) / PREPARED
+            path = model.in_folder(path, root, scratch)
+            section = config.model.model_copy(update={"path": path})
+            config = config.model_copy(update={"model": section})
+        base = model.resolve(path)
+        scratch = scratch or (base.preset and path == OWN)
         wrong = model.problems(base, from_scratch=scratch)
     except (ValueError, StorageError) as error:
         problems.append(str(error))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rayapp import model
 from rayapp.finetune.build import Parts, compute_dtype
@@ -42,24 +43,28 @@ def check_export(
         RuntimeError: on all ranks: the storage has failed.
     """
     rows = _probe(spec)
-    trained = [_trained_logits(parts, ids.to(device)) for ids in rows]
-    return from_rank_zero(folder, control, lambda: _compared(spec, parts, folder, rows, trained))
+    ids = pad_sequence(rows, batch_first=True)  # what lies behind a token cannot affect it
+    trained = _trained_logits(parts, ids.to(device))
+    there = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).bool()
+    return from_rank_zero(
+        folder, control, lambda: _compared(spec, parts, folder, ids, there, trained)
+    )
 
 
 def _probe(spec: LanguageSpec) -> list[torch.Tensor]:
-    """Return the first tokens of the first documents of a few training rows, each [1, n]."""
+    """Return the first tokens of the first documents of a few training rows, each [n]."""
     every = spec.data.rows("train")
     places = np.unique(np.linspace(0, len(every) - 1, ROWS).astype(np.int64))
     records = every.read(every.numbers(places))
     return [
-        torch.from_numpy(ids[segments == 1][:TOKENS].astype(np.int64))[None]
+        torch.from_numpy(ids[segments == 1][:TOKENS].astype(np.int64))
         for ids, segments in zip(records["input_ids"], records["segments"], strict=True)
     ]
 
 
 @torch.no_grad()
 def _trained_logits(parts: Parts, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits [1, n, V] of the model that the ranks hold, on the CPU."""
+    """Return the logits [rows, n, V] of the model that the ranks hold, on the CPU."""
     parts.lm.eval()
     parts.head.whole = True
     try:
@@ -75,22 +80,24 @@ def _compared(
     spec: LanguageSpec,
     parts: Parts,
     folder: Storage,
-    rows: list[torch.Tensor],
-    trained: list[torch.Tensor],
+    ids: torch.Tensor,
+    there: torch.Tensor,
+    trained: torch.Tensor,
 ) -> ExportCheck:
+    """Compare the logits of ids [rows, n] where there is a token (`there`)."""
     if problems := _problems(parts, folder):
         raise wrong_export(folder, f"is not the model that was trained: {'; '.join(problems)}")
     if why := _not_opened(spec, parts):
         return {"rows": 0, "difference": None, "why": why}
     with ExitStack() as stack:
         hf = _opened(spec, parts, folder, stack)
-        logits = torch.cat([hf(input_ids=ids, use_cache=False).logits.float()[0] for ids in rows])
-    expected = torch.cat([logits[0] for logits in trained])
+        logits = hf(input_ids=ids, use_cache=False).logits.float()
     stored = torch.float32 if _is_adapter(spec) else parts.lm.source_dtype or torch.float32
     precision = spec.config.train.precision
     if precision == "fp32" and stored != torch.float32:
         precision = "bf16"
-    return compared(folder, logits, expected, len(rows), "rows", TOLERANCE[precision])
+    tolerance = TOLERANCE[precision]
+    return compared(folder, logits[there], trained[there], len(ids), "rows", tolerance)
 
 
 def _is_adapter(spec: LanguageSpec) -> bool:

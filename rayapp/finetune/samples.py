@@ -3,18 +3,23 @@
     texts = continued(parts, prompts, device, control, 32)              # the likeliest tokens
     texts = continued(parts, prompts, device, control, 64, seed=1)      # drawn tokens
 
-There is no cache of keys and values: each token is one forward pass of all prompts that fit into
-the tokens of a micro-batch. Rows have their final length from the start, since kernels on CPUs keep
-code for each length; what lies behind a token cannot affect it.
+transformers' generate runs with its cache of keys and values. Where the whole weights fit beside
+what a rank holds, they are gathered once and rank 0 computes alone. Elsewhere every rank computes,
+and each block is gathered for each token.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig, LogitsProcessor
 
+from rayapp import model
+from rayapp.data.tokens import prompt_ids
 from rayapp.finetune.build import Parts
 from rayapp.observe.records import Sample
 from rayapp.train.loop import Interrupted
@@ -32,6 +37,7 @@ def continued(
     control: dist.ProcessGroup,
     num_tokens: int,
     *,
+    chat: bool = False,
     stops: Collection[int] = (),
     seed: int | None = None,
     leave: Callable[[], int] = lambda: STAY,
@@ -39,42 +45,109 @@ def continued(
 ) -> list[Sample]:
     """Continue each prompt by up to `num_tokens`: the likeliest, or with a seed drawn ones.
 
-    A token of `stops` ends a continuation, and is no part of its text.
-    Rank 0 chooses the tokens, so that no rank ends before another. PyTorch's own random state is
-    not used. `room` is the most tokens of a forward pass of several prompts.
+    With `chat`, a prompt is what a user says, and the text is the answer. A token of `stops` ends a
+    continuation, and is no part of its text. Rank 0 chooses the tokens, so that no rank ends before
+    another. PyTorch's own random state is not used. `room` is the most tokens of a forward pass of
+    several prompts.
 
     Raises:
         Interrupted: `leave`, which all ranks call before each token, does not answer STAY.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    limit = getattr(parts.lm.hf.config.get_text_config(), "max_position_embeddings", None) or 2**30
-    ids: list[list[int]] = [list(parts.tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    added: list[list[int]] = [[] for _ in prompts]
+    lm = parts.lm
+    limit = getattr(lm.hf.config.get_text_config(), "max_position_embeddings", None) or 2**30
+    ids = [prompt_ids(parts.tokenizer, prompt, chat) for prompt in prompts]
     ends = [min(len(each) + num_tokens, limit) for each in ids]
-    parts.lm.eval()
+    added: list[list[int]] = [[] for _ in prompts]
+    alone = _fits(parts, device, control)
+    lm.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):  # no compilation for rows of this length
+        with (
+            torch.compiler.set_stance("force_eager"),  # no compilation for rows of this length
+            model.cached_attention(lm.hf),
+            model.held(lm, alone),
+        ):
+            _run_token(parts, device)  # what it gathers is held from then on
             for group in _groups(ids, ends, room):
-                _extend(parts, ids, added, ends, group, device, control, generator, stops, leave)
+                rows = [ids[place] for place in group]
+                count = ends[group[0]] - len(rows[0])
+                chooser = _Chooser(len(rows), count, control, generator, stops, leave)
+                if alone and dist.get_rank():
+                    while chooser.going:
+                        chooser.step(None)
+                else:
+                    _generate(parts, rows, device, chooser)
+                for place, tokens in zip(group, chooser.added, strict=True):
+                    added[place] = tokens
+            # In a backward pass FSDP gathers ahead what ran before: the same on all ranks.
+            _run_token(parts, device)
     finally:
-        parts.head.positions = None
-        parts.lm.train()
+        lm.train()
     # An id of `stops` may not be special.
     said = [[token for token in each if token not in stops] for each in added]
     texts = [str(parts.tokenizer.decode(each, skip_special_tokens=True)) for each in said]
     return list(zip(prompts, texts, strict=True))
 
 
+def _fits(parts: Parts, device: torch.device, control: dist.ProcessGroup) -> bool:
+    """Return whether the whole weights take at most half of the free memory, on every rank."""
+    from ray._private.utils import estimate_available_memory  # within a container's limit
+
+    needed = sum(p.numel() * p.element_size() for p in parts.lm.parameters())
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = estimate_available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    fits = torch.tensor(int(needed <= free // 2))
+    dist.all_reduce(fits, dist.ReduceOp.MIN, group=control)
+    return bool(fits)
+
+
+def _run_token(parts: Parts, device: torch.device) -> None:
+    """Run one token through the model, on all ranks."""
+    one = torch.zeros(1, 1, dtype=torch.long, device=device)
+    parts.head.whole = True
+    try:
+        parts.lm(one, one)
+    finally:
+        parts.head.whole = False
+
+
+def _generate(
+    parts: Parts, ids: Sequence[list[int]], device: torch.device, chooser: _Chooser
+) -> None:
+    """Run transformers' generate on prompts, padded on the left, until all have ended."""
+    longest = max(map(len, ids))
+    rows = [[0] * (longest - len(each)) + each for each in ids]
+    masks = [[0] * (longest - len(each)) + [1] * len(each) for each in ids]
+    hf: Any = parts.lm.hf
+    hf.generate(
+        torch.tensor(rows, device=device),
+        attention_mask=torch.tensor(masks, device=device),
+        generation_config=GenerationConfig(
+            max_new_tokens=chooser.count,
+            do_sample=False,
+            # Without any, transformers would take those of the config: an id that no token has.
+            eos_token_id=sorted(chooser.stops) or [hf.config.get_text_config().vocab_size],
+            pad_token_id=0,
+        ),
+        logits_processor=[chooser],
+        synced_gpus=False,  # the chooser keeps the ranks together
+    )
+
+
 def _groups(ids: Sequence[list[int]], ends: Sequence[int], room: int) -> Iterator[list[int]]:
     """Yield the places of prompts whose rows together are at most `room` tokens, or of one prompt.
 
-    A prompt that is empty, or as long as the model's limit, has no continuation.
+    All of a group are continued by the same number of tokens. A prompt that is empty, or as long as
+    the model's limit, has no continuation.
     """
     group: list[int] = []
     for place, each in enumerate(ids):
         if not 0 < len(each) < ends[place]:
             continue
-        if group and (len(group) + 1) * max(ends[k] for k in [*group, place]) > room:
+        full = (len(group) + 1) * max(ends[k] for k in [*group, place]) > room
+        if group and (full or ends[place] - len(each) != ends[group[0]] - len(ids[group[0]])):
             yield group
             group = []
         group.append(place)
@@ -82,38 +155,45 @@ def _groups(ids: Sequence[list[int]], ends: Sequence[int], room: int) -> Iterato
         yield group
 
 
-def _extend(
-    parts: Parts,
-    ids: Sequence[list[int]],
-    added: Sequence[list[int]],
-    ends: Sequence[int],
-    group: Sequence[int],
-    device: torch.device,
-    control: dist.ProcessGroup,
-    generator: torch.Generator | None,
-    stops: Collection[int],
-    leave: Callable[[], int],
-) -> None:
-    """Add tokens to the prompts of a group until each is at its end or has an end token."""
-    rows = torch.zeros(len(group), max(ends[place] for place in group), dtype=torch.long)
-    for row, place in zip(rows, group, strict=True):
-        row[: len(ids[place])] = torch.tensor(ids[place])
-    rows, going = rows.to(device), set(group)
-    while going:
-        if code := leave():
+class _Chooser(LogitsProcessor):
+    """Choose the next tokens on rank 0, and tell them to all ranks."""
+
+    def __init__(
+        self,
+        rows: int,
+        count: int,
+        control: dist.ProcessGroup,
+        generator: torch.Generator | None,
+        stops: Collection[int],
+        leave: Callable[[], int],
+    ) -> None:
+        self.count, self.control, self.generator = count, control, generator
+        self.stops, self.leave = stops, leave
+        self.added: list[list[int]] = [[] for _ in range(rows)]
+        self.going = set(range(rows))
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores [rows, V] of which the chosen tokens have the highest."""
+        chosen = self.step(scores).to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def step(self, scores: torch.Tensor | None) -> torch.Tensor:
+        """Choose by scores [rows, V], or learn rank 0's choice; return the tokens [rows].
+
+        Raises: Interrupted.
+        """
+        if code := self.leave():
             raise Interrupted(code)
-        lengths = [len(ids[place]) + len(added[place]) for place in group]
-        parts.head.positions = torch.tensor(lengths, device=device) - 1
-        logits, _ = parts.lm(rows, rows)
-        chosen = _choose(logits.cpu(), generator)
-        dist.broadcast(chosen, src=0, group=control)
-        for row, place, length, token in zip(rows, group, lengths, chosen.tolist(), strict=True):
-            if place not in going:
-                continue
-            row[length] = token
-            added[place].append(token)
-            if token in stops or length + 1 == ends[place]:
-                going.discard(place)
+        chosen = torch.zeros(len(self.added), dtype=torch.long)
+        if scores is not None:
+            chosen = _choose(scores.float().cpu(), self.generator)
+        dist.broadcast(chosen, src=0, group=self.control)
+        for row, token in enumerate(chosen.tolist()):
+            if row in self.going:
+                self.added[row].append(token)
+                if token in self.stops or len(self.added[row]) == self.count:
+                    self.going.discard(row)
+        return chosen
 
 
 def _choose(logits: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:

@@ -150,30 +150,26 @@ class LanguageTrainer(Trainer):
             def evaluate() -> HeldOut:
                 batches = sequential_batches(rows, config.micro_batch, rank, world, mixed)
                 found = held_out_losses(engine, batches, self.parts.head, names if mixed else ())
-                if self.prompts:
+                if config.eval.prompts:
                     found["eval_samples"] = self.samples(engine, AT_EVALUATION)
                 return found
 
             engine.evaluate = evaluate
         return engine
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompts to continue; none if the model computes its logits itself."""
-        return self.spec.config.eval.prompts if self.parts.lm.plain_head else ()
-
     def samples(self, engine: Engine, num_tokens: int, seed: int | None = None) -> list[Sample]:
         """Continue the prompts; the ranks may agree to leave meanwhile, as during an evaluation."""
         config = self.spec.config
-        if not self.prompts:
+        if not config.eval.prompts:
             return []
         engine.phases.begin("sampling")
         return continued(
             self.parts,
-            self.prompts,
+            config.eval.prompts,
             self.device,
             engine.control,
             num_tokens,
+            chat=config.data.kind == "chat",
             stops=self.generation.eos_token_id or (),
             seed=seed,
             leave=lambda: leave_now(engine) if engine.interruptible else STAY,

@@ -20,11 +20,17 @@ batch. Loading and export use the original names of the tensors, by transformers
 from rayapp.model.activations import checkpoint_activations, offload_activations
 from rayapp.model.adapter import Adapter, adapter_problems, load_adapters, merge_adapters
 from rayapp.model.adapter_files import export_adapters
-from rayapp.model.attention import Unavailable, attention_problem, choose_attention
+from rayapp.model.attention import (
+    Unavailable,
+    attention_problem,
+    cached_attention,
+    choose_attention,
+)
 from rayapp.model.build import LanguageModel, Loss, build, no_loss, num_parameters
 from rayapp.model.documents import keeps_documents_apart
 from rayapp.model.experts import why_not_grouped
 from rayapp.model.export import WrongExport, export
+from rayapp.model.gguf import config_values, in_folder, needs_folder
 from rayapp.model.init import init_weights
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
 from rayapp.model.lora import (
@@ -36,7 +42,7 @@ from rayapp.model.lora import (
     unknown_targets,
 )
 from rayapp.model.mixers import split_documents
-from rayapp.model.sharding import device_mesh, num_nodes, shard
+from rayapp.model.sharding import device_mesh, held, num_nodes, shard
 from rayapp.model.source import ModelSource, processor_files, published, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
 
@@ -53,13 +59,17 @@ __all__ = [
     "add_adapters",
     "attention_problem",
     "build",
+    "cached_attention",
     "checkpoint_activations",
     "choose_attention",
     "compile_blocks",
+    "config_values",
     "device_mesh",
     "export",
     "export_adapters",
+    "held",
     "hold_in_4_bits",
+    "in_folder",
     "init_adapters",
     "init_weights",
     "keeps_documents_apart",
@@ -68,6 +78,7 @@ __all__ = [
     "load_weights",
     "measure_compile",
     "merge_adapters",
+    "needs_folder",
     "no_loss",
     "num_nodes",
     "num_parameters",

@@ -11,6 +11,8 @@ its documents: the same result, without work or memory for pairs of tokens in di
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from rayapp.model.by_document import by_document, with_dropout
@@ -91,6 +94,19 @@ def attention_problem(
         if importlib.util.find_spec("flash_attn") is None:
             return "the package flash-attn is not installed. Install it, or set varlen"
     return None
+
+
+@contextmanager
+def cached_attention(hf: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, attend by a kernel that takes a cache of keys and values."""
+    name = hf.config._attn_implementation
+    if name not in ("eager", "sdpa"):
+        hf.set_attn_implementation("sdpa" if _supports(hf.config, "sdpa") else "eager")
+    try:
+        yield
+    finally:
+        if hf.config._attn_implementation != name:
+            hf.set_attn_implementation(name)
 
 
 def takes_any_kernel(config: PretrainedConfig) -> bool:

@@ -67,6 +67,8 @@ class Wrapper(nn.Module):
     """The dtype in the model's original config, before training sets its own."""
     offloaded: bool
     """Sharded parameters are offloaded to host memory."""
+    freed: list[Any]
+    """The blocks whose gathered parameters are freed after a forward."""
 
 
 class LanguageModel(Wrapper):

@@ -10,6 +10,8 @@ head belong to the root, whose hook gathers them when `Wrapper.forward` starts.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar, cast
@@ -104,6 +106,7 @@ def shard(
         model, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload
     )
     model.offloaded = cpu_offload
+    model.freed = cast(list[FSDPModule], blocks[:-1]) if free_after_forward else []
     _prefetch(cast(list[FSDPModule], blocks))
     if mesh.size() > 1:
         _sum_gradients(model)
@@ -115,6 +118,22 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def held(model: Wrapper, whole: bool) -> Iterator[None]:
+    """Inside the block, hold what a forward gathers, if `whole`; free it at the end.
+
+    After one forward on all ranks a further one needs no other rank.
+    """
+    try:
+        for block in model.freed if whole else ():
+            block.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for block in model.freed if whole else ():
+            block.set_reshard_after_forward(True, recurse=False)
+        reshard(model)
 
 
 def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:

@@ -149,7 +149,7 @@ def _resolve(path: str) -> ModelSource:
     if re.fullmatch(r"[\w.-]+", path) and (PRESETS / path / "config.json").is_file():
         return ModelSource(path, open_input(str(PRESETS / path)), preset=True)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return ModelSource(path, open_input(_download(path)))
+        return ModelSource(path, open_input(hub_folder(path)))
     names = ", ".join(sorted(entry.parent.name for entry in PRESETS.glob("*/config.json")))
     raise ValueError(
         f"model.path={path} is no folder, s3:// URL or hub id, and no preset. "
@@ -194,8 +194,11 @@ def front_matter(text: str) -> dict[str, object]:
     return values if isinstance(values, dict) else {}
 
 
-def _download(name: str) -> str:
-    """Fetch configuration, safetensors and tokenizer of a hub model; return the local folder."""
+def hub_folder(name: str) -> str:
+    """Fetch configuration, safetensors and tokenizer of a hub model; return the local folder.
+
+    Raises: ValueError if it cannot be fetched.
+    """
     from huggingface_hub import snapshot_download
 
     try:

@@ -26,6 +26,7 @@ from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
 from rayapp.planner.trained import (
     adapter_at,
+    is_drawn,
     is_preset,
     read_config_json,
     text_section,
@@ -247,7 +248,7 @@ def _model_values(
     if values is None:
         return None
     values = with_overrides(values, config.model.overrides)
-    if is_preset(config.model.path):
+    if is_drawn(config):
         vocabulary = vocabulary_of(config, text_section(values)["vocab_size"], preset=True)
         if vocabulary is None:
             problems.append(

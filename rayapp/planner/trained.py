@@ -27,6 +27,13 @@ def is_preset(path: str) -> bool:
     return path in PRESETS and not os.path.isdir(os.path.expanduser(path))
 
 
+def is_drawn(config: Config) -> bool:
+    """Return whether the model is a preset whose weights are random and whose tokenizer is made."""
+    path = config.model.path
+    weights = path in PRESETS and PRESETS[path].package is not None
+    return is_preset(path) and (config.model.from_scratch or not weights)
+
+
 def read_config_json(
     path: str, presets: Iterable[str], problems: list[str]
 ) -> Mapping[str, Any] | None:
@@ -142,7 +149,7 @@ def vocabulary_of(config: Config, own: int, preset: bool, tokens: int | None = N
 def random_weights(config: Config) -> str | None:
     """Return a note that a run starts from random weights and what to set; None if it does not."""
     path = config.model.path
-    if is_preset(path):
+    if is_preset(path) and PRESETS[path].package is None:
         source = PRESETS[path].source
         name = f"model.path={source}" if "/" in source else "model.path to a model folder or hub id"
         return f"from random weights: the preset {path} has no weights. To fine-tune, set {name}"

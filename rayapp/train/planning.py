@@ -2,7 +2,7 @@
 
     found = plan(rayapp.load("configs/llama3_8b_sft.yaml"))
 
-torch is imported only for a model that the planner has no formula for.
+torch is imported only for a model that the planner has no formula for, and to read a GGUF file.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from rayapp import planner
-from rayapp.config import Config, Lora, VisionConfig
+from rayapp.config import Config, ConfigError, Lora, VisionConfig
 from rayapp.planner.shape import Shape
+from rayapp.planner.trained import with_overrides
 
 
 def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
@@ -25,7 +27,22 @@ def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
     """
     if isinstance(config, Config):
         more["read"] = read
+        if more.get("model") is None and (values := _gguf_values(config)) is not None:
+            more["model"] = with_overrides(values, config.model.overrides)
     return planner.plan(config, **more)
+
+
+def _gguf_values(config: Config) -> Mapping[str, Any] | None:
+    """Return the config.json of a local GGUF file that model.path names; None if it names none."""
+    path = Path(config.model.path).expanduser()
+    if path.suffix != ".gguf" and not any(path.glob("*.gguf")):
+        return None
+    from rayapp import model
+
+    try:
+        return model.config_values(config.model.path)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | None) -> Shape:
