@@ -22,8 +22,8 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
 CEPH = pytest.param("ceph", marks=pytest.mark.full)
 
 # What takes minutes goes first, so that the workers of pytest-xdist end together. Before it goes a
-# file whose actors Ray has called unreferenced in processes that had run a thousand other tests; the
-# reason is not known.
+# file whose actors Ray has called unreferenced in processes that had run a thousand other tests.
+# The reason is not known.
 LONG = (
     "test_observe_gauges.py",
     "test_drills.py",
