@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -21,11 +22,8 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
 
 CEPH = pytest.param("ceph", marks=pytest.mark.full)
 
-# What takes minutes goes first, so that the workers of pytest-xdist end together. Before it goes a
-# file whose actors Ray has called unreferenced in processes that had run a thousand other tests.
-# The reason is not known.
+# What takes minutes goes first, so that the workers of pytest-xdist end together.
 LONG = (
-    "test_observe_gauges.py",
     "test_drills.py",
     "test_drills_nodes.py",
     "test_vision_drills.py",
@@ -75,6 +73,23 @@ def command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:  # it has just ended
         return []
+
+
+def is_connected() -> bool:
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+@pytest.fixture(autouse=True)
+def no_ray_outlives_its_test() -> Iterator[None]:
+    """Fail a test that has started a Ray, as each call of Ray's API does where none is.
+
+    Its mode of authentication would be that of all later ones in this process.
+    """
+    before = is_connected()
+    yield
+    if is_connected() and not before:
+        sys.modules["ray"].shutdown()
+        pytest.fail("a Ray was started, and not ended")
 
 
 @pytest.fixture(autouse=True)
