@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -72,6 +73,23 @@ def command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:  # it has just ended
         return []
+
+
+def is_connected() -> bool:
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+@pytest.fixture(autouse=True)
+def no_ray_outlives_its_test() -> Iterator[None]:
+    """Fail a test that has started a Ray, as each call of Ray's API does where none is.
+
+    Its mode of authentication would be that of all later ones in this process.
+    """
+    before = is_connected()
+    yield
+    if is_connected() and not before:
+        sys.modules["ray"].shutdown()
+        pytest.fail("a Ray was started, and not ended")
 
 
 @pytest.fixture(autouse=True)

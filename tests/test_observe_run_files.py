@@ -20,7 +20,7 @@ from rayapp.observe import run_files
 from rayapp.observe.columns import ACCOUNTED, FEW_BYTES, Columns
 from rayapp.observe.metrics import read
 from rayapp.observe.records import Event, Plan, RunResult
-from rayapp.observe.run_files import DamagedEvents, parsed
+from rayapp.observe.run_files import DamagedFile, parsed
 from rayapp.observe.run_folder import Exit
 from rayapp.report import card, folder, render
 from rayapp.storage import Storage, open_storage
@@ -249,7 +249,7 @@ def test_a_damaged_file_says_where_and_why(tmp_path: Path) -> None:
     run = open_storage(str(tmp_path))
     assert run_files.read(run, "plan.json", Plan) is None
     run.write("plan.json", b'{"parameters": [1]}')
-    with pytest.raises(DamagedEvents) as error:
+    with pytest.raises(DamagedFile) as error:
         run_files.read(run, "plan.json", Plan)
     assert str(error.value) == (
         f"{tmp_path}/plan.json is damaged: parameters: Input should be a valid integer. Delete the "

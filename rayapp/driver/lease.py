@@ -242,6 +242,6 @@ def _read(run: Storage) -> Holder | None:
     unknown = Holder(id="", host="an unknown machine", pid=0, process=None, machine=[])
     try:
         holder = run_files.read(run, LEASE, Holder)
-    except run_files.DamagedEvents:
+    except run_files.DamagedFile:
         return unknown
     return None if holder is None else {**unknown, **holder}

@@ -25,7 +25,7 @@ from rayapp.observe.columns import Follower
 from rayapp.observe.gauges import CheckpointInterval, Driver
 from rayapp.observe.hooks import Hooks
 from rayapp.observe.records import MetricsLine, Sample, Summary
-from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import CHECKPOINTS, FAILED
 from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s
 from rayapp.planner.calibration import calibrate
@@ -170,7 +170,7 @@ class Observer:
         while True:
             try:
                 self._look(last)
-            except (OSError, DamagedEvents) as error:  # e.g. a line of events.jsonl that is no JSON
+            except (OSError, DamagedFile) as error:  # e.g. a line of events.jsonl that is no JSON
                 logger.warning("cannot look at the run: %s", error)
             if last:
                 return

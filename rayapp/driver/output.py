@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -28,7 +28,7 @@ from rayapp.observe import attempt_logs
 from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.ending import tracebacks
 from rayapp.observe.events import Journal
-from rayapp.observe.plain import plain_text
+from rayapp.observe.plain import Through, plain_text
 from rayapp.observe.result import RunFailed
 from rayapp.observe.words import moment
 from rayapp.storage import Storage
@@ -90,7 +90,7 @@ def _redrawn(line: str) -> str:
     return shown.rpartition("\r")[2] + ("\r" if shown != line else "")
 
 
-class Tee:
+class Tee(Through):
     """A text stream that also adds what is written to a Tail; in all else it is the stream."""
 
     def __init__(self, stream: Any, name: str, tail: Tail) -> None:
@@ -100,13 +100,6 @@ class Tee:
         self._tail.add(self._name, text)
         written: int = self.stream.write(text)
         return written
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rayapp.observe.activity import TRAINING
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.figures import figures, share_of_waiting
 from rayapp.observe.plain import escaped
-from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN
@@ -140,7 +140,7 @@ def drawn(job: Job) -> tuple[str, str]:
     try:
         status, now, steps = job.snapshot()
         reason = job.reason() if status in EXIT_CODES else None
-    except DamagedEvents as error:
+    except DamagedFile as error:
         return DAMAGED, f"<p>{escaped(str(error))}</p>"
     return status, render(job.name, status, now, steps, reason)
 

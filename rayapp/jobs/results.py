@@ -131,7 +131,7 @@ def result_of(run: Storage) -> Result | None:
     """Return the result of a run; None if there is no result.json.
 
     Raises:
-        DamagedEvents: it is not as a run writes it.
+        DamagedFile: it is not as a run writes it.
     """
     values = read_result(run)
     return Result({"run": run.url, **values}) if values else None

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from rayapp.config import ConfigError, RunConfig, from_dict, load
 from rayapp.config.code import code_in
 from rayapp.jobs import JobsClient, SubmitOptions, prepare
-from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import EVENTS, SUBMISSION
 from rayapp.observe.status import NoRun, read
 from rayapp.observe.words import number_of_bytes
@@ -96,7 +96,7 @@ def sent(run: Storage) -> Note | None:
     """Return the note of a run; None if there is none, or the storage cannot be read.
 
     Raises:
-        DamagedEvents: the note is not as `send` writes it.
+        DamagedFile: the note is not as `send` writes it.
     """
     try:
         data = run.read(SUBMISSION)
@@ -109,9 +109,9 @@ def sent(run: Storage) -> Note | None:
         where = ".".join(str(part) for part in first["loc"])
         why = f"{where}: {first['msg']}" if where else first["msg"]
         fix = f"Delete the file: status and logs then go by {EVENTS}"
-        raise DamagedEvents(f"{run.url}/{SUBMISSION}", why, fix) from None
+        raise DamagedFile(f"{run.url}/{SUBMISSION}", why, fix) from None
     if not ID.fullmatch(note.submission_id):
-        raise DamagedEvents(f"{run.url}/{SUBMISSION}", "submission_id is no id", "Delete the file")
+        raise DamagedFile(f"{run.url}/{SUBMISSION}", "submission_id is no id", "Delete the file")
     return note
 
 

@@ -158,6 +158,6 @@ def of_workers(run: Storage, driver: Activity) -> Activity:
 def _read(run: Storage, name: str) -> Activity | None:
     try:
         return run_files.read(run, name, Activity)
-    except run_files.DamagedEvents as error:  # it says only what a live run does
+    except run_files.DamagedFile as error:  # it says only what a live run does
         logger.warning("%s", error)
         return None

@@ -26,7 +26,7 @@ from rayapp.observe import run_files
 from rayapp.observe.activity import WAITING_FOR_ROOM
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.records import Event, Interruption
-from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import EVENTS
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def read_events(run: Storage) -> list[Event]:
     """Return a run's events, an empty list without a file; an incomplete last line is ignored.
 
     Raises:
-        DamagedEvents: a line is no event.
+        DamagedFile: a line is no event.
     """
     try:
         data = run.read(EVENTS)
@@ -90,7 +90,7 @@ def read_events(run: Storage) -> list[Event]:
             events.append(_event(line, first=number == 1))
         except ValueError as error:
             fix = "Delete the file: the run goes on from its checkpoint, without its history"
-            raise DamagedEvents(f"{run.url}/{EVENTS}", f"line {number}: {error}", fix) from None
+            raise DamagedFile(f"{run.url}/{EVENTS}", f"line {number}: {error}", fix) from None
     return events
 
 

@@ -39,7 +39,20 @@ class Styled(str):
     """A text whose control characters are our own."""
 
 
-class PlainStream:
+class Through:
+    """A text stream in front of another one: a subclass has `write`; all else is the other's."""
+
+    stream: Any
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class PlainStream(Through):
     """A text stream that writes plain text; in all else it is the stream.
 
     On a terminal a bar that is redrawn from a carriage return stays one line.
@@ -56,13 +69,6 @@ class PlainStream:
             self._redrawn = bar or written.endswith("\n") or (self._redrawn and not written)
         self.stream.write(written)
         return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 @contextmanager

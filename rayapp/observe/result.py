@@ -23,7 +23,7 @@ from rayapp.observe.records import (
     StoredCost,
     Summary,
 )
-from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, RESULT
 from rayapp.observe.status import planned_step_s, read_result
 from rayapp.planner.calibration import calibrate, rest_s
@@ -64,7 +64,7 @@ def stays(run: Storage, status: str) -> bool:
     """
     try:
         return status != DONE and read_result(run).get("status") == DONE
-    except DamagedEvents:
+    except DamagedFile:
         return False
 
 

@@ -3,7 +3,7 @@
     plan = read(run, PLAN, Plan)                    # None if there is no such file
     line = parsed(text, MetricsLine)
 
-Whoever can write to a storage can put anything there. What is not of the type is a DamagedEvents,
+Whoever can write to a storage can put anything there. What is not of the type is a DamagedFile,
 which names the file and the reason. A number is finite and at most MOST, so that code that adds,
 divides and formats numbers needs no checks of its own; NaN and infinity are read as None.
 """
@@ -31,7 +31,7 @@ REWRITTEN = "Delete the file: the run's next command writes it again"
 T = TypeVar("T")
 
 
-class DamagedEvents(ConfigError):
+class DamagedFile(ConfigError):
     """A file of a run's folder does not have the content that a run writes."""
 
     def __init__(self, url: str, why: str, fix: str = REWRITTEN) -> None:
@@ -42,14 +42,14 @@ def read(run: Storage, name: str, kind: type[T], fix: str = REWRITTEN) -> T | No
     """Return the content of a JSON file in a run's folder, None if there is no such file.
 
     Raises:
-        DamagedEvents: it is not of this kind.
+        DamagedFile: it is not of this kind.
     """
     try:
         content: T = parsed(run.read(name), kind)
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise DamagedEvents(f"{run.url}/{name}", str(error), fix) from None
+        raise DamagedFile(f"{run.url}/{name}", str(error), fix) from None
     return content
 
 

@@ -40,7 +40,7 @@ from rayapp.observe.records import (
     Sections,
     Validation,
 )
-from rayapp.observe.run_files import DamagedEvents, Number
+from rayapp.observe.run_files import DamagedFile, Number
 from rayapp.observe.run_folder import (
     ASKED,
     CONFIG,
@@ -153,7 +153,7 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
 
     Raises:
         NoRun: nothing there is a run's.
-        DamagedEvents: a file of it is not as a run writes it.
+        DamagedFile: a file of it is not as a run writes it.
     """
     events = read_events(run)
     lease = run.stat(LEASE)
@@ -223,7 +223,7 @@ def summary(run: Storage) -> Progress:
 
     Raises:
         NoRun: nothing there is a run's.
-        DamagedEvents: a file of it is not as a run writes it.
+        DamagedFile: a file of it is not as a run writes it.
     """
     events = read_events(run)
     last = events[-1] if events else None
@@ -279,9 +279,7 @@ def _status(
         if event["event"] == ENDED:
             if event["status"] not in EXIT_CODES:
                 why = f"the run ended with the unknown status {event['status']!r:.40}"
-                raise DamagedEvents(
-                    f"{run.url}/{EVENTS}", why, "Delete the file, or upgrade rayapp"
-                )
+                raise DamagedFile(f"{run.url}/{EVENTS}", why, "Delete the file, or upgrade rayapp")
             return event["status"], event["reason"]
     if not live:
         return LOST, VANISHED
@@ -298,20 +296,20 @@ def _num_steps(run: Storage) -> int | None:
 
 
 def read_asked(run: Storage) -> Asked | None:
-    """Return what a command that has not done a step asks of a run; raises DamagedEvents."""
+    """Return what a command that has not done a step asks of a run; raises DamagedFile."""
     return run_files.read(run, ASKED, Asked, "Delete the file, and run the same command again")
 
 
 def read_plan(run: Storage) -> Plan:
-    """Return a run's plan, empty if there is none yet; raises DamagedEvents."""
+    """Return a run's plan, empty if there is none yet; raises DamagedFile."""
     return run_files.read(run, PLAN, Plan) or {}
 
 
 def read_result(run: Storage) -> RunResult:
-    """Return a run's result, empty if there is none yet; raises DamagedEvents."""
+    """Return a run's result, empty if there is none yet; raises DamagedFile."""
     result = run_files.read(run, RESULT, RunResult)
     if result is not None and "steps" not in result:
-        raise DamagedEvents(f"{run.url}/{RESULT}", "steps is missing")
+        raise DamagedFile(f"{run.url}/{RESULT}", "steps is missing")
     return result or cast(RunResult, {})
 
 
@@ -319,7 +317,7 @@ def read_sections(run: Storage) -> Sections | None:
     """Return a run's config as plain values, unchecked; None if there is no config.yaml yet.
 
     Raises:
-        DamagedEvents: the file holds no sections.
+        DamagedFile: the file holds no sections.
     """
     fix = "Restore it, or set another run.name"
     try:
@@ -328,14 +326,14 @@ def read_sections(run: Storage) -> Sections | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise DamagedEvents(f"{run.url}/{CONFIG}", run_files.reason_of(error), fix) from None
+        raise DamagedFile(f"{run.url}/{CONFIG}", run_files.reason_of(error), fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DamagedEvents(f"{run.url}/{CONFIG}", " ".join(str(error).split()), fix) from None
+        raise DamagedFile(f"{run.url}/{CONFIG}", " ".join(str(error).split()), fix) from None
     return cast(Sections, tree)
 
 
 def read_validations(run: Storage) -> list[Validation]:
-    """Return the lines of a run's validation.jsonl, [] if there is none; raises DamagedEvents."""
+    """Return the lines of a run's validation.jsonl, [] if there is none; raises DamagedFile."""
     try:
         lines = run.read(VALIDATIONS).splitlines()
     except FileNotFoundError:
@@ -346,12 +344,12 @@ def read_validations(run: Storage) -> list[Validation]:
             validations.append(run_files.parsed(line, Validation))
         except ValueError as error:
             why = f"line {number} is no JSON of an evaluation: {error}"
-            raise DamagedEvents(f"{run.url}/{VALIDATIONS}", why, "Delete the line") from None
+            raise DamagedFile(f"{run.url}/{VALIDATIONS}", why, "Delete the line") from None
     return validations
 
 
 def planned_step_s(run: Storage) -> float | None:
-    """Return the seconds of a step in the run's plan, None if not known; raises DamagedEvents."""
+    """Return the seconds of a step in the run's plan, None if not known; raises DamagedFile."""
     band = read_plan(run).get("step_s")
     return None if band is None else band["value"]
 

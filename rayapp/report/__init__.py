@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayapp.config import ConfigError
-from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import REPORT
 from rayapp.report.card import write_card
 from rayapp.report.folder import ReportedRun, read
@@ -60,7 +60,7 @@ def write_for(run: Storage) -> None:
     """Write the report of a run that has just ended; log a warning if that fails."""
     try:
         logger.info("report in %s", write(run))
-    except (DamagedEvents, ImportError, StorageError) as error:  # an older image may lack bokeh
+    except (DamagedFile, ImportError, StorageError) as error:  # an older image may lack bokeh
         logger.warning("the report is not written: %s", error)
 
 

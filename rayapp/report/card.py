@@ -20,7 +20,7 @@ from rayapp.config.lora import method
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.origin import redacted
-from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import MODEL
 from rayapp.report.curves import smooth, thin, window_of
 from rayapp.report.folder import ReportedRun, read
@@ -50,7 +50,7 @@ def write_card(storage: Storage) -> None:
         folder.write(CURVE, curve(run).encode())
         text = redacted(card(run, adapter=folder.exists(ADAPTER)))
         folder.write(CARD, text.encode(errors="replace"))
-    except (DamagedEvents, StorageError) as error:
+    except (DamagedFile, StorageError) as error:
         logger.warning("the model card is not written: %s", error)
 
 

@@ -28,7 +28,7 @@ from rayapp.observe.records import (
     Sections,
     StoredCost,
 )
-from rayapp.observe.run_files import DamagedEvents
+from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import CONFIG, PLAN
 from rayapp.report import evaluations, sources
 from rayapp.report.curves import NAMES, window_of
@@ -220,7 +220,7 @@ def read(storage: Storage) -> ReportedRun:
 
     Raises:
         NoRun: nothing there is a run's.
-        DamagedEvents: a file of it is not as a run writes it.
+        DamagedFile: a file of it is not as a run writes it.
         StorageError: it cannot be read.
     """
     steps = Columns.read(storage, NAMES)
@@ -273,7 +273,7 @@ def _sections(storage: Storage) -> tuple[str | None, Sections]:
     """Return task and sections of a config as plain values; of a damaged one the text is shown."""
     try:
         tree: dict[str, Any] = statuses.read_sections(storage) or {}
-    except DamagedEvents:
+    except DamagedFile:
         return None, {}
     sections = {section: values for section, values in tree.items() if isinstance(values, dict)}
     return tree.get("task"), sections
@@ -283,7 +283,7 @@ def _plan(storage: Storage) -> Plan:
     """Return the plan; what a page shows of the data is there.
 
     Raises:
-        DamagedEvents: it is not.
+        DamagedFile: it is not.
     """
     plan = statuses.read_plan(storage)
     data = plan.get("data") or DataReport()
@@ -291,5 +291,5 @@ def _plan(storage: Storage) -> Plan:
         names = flatten(dict(part)).keys()
         for wanted in OF_IMAGES if "images" in data else OF_TEXT:
             if not any(f"{name}.".startswith(f"{wanted}.") for name in names):
-                raise DamagedEvents(f"{storage.url}/{PLAN}", f"its data is without {wanted}")
+                raise DamagedFile(f"{storage.url}/{PLAN}", f"its data is without {wanted}")
     return plan
