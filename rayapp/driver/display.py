@@ -7,17 +7,23 @@ LINE_EVERY_S seconds, and one for the last step.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from rayapp.config.fields import TOKENS, unit_of
-from rayapp.observe.records import HeldOut, MetricsLine, RunResult, figure
+from rayapp.observe.records import Estimate, HeldOut, MetricsLine, RunResult, TaskResult, figure
 from rayapp.observe.run_folder import DONE, REPORT
 from rayapp.observe.words import clock, formed
 
 LINE_EVERY_S = 5.0
+MOST_OF_ANSWER = 160  # characters
+LOSS = "nats/token"
+SHOWN: tuple[Literal["before", "after", "wanted"], ...] = ("before", "after", "wanted")
 RATES = {"token": "tok/s", "image": "images/s"}
 
 
@@ -134,10 +140,47 @@ def own_metrics(held: HeldOut, between: str) -> str:
     return "".join(f"{between}{name} {formed(value, '.4g')}" for name, value in known.items())
 
 
+def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
+    """Print the scores of eval.tasks before and after, and some answers side by side."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for head in ("task", "items", "figure", "before", "after"):
+        table.add_column(head, justify="left" if head in ("task", "figure") else "right")
+    for name, each in results.items():
+        figure = LOSS if each["score"] == "loss" else f"right ({each['score']})"
+        before, after = (estimated(each["score"], each[when]) for when in ("before", "after"))
+        table.add_row(plain(name), str(each["items"]), figure, before, after)
+    console.print(table)
+    for name, each in results.items():
+        for shown in each.get("shown", ()):
+            console.rule(f"{name}: {shown['asked']}", align="left", style="dim", characters="-")
+            for what in SHOWN:
+                text = " ".join((shown[what] or "").split())
+                text = text if len(text) <= MOST_OF_ANSWER else f"{text[:MOST_OF_ANSWER]} ..."
+                console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def estimated(score: str, estimate: Estimate | None) -> str:
+    """Format a figure with its interval.
+
+    >>> estimated("json", {"value": 0.9, "low": 0.6, "high": 0.98})
+    '90 % (60 to 98)'
+    >>> estimated("loss", {"value": 1.25, "low": 1.2, "high": 1.3}), estimated("loss", None)
+    ('1.250 (1.200 to 1.300)', '-')
+    """
+    if estimate is None:
+        return "-"
+    value, low, high = (estimate[name] for name in ("value", "low", "high"))
+    if score == "loss":
+        return f"{value:.3f} ({low:.3f} to {high:.3f})"
+    return f"{value:.0%} ({100 * low:.0f} to {100 * high:.0f})".replace("%", " %")
+
+
 def result(console: Console, result: RunResult) -> None:
     """Print the run's result and the folders of its files and model."""
     if result.get("eval_loss") is not None:
         console.print(f"held-out loss {held_out(result)}", highlight=False)
+    if result.get("tasks"):
+        tasks(console, result["tasks"])
     for prompt, text in result.get("samples", []):
         console.rule("sample", align="left", style="dim")
         console.print(f"[bold]{plain(prompt)}[/bold]{plain(text)}", highlight=False, soft_wrap=True)
