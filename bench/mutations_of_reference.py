@@ -27,7 +27,7 @@ REFERENCE = (
     ),
     Mutation(
         "n3-adapters-as-they-compute",
-        "rayapp/model/lora.py",
+        "rayapp/model/adapter_files.py",
         "    reshard(model)\n    whole = ",
         "    whole = ",
         NAMED,

@@ -227,7 +227,7 @@ def trained(folder: Path, case: str) -> tuple[Path, dict[str, Any]]:
         "model": {"path": str(folder / "base"), **section},
         "data": {"path": str(folder / "chats.jsonl"), "kind": "chat", "seq_len": 64},
         "train": {"tokens_per_step": 256, "micro_batch": 4, "max_steps": 40, "precision": "fp32"},
-        "eval": {"prompts": [PROMPT]},
+        "eval": {"prompts": ["hi"]},
     }
     tree["train"]["lr"] = 1e-2
     config = from_dict(tree)
@@ -253,7 +253,7 @@ def test_every_export_ends_where_training_does(case: str, tmp_path: Path) -> Non
     folders = [run / "model", *([run / "adapter"] if case == "merged" else [])]
     for folder in folders:
         assert GenerationConfig.from_pretrained(folder).eos_token_id == wanted
-    assert summary["samples"] == [[PROMPT, "ok"]]
+    assert summary["samples"] == [["hi", "ok"]]
     said = generate(str(run), "hi", chat=True, temperature=0.0, max_tokens=20)
     assert "".join(said) == "ok"
     if case == "adapter":

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -99,7 +100,7 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
     if lora is not None:
         folder = done.folder / "adapter" if lora["merge"] else exported
         opened = PeftModel.from_pretrained(base, folder)
-        ours, theirs = get_peft_model_state_dict(opened), get_peft_model_state_dict(expected.model)
+        ours, theirs = _adapters(opened), _adapters(expected.model)
         first = dict.fromkeys(theirs, torch.zeros(()))
         of_adapters = {_peft_name(name): mask for name, mask in rounding.items()}
         found += [f"adapter: {text}" for text in _apart(ours, theirs, first, of_adapters)]
@@ -110,8 +111,7 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
         if not lora["merge"]:
             return found
         # Of the adapters compared above: a merge spreads each of their elements over a row.
-        set_peft_model_state_dict(expected.model, ours)
-        expected.model = expected.model.merge_and_unload()
+        expected.model = opened.merge_and_unload()
     model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:
         found.append(f"model/ opens with {report}")
@@ -120,6 +120,16 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
         found.append("model/ has another dtype than the base")
     theirs = {name: t.to(model.dtype) for name, t in expected.model.state_dict().items()}
     return found + _apart(model.state_dict(), theirs, before, rounding)
+
+
+def _adapters(model: PeftModel) -> dict[str, torch.Tensor]:
+    """Return the adapters' tensors; of experts the updates, whose factors peft stacks otherwise."""
+    tensors = dict(get_peft_model_state_dict(model))
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            tensors = {key: t for key, t in tensors.items() if not key.startswith(f"{name}.lora_")}
+            tensors[name] = module.get_delta_weight("default").detach()
+    return tensors
 
 
 def _peft_name(name: str) -> str:
