@@ -21,9 +21,10 @@ from rayapp.observe.run_folder import DONE, REPORT
 from rayapp.observe.words import clock, formed
 
 LINE_EVERY_S = 5.0
-MOST_OF_ANSWER = 160  # characters
+MOST_OF_TEXT = 160  # characters
 LOSS = "nats/token"
-SHOWN: tuple[Literal["before", "after", "wanted"], ...] = ("before", "after", "wanted")
+SHOWN: tuple[Literal["asked", "before", "after", "wanted"], ...]
+SHOWN = ("asked", "before", "after", "wanted")
 RATES = {"token": "tok/s", "image": "images/s"}
 
 
@@ -144,7 +145,8 @@ def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in ("task", "items", "figure", "before", "after"):
-        table.add_column(head, justify="left" if head in ("task", "figure") else "right")
+        side: Literal["left", "right"] = "left" if head in ("task", "figure") else "right"
+        table.add_column(head, justify=side, no_wrap=True)
     for name, each in results.items():
         figure = LOSS if each["score"] == "loss" else f"right ({each['score']})"
         before, after = (estimated(each["score"], each[when]) for when in ("before", "after"))
@@ -152,11 +154,11 @@ def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     console.print(table)
     for name, each in results.items():
         for shown in each.get("shown", ()):
-            console.rule(f"{name}: {shown['asked']}", align="left", style="dim", characters="-")
             for what in SHOWN:
                 text = " ".join((shown[what] or "").split())
-                text = text if len(text) <= MOST_OF_ANSWER else f"{text[:MOST_OF_ANSWER]} ..."
+                text = text if len(text) <= MOST_OF_TEXT else f"{text[:MOST_OF_TEXT]} ..."
                 console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)
+            console.print()
 
 
 def estimated(score: str, estimate: Estimate | None) -> str:
@@ -165,20 +167,20 @@ def estimated(score: str, estimate: Estimate | None) -> str:
     >>> estimated("json", {"value": 0.9, "low": 0.6, "high": 0.98})
     '90 % (60 to 98)'
     >>> estimated("loss", {"value": 1.25, "low": 1.2, "high": 1.3}), estimated("loss", None)
-    ('1.250 (1.200 to 1.300)', '-')
+    ('1.25 (1.20 to 1.30)', '-')
     """
     if estimate is None:
         return "-"
     value, low, high = (estimate[name] for name in ("value", "low", "high"))
     if score == "loss":
-        return f"{value:.3f} ({low:.3f} to {high:.3f})"
+        return f"{value:.2f} ({low:.2f} to {high:.2f})"
     return f"{value:.0%} ({100 * low:.0f} to {100 * high:.0f})".replace("%", " %")
 
 
 def result(console: Console, result: RunResult) -> None:
     """Print the run's result and the folders of its files and model."""
     if result.get("eval_loss") is not None:
-        console.print(f"held-out loss {held_out(result)}", highlight=False)
+        console.print(f"held-out loss {held_out(result)}", highlight=False, soft_wrap=True)
     if result.get("tasks"):
         tasks(console, result["tasks"])
     for prompt, text in result.get("samples", []):

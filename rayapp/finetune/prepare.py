@@ -68,6 +68,7 @@ def prepare(
     if ready.code:
         plan["code"] = dict(ready.code)
     plan["rendered"] = preview.rendered(ready, tokenizer)
+    plan["system"] = preview.system_of(ready)
     ends = ends_of_data(prepared, tokenizer)
     stops = generation_config(config, ready.model, shape, tokenizer, ends).eos_token_id or []
     plan["stops"] = names_of(stops, tokenizer)
@@ -77,8 +78,8 @@ def prepare(
     show.records(console, plan["rendered"])
     show.ends(console, described(ends, config, tokenizer, stops))
     phases.end("plan")
-    spec = RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto, tasks)
-    return spec, rest
+    spec = RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
+    return replace(spec, tasks=tasks, system=plan["system"]), rest
 
 
 def _tasks(ready: CheckedLanguageRun, tokenizer: Any) -> tuple[TaskItems, ...]:

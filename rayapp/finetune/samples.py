@@ -39,16 +39,17 @@ def continued(
     num_tokens: int,
     *,
     chat: bool = False,
+    system: str = "",
     stops: Collection[int] = (),
     seed: int | None = None,
     leave: Callable[[], int] = lambda: STAY,
     room: int = 4096,
 ) -> list[Sample]:
-    """Continue each prompt by up to `num_tokens`; with `chat` it is what a user says.
+    """Continue each prompt by up to `num_tokens`; with `chat` it is what a user says to `system`.
 
     Raises: Interrupted, as `generated` does.
     """
-    ids = [prompt_ids(parts.tokenizer, prompt, chat) for prompt in prompts]
+    ids = [prompt_ids(parts.tokenizer, prompt, chat, system) for prompt in prompts]
     how: dict[str, Any] = {"stops": stops, "seed": seed, "leave": leave, "room": room}
     texts = generated(parts, ids, device, control, num_tokens, **how)
     return list(zip(prompts, texts, strict=True))
@@ -163,14 +164,16 @@ def _groups(ids: Sequence[Sequence[int]], ends: Sequence[int], room: int) -> Ite
     """Yield the places of prompts whose rows together are at most `room` tokens, or of one prompt.
 
     The shortest prompts come first. All of a group are continued by the same number of tokens. A
-    prompt that is empty, or as long as the model's limit, has no continuation.
+    prompt that is empty, or as long as the model's limit, has no continuation. Groups are of about
+    one size.
     """
     group: list[int] = []
-    for place, each in sorted(enumerate(ids), key=lambda entry: len(entry[1])):
-        if not 0 < len(each) < ends[place]:
-            continue
-        full = (len(group) + 1) * max(ends[k] for k in [*group, place]) > room
-        if group and (full or ends[place] - len(each) != ends[group[0]] - len(ids[group[0]])):
+    places = [place for place, each in enumerate(ids) if 0 < len(each) < ends[place]]
+    fitting = max(1, room // max([ends[place] for place in places], default=1))
+    size = -(-len(places) // -(-len(places) // fitting)) if places else 0
+    for place in sorted(places, key=lambda place: len(ids[place])):
+        count = ends[place] - len(ids[place])
+        if group and (len(group) == size or count != ends[group[0]] - len(ids[group[0]])):
             yield group
             group = []
         group.append(place)

@@ -58,6 +58,9 @@ def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
     return LanguageTrainer(spec, device)
 
 
+LEAST_ROOM = 8192  # tokens of a forward pass without gradients
+
+
 class LanguageTrainer(Trainer):
     """A language model and its optimizers on one rank."""
 
@@ -175,7 +178,7 @@ class LanguageTrainer(Trainer):
             open_storage(self.spec.run_url),
             step,
             stops=self.generation.eos_token_id or (),
-            room=self.spec.config.micro_batch * self.spec.config.data.seq_len,
+            room=max(self.spec.config.micro_batch * self.spec.config.data.seq_len, LEAST_ROOM),
         )
 
     def samples(self, engine: Engine, num_tokens: int, seed: int | None = None) -> list[Sample]:
@@ -191,6 +194,7 @@ class LanguageTrainer(Trainer):
             engine.control,
             num_tokens,
             chat=config.data.kind == "chat",
+            system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,
             leave=lambda: leave_now(engine) if engine.interruptible else STAY,

@@ -69,6 +69,8 @@ class Plan(Forecast, total=False):
     data: DataReport
     rendered: list[Rendered]
     """The first records of each source as the model sees them."""
+    system: str
+    """The system's message with which all chats begin."""
     stops: dict[str, int]
     """The tokens that end a generation, with their ids."""
     code: dict[str, str]

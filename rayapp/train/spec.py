@@ -73,6 +73,8 @@ class RunSpec(Generic[ConfigType, DataType]):
     """Whether the micro-batch size was chosen by `auto`, and may be reduced."""
     tasks: tuple[TaskItems, ...] = ()
     """What the model is scored on."""
+    system: str = ""
+    """The system's message in all chats, if they have the same."""
 
     def stream(self, first_step: int, world: int) -> Stream:
         """Return the rows from `first_step` on, for `world` workers: blocks dealt out in turn."""
