@@ -18,26 +18,17 @@ SEED, TRAIN, HELD_OUT = 0, 600, 64
 SYSTEM = "Write the reminder as JSON with the keys errand, date and time."
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August"]
 MONTHS += ["September", "October", "November", "December"]
-NAMES = [
-    "Anna",
-    "Ben",
-    "Carla",
-    "David",
-    "Emma",
-    "Felix",
-    "Grace",
-    "Hugo",
-    "Ivy",
-    "Jonas",
-    "Kim",
-    "Leo",
-]
+NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Ivy", "Jonas"]
+NAMES += ["Kim", "Leo", "Mona", "Nils", "Oscar", "Paula", "Quinn", "Ruth", "Tom", "Vera"]
 OTHER_NAMES = ["Maya", "Noah", "Olga", "Pedro", "Rosa", "Sam"]
 ERRANDS = [
     "call {name}", "email {name}", "pay the rent", "water the plants", "pick up the laundry",
-    "book a table for dinner", "return the library books", "send {name} the contract",
-    "take out the bins", "buy milk", "meet {name} at the station", "renew the insurance",
-    "back up the laptop", "feed the cat", "order new tyres", "review the slides with {name}",
+    "book a table", "return the library books", "send {name} the contract", "take out the bins",
+    "buy milk", "meet {name} at the station", "renew the insurance", "back up the laptop",
+    "feed the cat", "order new tyres", "review the slides with {name}", "thank {name}",
+    "walk the dog", "mow the lawn", "fix the bike", "have lunch with {name}", "cancel the gym",
+    "drive {name} home", "wash the windows", "paint the fence", "invite {name}", "post the letter",
+    "play tennis with {name}", "vote", "see the dentist",
 ]  # fmt: skip
 OTHER_ERRANDS = [
     "visit {name}", "buy flowers", "clean the oven", "collect the parcel", "phone the bank",

@@ -12,7 +12,7 @@ from rayapp.config.fields import Section, Text, mapping
 Score = Literal["exact", "normalised", "number", "json", "regex", "loss"]
 
 
-class Task(Section):
+class EvalTask(Section):
     path: Text
     """Records as of `data.path`, prompts or chats; the last answer of each is the wanted one."""
     score: Score = "exact"
@@ -36,7 +36,7 @@ def _names(value: Any) -> Any:
 
 
 Tasks = Annotated[
-    dict[str, Annotated[Task, BeforeValidator(_as_task)]],
+    dict[str, Annotated[EvalTask, BeforeValidator(_as_task)]],
     BeforeValidator(_names),
     BeforeValidator(mapping),
 ]

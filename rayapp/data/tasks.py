@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.config.tasks import Task
+from rayapp.config.tasks import EvalTask
 from rayapp.data import heads, shapes, sources
 from rayapp.data.documents import Renderer
 from rayapp.data.messages import said_by
@@ -29,7 +29,7 @@ class TaskRecords:
     """The standard records of a task, prompts or chats, each with its place in a file."""
 
     name: str
-    task: Task
+    task: EvalTask
     kind: str
     records: tuple[tuple[str, Mapping[str, Any]], ...]
 
@@ -52,11 +52,11 @@ class TaskItems:
     """A task with its items."""
 
     name: str
-    task: Task
+    task: EvalTask
     items: tuple[Item, ...]
 
 
-def read_records(name: str, task: Task) -> tuple[TaskRecords | None, list[str]]:
+def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[str]]:
     """Return a task's records, or None and what is wrong with them."""
     field = f"eval.tasks.{name}.path"
     try:

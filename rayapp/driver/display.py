@@ -16,15 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rayapp.config.fields import TOKENS, unit_of
-from rayapp.observe.records import Estimate, HeldOut, MetricsLine, RunResult, TaskResult, figure
+from rayapp.observe.records import HeldOut, MetricsLine, RunResult, TaskResult, figure
 from rayapp.observe.run_folder import DONE, REPORT
+from rayapp.observe.task_scores import HEAD, SHOWN, answers, rows
 from rayapp.observe.words import clock, formed
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
-LOSS = "nats/token"
-SHOWN: tuple[Literal["asked", "before", "after", "wanted"], ...]
-SHOWN = ("asked", "before", "after", "wanted")
+MOST_ITEMS = 3  # of a task
 RATES = {"token": "tok/s", "image": "images/s"}
 
 
@@ -144,37 +143,19 @@ def own_metrics(held: HeldOut, between: str) -> str:
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in ("task", "items", "figure", "before", "after"):
-        side: Literal["left", "right"] = "left" if head in ("task", "figure") else "right"
+    for head in HEAD:
+        side: Literal["left", "right"] = "left" if head in HEAD[::2] else "right"
         table.add_column(head, justify=side, no_wrap=True)
-    for name, each in results.items():
-        figure = LOSS if each["score"] == "loss" else f"right ({each['score']})"
-        before, after = (estimated(each["score"], each[when]) for when in ("before", "after"))
-        table.add_row(plain(name), str(each["items"]), figure, before, after)
+    for row in rows(results):
+        table.add_row(*map(plain, row))
     console.print(table)
-    for name, each in results.items():
-        for shown in each.get("shown", ()):
-            for what in SHOWN:
-                text = " ".join((shown[what] or "").split())
+    for _, _, answered in answers(results):
+        for item in answered[:MOST_ITEMS]:
+            for what, said in zip(SHOWN, item, strict=True):
+                text = " ".join(said.split())
                 text = text if len(text) <= MOST_OF_TEXT else f"{text[:MOST_OF_TEXT]} ..."
                 console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)
             console.print()
-
-
-def estimated(score: str, estimate: Estimate | None) -> str:
-    """Format a figure with its interval.
-
-    >>> estimated("json", {"value": 0.9, "low": 0.6, "high": 0.98})
-    '90 % (60 to 98)'
-    >>> estimated("loss", {"value": 1.25, "low": 1.2, "high": 1.3}), estimated("loss", None)
-    ('1.25 (1.20 to 1.30)', '-')
-    """
-    if estimate is None:
-        return "-"
-    value, low, high = (estimate[name] for name in ("value", "low", "high"))
-    if score == "loss":
-        return f"{value:.2f} ({low:.2f} to {high:.2f})"
-    return f"{value:.0%} ({100 * low:.0f} to {100 * high:.0f})".replace("%", " %")
 
 
 def result(console: Console, result: RunResult) -> None:

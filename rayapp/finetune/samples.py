@@ -13,7 +13,7 @@ are the same at any number of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def generated(
     limit = getattr(lm.hf.config.get_text_config(), "max_position_embeddings", None) or 2**30
     ends = [min(len(each) + num_tokens, limit) for each in ids]
     rank, world, dealt = dist.get_rank(), dist.get_world_size(), _fits(parts, device, control)
-    groups, mine = list(_groups(ids, ends, room)), dict[int, list[int]]()
+    groups, mine = _groups(ids, ends, room), dict[int, list[int]]()
     lm.eval()
     try:
         with (
@@ -160,25 +160,27 @@ def _generate(
     )
 
 
-def _groups(ids: Sequence[Sequence[int]], ends: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Yield the places of prompts whose rows together are at most `room` tokens, or of one prompt.
+def _groups(ids: Sequence[Sequence[int]], ends: Sequence[int], room: int) -> list[list[int]]:
+    """Return the places of prompts whose rows together are at most `room` tokens, or of one prompt.
 
     The shortest prompts come first. All of a group are continued by the same number of tokens. A
-    prompt that is empty, or as long as the model's limit, has no continuation. Groups are of about
-    one size.
+    prompt that is empty, or as long as the model's limit, has no continuation.
     """
-    group: list[int] = []
     places = [place for place, each in enumerate(ids) if 0 < len(each) < ends[place]]
-    fitting = max(1, room // max([ends[place] for place in places], default=1))
-    size = -(-len(places) // -(-len(places) // fitting)) if places else 0
-    for place in sorted(places, key=lambda place: len(ids[place])):
-        count = ends[place] - len(ids[place])
-        if group and (len(group) == size or count != ends[group[0]] - len(ids[group[0]])):
-            yield group
-            group = []
-        group.append(place)
-    if group:
-        yield group
+    places.sort(key=lambda place: len(ids[place]))
+
+    def groups_of(most: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        for place in places:
+            size, more = (len(groups[-1]), ends[groups[-1][0]]) if groups else (most, 0)
+            same = groups and more - len(ids[groups[-1][0]]) == ends[place] - len(ids[place])
+            if size == most or not same or (size + 1) * ends[place] > room:
+                groups.append([])
+            groups[-1].append(place)
+        return groups
+
+    fewest = len(groups_of(len(ids) + 1))
+    return groups_of(-(-len(places) // max(fewest, 1)))  # about equal, so that ranks wait less
 
 
 class _Chooser(LogitsProcessor):

@@ -25,14 +25,14 @@ from rayapp.finetune.samples import generated
 from rayapp.finetune.scores import estimate, estimated_loss, is_right
 from rayapp.observe.records import Estimate, ScoredItem, TaskResult
 from rayapp.observe.run_folder import items_file
+from rayapp.observe.task_scores import LOSS
 from rayapp.storage import Storage
 from rayapp.train.engine import Engine, inputs
 from rayapp.train.loop import Interrupted
 from rayapp.train.step_sync import STAY
 from rayapp.train.waiting import leave_now
 
-SHOWN = 3  # items of each task in the result
-LOSS = "loss"
+SHOWN = 12  # items of each task in the result
 
 
 def score_tasks(
