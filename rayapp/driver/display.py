@@ -144,7 +144,7 @@ def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in HEAD:
-        side: Literal["left", "right"] = "left" if head in HEAD[::2] else "right"
+        side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
         table.add_column(head, justify=side, no_wrap=True)
     for row in rows(results):
         table.add_row(*map(plain, row))
