@@ -195,8 +195,7 @@ class LanguageEval(SharedEval):
     shows the answers by step."""
     tasks: Tasks = Field(default_factory=dict)
     """Questions with their answers, by name: a path, or `{path: a.jsonl, score: json}`. The model
-    is scored on them before the first step, at each evaluation and at the end; items/ in the run's
-    folder keeps the answers."""
+    is scored on them before the first step, at each evaluation and at the end (docs/tasks.md)."""
     metrics: Codes = ()
     """`mypackage.module:function` that give a figure of each held-out token from its logits; their
     means are reported beside the held-out loss (docs/own_code.md)."""
