@@ -1,4 +1,4 @@
-# make finetune   train the default model on this machine, from nothing
+# make finetune   teach SmolLM2-135M a task on this machine, and score it
 # make vision     train a small ResNet on images that rayapp draws itself
 # make test       the tests of every module, one fine-tune end to end, one kill and resume
 # make test-full  what make test leaves out: over 10 seconds, Terraform, a killed driver on Ceph
@@ -68,7 +68,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 	(cd .venv/judges && npm ci --loglevel=error --no-audit --no-fund --ignore-scripts) && touch $@
 
 finetune: .venv/.ready
-	$(BIN)/python -m rayapp.finetune configs/tiny_cpu.yaml $(ARGS)
+	$(BIN)/python -m rayapp.finetune configs/reminders.yaml $(ARGS)
 
 vision: .venv/.ready
 	$(BIN)/python -m rayapp.vision configs/vision_cpu.yaml $(ARGS)

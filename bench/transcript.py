@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "first_minutes.md"
 COMMANDS = (
     "make finetune",
     "rayapp list",
-    'rayapp generate runs/tiny --prompt="def read_" --max_tokens=40',
+    'rayapp generate runs/reminders --prompt="Remind me to buy milk on 3 May 2027 at 9:30."',
     "rayapp init demo",
     "rayapp data demo.yaml",
     "rayapp plan demo.yaml",
@@ -111,7 +111,7 @@ def page(parts: list[str], commit: str, installed: bool) -> str:
             f"commit {commit}, {datetime.now(UTC):%Y-%m-%d}, {cores} cores "
             f"({platform.machine()}) without a GPU, at a load of {load:.0f} by other programs.",
             install,
-            "On idle cores `make finetune` takes 3.5 to 10 minutes, set-up included "
+            "On idle cores `make finetune` takes 5 minutes, set-up included "
             "([Numbers](numbers.md)).",
             "",
             *parts,

@@ -45,6 +45,8 @@ class Settings:
     """0 takes the most likely token each time."""
     chat: bool | None = None
     """Whether to apply the chat template to prompts; None: if the run was trained on chats."""
+    system: str | None = None
+    """The system's message before a prompt that is a text; None: that of the run's chats."""
     prompt: str = ""
     """What `talk` answers; empty: it reads prompts from standard input."""
 
@@ -56,19 +58,21 @@ def generate(
     max_tokens: int = Settings.max_tokens,
     temperature: float = Settings.temperature,
     chat: bool | None = None,
+    system: str | None = None,
 ) -> Generator[str, None, None]:
     """Yield the continuation of a prompt, or the answer to it, in pieces as they come.
 
     `run` is a run's folder or s3:// URL, or what `load` returned. `chat` says whether to apply the
     tokenizer's chat template to the prompt; None: if the run was trained on chats. It is always
-    applied to a list of messages.
+    applied to a list of messages. `system` is the system's message before a prompt; None: the one
+    with which all chats of the run's training began, if they had the same.
 
     Raises:
         ConfigError: there is no such run or no model in it yet, or the prompt does not fit.
     """
     with ExitStack() as stack:
         model = stack.enter_context(load(run)) if isinstance(run, str) else run
-        yield from model.stream(prompt, Settings(max_tokens, temperature, chat))
+        yield from model.stream(prompt, Settings(max_tokens, temperature, chat, system))
 
 
 @dataclass
@@ -80,6 +84,8 @@ class Loaded:
     chat: bool
     """The run was trained on chats, and the tokenizer has a chat template."""
     copies: ExitStack
+    system: str = ""
+    """The system's message with which all chats of the training began."""
 
     def __enter__(self) -> Loaded:
         return self
@@ -91,7 +97,7 @@ class Loaded:
         self, prompt: str | Sequence[Message], settings: Settings
     ) -> Generator[str, None, None]:
         """Yield the model's text after a prompt; see `generate`."""
-        ids = self._ids(prompt, settings.chat).to(self.model.device)
+        ids = self._ids(prompt, settings).to(self.model.device)
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         max_new = settings.max_tokens if limit is None else limit - ids.shape[1]
         max_new = min(max_new, settings.max_tokens)
@@ -110,15 +116,18 @@ class Loaded:
             drawn["do_sample"] = True
         yield from _stream(self.model, self.tokenizer, ids, {"max_new_tokens": max_new, **drawn})
 
-    def _ids(self, prompt: str | Sequence[Message], chat: bool | None) -> torch.Tensor:
+    def _ids(self, prompt: str | Sequence[Message], settings: Settings) -> torch.Tensor:
         """Return the prompt's token ids: [1, tokens]."""
         import torch
 
-        chat = not isinstance(prompt, str) or (self.chat if chat is None else chat)
+        chat = not isinstance(prompt, str) or (
+            self.chat if settings.chat is None else settings.chat
+        )
         if chat and not self.tokenizer.chat_template:
             why = "the model's tokenizer has no chat template"
             raise ConfigError([f"--chat=true is not possible: {why}. Leave it out"])
-        return torch.tensor([prompt_ids(self.tokenizer, prompt, chat)])
+        system = self.system if settings.system is None else settings.system
+        return torch.tensor([prompt_ids(self.tokenizer, prompt, chat, system)])
 
 
 def talk(model: Loaded, settings: Settings) -> None:
@@ -155,7 +164,9 @@ def _converse(model: Loaded, settings: Settings) -> None:
 
     chat = model.chat if settings.chat is None else settings.chat
     print("Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
-    messages: list[Message] = []
+    system = model.system if settings.system is None else settings.system
+    begin = [{"role": "system", "content": system}] if system else []
+    messages = list[Message](begin)
     while True:
         try:
             prompt = input("> ")
@@ -172,7 +183,7 @@ def _converse(model: Loaded, settings: Settings) -> None:
             continue
         except ConfigError as error:  # no room left: forget the conversation so far
             print(error, file=sys.stderr)
-            messages = []
+            messages = list(begin)
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
 
@@ -208,7 +219,8 @@ def load(run: str) -> Loaded:
         chats = (
             bool(tokenizer.chat_template) and _config(storage).get("data", {}).get("kind") == "chat"
         )
-        return Loaded(model.to(device).eval(), tokenizer, chats, stack.pop_all())
+        system = status.read_plan(storage).get("system", "")
+        return Loaded(model.to(device).eval(), tokenizer, chats, stack.pop_all(), system)
 
 
 def exported(run: str) -> Storage:

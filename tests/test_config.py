@@ -40,7 +40,7 @@ SURFACE = {
     " spike_sigmas grad_clip precision compile loss loss_chunk loss_kernel",
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
-    "eval": "every_steps checkpoints prompts metrics",
+    "eval": "every_steps checkpoints prompts tasks metrics",
     "cluster": "workers gpu instance usd_per_hour ignore_plan resources max_failures"
     " failure_window_s max_preemptions mtbf_hours idle_minutes collective_timeout_s address",
     "model.lora": "rank alpha rslora dora dropout targets target_parameters quantize merge",
@@ -277,7 +277,7 @@ def test_the_words_of_a_refusal(field: str, value: Any, start: str) -> None:
         ("trian.lr", "Did you mean train?"),
         ("chekpoint.keep", "Did you mean checkpoint?"),
         ("model.lora.rnk", "Did you mean model.lora.rank?"),
-        ("eval.zzzzz", "Set one of every_steps, checkpoints, prompts, metrics"),
+        ("eval.zzzzz", "Set one of every_steps, checkpoints, prompts, tasks, metrics"),
         ("zzzzz", "Set one of run, model, data, train, parallel, checkpoint, eval, cluster"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 from rayapp.__main__ import main
 from rayapp.config import Config, VisionConfig, load
 from rayapp.finetune import check as language
+from rayapp.model import gguf
+from rayapp.presets import PRESETS
+from rayapp.storage import open_storage
 from rayapp.vision import check as vision
 
 FOLDER = Path(__file__).parent.parent / "configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+SMOLLM = "smollm2-135m-instruct"
 SIZES = {"vocab_size": made.VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 4096}
 # What the configs say is to be given, below the folder that a command is run from.
@@ -47,6 +52,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "c4" / "en" / "part.jsonl").write_bytes(files["text"].read_bytes())
     (root / "tinyshakespeare.txt").write_text("To be, or not to be.\n" * 400)
     as_folder(root / "images", drawn(3, 4))
+    shutil.copytree(FOLDER.parent / "examples", root / "examples")
+    package = PRESETS[SMOLLM].package
+    assert package is not None
+    weights = gguf._place(package.file, package.sha256, open_storage(str(root / "runs/.prepared")))
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(weights.url)
+    made.bpe().save_pretrained(weights.url)
+    weights.write(gguf.READ, b"")
     return root
 
 

@@ -271,6 +271,34 @@ def test_time_left_is_never_negative(step: int, at: float, left: str) -> None:
     assert bar.summary(line) == f"step {step}/10, loss 1.0000{left}"
 
 
+def test_scores_are_printed_before_and_after_with_answers_side_by_side() -> None:
+    console = Console(file=(piped := io.StringIO()), force_terminal=False, width=80)
+    item = {"asked": "[a]?", "before": None, "after": "x\ny " * 99, "wanted": "y"}
+    right = {"score": "json", "items": 64, "before": None, "shown": [item] * 5}
+    right |= {"after": {"value": 0.9, "low": 0.8, "high": 0.95}}
+    loss = {"score": "loss", "items": 3, "after": {"value": 1.2, "low": 1.0, "high": 1.5}}
+    loss |= {"before": {"value": 1.25, "low": 1.0, "high": 1.5}}
+    done: Any = {"status": "done", "steps": 1, "wall_s": 1.0, "run": "/a"}
+    display.result(console, {**done, "tasks": {"dates": right, "general": loss}})
+    rows = [line.split() for line in piped.getvalue().splitlines()]
+    assert ["dates", "64", "right", "(json)", "-", "90", "%", "(80", "to", "95)"] in rows
+    assert [
+        "general",
+        "3",
+        "nats/token",
+        "1.25",
+        "(1.00",
+        "to",
+        "1.50)",
+        "1.20",
+        "(1.00",
+        "to",
+        "1.50)",
+    ] in rows
+    assert rows.count(["asked", "[a]?"]) == 3 and rows.count(["wanted", "y"]) == 3
+    assert max(map(len, piped.getvalue().splitlines())) < 180
+
+
 def test_a_folder_in_brackets_is_printed_as_it_is() -> None:
     console = Console(file=(piped := io.StringIO()), force_terminal=False)
     done = {"status": "done", "steps": 1, "wall_s": 1.0, "run": "[/a]/[b]", "model_path": "[/a]/m"}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,11 @@ import pytest
 from nbclient import NotebookClient
 from patience import PATIENCE_S
 
+from rayapp.generation import Settings, load
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
+GREEDY = Settings(max_tokens=48, temperature=0.0)
 
 
 def execute(name: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> list[Any]:
@@ -73,3 +80,54 @@ def test_submit_watch_resume_compare(
         output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})
     ]
     assert any("60 / 60" in page for page in pages), "watch() shows the end of the run"
+
+
+def test_the_data_of_reminders_are_what_their_script_writes(tmp_path: Path) -> None:
+    folder = FOLDER / "reminders"
+    shutil.copy(folder / "make.py", tmp_path)
+    subprocess.run([sys.executable, str(tmp_path / "make.py")], check=True)
+    texts = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+        chats = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+        texts[path.stem] = {(chat[-2]["content"], chat[-1]["content"]) for chat in chats}
+    assert [len(texts[name]) for name in ("general", "held_out", "train")] == [12, 64, 600]
+    errands = {
+        name: {json.loads(answer)["errand"] for _, answer in texts[name]}
+        for name in ("held_out", "train")
+    }
+    assert not errands["held_out"] & errands["train"]
+
+
+@pytest.mark.full
+def test_a_real_model_learns_reminders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M from the package index, in fewer steps than the config has."""
+    monkeypatch.chdir(ROOT)
+    few = {}
+    for name, count in (("held_out", 16), ("general", 4)):
+        lines = (FOLDER / "reminders" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        few[name] = tmp_path / f"{name}.jsonl"
+        few[name].write_text("".join(lines[:count]))
+    asked = {
+        "run.storage": str(tmp_path / "runs"),
+        "train.max_steps": "8",
+        "cluster.address": "local",
+        "eval.tasks": json.dumps(
+            {
+                "reminders": {"path": str(few["held_out"]), "score": "json", "max_tokens": 48},
+                "general": {"path": str(few["general"]), "score": "loss"},
+            }
+        ),
+    }
+    options = [f"--{name}={value}" for name, value in asked.items()]
+    command = [sys.executable, "-m", "rayapp.finetune", "configs/reminders.yaml", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S * 4)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "runs/reminders/result.json").read_text())
+    scores = result["tasks"]["reminders"]
+    assert scores["before"]["value"] == 0 and scores["after"]["value"] >= 0.2, done.stdout
+    lost = result["tasks"]["general"]
+    assert lost["after"]["value"] < lost["before"]["value"] + 0.5, lost
+    with load(str(tmp_path / "runs/reminders")) as model:
+        said = "".join(model.stream("Remind me to buy milk on 3 May 2027 at 9:30.", GREEDY))
+    assert json.loads(said)["errand"] == "buy milk", said

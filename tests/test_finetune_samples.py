@@ -129,7 +129,7 @@ def counting_worker(rank: int, world: int, spec: LanguageSpec, fits: bool, out: 
 
     def see(_: Any, args: Any) -> None:
         lengths.append(args[0].numel())
-        texts.append(parts.tokenizer.decode(args[0][0]))
+        texts.append(parts.tokenizer.decode(args[0][-1]))  # the longest
 
     _fsdp_param_group.foreach_all_gather = gather
     if not fits:

@@ -173,12 +173,28 @@ def test_chats_go_through_the_template(folder: Path, tmp_path: Path) -> None:
     said = [{"role": "user", "content": "one two"}]
     wanted = tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
     raw = tokenizer("one two")["input_ids"]
-    assert model._ids("one two", None).tolist() == [wanted]
-    assert model._ids("one two", False).tolist() == plain._ids("one two", None).tolist() == [raw]
-    assert plain._ids("one two", True).tolist() == plain._ids(said, None).tolist() == [wanted]
+    auto, with_template, without = (Settings(chat=chat) for chat in (None, True, False))
+    assert model._ids("one two", auto).tolist() == [wanted]
+    assert model._ids("one two", without).tolist() == plain._ids("one two", auto).tolist() == [raw]
+    assert plain._ids("one two", with_template).tolist() == [wanted]
+    assert plain._ids(said, auto).tolist() == [wanted]
     plain.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
         list(plain.stream("one", Settings(chat=True)))
+
+
+def test_the_systems_message_is_that_of_the_training(folder: Path, tmp_path: Path) -> None:
+    run = finished(open_storage(str(tmp_path)), data__kind="chat")
+    put(folder, run)
+    run.write("plan.json", json.dumps({"system": "Count."}).encode())
+    with load(run.url) as model:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        for told, system in ((None, "Count."), ("Sing.", "Sing."), ("", "")):
+            said = [{"role": "system", "content": system}] if system else []
+            said += [{"role": "user", "content": "one"}]
+            wanted = tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+            assert model._ids("one", Settings(system=told)).tolist() == [wanted]
+        assert model._ids("one", Settings(chat=False)).tolist() == [tokenizer("one")["input_ids"]]
 
 
 def test_a_conversation_remembers(

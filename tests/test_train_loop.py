@@ -702,7 +702,7 @@ def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> N
     done: list[str] = []
     engine.leave_due = lambda: leave
     engine.eval_due = lambda step: True
-    engine.evaluate = lambda: done.append("evaluate") or {"eval_loss": 1.0}  # type: ignore[func-returns-value]
+    engine.evaluate = lambda step: done.append("evaluate") or {"eval_loss": 1.0}  # type: ignore[func-returns-value]
     engine.save = lambda step: done.append("save")
     (record,) = loop.train(engine, [OneRow(0, 1.0)])
     assert done == (["evaluate"] if leave == STAY else ["save"]) and engine.left == leave

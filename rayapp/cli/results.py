@@ -56,7 +56,9 @@ terminal that is a conversation, which Ctrl-D ends.
   --max_tokens=256     most that it writes
   --temperature=0.7    0 takes the likeliest token each time
   --chat               through the tokenizer's chat template, as a run on chats does by itself;
-                       --chat=false does not"""
+                       --chat=false does not
+  --system=TEXT        the system's message, in place of the one that all chats of the run's
+                       training began with"""
 
 
 def generate(argv: list[str]) -> int:
@@ -66,7 +68,8 @@ def generate(argv: list[str]) -> int:
         return Exit.DONE if argv else Exit.REFUSED
     from rayapp import generation
 
-    known = {"prompt": "", "max_tokens": "256", "temperature": "0.7", "chat": "none"}
+    known = {"prompt": "", "max_tokens": "256", "temperature": "0.7"}
+    known |= {"chat": "none", "system": "none"}
     run, asked = arguments.read_plain(arguments.flags(argv, ["chat"]), "RUN", known)
     settings = _settings(**asked)
     try:
@@ -128,7 +131,7 @@ def publish(argv: list[str]) -> int:
     return Exit.DONE
 
 
-def _settings(max_tokens: str, temperature: str, chat: str, prompt: str) -> Settings:
+def _settings(max_tokens: str, temperature: str, chat: str, system: str, prompt: str) -> Settings:
     """Return the settings of generation from the texts of the options.
 
     Raises:
@@ -151,4 +154,5 @@ def _settings(max_tokens: str, temperature: str, chat: str, prompt: str) -> Sett
         problems.append(f"--chat={chat} is not valid: it must be true or false. Leave it out")
     if problems:
         raise ConfigError(problems)
-    return Settings(int(max_tokens), heat, chats[chat.lower()], prompt)
+    said = None if system == "none" else system
+    return Settings(int(max_tokens), heat, chats[chat.lower()], said, prompt)

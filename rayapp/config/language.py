@@ -26,6 +26,7 @@ from rayapp.config.fields import (
 from rayapp.config.lora import Lora
 from rayapp.config.sections import SCHEDULE, RunConfig
 from rayapp.config.sections import Eval as SharedEval
+from rayapp.config.tasks import Tasks
 from rayapp.config.text import shown
 
 Optimizer = Literal["adamw", "adamw8bit", "muon"]
@@ -192,6 +193,9 @@ class LanguageEval(SharedEval):
     """Text, or list `[a, b]` of texts, to continue, or to answer where data.kind is chat: by the
     likeliest tokens at each evaluation of the held-out data, by drawn ones at the end. The report
     shows the answers by step."""
+    tasks: Tasks = Field(default_factory=dict)
+    """Questions with their answers, by name: a path, or `{path: a.jsonl, score: json}`. The model
+    is scored on them before the first step, at each evaluation and at the end (docs/tasks.md)."""
     metrics: Codes = ()
     """`mypackage.module:function` that give a figure of each held-out token from its logits; their
     means are reported beside the held-out loss (docs/own_code.md)."""
@@ -213,6 +217,7 @@ class Config(RunConfig):
         "train.micro_batch",
         "train.on_spike",
         "train.spike_sigmas",
+        "eval.tasks.",
     )
     GROWTH: ClassVar[tuple[str, ...]] = SCHEDULE
 
@@ -303,6 +308,13 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             "train.z_loss, train.label_smoothing and train.loss_kernel have no effect. Remove them",
         )
     yield from _adapters(config)
+    taken = {name.rpartition(":")[2] for name in config.eval.metrics}
+    for name in taken & config.eval.tasks.keys():
+        yield (
+            ("eval.tasks", "eval.metrics"),
+            f"eval.tasks.{name} is in conflict: eval.metrics has a function of this name too. Set "
+            "another name",
+        )
 
 
 def _adapters(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:

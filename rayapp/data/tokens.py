@@ -122,14 +122,19 @@ def _from_folder(url: str) -> Any:
     return AutoTokenizer.from_pretrained(url, trust_remote_code=False)
 
 
-def prompt_ids(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], chat: bool) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], chat: bool, system: str = ""
+) -> list[int]:
     """Return the ids of a text, or with `chat` of what the template makes of the messages.
 
-    A text is then the message of a user. An assistant's turn is begun.
+    A text is then the message of a user, behind one of the system's if that is not empty. An
+    assistant's turn is begun.
     """
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system and isinstance(prompt, str):
+        messages = [{"role": "system", "content": system}, *messages]
     return list(
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
             "input_ids"

@@ -127,7 +127,9 @@ class Heartbeat:
                 self._of_workers = own
         reported = self._of_workers
         reported = None if reported is None else replace(reported, beside=own.beside)
-        return own if reported is None or reported.phase in AT_WORK else reported
+        if reported is None or reported.phase in (STARTING_WORKERS, own.phase):
+            return own
+        return reported
 
     def _forget_last_workers(self, run: Storage) -> None:
         try:

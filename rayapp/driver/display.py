@@ -7,17 +7,23 @@ LINE_EVERY_S seconds, and one for the last step.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from rayapp.config.fields import TOKENS, unit_of
-from rayapp.observe.records import HeldOut, MetricsLine, RunResult, figure
+from rayapp.observe.records import HeldOut, MetricsLine, RunResult, TaskResult, figure
 from rayapp.observe.run_folder import DONE, REPORT
+from rayapp.observe.task_scores import HEAD, SHOWN, answers, rows
 from rayapp.observe.words import clock, formed
 
 LINE_EVERY_S = 5.0
+MOST_OF_TEXT = 160  # characters
+MOST_ITEMS = 3  # of a task
 RATES = {"token": "tok/s", "image": "images/s"}
 
 
@@ -134,10 +140,30 @@ def own_metrics(held: HeldOut, between: str) -> str:
     return "".join(f"{between}{name} {formed(value, '.4g')}" for name, value in known.items())
 
 
+def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
+    """Print the scores of eval.tasks before and after, and some answers side by side."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for head in HEAD:
+        side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
+        table.add_column(head, justify=side, no_wrap=True)
+    for row in rows(results):
+        table.add_row(*map(plain, row))
+    console.print(table)
+    for _, _, answered in answers(results):
+        for item in answered[:MOST_ITEMS]:
+            for what, said in zip(SHOWN, item, strict=True):
+                text = " ".join(said.split())
+                text = text if len(text) <= MOST_OF_TEXT else f"{text[:MOST_OF_TEXT]} ..."
+                console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)
+            console.print()
+
+
 def result(console: Console, result: RunResult) -> None:
     """Print the run's result and the folders of its files and model."""
     if result.get("eval_loss") is not None:
-        console.print(f"held-out loss {held_out(result)}", highlight=False)
+        console.print(f"held-out loss {held_out(result)}", highlight=False, soft_wrap=True)
+    if result.get("tasks"):
+        tasks(console, result["tasks"])
     for prompt, text in result.get("samples", []):
         console.rule("sample", align="left", style="dim")
         console.print(f"[bold]{plain(prompt)}[/bold]{plain(text)}", highlight=False, soft_wrap=True)

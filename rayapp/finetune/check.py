@@ -18,6 +18,7 @@ from rayapp.config import Config, ConfigError
 from rayapp.data import heads, shapes, sources, templates, tokens
 from rayapp.data.chat import reads
 from rayapp.data.documents import Renderer
+from rayapp.data.tasks import TaskRecords, read_records
 from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
@@ -60,6 +61,7 @@ class CheckedLanguageRun(command.CheckedRun):
     """None if it is still to be made: trained on the data, or of bytes."""
     template: str = ""
     """The chat template that data.chat_template names."""
+    tasks: tuple[TaskRecords, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's code that changes what is trained, by config field."""
 
@@ -88,8 +90,17 @@ def absolute(config: Config) -> Config:
     model_section = config.model.model_copy(
         update={"path": local(config.model.path), "tokenizer": local(config.model.tokenizer)}
     )
+    tasks = {
+        name: task.model_copy(update={"path": local(task.path)})
+        for name, task in config.eval.tasks.items()
+    }
     return config.model_copy(
-        update={"run": checks.absolute_run(config.run), "data": data, "model": model_section}
+        update={
+            "run": checks.absolute_run(config.run),
+            "data": data,
+            "model": model_section,
+            "eval": config.eval.model_copy(update={"tasks": tasks}),
+        }
     )
 
 
@@ -108,6 +119,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     config = absolute(config)
     problems = checks.shared_problems(config, local_cores, local_gpus)
     inputs = _inputs(config, problems)
+    tasks = _tasks(config, problems)
     kinds = {entry.kind for entry in inputs}
     config, base, tokenizer = _model(config, kinds, problems)
     template = _template(config, tokenizer, problems)
@@ -131,7 +143,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
         raise ConfigError([problem])
     if problem := shape_problem(config, run, shape):
         raise ConfigError([problem])
-    return CheckedLanguageRun(config, run, inputs, base, tokenizer, template, code)
+    return CheckedLanguageRun(config, run, inputs, base, tokenizer, template, tasks, code)
 
 
 def _as_begun(entry: Input, run: Storage) -> Input:
@@ -234,6 +246,15 @@ def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
     else:
         inputs[owner] = replace(inputs[owner], eval_source=eval_source)
     return tuple(inputs)
+
+
+def _tasks(config: Config, problems: list[str]) -> tuple[TaskRecords, ...]:
+    found = []
+    for name, task in config.eval.tasks.items():
+        records, wrong = read_records(name, task)
+        problems += wrong
+        found += [records] if records is not None else []
+    return tuple(found)
 
 
 def _without_read(entry: Input, template: str) -> Input:

@@ -11,8 +11,10 @@ from rich.console import Console
 from rayapp import model
 from rayapp.config import Config, ConfigError, Lora
 from rayapp.data import tokens
+from rayapp.data.documents import Renderer
 from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
 from rayapp.data.recipe import VERSIONS, RowRecipe
+from rayapp.data.tasks import TaskItems, items_of
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Preparation
 from rayapp.driver.growth import describe, stages_of
@@ -46,6 +48,7 @@ def prepare(
     phases.begin("preparing the tokenizer")
     tokenizer_url, tokenizer = shared_tokenizer(ready, phases)
     first = (steps_done(ready.run) + 1) * config.rows_per_step
+    tasks = _tasks(ready, tokenizer)
     prepared, rest = prepare_rows(ready, config, tokenizer_url, tokenizer, phases, first)
     phases.end("data")
     phases.begin("planning")
@@ -65,6 +68,7 @@ def prepare(
     if ready.code:
         plan["code"] = dict(ready.code)
     plan["rendered"] = preview.rendered(ready, tokenizer)
+    plan["system"] = preview.system_of(ready)
     ends = ends_of_data(prepared, tokenizer)
     stops = generation_config(config, ready.model, shape, tokenizer, ends).eos_token_id or []
     plan["stops"] = names_of(stops, tokenizer)
@@ -74,7 +78,26 @@ def prepare(
     show.records(console, plan["rendered"])
     show.ends(console, described(ends, config, tokenizer, stops))
     phases.end("plan")
-    return RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto), rest
+    spec = RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
+    return replace(spec, tasks=tasks, system=plan["system"]), rest
+
+
+def _tasks(ready: CheckedLanguageRun, tokenizer: Any) -> tuple[TaskItems, ...]:
+    """Return the tasks with their items' tokens.
+
+    Raises:
+        ConfigError: a record cannot be rendered.
+    """
+    data, made, problems = ready.config.data, list[TaskItems](), list[str]()
+    for task in ready.tasks:
+        reasoning = data.reasoning if task.kind == "chat" else "train"
+        renderer = Renderer(tokenizer, task.kind, "", reasoning, data.special_tokens)
+        items, wrong = items_of(task, renderer)
+        problems += wrong
+        made += [items] if items is not None else []
+    if problems:
+        raise ConfigError(problems)
+    return tuple(made)
 
 
 def prepare_beforehand(ready: CheckedLanguageRun, phases: Phases) -> Prepared:

@@ -17,7 +17,9 @@ from typing import Any
 
 from rayapp.data import heads, shapes, tokens
 from rayapp.data.documents import Renderer
+from rayapp.data.messages import said_by
 from rayapp.data.packing import Document, pack
+from rayapp.data.problems import problem_of
 from rayapp.data.sources import Record, place_of
 from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.finetune.ends import described, ends_of
@@ -117,6 +119,18 @@ def rendered(ready: CheckedLanguageRun, tokenizer: Any) -> list[Rendered]:
         for entry in ready.inputs
         for made in [_rendered(ready, entry, tokenizer)]
     ]
+
+
+def system_of(ready: CheckedLanguageRun) -> str:
+    """Return the system's message with which all chats in the sources' heads begin; else ""."""
+    found = set()
+    for entry in ready.inputs:
+        for record in heads.records(entry.source)[0]:
+            value = shapes.standardised(record, entry.kind, ready.config.data.columns).value
+            if entry.kind == "chat" and problem_of(value, "chat") is None:
+                first = value["messages"][0]
+                found.add(said_by(first) if first["role"] == "system" else "")
+    return found.pop() if len(found) == 1 else ""
 
 
 def _rendered(

@@ -1,17 +1,19 @@
-"""Continue the prompts of a run with the model as it is, on all ranks together.
+"""Continue prompts with the model as it is, on all ranks together.
 
     texts = continued(parts, prompts, device, control, 32)              # the likeliest tokens
     texts = continued(parts, prompts, device, control, 64, seed=1)      # drawn tokens
+    tokens = generated(parts, ids, device, control, 64, stops={2})      # of prompts' ids
 
 transformers' generate runs with its cache of keys and values. Where the whole weights fit beside
-what a rank holds, they are gathered once and rank 0 computes alone. Elsewhere every rank computes,
-and each block is gathered for each token.
+what a rank holds, they are gathered once, and the ranks share the groups of prompts. Elsewhere
+every rank computes every group, and each block is gathered for each token. The prompts of a group
+are the same at any number of ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +31,6 @@ AT_EVALUATION, AT_END = 32, 64  # tokens of a sample
 TEMPERATURE = 0.8  # of drawn tokens
 
 
-@torch.no_grad()
 def continued(
     parts: Parts,
     prompts: Sequence[str],
@@ -38,55 +39,78 @@ def continued(
     num_tokens: int,
     *,
     chat: bool = False,
+    system: str = "",
     stops: Collection[int] = (),
     seed: int | None = None,
     leave: Callable[[], int] = lambda: STAY,
     room: int = 4096,
 ) -> list[Sample]:
-    """Continue each prompt by up to `num_tokens`: the likeliest, or with a seed drawn ones.
+    """Continue each prompt by up to `num_tokens`; with `chat` it is what a user says to `system`.
 
-    With `chat`, a prompt is what a user says, and the text is the answer. A token of `stops` ends a
-    continuation, and is no part of its text. Rank 0 chooses the tokens, so that no rank ends before
-    another. PyTorch's own random state is not used. `room` is the most tokens of a forward pass of
-    several prompts.
+    Raises: Interrupted, as `generated` does.
+    """
+    ids = [prompt_ids(parts.tokenizer, prompt, chat, system) for prompt in prompts]
+    how: dict[str, Any] = {"stops": stops, "seed": seed, "leave": leave, "room": room}
+    texts = generated(parts, ids, device, control, num_tokens, **how)
+    return list(zip(prompts, texts, strict=True))
+
+
+@torch.no_grad()
+def generated(
+    parts: Parts,
+    ids: Sequence[Sequence[int]],
+    device: torch.device,
+    control: dist.ProcessGroup,
+    num_tokens: int,
+    *,
+    stops: Collection[int] = (),
+    seed: int | None = None,
+    leave: Callable[[], int] = lambda: STAY,
+    room: int = 4096,
+) -> list[str]:
+    """Return the text behind each prompt: the likeliest tokens, or with a seed drawn ones.
+
+    A token of `stops` ends a text, and is no part of it. PyTorch's own random state is not used.
+    `room` is the most tokens of a forward pass of several prompts.
 
     Raises:
         Interrupted: `leave`, which all ranks call before each token, does not answer STAY.
     """
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
     lm = parts.lm
     limit = getattr(lm.hf.config.get_text_config(), "max_position_embeddings", None) or 2**30
-    ids = [prompt_ids(parts.tokenizer, prompt, chat) for prompt in prompts]
     ends = [min(len(each) + num_tokens, limit) for each in ids]
-    added: list[list[int]] = [[] for _ in prompts]
-    alone = _fits(parts, device, control)
+    rank, world, dealt = dist.get_rank(), dist.get_world_size(), _fits(parts, device, control)
+    groups, mine = _groups(ids, ends, room), dict[int, list[int]]()
     lm.eval()
     try:
         with (
             torch.compiler.set_stance("force_eager"),  # no compilation for rows of this length
             model.cached_attention(lm.hf),
-            model.held(lm, alone),
+            model.held(lm, dealt),
         ):
             _run_token(parts, device)  # what it gathers is held from then on
-            for group in _groups(ids, ends, room):
-                rows = [ids[place] for place in group]
-                count = ends[group[0]] - len(rows[0])
-                chooser = _Chooser(len(rows), count, control, generator, stops, leave)
-                if alone and dist.get_rank():
-                    while chooser.going:
-                        chooser.step(None)
-                else:
+            for first in range(0, len(groups), world if dealt else 1):
+                place = first + (rank if dealt else 0)
+                group = groups[place] if place < len(groups) else []
+                rows = [ids[row] for row in group]
+                count = ends[group[0]] - len(rows[0]) if group else 0
+                seeds = None if seed is None else [(seed, row) for row in group]
+                chooser = _Chooser(len(rows), count, control, seeds, stops, leave, dealt)
+                if group:
                     _generate(parts, rows, device, chooser)
-                for place, tokens in zip(group, chooser.added, strict=True):
-                    added[place] = tokens
+                while chooser.others:
+                    chooser.step(None)
+                mine |= zip(group, chooser.added, strict=True)
             # In a backward pass FSDP gathers ahead what ran before: the same on all ranks.
             _run_token(parts, device)
     finally:
         lm.train()
+    every: list[dict[int, list[int]]] = [{} for _ in range(world)]
+    dist.all_gather_object(every, mine, group=control)
+    added = {row: tokens for part in every for row, tokens in part.items()}
     # An id of `stops` may not be special.
-    said = [[token for token in each if token not in stops] for each in added]
-    texts = [str(parts.tokenizer.decode(each, skip_special_tokens=True)) for each in said]
-    return list(zip(prompts, texts, strict=True))
+    said = [[t for t in added.get(row, ()) if t not in stops] for row in range(len(ids))]
+    return [str(parts.tokenizer.decode(each, skip_special_tokens=True)) for each in said]
 
 
 def _fits(parts: Parts, device: torch.device, control: dist.ProcessGroup) -> bool:
@@ -114,11 +138,11 @@ def _run_token(parts: Parts, device: torch.device) -> None:
 
 
 def _generate(
-    parts: Parts, ids: Sequence[list[int]], device: torch.device, chooser: _Chooser
+    parts: Parts, ids: Sequence[Sequence[int]], device: torch.device, chooser: _Chooser
 ) -> None:
     """Run transformers' generate on prompts, padded on the left, until all have ended."""
     longest = max(map(len, ids))
-    rows = [[0] * (longest - len(each)) + each for each in ids]
+    rows = [[0] * (longest - len(each)) + list(each) for each in ids]
     masks = [[0] * (longest - len(each)) + [1] * len(each) for each in ids]
     hf: Any = parts.lm.hf
     hf.generate(
@@ -136,39 +160,50 @@ def _generate(
     )
 
 
-def _groups(ids: Sequence[list[int]], ends: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Yield the places of prompts whose rows together are at most `room` tokens, or of one prompt.
+def _groups(ids: Sequence[Sequence[int]], ends: Sequence[int], room: int) -> list[list[int]]:
+    """Return the places of prompts whose rows together are at most `room` tokens, or of one prompt.
 
-    All of a group are continued by the same number of tokens. A prompt that is empty, or as long as
-    the model's limit, has no continuation.
+    The shortest prompts come first. All of a group are continued by the same number of tokens. A
+    prompt that is empty, or as long as the model's limit, has no continuation.
     """
-    group: list[int] = []
-    for place, each in enumerate(ids):
-        if not 0 < len(each) < ends[place]:
-            continue
-        full = (len(group) + 1) * max(ends[k] for k in [*group, place]) > room
-        if group and (full or ends[place] - len(each) != ends[group[0]] - len(ids[group[0]])):
-            yield group
-            group = []
-        group.append(place)
-    if group:
-        yield group
+    places = [place for place, each in enumerate(ids) if 0 < len(each) < ends[place]]
+    places.sort(key=lambda place: len(ids[place]))
+
+    def groups_of(most: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        for place in places:
+            size, more = (len(groups[-1]), ends[groups[-1][0]]) if groups else (most, 0)
+            same = groups and more - len(ids[groups[-1][0]]) == ends[place] - len(ids[place])
+            if size == most or not same or (size + 1) * ends[place] > room:
+                groups.append([])
+            groups[-1].append(place)
+        return groups
+
+    fewest = len(groups_of(len(ids) + 1))
+    return groups_of(-(-len(places) // max(fewest, 1)))  # about equal, so that ranks wait less
 
 
 class _Chooser(LogitsProcessor):
-    """Choose the next tokens on rank 0, and tell them to all ranks."""
+    """Choose the next tokens of a group's rows, in step with the other ranks.
+
+    Where groups are `dealt`, each rank has one of its own; else all ranks have the same, and rank 0
+    chooses.
+    """
 
     def __init__(
         self,
         rows: int,
         count: int,
         control: dist.ProcessGroup,
-        generator: torch.Generator | None,
+        seeds: Sequence[tuple[int, int]] | None,
         stops: Collection[int],
         leave: Callable[[], int],
+        dealt: bool,
     ) -> None:
-        self.count, self.control, self.generator = count, control, generator
-        self.stops, self.leave = stops, leave
+        self.count, self.control, self.stops, self.leave = count, control, stops, leave
+        self.dealt = self.others = dealt
+        """`others`: whether a rank's rows go on."""
+        self.generators = None if seeds is None else [_generator(*each) for each in seeds]
         self.added: list[list[int]] = [[] for _ in range(rows)]
         self.going = set(range(rows))
 
@@ -178,27 +213,40 @@ class _Chooser(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
     def step(self, scores: torch.Tensor | None) -> torch.Tensor:
-        """Choose by scores [rows, V], or learn rank 0's choice; return the tokens [rows].
+        """Choose by scores [rows, V], None of a rank whose rows have ended; return tokens [rows].
 
         Raises: Interrupted.
         """
         if code := self.leave():
             raise Interrupted(code)
         chosen = torch.zeros(len(self.added), dtype=torch.long)
-        if scores is not None:
-            chosen = _choose(scores.float().cpu(), self.generator)
-        dist.broadcast(chosen, src=0, group=self.control)
+        if scores is not None and (self.dealt or dist.get_rank() == 0):
+            chosen = _choose(scores.float().cpu(), self.generators)
+        if not self.dealt:
+            dist.broadcast(chosen, src=0, group=self.control)
         for row, token in enumerate(chosen.tolist()):
             if row in self.going:
                 self.added[row].append(token)
                 if token in self.stops or len(self.added[row]) == self.count:
                     self.going.discard(row)
+        if self.dealt:
+            going = torch.tensor(len(self.going))
+            dist.all_reduce(going, dist.ReduceOp.MAX, group=self.control)
+            self.others = bool(going)
         return chosen
 
 
-def _choose(logits: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Return a token for each row of logits [rows, V]."""
-    if generator is None:
+def _generator(seed: int, row: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + row)
+
+
+def _choose(logits: torch.Tensor, generators: Sequence[torch.Generator] | None) -> torch.Tensor:
+    """Return a token for each row of logits [rows, V], by the row's own generator if there are."""
+    if generators is None:
         return logits.argmax(-1)
     probabilities = torch.softmax(logits / TEMPERATURE, -1)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    drawn = [
+        torch.multinomial(row, 1, generator=generator)
+        for row, generator in zip(probabilities, generators, strict=True)
+    ]
+    return torch.cat(drawn)

@@ -31,13 +31,14 @@ from rayapp.finetune.build import (
 from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
+from rayapp.finetune.tasks import compared, score_tasks
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import TokenRecord
 from rayapp.observe.records import HeldOut, Outcome, Sample
 from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.planner.flops import model_flops
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
-from rayapp.storage import Storage
+from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.engine import Engine
@@ -55,6 +56,9 @@ from rayapp.train.waiting import leave_now
 def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
     """Build the model on the meta device, shard it, fill its shards and make the optimizers."""
     return LanguageTrainer(spec, device)
+
+
+LEAST_ROOM = 8192  # tokens of a forward pass without gradients
 
 
 class LanguageTrainer(Trainer):
@@ -142,20 +146,40 @@ class LanguageTrainer(Trainer):
             skip_bad=config.train.on_spike == "skip",
             own_loss=config.train.loss,
         )
+        if spec.data.held_out or spec.tasks:
+            engine.evaluate = partial(self.evaluate, engine, names)
+        return engine
+
+    def evaluate(self, engine: Engine, names: Sequence[str], step: int) -> HeldOut:
+        """Evaluate the model after so many steps; `names` are those of the sources."""
+        spec, config, found = self.spec, self.spec.config, HeldOut()
         if spec.data.held_out:
             rows, rank, world = spec.data.rows("eval"), dist.get_rank(), dist.get_world_size()
             # The rows of data.eval_path are of no source.
             mixed = () if config.data.eval_path else spec.data.held_out_ends
+            batches = sequential_batches(rows, config.micro_batch, rank, world, mixed)
+            found |= held_out_losses(engine, batches, self.parts.head, names if mixed else ())
+            if config.eval.prompts:
+                found["eval_samples"] = self.samples(engine, AT_EVALUATION)
+        if spec.tasks:
+            found["eval_metrics"] = (found.get("eval_metrics") or {}) | self.scores(engine, step)
+        return found
 
-            def evaluate() -> HeldOut:
-                batches = sequential_batches(rows, config.micro_batch, rank, world, mixed)
-                found = held_out_losses(engine, batches, self.parts.head, names if mixed else ())
-                if config.eval.prompts:
-                    found["eval_samples"] = self.samples(engine, AT_EVALUATION)
-                return found
+    def before_first_step(self, engine: Engine) -> HeldOut:
+        """Score the model that the run starts with."""
+        return {"eval_metrics": self.scores(engine, 0)} if self.spec.tasks else {}
 
-            engine.evaluate = evaluate
-        return engine
+    def scores(self, engine: Engine, step: int) -> dict[str, float | None]:
+        """Score the model on the tasks after so many steps."""
+        return score_tasks(
+            self.spec.tasks,
+            self.parts,
+            engine,
+            open_storage(self.spec.run_url),
+            step,
+            stops=self.generation.eos_token_id or (),
+            room=max(self.spec.config.micro_batch * self.spec.config.data.seq_len, LEAST_ROOM),
+        )
 
     def samples(self, engine: Engine, num_tokens: int, seed: int | None = None) -> list[Sample]:
         """Continue the prompts; the ranks may agree to leave meanwhile, as during an evaluation."""
@@ -170,6 +194,7 @@ class LanguageTrainer(Trainer):
             engine.control,
             num_tokens,
             chat=config.data.kind == "chat",
+            system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,
             leave=lambda: leave_now(engine) if engine.interruptible else STAY,
@@ -181,7 +206,9 @@ class LanguageTrainer(Trainer):
         config, parts = self.spec.config, self.parts
         outcome: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
-            outcome = {**outcome, **engine.evaluate()}
+            outcome = {**outcome, **engine.evaluate(self.spec.order.num_steps)}
+        if self.spec.tasks and dist.get_rank() == 0:
+            outcome["tasks"] = compared(self.spec.tasks, storage, self.spec.order.num_steps)
         if engine.experts is not None:
             outcome["experts"] = engine.experts.long().tolist()
         phases.end("evaluation")

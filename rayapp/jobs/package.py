@@ -203,6 +203,8 @@ def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) 
     tree = config.model_dump()
     paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.LOCAL]
     paths += [("data.mixture", path) for path in tree["data"].get("mixture") or {}]
+    tasks = (tree["eval"].get("tasks") or {}).items()
+    paths += [(f"eval.tasks.{name}.path", task["path"]) for name, task in tasks]
     base = Path(options.working_dir or ".").expanduser()
     for name, path in paths:
         if not path or "://" in path or os.path.isabs(path) or path.startswith("~"):

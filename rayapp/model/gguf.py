@@ -22,11 +22,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.quantization_config import GgufConfig
 
@@ -268,17 +274,19 @@ def _dequantised(name: str, file: Path, folder: Path, known: Mapping[str, str]) 
         f"{template} a chat template"
     )
     _say(f"reading {read}; its weights are written in {str(dtype).removeprefix('torch.')}, once")
+    transformers.logging.disable_progress_bar()
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
     _rotate(config, values, {name: tensors[name].data for name in tensors if "rope_" in name})
-    opened: Any = AutoModelForCausalLM.from_pretrained(
-        **where,
-        config=config,
-        dtype=dtype,
-        quantization_config=GgufConfig(dequantize=True),
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    with patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda each, **_: each):  # no bar
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            **where,
+            config=config,
+            dtype=dtype,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     model, report = opened
     if missing := sorted(report["missing_keys"]):  # transformers would draw them
         raise ValueError(f"it lacks {len(missing)} tensors: {', '.join(missing[:MAX_NAMED])}")

@@ -150,9 +150,11 @@ def read_activity(run: Storage) -> Activity | None:
 
 
 def of_workers(run: Storage, driver: Activity) -> Activity:
-    """Return what rank 0 does if workers are at work and take no steps, else the driver's."""
+    """Return what rank 0 does if workers are at work and it tells more than the driver does."""
     rank = _read(run, RANK_ACTIVITY) if driver.phase in AT_WORK else None
-    return driver if rank is None or rank.phase == TRAINING else replace(rank, beside=driver.beside)
+    if rank is None or rank.phase == driver.phase:
+        return driver
+    return replace(rank, beside=driver.beside)
 
 
 def _read(run: Storage, name: str) -> Activity | None:

@@ -69,6 +69,8 @@ class Plan(Forecast, total=False):
     data: DataReport
     rendered: list[Rendered]
     """The first records of each source as the model sees them."""
+    system: str
+    """The system's message with which all chats begin."""
     stops: dict[str, int]
     """The tokens that end a generation, with their ids."""
     code: dict[str, str]
@@ -274,11 +276,54 @@ class ExportCheck(TypedDict):
     """Why the folder was not opened."""
 
 
+class Estimate(TypedDict):
+    """A figure with its interval of 95 %."""
+
+    value: Number
+    low: Number
+    high: Number
+
+
+class ScoredItem(TypedDict, total=False):
+    """A line of items/STEP.jsonl: an item of a task with the model's answer, or with its loss."""
+
+    task: Required[str]
+    asked: Required[str]
+    wanted: Required[str]
+    answer: str
+    right: bool
+    nats: Number
+    """Of the wanted answer."""
+    tokens: Count
+
+
+class ShownItem(TypedDict):
+    """An item with the answers before the first step (None: not known) and at the end."""
+
+    asked: str
+    before: str | None
+    after: str
+    wanted: str
+
+
+class TaskResult(TypedDict, total=False):
+    """How a model was scored on a task: the share of right answers, 0-1, or nats per token."""
+
+    score: Required[str]
+    items: Required[Count]
+    before: Required[Estimate | None]
+    """Before the first step; None: not known."""
+    after: Required[Estimate]
+    shown: list[ShownItem]
+
+
 class Outcome(HeldOut, total=False):
     """The fields of a summary that depend on the kind of run."""
 
     compile: Gain | None
     samples: list[Sample]
+    tasks: dict[str, TaskResult]
+    """By name of eval.tasks."""
     classes: Classes
     experts: list[Annotated[list[Count], Field(min_length=1)]] | None
     """Tokens that each expert of each layer was given since the workers last started."""

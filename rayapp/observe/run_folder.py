@@ -22,6 +22,7 @@ EVENTS = "events.jsonl"
 ACTIVITY = "activity.json"  # what the driver does at the moment
 RANK_ACTIVITY = "activity-rank-0.json"  # what rank 0 does while it takes no steps
 VALIDATIONS = "validation.jsonl"
+ITEMS = "items"  # a folder: the items of eval.tasks with their answers, by step
 RESULT = "result.json"
 REPORT = "report.html"
 LOGS = "logs"  # a folder: what the driver printed, by attempt
@@ -38,10 +39,17 @@ RESERVE = f"{HIDDEN}reserve"  # on a disk, while a command trains: room for the 
 FILES = (CONFIG, PLAN, ASKED, METRICS, EVENTS, ACTIVITY, RANK_ACTIVITY, VALIDATIONS, RESULT)
 OWN = re.compile(
     "|".join(map(re.escape, (*FILES, REPORT, SUBMISSION, LEASE, STOP, RUN_ID)))
-    + rf"|{SEGMENTS}/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt|({TENSORBOARD}|{MODEL}|{ADAPTER})/.+"
+    + rf"|({SEGMENTS}|{ITEMS})/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt"
+    + rf"|({TENSORBOARD}|{MODEL}|{ADAPTER})/.+"
     + rf"|{CHECKPOINTS}/(.+/)?([^/]+\.distcp|\.metadata|state\.json|COMMITTED|REFUSED)"
 )
 """The names that a run writes; no others are removed with it."""
+
+
+def items_file(step: int) -> str:
+    """Return the name of the file of scored items after so many steps."""
+    return f"{ITEMS}/{step}.jsonl"
+
 
 # Beside the runs, shared by all of them.
 PREPARED = data.FOLDER

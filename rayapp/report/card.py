@@ -22,6 +22,7 @@ from rayapp.observe import words
 from rayapp.observe.origin import redacted
 from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import MODEL
+from rayapp.observe.task_scores import rows
 from rayapp.report.curves import smooth, thin, window_of
 from rayapp.report.folder import ReportedRun, read
 from rayapp.storage import Storage, StorageError
@@ -229,6 +230,8 @@ def _results(run: ReportedRun) -> Iterator[list[str]]:
         yield ["held-out loss, nats per byte", words.fixed(held.per_byte, 4)]
     if held is not None and held.top1 is not None:
         yield ["held-out top-1", words.share(held.top1)]
+    for name, items, what, before, after in rows(run.result.get("tasks") or {}):
+        yield [f"{name}, {what} of {items} items, before and after", f"{before}; {after}"]
     check: Any = run.result.get("export_check")
     if check and check["rows"]:
         difference = f"differ by {check['difference']:.1g} of their norm"
@@ -246,7 +249,8 @@ def _samples(run: ReportedRun) -> Iterator[str]:
     for prompt, text in samples:
         lengths = [len(found) for found in re.findall("`+", prompt + text)]
         fence = "`" * (1 + max(lengths, default=2))
-        yield f"{fence}text\n{prompt}{text}\n{fence}"
+        between = "\n" if _kind(run) == "chat" else ""
+        yield f"{fence}text\n{prompt}{between}{text}\n{fence}"
 
 
 def _config(run: ReportedRun) -> str:

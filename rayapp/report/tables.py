@@ -139,7 +139,7 @@ def subtitle(run: ReportedRun) -> str:
     parameters, lora = run.plan.get("parameters"), model.get("lora")
     workers = run.last("workers")
     parts = [
-        str(model.get("path", "")),
+        str(run.plan.get("base", {}).get("id") or model.get("path", "")),
         f"{words.amount(parameters)} parameters" if parameters else "",
         f"{method(lora)} rank {lora.get('rank')}" if isinstance(lora, dict) else "",
         f"from {model['init_from']}" if model.get("init_from") else "",

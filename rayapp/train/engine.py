@@ -106,8 +106,8 @@ class Engine:
     """Called before each micro-batch with whether it is the last of the step on this rank."""
     updated: Callable[[bool], None] = field(default=lambda skipped: None)
     """Called on all ranks after the update with whether the step was bad and left the weights."""
-    evaluate: Callable[[], HeldOut] | None = None
-    """Evaluate the held-out data; return figures named as in a record.
+    evaluate: Callable[[int], HeldOut] | None = None
+    """Evaluate the model after so many steps; return figures named as in a record.
 
     All ranks call it together. If `interruptible`, it raises loop.Interrupted on all of them."""
     may_wait: Callable[[Any], bool] = field(default=lambda batch: False)

@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,7 +98,8 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         facts = step_facts(engine, batch, update, totals)
         evaluated = time.perf_counter()
         if engine.evaluate is not None and engine.eval_due(done):
-            held_out, leave = evaluate_or_leave(engine, engine.evaluate, leave)
+            evaluate = partial(engine.evaluate, done)
+            held_out, leave = evaluate_or_leave(engine, evaluate, leave)
             facts |= held_out
         eval_s = time.perf_counter() - evaluated
         if engine.stalls:

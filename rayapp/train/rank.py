@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -89,7 +90,11 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     engine.resume(state)
     schedule(engine, spec, trainer, saver, leaving)
     try:
-        last = train(engine, context, first_step, log, phases)
+        if not first_step:
+            before = partial(trainer.before_first_step, engine)
+            _, engine.left = loop.evaluate_or_leave(engine, before, STAY)
+            phases.end("before_first_step")
+        last = None if engine.left else train(engine, context, first_step, log, phases)
         phases.begin("committing the last checkpoint")
         saver.close()
     finally:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from rayapp.config import Config, RunConfig, VisionConfig
 from rayapp.data.images.index import Images
 from rayapp.data.prepared import Prepared
+from rayapp.data.tasks import TaskItems
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
@@ -70,6 +71,10 @@ class RunSpec(Generic[ConfigType, DataType]):
     tokenizer_url: str = ""
     auto_micro_batch: bool = False
     """Whether the micro-batch size was chosen by `auto`, and may be reduced."""
+    tasks: tuple[TaskItems, ...] = ()
+    """What the model is scored on."""
+    system: str = ""
+    """The system's message in all chats, if they have the same."""
 
     def stream(self, first_step: int, world: int) -> Stream:
         """Return the rows from `first_step` on, for `world` workers: blocks dealt out in turn."""

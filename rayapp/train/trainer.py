@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rayapp.observe.activity import Phases
-from rayapp.observe.records import Outcome
+from rayapp.observe.records import HeldOut, Outcome
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
@@ -40,6 +40,13 @@ class Trainer(ABC):
 
     def warm_up(self) -> Outcome:
         """Prepare the first step, e.g. compile; return fields for the summary."""
+        return {}
+
+    def before_first_step(self, engine: Engine) -> HeldOut:
+        """Evaluate what the run starts with.
+
+        Raises: Interrupted if the ranks agree to leave.
+        """
         return {}
 
     @abstractmethod

@@ -28,7 +28,7 @@ def validate(spec: AnySpec, name: str, step: int) -> Validation:
             state.load_weights(trainer, open_storage(spec.run_url), name)
             engine = trainer.engine(dist.group.WORLD)
             assert engine.evaluate is not None, "no rows are held out"
-            held_out = engine.evaluate()
+            held_out = engine.evaluate(step)
         finally:
             dist.destroy_process_group()
     return {"step": step, **held_out, "seconds": time.time() - began, "time": time.time()}

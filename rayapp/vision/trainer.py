@@ -112,7 +112,7 @@ class ImageTrainer(Trainer):
             updated=self._updated,
         )
         if spec.data.held_out:
-            engine.evaluate = lambda: self.scores(engine).figures()
+            engine.evaluate = lambda step: self.scores(engine).figures()
         return engine
 
     def scores(self, engine: Engine) -> Scores:
