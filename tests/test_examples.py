@@ -91,7 +91,7 @@ def test_the_data_of_reminders_are_what_their_script_writes(tmp_path: Path) -> N
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
         chats = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
         texts[path.stem] = {(chat[-2]["content"], chat[-1]["content"]) for chat in chats}
-    assert [len(texts[name]) for name in ("general", "held_out", "train")] == [12, 64, 600]
+    assert [len(texts[name]) for name in ("general", "held_out", "train")] == [12, 48, 600]
     errands = {
         name: {json.loads(answer)["errand"] for _, answer in texts[name]}
         for name in ("held_out", "train")

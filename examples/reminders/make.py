@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 
-SEED, TRAIN, HELD_OUT = 0, 600, 64
+SEED, TRAIN, HELD_OUT = 0, 600, 48
 SYSTEM = "Write the reminder as JSON with the keys errand, date and time."
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August"]
 MONTHS += ["September", "October", "November", "December"]
@@ -92,7 +92,8 @@ def items(
     """Yield (message, JSON) without end."""
     while True:
         errand = rng.choice(errands).format(name=rng.choice(names))
-        day = date(2027, 1, 1) + timedelta(days=rng.randrange(730))
+        number = rng.choice([rng.randint(1, 9), rng.randint(10, 28)])  # 3 May is the hard kind
+        day = date(rng.choice([2027, 2028]), rng.randint(1, 12), number)
         hour, minute = rng.randrange(6, 23), rng.choice([0, 15, 30, 45])
         message = rng.choice(FRAMES).format(
             errand=errand, day=said(day, rng), time=f"{hour}:{minute:02}"

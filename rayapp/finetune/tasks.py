@@ -32,7 +32,7 @@ from rayapp.train.loop import Interrupted
 from rayapp.train.step_sync import STAY
 from rayapp.train.waiting import leave_now
 
-SHOWN = 12  # items of each task in the result
+SHOWN = 6  # items of each task in the result
 
 
 def score_tasks(
