@@ -111,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for q, a in CHATS
     ]
     (here / "demo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("demo", "tiny", "my-run"):
+    for name in ("demo", "reminders", "my-run"):
         run = RunFolder(open_storage(str(here / "runs")), name, steps=20)
         run.plan()
         run.train(20)
