@@ -140,6 +140,11 @@ class Train(Section):
     warm-up and an end of its own, for the steps to come."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    freeze: Texts = ()
+    """Pattern, or list of patterns, of names of parameters that are not trained, e.g.
+    `[model.embed_tokens.*, model.layers.?.*]`: the names of the model's files."""
+    lr_by_name: Annotated[dict[str, Weight], BeforeValidator(mapping)] = Field(default_factory=dict)
+    """Factors of lr by such patterns, e.g. `{"*.lora_B.*": 16}`; the first that matches counts."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
     z_loss: float = Field(default=0.0, ge=0)
@@ -301,6 +306,17 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("train.loss", "train.z_loss", "train.label_smoothing", "train.loss_kernel"),
             f"train.loss={train.loss} is in conflict: your function is the objective, so that "
             "train.z_loss, train.label_smoothing and train.loss_kernel have no effect. Remove them",
+        )
+    if train.freeze and (config.model.lora is not None or config.model.init_from is not None):
+        other, why, cure = (
+            ("lora", "only the adapters are trained", "Leave train.freeze out")
+            if config.model.lora is not None
+            else ("init_from", "no checkpoint holds frozen weights", "Set model.path=RUN/model")
+        )
+        yield (
+            ("train.freeze", f"model.{other}"),
+            f"train.freeze={shown(list(train.freeze))} is in conflict: with model.{other} {why}. "
+            f"{cure}",
         )
     yield from _adapters(config)
 

@@ -112,6 +112,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         model.add_adapters(lm, lora)
         if lora.quantize == "nf4":
             model.hold_in_4_bits(lm, compute)
+    model.freeze(lm.hf, config.train.freeze)
     if config.train.precision == "fp8":
         model.use_float8(lm, device)
     model.checkpoint_activations(lm, parallel.activation_checkpointing)
@@ -141,6 +142,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         lr=config.train.lr,
         weight_decay=config.train.weight_decay,
         betas=config.train.betas,
+        factors=model.lr_factors(lm.hf, config.train.lr_by_name),
     )
     return Parts(lm.train(), optimizers, source, tokenizer, head)
 
@@ -235,8 +237,12 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
             f"model.lora.quantize=nf4 is in conflict: the preset model.path={source.name} has no "
             "weights to hold in 4 bits. Set model.lora.quantize=none, or model.path to a folder"
         )
-    if lora is not None and (lora.targets or lora.target_parameters or in_4_bits):
-        lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
+    by_name = bool(config.train.freeze or config.train.lr_by_name)
+    of_lora = lora is not None and bool(lora.targets or lora.target_parameters or in_4_bits)
+    if not (by_name or of_lora):
+        return problems
+    lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
+    if lora is not None:
         problem = model.unknown_targets(lora, lm.hf)
         problems += [problem] if problem else []
         if in_4_bits and not model.takes_4_bits(lm.hf):
@@ -244,7 +250,10 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
                 f"model.lora.quantize=nf4 is not available: no layer of {lm.hf.config.model_type} "
                 "is an nn.Linear of a width that 64 divides. Set model.lora.quantize=none"
             )
-    return problems
+        if problem:
+            return problems
+        model.add_adapters(lm, lora)
+    return problems + model.described(config, lm.hf)[1]
 
 
 def model_shape(source: model.ModelSource, config: Config, tokens: int | None) -> Any:

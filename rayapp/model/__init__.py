@@ -42,6 +42,7 @@ from rayapp.model.lora import (
     unknown_targets,
 )
 from rayapp.model.mixers import split_documents
+from rayapp.model.names import described, freeze, lr_factors, matching
 from rayapp.model.sharding import device_mesh, held, num_nodes, shard
 from rayapp.model.source import ModelSource, processor_files, published, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
@@ -64,9 +65,11 @@ __all__ = [
     "choose_attention",
     "compile_blocks",
     "config_values",
+    "described",
     "device_mesh",
     "export",
     "export_adapters",
+    "freeze",
     "held",
     "hold_in_4_bits",
     "in_folder",
@@ -76,6 +79,8 @@ __all__ = [
     "linear_names",
     "load_adapters",
     "load_weights",
+    "lr_factors",
+    "matching",
     "measure_compile",
     "merge_adapters",
     "needs_folder",

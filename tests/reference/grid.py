@@ -30,6 +30,7 @@ CHOICES: dict[str, list[Any]] = {
     "train.weight_decay": [0.1, 0.0, 1.0],
     "train.betas": ["0.9,0.95", "0.8,0.999"],
     "train.grad_clip": [1.0, 0.3, "none"],
+    "train.lr_by_name": [{}, {}, {"*.0.*weight": 0.5, "*": 2.0}],
     "train.z_loss": [0.0, 0.0, 1e-3],
     "train.label_smoothing": [0.0, 0.0, 0.1],
     "train.router_loss": ["auto", 0, 0.2],
@@ -115,6 +116,13 @@ def named(root: Path) -> list[Run]:
         run("eager", "gemma2"),
         run("padding", "mixtral", data__pack=False),
         run("muon", "gpt2", train__optimizer="muon"),
+        run(
+            "by-name",
+            "llama_tied",
+            train__freeze=["lm_head*", "model.layers.0.*"],
+            train__lr_by_name={"*.mlp.*": 4.0, "*norm*": 0.5},
+        ),
+        run("lora-plus", "llama", model__lora=adapters, train__lr_by_name={"*.lora_B.*": 16.0}),
         run("dora", "gpt2", model__lora=adapters | {"dora": True, "merge": True}),
         run("experts", "mixtral", model__lora=adapters | of_experts | {"merge": True}),
         run("bf16", "llama", train__precision="bf16", model__lora=adapters),
@@ -157,6 +165,8 @@ def _run(name: str, draw: random.Random, root: Path, tokenizer: Any, files: dict
         fields["model.lora"] = adapters
     elif draw.random() < 0.3:
         fields["train.optimizer"] = "muon"
+    if "model.lora" not in fields and draw.random() < 0.3:
+        fields["train.freeze"] = ["*.0.*", "*norm*"]
     return Run(name, fields, legs)
 
 

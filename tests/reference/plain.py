@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,9 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
     """Train on the given steps of a run of `num_steps`, then evaluate."""
     torch.set_num_threads(1)
     settings, model = config["train"], open_model(config).train()
+    for pattern in settings["freeze"]:
+        for name, p in names(model):
+            p.requires_grad_(p.requires_grad and not fnmatchcase(name, pattern))
     weight, optimizer = router_weight(model, settings), Optimizer(model, settings)
     divisors = optimizer.divisors
     outcome = Outcome(
@@ -77,6 +81,13 @@ def open_model(config: Config) -> nn.Module:
     exact = {"dtype": torch.float32, "attn_implementation": "eager"}
     hf = AutoModelForCausalLM.from_pretrained(path, **exact, **overrides)
     return hf if lora is None else with_adapters(hf, lora, config["run"]["seed"])
+
+
+def names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter with its names in the files of the model or of peft's adapter."""
+    for name, p in model.named_parameters(remove_duplicate=False):
+        name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        yield name.replace(".default.", "."), p
 
 
 def with_adapters(hf: Any, lora: Config, seed: int) -> nn.Module:
@@ -212,6 +223,10 @@ class Optimizer:
         layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
         hidden = {id(m.weight) for m in layers if m is not model.get_output_embeddings()} - tables
         self.betas, self.steps, self.parameters = settings["betas"], 0, []
+        self.factors: dict[int, float] = {}
+        for pattern, factor in reversed(settings["lr_by_name"].items()):
+            found = {id(p): factor for name, p in names(model) if fnmatchcase(name, pattern)}
+            self.factors |= found
         for p in model.parameters():
             decay = settings["weight_decay"] if p.ndim > 1 and id(p) not in tables else 0.0
             muon = settings["optimizer"] == "muon" and id(p) in hidden
@@ -227,7 +242,7 @@ class Optimizer:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, peak: float) -> None:
         """Update all parameters that have a gradient, and clear it."""
         self.steps += 1
         found = [p.grad for p, *_ in self.parameters if p.grad is not None]
@@ -236,6 +251,7 @@ class Optimizer:
             gradient, p.grad = p.grad, None
             if gradient is None:
                 continue
+            lr = peak * self.factors.get(id(p), 1.0)
             p.mul_(1 - lr * decay)
             if muon:
                 first.lerp_(gradient, 0.05)
