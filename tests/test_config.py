@@ -32,7 +32,7 @@ FORM = re.compile(r"[^=]*=.* is [a-z ]+: .+(\. [A-Z].*|\?)", re.DOTALL)
 # The surface is closed: a field that comes or goes is a decision, and is made here too.
 SURFACE = {
     "run": "name storage seed trackers hooks max_usd max_hours",
-    "model": "path adapter init_from from_scratch tokenizer attention lora overrides",
+    "model": "path adapter init_from from_scratch tokenizer new_tokens attention lora overrides",
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
     " packings truncate eval_path eval_fraction bad_rows window_bytes workers",
     "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"

@@ -50,6 +50,10 @@ class Model(Section):
     tokenizer: OptionalStr = None
     """Folder, s3:// folder or hub id; `bpe:4096` trains a byte-level BPE of that size on the
     data; `bytes` is one token a byte; none takes the model's own (presets: `bpe` of their size)."""
+    new_tokens: Texts = ()
+    """Token, or list of tokens, that the tokenizer lacks, e.g. `["<|im_start|>", "<|im_end|>"]`:
+    they become special tokens, with rows in the embedding and the head that are trained, beside
+    adapters too."""
     attention: Literal["auto", "sdpa", "flash", "flex", "varlen", "eager"] = "auto"
     """Attention kernel; auto takes the best that is there."""
     lora: Annotated[Lora | None, BeforeValidator(mapping)] = None
@@ -291,7 +295,13 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
-    train = config.train
+    train, new = config.train, config.model.new_tokens
+    if len(set(new) - {""}) < len(new):
+        what = "an empty token" if "" in new else "a token twice"
+        yield (
+            ("model.new_tokens",),
+            f"model.new_tokens={shown(list(new))} is not valid: it has {what}. Set distinct texts",
+        )
     if train.loss_kernel == "liger" and (train.z_loss or train.label_smoothing):
         yield (
             ("train.loss_kernel", "train.z_loss", "train.label_smoothing"),

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
+from rayapp.data import tokens
 from rayapp.data.rows import step_rows
-from rayapp.data.tokens import load_tokenizer, num_ids
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
@@ -93,11 +93,11 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     """Build the model on the meta device, shard it, fill its shards and make the optimizers."""
     config = spec.config
     source = model.resolve(config.model.path)
-    tokenizer = load_tokenizer(spec.tokenizer_url)
+    tokenizer = tokens.load_tokenizer(spec.tokenizer_url)
     head = Head(config)
-    shape = model_shape(source, config, num_ids(tokenizer))
+    shape = model_shape(source, config, tokens.num_ids(tokenizer))
     lora, parallel = config.model.lora, config.parallel
-    compute = compute_dtype(config)
+    compute, new = compute_dtype(config), tokens.pieces(tokenizer, config.model.new_tokens)
     lm = model.build(
         shape,
         loss=head,
@@ -109,7 +109,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;
     # compile and offload apply to the forward of that class.
     if lora is not None:
-        model.add_adapters(lm, lora)
+        model.add_adapters(lm, lora, list(new))
         if lora.quantize == "nf4":
             model.hold_in_4_bits(lm, compute)
     model.freeze(lm.hf, config.train.freeze)
@@ -130,7 +130,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     if source.preset or config.model.from_scratch:
         model.init_weights(lm, config.run.seed, device)
     else:
-        model.load_weights(lm, source, device)
+        model.load_weights(lm, source, device, new=_with_those_of_adapter(new, source))
     adapter, merged = source.adapter, config.model.adapter == "merge"
     if adapter is not None:
         (model.merge_adapters if merged else model.load_adapters)(lm, adapter)
@@ -164,14 +164,23 @@ def exact_base(config: Config, parts: Parts, device: torch.device) -> model.Lang
     drawn = source.preset or config.model.from_scratch
     if drawn or torch.promote_types(stored, held) == held:
         return None
-    shape = model_shape(source, config, len(parts.tokenizer))
+    shape = model_shape(source, config, tokens.num_ids(parts.tokenizer))
     base = model.build(shape, loss=model.no_loss, dtype=stored, attention="eager")
     mesh = _mesh(config, device)
     model.shard(base, mesh, strategy=config.parallel.strategy, cpu_offload=True)
-    model.load_weights(base, source, device)
+    new = tokens.pieces(parts.tokenizer, config.model.new_tokens)
+    model.load_weights(base, source, device, new=_with_those_of_adapter(new, source))
     if source.adapter is not None and config.model.adapter == "merge":
         model.merge_adapters(base, source.adapter)
     return base
+
+
+def _with_those_of_adapter(
+    new: dict[int, list[int]], source: model.ModelSource
+) -> dict[int, list[int]]:
+    """Return the new tokens with those of the adapter, whose rows it holds."""
+    adapter = source.adapter
+    return {token: list[int]() for token in (adapter.tokens if adapter else ())} | new
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -256,15 +265,16 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
     return problems + model.described(config, lm.hf)[1]
 
 
-def model_shape(source: model.ModelSource, config: Config, tokens: int | None) -> Any:
-    """Return the model's config with the run's overrides and, for a preset, its vocabulary size.
+def model_shape(source: model.ModelSource, config: Config, size: int | None) -> Any:
+    """Return the model's config with the run's overrides and its vocabulary size.
 
-    `tokens` is the size of the tokenizer, None if it is still to be trained (`vocabulary_of`).
+    `size` is the size of the tokenizer, None if it is still to be trained (`vocabulary_of`).
     """
     shape = overridden(source, config)
-    if source.preset:
+    if source.preset or config.model.new_tokens:
         text = shape.get_text_config()
-        text.vocab_size = vocabulary_of(config, text.vocab_size, preset=True, tokens=tokens)
+        own, preset = text.vocab_size, source.preset
+        text.vocab_size = vocabulary_of(config, own, preset=preset, tokens=size)
     return shape
 
 

@@ -247,7 +247,7 @@ def count_parameters(shape: Any, config: Config) -> tuple[int, int, list[str]]:
     lm = model.build(shape, loss=model.no_loss, attention="eager")
     whole = model.num_parameters(lm)
     if config.model.lora is not None:
-        model.add_adapters(lm, config.model.lora)
+        model.add_adapters(lm, config.model.lora, range(len(config.model.new_tokens)))
     by_name, _ = model.described(config, lm.hf)
     return whole, sum(p.numel() for p in lm.parameters() if p.requires_grad), by_name
 

@@ -43,9 +43,10 @@ from rayapp.model.lora import (
 )
 from rayapp.model.mixers import split_documents
 from rayapp.model.names import described, freeze, lr_factors, matching
+from rayapp.model.new_tokens import rows_problem
 from rayapp.model.sharding import device_mesh, held, num_nodes, shard
 from rayapp.model.source import ModelSource, processor_files, published, resolve
-from rayapp.model.weights import LoadStats, load_weights, problems
+from rayapp.model.weights import LoadStats, load_weights, misfits_of, problems
 
 __all__ = [
     "Adapter",
@@ -83,6 +84,7 @@ __all__ = [
     "matching",
     "measure_compile",
     "merge_adapters",
+    "misfits_of",
     "needs_folder",
     "no_loss",
     "num_nodes",
@@ -92,6 +94,7 @@ __all__ = [
     "processor_files",
     "published",
     "resolve",
+    "rows_problem",
     "shard",
     "split_documents",
     "takes_4_bits",

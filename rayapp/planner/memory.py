@@ -64,6 +64,8 @@ class Layout:
     """Parameters of experts that have adapters."""
     lora_method: str = "LoRA"
     dora: bool = False
+    new_tokens: int = 0
+    """Tokens with trained rows beside adapters."""
     quantize: str = "none"
     cpu_offload: bool = False
     activation_offload: bool = False
@@ -110,7 +112,8 @@ class Layout:
         """Number of parameters that have a gradient."""
         if self.lora_rank is None:
             return self.shape.text_parameters - self.frozen.parameters
-        return lora_parameters(
+        rows = self.new_tokens * (1 if self.shape.tied else 2)
+        return rows * self.shape.hidden + lora_parameters(
             self.shape, self.lora_rank, self.lora_targets, self.dora, self.lora_experts
         )
 
@@ -424,6 +427,8 @@ def _logit_bytes(layout: Layout) -> float:
     # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
     per_logit = e + fp32_logits + (e if chunk < tokens else 0)
     logits = chunk * shape.vocabulary * per_logit
+    if layout.new_tokens:  # a copy of the head has columns for them
+        return logits + e * shape.vocabulary * (shape.hidden + layout.new_tokens)
     if layout.lora_rank is not None or layout.frozen.head:
         return logits
     # A product, which is then added to the head's fp32 gradient.

@@ -227,6 +227,7 @@ def _layout(
         lora_experts=lora.target_parameters if lora else (),
         lora_method=lora.name if lora else "LoRA",
         dora=lora is not None and lora.dora,
+        new_tokens=len(config.model.new_tokens) if lora else 0,
         quantize=lora.quantize if lora else "none",
         cpu_offload=parallel.cpu_offload,
         activation_offload=parallel.activation_offload,
@@ -251,8 +252,9 @@ def _model_values(
     if values is None:
         return None
     values = with_overrides(values, config.model.overrides)
-    if is_drawn(config):
-        vocabulary = vocabulary_of(config, text_section(values)["vocab_size"], preset=True)
+    if is_drawn(config) or config.model.new_tokens:
+        own, drawn = text_section(values)["vocab_size"], is_drawn(config)
+        vocabulary = vocabulary_of(config, own, preset=drawn)
         if vocabulary is None:
             problems.append(
                 f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "

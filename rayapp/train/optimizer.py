@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rayapp.config.language import Optimizer
 from rayapp.config.vision import ImageOptimizer
+from rayapp.model.new_tokens import NewRows
 
 CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
 
@@ -103,7 +104,7 @@ def embedding_tables(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for module in model.modules()
-        if isinstance(module, nn.Embedding)
+        if isinstance(module, (nn.Embedding, NewRows))
         for parameter in module.parameters(recurse=False)
     ]
 

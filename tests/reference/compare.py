@@ -93,14 +93,21 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
     """Compare what is exported; adapters are opened by peft, models by transformers."""
     path, lora = done.config["model"]["path"], done.config["model"]["lora"]
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    new = plain.with_new_tokens(base, path, done.config["model"]["new_tokens"])
     before = base.state_dict()
     before = {name: value.clone() for name, value in before.items()}
     found, exported = [], done.folder / "model"
     if lora is not None:
         folder = done.folder / "adapter" if lora["merge"] else exported
         opened = PeftModel.from_pretrained(base, folder)
-        ours, theirs = get_peft_model_state_dict(opened), get_peft_model_state_dict(expected.model)
+        ours, theirs = (
+            get_peft_model_state_dict(each, save_embedding_layers=False)
+            for each in (opened, expected.model)
+        )
         first = dict.fromkeys(theirs, torch.zeros(()))
+        for name in theirs:
+            table, _, rows = name.removeprefix("base_model.model.").partition(".token_adapter.")
+            first |= {name: before[f"{table}.weight"][new]} if rows else {}
         of_adapters = {_peft_name(name): mask for name, mask in rounding.items()}
         found += [f"adapter: {text}" for text in _apart(ours, theirs, first, of_adapters)]
         settings = json.loads((folder / "adapter_config.json").read_text())
@@ -124,7 +131,8 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
 
 def _peft_name(name: str) -> str:
     """Return the name that peft gives a parameter in a state dict."""
-    return name.replace("vector.default.weight", "vector").replace(".default.", ".")
+    name = name.replace("vector.default.weight", "vector").removesuffix(".default")
+    return name.replace(".default.", ".")
 
 
 def _stored(folder: Path) -> dict[str, torch.Tensor]:

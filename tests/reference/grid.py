@@ -101,11 +101,16 @@ def named(root: Path) -> list[Run]:
     tokenizer, files = made.bpe(), made.make_data(root)
     short = BASE | {"train.max_steps": 3, "train.warmup_steps": 0, "data.path": str(files["text"])}
 
-    def run(name: str, model: str, **more: Any) -> Run:
+    def run(name: str, model: str, legs: Legs = ((2, None),), **more: Any) -> Run:
         path = str(made.make_model(model, root, tokenizer))
         fields = {field.replace("__", "."): value for field, value in more.items()}
-        return Run(name, short | {"model.path": path} | fields, ((2, None),))
+        return Run(name, short | {"model.path": path} | fields, legs)
 
+    template = root / "template.jinja"
+    text = str(tokenizer.chat_template)
+    template.write_text(text.replace("<|im_start|>", "<|turn|>").replace("<|im_end|>", "<|end|>"))
+    chats = {"data__path": str(files["chat"]), "data__chat_template": str(template)}
+    chats["model__new_tokens"] = ["<|turn|>", "<|end|>"]
     adapters = {"rank": 4, "alpha": 8}
     of_experts = {"target_parameters": ["down_proj", "gate_up_proj"]}
     return [
@@ -122,6 +127,10 @@ def named(root: Path) -> list[Run]:
             train__freeze=["lm_head*", "model.layers.0.*"],
             train__lr_by_name={"*.mlp.*": 4.0, "*norm*": 0.5},
         ),
+        run("new-tokens", "llama", train__weight_decay=1.0, **chats),
+        run("new-rows", "llama_tied", ((2, 1), (3, None)), model__lora=adapters, **chats),
+        run("new-rows-merged", "llama", model__lora=adapters | {"merge": True}, **chats),
+        run("new-rows-whole-logits", "gemma2", model__lora=adapters, **chats),
         run("lora-plus", "llama", model__lora=adapters, train__lr_by_name={"*.lora_B.*": 16.0}),
         run("dora", "gpt2", model__lora=adapters | {"dora": True, "merge": True}),
         run("experts", "mixtral", model__lora=adapters | of_experts | {"merge": True}),
