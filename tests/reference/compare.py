@@ -50,6 +50,7 @@ def problems_in_bf16(done: Done) -> list[str]:
     found += [f"{name} is rounded to bf16" for name in rounded]
     if lora["merge"]:
         base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        plain.with_new_tokens(base, path, done.config["model"]["new_tokens"])
         merged = PeftModel.from_pretrained(base, folder).merge_and_unload().state_dict()
         opened = AutoModelForCausalLM.from_pretrained(done.folder / "model")
         for name, value in opened.state_dict().items():

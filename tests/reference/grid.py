@@ -136,6 +136,13 @@ def named(root: Path) -> list[Run]:
         run("experts", "mixtral", model__lora=adapters | of_experts | {"merge": True}),
         run("bf16", "llama", train__precision="bf16", model__lora=adapters),
         run(
+            "bf16-new-rows",
+            "llama_tied",
+            train__precision="bf16",
+            model__lora=adapters | {"merge": True},
+            **chats,
+        ),
+        run(
             "bf16-merged", "llama", train__precision="bf16", model__lora=adapters | {"merge": True}
         ),
     ]
