@@ -39,8 +39,9 @@ FIELDS: dict[str, Any] = {
     "train.tokens_per_step": 512,
     "train.micro_batch": 2,
     "train.precision": "fp32",
-    "train.max_steps": 80,
-    "train.lr": 1e-2,
+    "train.max_steps": 150,
+    "train.warmup_steps": 10,
+    "train.lr": 5e-3,
 }
 
 
@@ -50,6 +51,7 @@ def base(root: Path, *, tied: bool = True) -> dict[str, Any]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 0}
+    sizes |= {"initializer_range": 0.2}  # the frozen head gives logits of any size
     config = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=tied, **sizes)
     LlamaForCausalLM(config).save_pretrained(root / "base")
     tokenizer.save_pretrained(root / "base")
