@@ -58,6 +58,7 @@ def both(
         accumulates=accumulation > 1,
         lora_rank=None if lora is None else lora.rank,
         lora_experts=() if lora is None else lora.target_parameters,
+        new_tokens=more.get("new_tokens", 0),
         on_cpu=True,
     )
     planned = peak_memory(layout).total
@@ -75,6 +76,7 @@ def both(
         ("qwen3-0.6b", 8, {"activation_checkpointing": "selective"}),
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16)}),
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
+        ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "new_tokens": 3}),
         ("llama3.1-70b", 8, {"lora": Lora(rank=16)}),  # wide blocks: the forward is the peak
         ("llama3.1-70b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
         ("dolly-v2-7b", 8, {}),

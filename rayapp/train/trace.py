@@ -62,6 +62,7 @@ def trace(
     accumulation: int = 1,
     lora: Lora | None = None,
     freeze: Sequence[str] = (),
+    new_tokens: int = 0,
 ) -> Trace:
     """Run a step of rank 0 of `world` ranks on fake tensors, with the optimizer's state in place.
 
@@ -75,7 +76,7 @@ def trace(
         frozen = torch.float32 if lora is None else param_dtype or torch.float32
         lm = build_on_shapes(config, loss, frozen)
         if lora is not None:
-            model.add_adapters(lm, lora)
+            model.add_adapters(lm, lora, range(new_tokens))
         model.freeze(lm.hf, freeze)
         model.checkpoint_activations(lm, activation_checkpointing)
         mesh = model.device_mesh(DEVICE.type, strategy=strategy, replicas=replicas)
@@ -121,6 +122,7 @@ def trace_config(config: Config, layout: Layout) -> Trace:
         accumulation=2 if layout.accumulates else 1,
         lora=config.model.lora,
         freeze=config.train.freeze,
+        new_tokens=len(config.model.new_tokens),
     )
 
 
