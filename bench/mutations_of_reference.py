@@ -27,7 +27,7 @@ REFERENCE = (
     ),
     Mutation(
         "n3-adapters-as-they-compute",
-        "rayapp/model/lora.py",
+        "rayapp/model/adapter_files.py",
         "    reshard(model)\n    whole = ",
         "    whole = ",
         NAMED,
@@ -72,6 +72,27 @@ REFERENCE = (
         "rayapp/finetune/prepare.py",
         'lm = model.build(shape, loss=model.no_loss, attention="eager")',
         "lm = model.build(shape, loss=model.no_loss)",
+        NAMED,
+    ),
+    Mutation(
+        "rates-by-name-of-the-schedule-alone",
+        "rayapp/train/optimizer.py",
+        'rate = lr * group.get("lr_factor", 1.0)',
+        "rate = lr",
+        "tests/test_model_names.py",
+    ),
+    Mutation(
+        "new-rows-begin-at-zero",
+        "rayapp/model/weights.py",
+        "part[token - start] = torch.stack(rows).mean(0)",
+        "part[token - start] = 0.0",
+        NAMED,
+    ),
+    Mutation(
+        "the-heads-own-rows-of-new-tokens",
+        "rayapp/model/new_tokens.py",
+        "            weight[ids] = 0.0\n",
+        "",
         NAMED,
     ),
     # ---- And of the page itself: what it must see

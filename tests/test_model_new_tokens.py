@@ -15,6 +15,7 @@ from peft import AutoPeftModelForCausalLM
 from reference import product
 from test_finetune_ends import tokenizer_of
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -99,14 +100,14 @@ def test_a_base_learns_chatml_and_stops_after_its_answer(
     assert settings["trainable_token_indices"] == {"model.embed_tokens": [start, end]}
     further = {"model.path": str(folder), "train.max_steps": 2}
     del fields["model.new_tokens"], fields["model.lora"]
-    merged = {"model.adapter": "merge", "model.new_tokens": "<|tool|>"}
-    runs = [product.Run("on", fields | further), product.Run("merged", fields | further | merged)]
-    two = product.run(runs, tmp_path)
-    assert two["on"].config["model"]["new_tokens"] == NEW
-    first = [each.metrics[0]["loss"] for each in two.values()]
-    assert first[0] == pytest.approx(first[1], abs=1e-5) and first[0] < 0.1
-    vocabulary = AutoModelForCausalLM.from_pretrained(two["merged"].folder / "model").vocab_size
-    assert vocabulary == len(tokenizer) + 1
+    ways: dict[str, dict[str, Any]] = {"on": {}, "merged": {"model.adapter": "merge"}}
+    ways["more"] = ways["merged"] | {"model.new_tokens": "<|tool|>"}
+    runs = [product.Run(name, fields | further | way) for name, way in ways.items()]
+    on, merged, more = product.run(runs, tmp_path).values()
+    assert on.config["model"]["new_tokens"] == NEW
+    first = on.metrics[0]["loss"]
+    assert first == pytest.approx(merged.metrics[0]["loss"], abs=1e-6) and first < 0.1
+    assert AutoConfig.from_pretrained(more.folder / "model").vocab_size == len(tokenizer) + 1
 
 
 def problems(fields: dict[str, Any], root: Path) -> list[str]:
