@@ -51,7 +51,7 @@ def base(root: Path, *, tied: bool = True) -> dict[str, Any]:
     tokenizer = tokenizer_of("<eos>")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 0}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 0}
     sizes |= {"initializer_range": 0.2}  # the frozen head gives logits of any size
     config = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=tied, **sizes)
     LlamaForCausalLM(config).save_pretrained(root / "base")

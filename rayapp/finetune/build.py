@@ -97,7 +97,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     head = Head(config)
     shape = model_shape(source, config, tokens.num_ids(tokenizer))
     lora, parallel = config.model.lora, config.parallel
-    compute, new = compute_dtype(config), tokens.pieces(tokenizer, config.model.new_tokens)
+    compute = compute_dtype(config)
     lm = model.build(
         shape,
         loss=head,
@@ -109,7 +109,8 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;
     # compile and offload apply to the forward of that class.
     if lora is not None:
-        model.add_adapters(lm, lora, list(new))
+        rows = tokenizer.convert_tokens_to_ids(list(config.model.new_tokens))
+        model.add_adapters(lm, lora, rows)
         if lora.quantize == "nf4":
             model.hold_in_4_bits(lm, compute)
     model.freeze(lm.hf, config.train.freeze)
@@ -130,7 +131,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     if source.preset or config.model.from_scratch:
         model.init_weights(lm, config.run.seed, device)
     else:
-        model.load_weights(lm, source, device, new=_with_those_of_adapter(new, source))
+        model.load_weights(lm, source, device, new=_new_tokens(config, source, tokenizer))
     adapter, merged = source.adapter, config.model.adapter == "merge"
     if adapter is not None:
         (model.merge_adapters if merged else model.load_adapters)(lm, adapter)
@@ -168,19 +169,18 @@ def exact_base(config: Config, parts: Parts, device: torch.device) -> model.Lang
     base = model.build(shape, loss=model.no_loss, dtype=stored, attention="eager")
     mesh = _mesh(config, device)
     model.shard(base, mesh, strategy=config.parallel.strategy, cpu_offload=True)
-    new = tokens.pieces(parts.tokenizer, config.model.new_tokens)
-    model.load_weights(base, source, device, new=_with_those_of_adapter(new, source))
+    model.load_weights(base, source, device, new=_new_tokens(config, source, parts.tokenizer))
     if source.adapter is not None and config.model.adapter == "merge":
         model.merge_adapters(base, source.adapter)
     return base
 
 
-def _with_those_of_adapter(
-    new: dict[int, list[int]], source: model.ModelSource
-) -> dict[int, list[int]]:
-    """Return the new tokens with those of the adapter, whose rows it holds."""
-    adapter = source.adapter
-    return {token: list[int]() for token in (adapter.tokens if adapter else ())} | new
+def _new_tokens(config: Config, source: model.ModelSource, tokenizer: Any) -> dict[int, list[int]]:
+    """Return the pieces of the new tokens; none of an adapter's, which holds their rows."""
+    theirs = source.adapter.tokens if source.adapter else ()
+    return {token: list[int]() for token in theirs} | tokens.pieces(
+        tokenizer, config.model.new_tokens
+    )
 
 
 def compute_dtype(config: Config) -> torch.dtype:

@@ -85,51 +85,55 @@ def with_new_tokens(
 
     Tokens of an adapter that training goes on with are the config's.
     """
-    names = config.model.new_tokens
+    names, adapter = config.model.new_tokens, source.adapter
     what = f"model.new_tokens={shown(list(names))}"
-    goes_on = source.adapter is not None and config.model.adapter == "train"
-    if goes_on and source.adapter is not None:
-        own = tuple(tokenizer.convert_ids_to_tokens(list(source.adapter.tokens)))
-        if names not in ((), own):
-            problems.append(
-                f"{what} is in conflict: the adapter model.path={config.model.path} has "
-                f"{shown(list(own))}. Leave it out, or set model.adapter=merge to add them to the "
-                "merged model"
-            )
+    if adapter is not None and config.model.adapter == "train" and (names or adapter.tokens):
+        own = tuple(tokenizer.convert_ids_to_tokens(list(adapter.tokens))) if tokenizer else (None,)
         if None in own:
             problems.append(
                 f"model.path={config.model.path} has rows of tokens that its tokenizer lacks. Set "
                 "model.tokenizer to the one that the adapter was trained with"
             )
+        elif names not in ((), own):
+            problems.append(
+                f"{what} is in conflict: the adapter model.path={config.model.path} has "
+                f"{shown(list(own))}. Leave it out, or set model.adapter=merge to add them to the "
+                "merged model"
+            )
         section = config.model.model_copy(update={"new_tokens": own})
         return config.model_copy(update={"model": section}), tokenizer
     if not names:
         return config, tokenizer
-    if tokenizer is None or not tokenizer.is_fast:
+    known = tokenizer.get_vocab() if tokenizer is not None and tokenizer.is_fast else None
+    if known is None:
         problems.append(
             f"{what} is in conflict: the tokenizer is made for this run, or has no tokenizer.json, "
             "so that nothing can be added to it. Set model.tokenizer to a folder that has one"
         )
-        return config, tokenizer
-    known = tokenizer.get_vocab()
-    there = [f"{name} ({known[name]})" for name in names if name in known]
-    if there:
+    elif there := [f"{name} ({known[name]})" for name in names if name in known]:
         problems.append(
             f"{what} is in conflict: the tokenizer has {', '.join(there)}. Leave out what is there"
         )
-        return config, tokenizer
-    tokenizer = tokens.with_tokens(tokenizer, names)
-    if not all(tokens.pieces(tokenizer, names).values()):
-        problems.append(f"{what} is not valid: the tokenizer drops such text. Set other texts")
-        return config, tokenizer
-    shape = model_shape(source, config, tokens.num_ids(tokenizer))
+    else:
+        tokenizer = tokens.with_tokens(tokenizer, names)
+        if not all(tokens.pieces(tokenizer, names).values()):
+            problems.append(f"{what} is not valid: the tokenizer drops such text. Set other texts")
+        problems += _rows_problems(config, source, tokens.num_ids(tokenizer))
+    return config, tokenizer
+
+
+def _rows_problems(config: Config, source: model.ModelSource, size: int) -> list[str]:
+    """Return why the model cannot have rows for a tokenizer of that size."""
+    shape = model_shape(source, config, size)
     hf = model.build(shape, loss=model.no_loss, attention="eager").hf
+    problems = list[str]()
     if source.storage is not None and not config.model.from_scratch:
-        problems += model.misfits_of(hf, source, grown=True)
+        problems = model.misfits_of(hf, source, grown=True)
     lora = config.model.lora
     if lora is not None and (why := model.rows_problem(hf, merge=lora.merge)):
+        what = f"model.new_tokens={shown(list(config.model.new_tokens))}"
         problems.append(f"{what} is not available with model.lora: {why}")
-    return config, tokenizer
+    return problems
 
 
 def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[str]:

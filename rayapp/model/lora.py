@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rayapp.config import Lora
 from rayapp.model.build import LanguageModel, beside_text, of_adapter, without_wrappers
 from rayapp.model.experts import compute_adapted, expert_factors, parameter_names
 from rayapp.model.init import fill
@@ -34,18 +35,6 @@ from rayapp.model.sharding import find_blocks
 
 ADAPTER = "default"  # peft's name for a model's only adapter
 MAGNITUDE = "lora_magnitude_vector"  # of DoRA, [out]
-
-
-class LoraSettings(Protocol):
-    """The adapters' settings in the config."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...]
-    target_parameters: tuple[str, ...]
-    dora: bool
-    rslora: bool
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ def _adaptable(hf: PreTrainedModel, names: set[str]) -> Iterator[str]:
 
 
 def unknown_targets(
-    lora: LoraSettings, hf: PreTrainedModel, names: Iterable[str] | None = None
+    lora: Lora, hf: PreTrainedModel, names: Iterable[str] | None = None
 ) -> str | None:
     """Return an error text for targets that the blocks do not have; None if they have all.
 
@@ -138,7 +127,7 @@ def unknown_targets(
     return None
 
 
-def add_adapters(model: LanguageModel, lora: LoraSettings, tokens: Sequence[int] = ()) -> None:
+def add_adapters(model: LanguageModel, lora: Lora, tokens: Sequence[int] = ()) -> None:
     """Add adapters to the blocks' linear layers (or those in `targets`), and freeze all else.
 
     Experts' parameters in `target_parameters` get an adapter for each expert, and `tokens` rows of

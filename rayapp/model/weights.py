@@ -117,7 +117,7 @@ def load_weights(
     stored = read_headers(source.storage)
     plan, extra = _plan(model.hf, stored, drawn)
     tables = _tables(model.hf) if new else set[str]()
-    if wrong := _misfits(model.hf, plan, source.name, source.storage.url, drawn, tables):
+    if wrong := _misfits(model.hf, plan, source.name, source.storage.url, drawn, bool(new)):
         raise ValueError("\n".join(wrong))
     allocate(model, device)
     if model.source_dtype is None:  # config.json names none
@@ -170,8 +170,8 @@ def problems(source: ModelSource, from_scratch: bool) -> list[str]:
         return wrong
     hf = build(config, loss=no_loss, attention="eager").hf
     plan, _ = _plan(hf, stored)
-    tables = _tables(hf) if source.adapter is not None and source.adapter.tokens else set[str]()
-    if wrong := _misfits(hf, plan, source.name, source.storage.url, tables=tables):
+    grown = source.adapter is not None and bool(source.adapter.tokens)
+    if wrong := _misfits(hf, plan, source.name, source.storage.url, grown=grown):
         return wrong
     reader, ties = ShardReader(source.storage, stored), _split_ties(hf, plan)[1]
     return [_untied(source.name, first, name) for first, name, two in ties if _differ(reader, two)]
@@ -186,18 +186,14 @@ def _differ(reader: ShardReader, two: tuple[Conversion, Conversion]) -> bool:
 
 
 def misfits_of(hf: PreTrainedModel, source: ModelSource, *, grown: bool = False) -> list[str]:
-    """Return the problems that prevent filling a model on the meta device; reads headers only.
-
-    The embedding and the head of a `grown` model may have rows more than on disk.
-    """
+    """Return the problems that prevent filling a model on the meta device; see `_misfits`."""
     if source.storage is None:
         return [f"model.path={source.name} is a preset of language models, and has no weights"]
     try:
         stored = read_headers(source.storage)
     except ValueError as error:
         return str(error).splitlines()
-    tables = _tables(hf) if grown else set[str]()
-    return _misfits(hf, _plan(hf, stored)[0], source.name, source.storage.url, tables=tables)
+    return _misfits(hf, _plan(hf, stored)[0], source.name, source.storage.url, grown=grown)
 
 
 def _tables(hf: PreTrainedModel) -> set[str]:
@@ -264,11 +260,11 @@ def _misfits(
     name: str,
     url: str,
     drawn: Collection[str] = (),
-    tables: Collection[str] = (),
+    grown: bool = False,
 ) -> list[str]:
     """Return the problems of parameters that no tensor fills, or one of another shape.
 
-    Those of `tables` may have rows more than on disk.
+    The embedding and the head of a `grown` model may have rows more than on disk.
     """
     wanted = base_state(hf)
     shapes = {target: shape for conversion in plan for target, shape in conversion.targets.items()}
@@ -281,13 +277,11 @@ def _misfits(
             "config.json and weights do not belong together, or a file was not copied. "
             "Copy the whole folder"
         )
-    short = {
-        key: torch.Size((min(wanted[key].shape[0], shapes[key][0]), *wanted[key].shape[1:]))
-        for conversion in plan
-        for key in (conversion.targets.keys() & {*tables} if conversion.converter is None else ())
-    }
-    fits = {name: tensor.shape for name, tensor in wanted.items()} | short
-    wrong = [key for key in shapes if key in wanted and shapes[key] != fits[key]]
+    wrong = [key for key in shapes if key in wanted and shapes[key] != wanted[key].shape]
+    for key in {*wrong} & (_tables(hf) if grown else set()):
+        (rows, *others), (most, *sizes) = shapes[key], wanted[key].shape
+        if others == sizes and rows < most:
+            wrong.remove(key)
     for key in wrong[:MAX_NAMED]:
         misfits.append(
             f"model.path={name} has {key} as {list(shapes[key])} in {url}, but config.json makes "

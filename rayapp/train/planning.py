@@ -27,7 +27,7 @@ def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
         ConfigError: the config cannot be planned; with every problem.
     """
     if isinstance(config, Config):
-        more |= {"read": read, "count": count}
+        more |= {"read": read, "count": _frozen}
         if more.get("model") is None and (values := _gguf_values(config)) is not None:
             more["model"] = with_overrides(values, config.model.overrides)
     return planner.plan(config, **more)
@@ -57,16 +57,10 @@ def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | No
     return _read(json.dumps(dict(config), sort_keys=True), seq_len, fp32, lora)
 
 
-def count(config: Mapping[str, Any], patterns: tuple[str, ...]) -> Frozen:
-    """Return how many parameters of a model the patterns name (see `train.reading.count`)."""
-    return _count(json.dumps(dict(config), sort_keys=True), patterns)
-
-
-@lru_cache(maxsize=8)
-def _count(config: str, patterns: tuple[str, ...]) -> Frozen:
+def _frozen(config: Mapping[str, Any], patterns: tuple[str, ...]) -> Frozen:
     from rayapp.train import reading
 
-    return reading.count(json.loads(config), patterns)
+    return reading.count(config, patterns)
 
 
 @lru_cache(maxsize=8)
