@@ -74,6 +74,27 @@ REFERENCE = (
         "lm = model.build(shape, loss=model.no_loss)",
         NAMED,
     ),
+    Mutation(
+        "rates-by-name-of-the-schedule-alone",
+        "rayapp/train/optimizer.py",
+        'rate = lr * group.get("lr_factor", 1.0)',
+        "rate = lr",
+        "tests/test_model_names.py",
+    ),
+    Mutation(
+        "new-rows-begin-at-zero",
+        "rayapp/model/weights.py",
+        "part[token - start] = torch.stack(rows).mean(0)",
+        "part[token - start] = 0.0",
+        NAMED,
+    ),
+    Mutation(
+        "the-heads-own-rows-of-new-tokens",
+        "rayapp/model/new_tokens.py",
+        "            weight[ids] = 0.0\n",
+        "",
+        NAMED,
+    ),
     # ---- And of the page itself: what it must see
     Mutation(
         "dora-keeps-its-first-norms",

@@ -188,8 +188,8 @@ TRAINING = (
     Mutation(
         "rate-of-the-first-group",
         OPTIMIZER,
-        "        for group in optimizer.param_groups:\n            if isinstance(",
-        "        for group in optimizer.param_groups[:1]:\n            if isinstance(",
+        "        for group in optimizer.param_groups:\n            rate = ",
+        "        for group in optimizer.param_groups[:1]:\n            rate = ",
         "tests/test_train_optimizer.py",
     ),
     Mutation(

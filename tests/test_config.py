@@ -32,12 +32,12 @@ FORM = re.compile(r"[^=]*=.* is [a-z ]+: .+(\. [A-Z].*|\?)", re.DOTALL)
 # The surface is closed: a field that comes or goes is a decision, and is made here too.
 SURFACE = {
     "run": "name storage seed trackers hooks max_usd max_hours",
-    "model": "path adapter init_from from_scratch tokenizer attention lora overrides",
+    "model": "path adapter init_from from_scratch tokenizer new_tokens attention lora overrides",
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
     " packings truncate eval_path eval_fraction bad_rows window_bytes workers",
     "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
-    " warmup_steps schedule_from weight_decay betas z_loss label_smoothing router_loss on_spike"
-    " spike_sigmas grad_clip precision compile loss loss_chunk loss_kernel",
+    " warmup_steps schedule_from weight_decay freeze lr_by_name betas z_loss label_smoothing"
+    " router_loss on_spike spike_sigmas grad_clip precision compile loss loss_chunk loss_kernel",
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps checkpoints prompts tasks metrics",

@@ -32,6 +32,18 @@ def test_bpe_and_bytes_come_back_whole(text: str) -> None:
     assert len(byte_tokenizer()(text)["input_ids"]) == len(text.encode())
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_new_tokens_are_one_token_and_their_pieces_are_those_of_before(kind: str) -> None:
+    before = bpe() if kind == "bpe" else sentencepiece("always", "unigram")
+    names, size = ["<|a|>", "<|b|>"], tokens.num_ids(before)
+    after = tokens.with_tokens(before, names)
+    expected = {size + n: before.encode(t, add_special_tokens=False) for n, t in enumerate(names)}
+    assert tokens.pieces(after, names) == expected and min(map(len, expected.values())) > 1
+    assert after.encode("x<|b|>", add_special_tokens=False)[-1] == size + 1
+    assert tokens.num_ids(before) == size and tokens.num_ids(after) == size + 2
+    assert after.decode([size], skip_special_tokens=True) == ""
+
+
 def test_a_trained_tokenizer_has_the_size_asked_and_is_always_the_same() -> None:
     assert len(byte_tokenizer()) == 259 and 259 < len(bpe()) <= 400
     again = train_bpe(iter(CORPUS), 400)

@@ -386,10 +386,10 @@ def test_a_model_that_only_eager_attention_computes_is_counted_and_traced(tmp_pa
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     whole = sum(p.numel() for p in hf.parameters())
-    assert count_parameters(config) == (whole, whole)
+    assert count_parameters(config, from_dict({}, kind=Config)) == (whole, whole, [])
     tree = {"model": {"lora": {"rank": 4, "targets": ["q_proj"], "dora": True}}}
-    lora = from_dict(tree, kind=Config).model
-    assert count_parameters(config, lora.lora) == (whole, 3 * (4 * (64 + 64) + 64))
+    lora = from_dict(tree, kind=Config)
+    assert count_parameters(config, lora) == (whole, 3 * (4 * (64 + 64) + 64), [])
     tree = {"model": {"path": str(tmp_path), "lora": {"targets": ["q_proj", "none"]}}}
     (found,) = technique_problems(from_dict(tree), model.resolve(str(tmp_path)), "cpu")
     assert found.startswith("model.lora.targets=none is unknown")

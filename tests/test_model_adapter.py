@@ -78,7 +78,6 @@ OTHERS: dict[str, Any] = {
     "rank_pattern": {"q_proj": 4},
     "alpha_pattern": {"q_proj": 4},
     "layers_to_transform": [0],
-    "trainable_token_indices": [1],
     "lora_bias": True,
     "bias": "all",
     "peft_type": "LOHA",
@@ -93,6 +92,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "alora": ({"alora_invocation_tokens": [3]}, r"it has alora_.* \[3\]\. .* peft cannot merge it"),
     "no rank": ({"r": None}, "damaged adapter_config.json"),
     "pattern": ({"target_modules": ".*q_proj", "r": "x"}, "damaged adapter_config.json"),
+    "rows": ({"trainable_token_indices": {"a": [1], "b": [2]}}, "damaged.*other tokens for the"),
     "no base": ({"base_model_name_or_path": None}, "adapter without its base"),
     "a number": ({"base_model_name_or_path": 7}, "adapter without its base"),
     "relative base": ({"base_model_name_or_path": "../base"}, "no absolute path, URL or hub id"),
@@ -143,10 +143,12 @@ def test_a_base_of_another_family_is_named(adapter: Path) -> None:
 
 
 TWO = LlamaConfig.from_dict(SHAPE.to_dict() | {"num_hidden_layers": 2})
+TIED = LlamaConfig.from_dict(TWO.to_dict() | {"tie_word_embeddings": True})
 GPT2 = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
 Q_OF_ALL = [f"model.layers.{n}.self_attn.q_proj" for n in range(2)]
 OF_BLOCKS = r"(?:.*?(?:text).*?)|(?:\bmodel\.layers\.[\d]{1,}\.self_attn\.(?:q_proj|v_proj))"
 PLAIN = {"target_modules": ["q_proj", "down_proj"]}
+ROWS = {"trainable_token_indices": [5, 3]}
 TRANSPOSED = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
 # What peft makes, and the targets found, or what is said.
 MADE: dict[str, tuple[Any, dict[str, Any], tuple[str, ...] | str]] = {
@@ -162,6 +164,13 @@ MADE |= {
     "a layer": (TWO, {"target_modules": Q_OF_ALL[:1]}, "adapts a part of the layers, without"),
     "head": (TWO, {"target_modules": ["q_proj", "lm_head"]}, "adapts lm_head of its base "),
     "inputs": (TWO, {"target_modules": ["q_proj", "embed_tokens"]}, "adapts embed_tokens of "),
+    "rows tied": (TIED, PLAIN | ROWS, ("down_proj", "q_proj")),
+    "rows": (
+        TWO,
+        PLAIN | {"trainable_token_indices": {"embed_tokens": [5, 3], "lm_head": [5, 3]}},
+        ("down_proj", "q_proj"),
+    ),
+    "rows of one": (TWO, PLAIN | ROWS, "adapts a part of the layers, without base_model.model.lm"),
     "resized": (TWO, PLAIN | {"resized": 70}, "has whole weights, base_model.model.lm_head"),
 }
 
@@ -177,7 +186,7 @@ def made_by_peft(folder: Path, config: Any, resized: int = 0, **settings: Any) -
         base.resize_token_embeddings(resized)
     made = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=3, **settings))
     for name, parameter in made.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "trainable_tokens_" in name:
             parameter.data += 0.2 * torch.randn_like(parameter)
     made.peft_config["default"].base_model_name_or_path = str(folder / "base")
     made.save_pretrained(folder / "adapter")
@@ -203,7 +212,7 @@ def test_an_adapter_of_peft_is_loaded_and_merged_or_refused(case: str, tmp_path:
     for merged in (False, True):
         model = build(source.config, loss=no_loss, attention="eager")
         if not merged:
-            add_adapters(model, source.adapter.lora)
+            add_adapters(model, source.adapter.lora, source.adapter.tokens)
         load_weights(model, source, "cpu")
         (merge_adapters if merged else load_adapters)(model, source.adapter)
         with torch.no_grad():

@@ -19,6 +19,7 @@ from rayapp.planner.memory import Layout, peak_memory, state_bytes
 from rayapp.planner.shape import has_formula, shape_of
 from rayapp.planner.trained import with_overrides
 from rayapp.presets import PRESETS, config_of
+from rayapp.train import planning
 from rayapp.train.reading import read
 from rayapp.train.trace import trace, trace_config
 
@@ -57,6 +58,7 @@ def both(
         accumulates=accumulation > 1,
         lora_rank=None if lora is None else lora.rank,
         lora_experts=() if lora is None else lora.target_parameters,
+        new_tokens=more.get("new_tokens", 0),
         on_cpu=True,
     )
     planned = peak_memory(layout).total
@@ -74,6 +76,7 @@ def both(
         ("qwen3-0.6b", 8, {"activation_checkpointing": "selective"}),
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16)}),
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
+        ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "new_tokens": 3}),
         ("llama3.1-70b", 8, {"lora": Lora(rank=16)}),  # wide blocks: the forward is the peak
         ("llama3.1-70b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
         ("dolly-v2-7b", 8, {}),
@@ -203,17 +206,18 @@ def test_the_trace_is_what_a_step_takes_on_this_machine() -> None:
     assert traced.peak_bytes == pytest.approx(measured, rel=0.15)
 
 
-def test_a_config_is_traced_as_it_is_planned() -> None:
+@pytest.mark.parametrize("freeze", [(), ("lm_head*",)])  # which is tied
+def test_a_config_is_traced_as_it_is_planned(freeze: tuple[str, ...]) -> None:
     config = from_dict(
         {
             "model": {"path": "qwen3-0.6b", "overrides": {"num_hidden_layers": 3}},
             "data": {"seq_len": 512},
-            "train": {"tokens_per_step": 8192, "micro_batch": 1},
+            "train": {"tokens_per_step": 8192, "micro_batch": 1, "freeze": freeze},
             "cluster": {"workers": "8", "instance": "g5.48xlarge"},
         }
     )
-    layout = ask(config).layout
-    assert layout.accumulates
+    layout = planning.plan(config).question.layout
+    assert isinstance(layout, Layout) and layout.accumulates
     found = trace_config(config, layout)
     planned = peak_memory(Layout(**{**vars(layout), "on_cpu": True})).total
     assert planned == pytest.approx(found.peak_bytes, rel=0.05)

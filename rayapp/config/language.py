@@ -51,6 +51,10 @@ class Model(Section):
     tokenizer: OptionalStr = None
     """Folder, s3:// folder or hub id; `bpe:4096` trains a byte-level BPE of that size on the
     data; `bytes` is one token a byte; none takes the model's own (presets: `bpe` of their size)."""
+    new_tokens: Texts = ()
+    """Token, or list of tokens, that the tokenizer lacks, e.g. `["<|im_start|>", "<|im_end|>"]`:
+    they become special tokens, with rows in the embedding and the head that are trained, beside
+    adapters too."""
     attention: Literal["auto", "sdpa", "flash", "flex", "varlen", "eager"] = "auto"
     """Attention kernel; auto takes the best that is there."""
     lora: Annotated[Lora | None, BeforeValidator(mapping)] = None
@@ -141,6 +145,11 @@ class Train(Section):
     warm-up and an end of its own, for the steps to come."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    freeze: Texts = ()
+    """Pattern, or list of patterns, of names of parameters that are not trained, e.g.
+    `[model.embed_tokens.*, model.layers.?.*]`: the names of the model's files."""
+    lr_by_name: Annotated[dict[str, Weight], BeforeValidator(mapping)] = Field(default_factory=dict)
+    """Factors of lr by such patterns, e.g. `{"*.lora_B.*": 16}`; the first that matches counts."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
     z_loss: float = Field(default=0.0, ge=0)
@@ -291,7 +300,13 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
-    train = config.train
+    train, new = config.train, config.model.new_tokens
+    if len(set(new) - {""}) < len(new):
+        what = "an empty token" if "" in new else "a token twice"
+        yield (
+            ("model.new_tokens",),
+            f"model.new_tokens={shown(list(new))} is not valid: it has {what}. Set distinct texts",
+        )
     if train.loss_kernel == "liger" and (train.z_loss or train.label_smoothing):
         yield (
             ("train.loss_kernel", "train.z_loss", "train.label_smoothing"),
@@ -306,6 +321,17 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("train.loss", "train.z_loss", "train.label_smoothing", "train.loss_kernel"),
             f"train.loss={train.loss} is in conflict: your function is the objective, so that "
             "train.z_loss, train.label_smoothing and train.loss_kernel have no effect. Remove them",
+        )
+    if train.freeze and (config.model.lora is not None or config.model.init_from is not None):
+        other, why, cure = (
+            ("lora", "only the adapters are trained", "Leave train.freeze out")
+            if config.model.lora is not None
+            else ("init_from", "no checkpoint holds frozen weights", "Set model.path=RUN/model")
+        )
+        yield (
+            ("train.freeze", f"model.{other}"),
+            f"train.freeze={shown(list(train.freeze))} is in conflict: with model.{other} {why}. "
+            f"{cure}",
         )
     yield from _adapters(config)
     taken = {name.rpartition(":")[2] for name in config.eval.metrics}

@@ -20,6 +20,10 @@ BY_EXPERT = frozenset({
 })  # fmt: skip
 STACKED_IN_VLLM = frozenset({"gpt_oss"})
 WHOLE_EXPERTS = {"down_proj", "gate_up_proj"}
+NEW_TOKENS = (
+    "peft and rayapp open an adapter with the rows of new tokens, vLLM does not: set "
+    "model.lora.merge=true to serve it there"
+)
 PROJECTION = re.compile(r"\.experts\.\d+\.(\w+)\.lora_A\.")  # of an expert
 STACKED_IN = {"down_proj": "down_proj", "w2": "down_proj"}  # others are in gate_up_proj
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
@@ -80,6 +81,32 @@ def _wrap(tokenizer: Any) -> Any:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def with_tokens(tokenizer: Any, names: Sequence[str]) -> Any:
+    """Return a copy of a tokenizer that has these special tokens too."""
+    from transformers import AddedToken
+
+    tokenizer = copy.deepcopy(tokenizer)  # that of the cache keeps its own
+    added = [AddedToken(name, special=True, normalized=False) for name in names]
+    tokenizer.add_tokens(added, special_tokens=True)
+    return tokenizer
+
+
+def pieces(tokenizer: Any, names: Sequence[str]) -> dict[int, list[int]]:
+    """Return by id what a fast tokenizer makes of these tokens' texts without the tokens."""
+    from tokenizers import Tokenizer
+
+    if not names:
+        return {}
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules["added_tokens"] = [t for t in rules["added_tokens"] if t["content"] not in names]
+    before = Tokenizer.from_str(json.dumps(rules))
+    ids = tokenizer.convert_tokens_to_ids(list(names))
+    return {
+        token: before.encode(name, add_special_tokens=False).ids
+        for token, name in zip(ids, names, strict=True)
+    }
 
 
 def save_tokenizer(tokenizer: Any, storage: Storage) -> None:

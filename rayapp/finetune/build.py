@@ -17,8 +17,8 @@ import torch.distributed as dist
 from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
+from rayapp.data import tokens
 from rayapp.data.rows import step_rows
-from rayapp.data.tokens import load_tokenizer, num_ids
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
@@ -93,9 +93,9 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     """Build the model on the meta device, shard it, fill its shards and make the optimizers."""
     config = spec.config
     source = model.resolve(config.model.path)
-    tokenizer = load_tokenizer(spec.tokenizer_url)
+    tokenizer = tokens.load_tokenizer(spec.tokenizer_url)
     head = Head(config)
-    shape = model_shape(source, config, num_ids(tokenizer))
+    shape = model_shape(source, config, tokens.num_ids(tokenizer))
     lora, parallel = config.model.lora, config.parallel
     compute = compute_dtype(config)
     lm = model.build(
@@ -109,9 +109,11 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;
     # compile and offload apply to the forward of that class.
     if lora is not None:
-        model.add_adapters(lm, lora)
+        rows = tokenizer.convert_tokens_to_ids(list(config.model.new_tokens))
+        model.add_adapters(lm, lora, rows)
         if lora.quantize == "nf4":
             model.hold_in_4_bits(lm, compute)
+    model.freeze(lm.hf, config.train.freeze)
     if config.train.precision == "fp8":
         model.use_float8(lm, device)
     model.checkpoint_activations(lm, parallel.activation_checkpointing)
@@ -129,7 +131,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     if source.preset or config.model.from_scratch:
         model.init_weights(lm, config.run.seed, device)
     else:
-        model.load_weights(lm, source, device)
+        model.load_weights(lm, source, device, new=_new_tokens(config, source, tokenizer))
     adapter, merged = source.adapter, config.model.adapter == "merge"
     if adapter is not None:
         (model.merge_adapters if merged else model.load_adapters)(lm, adapter)
@@ -141,6 +143,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         lr=config.train.lr,
         weight_decay=config.train.weight_decay,
         betas=config.train.betas,
+        factors=model.lr_factors(lm.hf, config.train.lr_by_name),
     )
     return Parts(lm.train(), optimizers, source, tokenizer, head)
 
@@ -162,14 +165,22 @@ def exact_base(config: Config, parts: Parts, device: torch.device) -> model.Lang
     drawn = source.preset or config.model.from_scratch
     if drawn or torch.promote_types(stored, held) == held:
         return None
-    shape = model_shape(source, config, len(parts.tokenizer))
+    shape = model_shape(source, config, tokens.num_ids(parts.tokenizer))
     base = model.build(shape, loss=model.no_loss, dtype=stored, attention="eager")
     mesh = _mesh(config, device)
     model.shard(base, mesh, strategy=config.parallel.strategy, cpu_offload=True)
-    model.load_weights(base, source, device)
+    model.load_weights(base, source, device, new=_new_tokens(config, source, parts.tokenizer))
     if source.adapter is not None and config.model.adapter == "merge":
         model.merge_adapters(base, source.adapter)
     return base
+
+
+def _new_tokens(config: Config, source: model.ModelSource, tokenizer: Any) -> dict[int, list[int]]:
+    """Return the pieces of the new tokens; none of an adapter's, which holds their rows."""
+    theirs = source.adapter.tokens if source.adapter else ()
+    return {token: list[int]() for token in theirs} | tokens.pieces(
+        tokenizer, config.model.new_tokens
+    )
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -235,8 +246,12 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
             f"model.lora.quantize=nf4 is in conflict: the preset model.path={source.name} has no "
             "weights to hold in 4 bits. Set model.lora.quantize=none, or model.path to a folder"
         )
-    if lora is not None and (lora.targets or lora.target_parameters or in_4_bits):
-        lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
+    by_name = bool(config.train.freeze or config.train.lr_by_name)
+    of_lora = lora is not None and bool(lora.targets or lora.target_parameters or in_4_bits)
+    if not (by_name or of_lora):
+        return problems
+    lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
+    if lora is not None:
         problem = model.unknown_targets(lora, lm.hf)
         problems += [problem] if problem else []
         if in_4_bits and not model.takes_4_bits(lm.hf):
@@ -244,18 +259,22 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
                 f"model.lora.quantize=nf4 is not available: no layer of {lm.hf.config.model_type} "
                 "is an nn.Linear of a width that 64 divides. Set model.lora.quantize=none"
             )
-    return problems
+        if problem:
+            return problems
+        model.add_adapters(lm, lora)
+    return problems + model.described(config, lm.hf)[1]
 
 
-def model_shape(source: model.ModelSource, config: Config, tokens: int | None) -> Any:
-    """Return the model's config with the run's overrides and, for a preset, its vocabulary size.
+def model_shape(source: model.ModelSource, config: Config, size: int | None) -> Any:
+    """Return the model's config with the run's overrides and its vocabulary size.
 
-    `tokens` is the size of the tokenizer, None if it is still to be trained (`vocabulary_of`).
+    `size` is the size of the tokenizer, None if it is still to be trained (`vocabulary_of`).
     """
     shape = overridden(source, config)
-    if source.preset:
+    if source.preset or config.model.new_tokens:
         text = shape.get_text_config()
-        text.vocab_size = vocabulary_of(config, text.vocab_size, preset=True, tokens=tokens)
+        own, preset = text.vocab_size, source.preset
+        text.vocab_size = vocabulary_of(config, own, preset=preset, tokens=size)
     return shape
 
 

@@ -24,7 +24,7 @@ from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
 from rayapp.finetune.code_check import as_begun, code_digests, code_problems
-from rayapp.finetune.start import shape_problem, with_adapter, with_origin
+from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
 from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
@@ -122,6 +122,8 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     tasks = _tasks(config, problems)
     kinds = {entry.kind for entry in inputs}
     config, base, tokenizer = _model(config, kinds, problems)
+    if not problems and base is not None:
+        config, tokenizer = with_new_tokens(config, base, tokenizer, problems)
     template = _template(config, tokenizer, problems)
     own = tokens.CHAT_TEMPLATE if tokenizer is None else str(tokenizer.chat_template)
     inputs = tuple(_without_read(entry, template or own) for entry in inputs)

@@ -130,7 +130,8 @@ def described(ends: Ends, config: Config, tokenizer: Any, stops: Iterable[int] =
     if config.data.kind not in ("text", "prompt"):
         template = config.data.chat_template
         where = where if template is None else f"data.chat_template={template}"
-        cure = "data.chat_template to a file whose turns end in one, such as {{ eos_token }}"
+        cure = "data.chat_template to a file whose turns end in one, such as {{ eos_token }}, or "
+        cure += "model.new_tokens to the template's control tokens"
     lines.append(
         f"{where} {NO_END}: {ends.open} of {ends.answers} answers end with {ends.text!r}, which is "
         f"no special token of the tokenizer, and a generation does not end there. Set {cure}"

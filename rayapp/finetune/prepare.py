@@ -9,7 +9,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from rayapp import model
-from rayapp.config import Config, ConfigError, Lora
+from rayapp.config import Config, ConfigError
 from rayapp.data import tokens
 from rayapp.data.documents import Renderer
 from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
@@ -58,7 +58,7 @@ def prepare(
     of_data = prepared.fingerprint, prepared.turn_rows
     order = order_of(config, prepared, stages_of(ready.run, *of_data, config.rows_per_step))
     growth.check_order(ready.run, prepared, order)
-    parameters, trainable = count_parameters(shape, config.model.lora)
+    parameters, trainable, by_name = count_parameters(shape, config)
     there = on_what_is_there(config)
     planned = forecast(there, shape, order.num_steps, on_cpu=not gpus)
     vocabulary = shape.get_text_config().vocab_size
@@ -73,7 +73,7 @@ def prepare(
     stops = generation_config(config, ready.model, shape, tokenizer, ends).eos_token_id or []
     plan["stops"] = names_of(stops, tokenizer)
     describe(ready.run, config, cast(Plan, (planned.as_dict() if planned else {}) | plan))
-    show.plan(console, config, prepared, order, parameters, trainable)
+    show.plan(console, config, prepared, order, parameters, trainable, by_name)
     show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
     show.records(console, plan["rendered"])
     show.ends(console, described(ends, config, tokenizer, stops))
@@ -262,16 +262,17 @@ def order_of(config: Config, prepared: Prepared, stages: tuple[tuple[int, int], 
     return replace(order, windows=prepared.windows_rows, follow=prepared.follow)
 
 
-def count_parameters(shape: Any, lora: Lora | None = None) -> tuple[int, int]:
-    """Return the number of parameters of a model of this shape, and of those that are trained.
+def count_parameters(shape: Any, config: Config) -> tuple[int, int, list[str]]:
+    """Return the numbers of a model's parameters and of trained ones, and what patterns name.
 
     Tied parameters count once; adapters count as trained alone.
     """
     lm = model.build(shape, loss=model.no_loss, attention="eager")
     whole = model.num_parameters(lm)
-    if lora is not None:
-        model.add_adapters(lm, lora)
-    return whole, sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    if config.model.lora is not None:
+        model.add_adapters(lm, config.model.lora, range(len(config.model.new_tokens)))
+    by_name, _ = model.described(config, lm.hf)
+    return whole, sum(p.numel() for p in lm.parameters() if p.requires_grad), by_name
 
 
 def base_of(ready: CheckedLanguageRun) -> Base:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -24,6 +24,7 @@ def plan(
     order: Order,
     parameters: int,
     trainable: int,
+    by_name: Sequence[str] = (),
 ) -> None:
     """Print the plan as equations, and statistics of the data."""
     train, data = config.train, config.data
@@ -38,7 +39,8 @@ def plan(
     lora = config.model.lora
     trained = "all trained" if trainable == parameters else f"{trainable:,} trained"
     if trainable < parameters:
-        trained += ", the text decoder" if lora is None else f", {lora.name}"
+        whole = "the text decoder" if not train.freeze else "not what is frozen"
+        trained += f", {whole if lora is None else lora.name}"
     lines = {
         "model": f"{config.model.path}: {parameters:,} parameters ({trained}), "
         f"{config.parallel.strategy}, {train.precision}",
@@ -63,7 +65,7 @@ def plan(
         )
     if notes := report.get("notes"):
         lines["noted"] = "; ".join(f"{count:,} {what}" for what, count in notes.items())
-    for label, text in lines.items():
+    for label, text in (*lines.items(), *(("by name", text) for text in by_name)):
         console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
         if label == "model" and (warning := random_weights(config)):
             console.print(f"{'':14} [yellow]{plain(warning)}[/yellow]", soft_wrap=True)

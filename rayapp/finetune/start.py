@@ -11,6 +11,9 @@ from typing import Any
 
 from rayapp import model
 from rayapp.config import Config, Lora, Origin, combined_problems
+from rayapp.config.text import shown
+from rayapp.data import tokens
+from rayapp.finetune.build import model_shape
 from rayapp.model.adapter import Adapter
 from rayapp.model.source import TOKENIZER_FILE
 from rayapp.observe.run_folder import MODEL, PLAN
@@ -73,6 +76,64 @@ def _merge_problem(lora: Lora | None) -> str | None:
             "base of the new adapters. Set model.lora.merge=true"
         )
     return None
+
+
+def with_new_tokens(
+    config: Config, source: model.ModelSource, tokenizer: Any, problems: list[str]
+) -> tuple[Config, Any]:
+    """Return the config and the tokenizer with model.new_tokens, and append to `problems`.
+
+    Tokens of an adapter that training goes on with are the config's.
+    """
+    names, adapter = config.model.new_tokens, source.adapter
+    what = f"model.new_tokens={shown(list(names))}"
+    if adapter is not None and config.model.adapter == "train" and (names or adapter.tokens):
+        own = tuple(tokenizer.convert_ids_to_tokens(list(adapter.tokens))) if tokenizer else (None,)
+        if None in own:
+            problems.append(
+                f"model.path={config.model.path} has rows of tokens that its tokenizer lacks. Set "
+                "model.tokenizer to the one that the adapter was trained with"
+            )
+        elif names not in ((), own):
+            problems.append(
+                f"{what} is in conflict: the adapter model.path={config.model.path} has "
+                f"{shown(list(own))}. Leave it out, or set model.adapter=merge to add them to the "
+                "merged model"
+            )
+        section = config.model.model_copy(update={"new_tokens": own})
+        return config.model_copy(update={"model": section}), tokenizer
+    if not names:
+        return config, tokenizer
+    known = tokenizer.get_vocab() if tokenizer is not None and tokenizer.is_fast else None
+    if known is None:
+        problems.append(
+            f"{what} is in conflict: the tokenizer is made for this run, or has no tokenizer.json, "
+            "so that nothing can be added to it. Set model.tokenizer to a folder that has one"
+        )
+    elif there := [f"{name} ({known[name]})" for name in names if name in known]:
+        problems.append(
+            f"{what} is in conflict: the tokenizer has {', '.join(there)}. Leave out what is there"
+        )
+    else:
+        tokenizer = tokens.with_tokens(tokenizer, names)
+        if not all(tokens.pieces(tokenizer, names).values()):
+            problems.append(f"{what} is not valid: the tokenizer drops such text. Set other texts")
+        problems += _rows_problems(config, source, tokens.num_ids(tokenizer))
+    return config, tokenizer
+
+
+def _rows_problems(config: Config, source: model.ModelSource, size: int) -> list[str]:
+    """Return why the model cannot have rows for a tokenizer of that size."""
+    shape = model_shape(source, config, size)
+    hf = model.build(shape, loss=model.no_loss, attention="eager").hf
+    problems = list[str]()
+    if source.storage is not None and not config.model.from_scratch:
+        problems = model.misfits_of(hf, source, grown=True)
+    lora = config.model.lora
+    if lora is not None and (why := model.rows_problem(hf, merge=lora.merge)):
+        what = f"model.new_tokens={shown(list(config.model.new_tokens))}"
+        problems.append(f"{what} is not available with model.lora: {why}")
+    return problems
 
 
 def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[str]:
@@ -188,8 +249,9 @@ def _differences(config: Config, run: Storage, origin: Origin) -> list[str]:
     if lora is None or other is None:
         return []
     # The frozen weights are in no checkpoint, so that they must come from the same place.
-    names = ("path", "adapter", "from_scratch", "overrides")
+    names = ("path", "adapter", "from_scratch", "overrides", "new_tokens")
     mine = {name: getattr(config.model, name) for name in names}
+    mine["new_tokens"] = list(config.model.new_tokens)
     size = {"vocab_size": None}  # told by the tensors' shapes
     mine["overrides"] = mine["overrides"] | size
     other_overrides = {**theirs.get("overrides", {}), **size}
@@ -221,7 +283,7 @@ def shape_problem(config: Config, run: Storage, shape: Any) -> str | None:
         return f"model.init_from={origin} is not usable: {error}. Set another step of it, or run"
     lm = model.build(shape, loss=model.no_loss, attention="eager")
     if config.model.lora is not None:
-        model.add_adapters(lm, config.model.lora)
+        model.add_adapters(lm, config.model.lora, range(len(config.model.new_tokens)))
     wanted = {
         f"model.{name}": tuple(p.shape) for name, p in lm.named_parameters() if p.requires_grad
     }

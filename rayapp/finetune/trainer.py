@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from rayapp import hardware, model
 from rayapp.config import Config
-from rayapp.config.lora import opened_by
+from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.build import (
     Head,
@@ -362,6 +362,8 @@ def export(
             f"experts: {opened_by(parts.lm.hf.config.model_type, lora.target_parameters)}",
             flush=True,
         )
+    if lora is not None and spec.config.model.new_tokens and not lora.merge and not dist.get_rank():
+        print(f"new tokens: {NEW_TOKENS}", flush=True)
     if lora is not None:
         folder = storage / (ADAPTER if lora.merge else MODEL)
         model.export_adapters(

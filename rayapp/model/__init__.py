@@ -42,9 +42,11 @@ from rayapp.model.lora import (
     unknown_targets,
 )
 from rayapp.model.mixers import split_documents
+from rayapp.model.names import described, freeze, lr_factors, matching
+from rayapp.model.new_tokens import rows_problem
 from rayapp.model.sharding import device_mesh, held, num_nodes, shard
 from rayapp.model.source import ModelSource, processor_files, published, resolve
-from rayapp.model.weights import LoadStats, load_weights, problems
+from rayapp.model.weights import LoadStats, load_weights, misfits_of, problems
 
 __all__ = [
     "Adapter",
@@ -64,9 +66,11 @@ __all__ = [
     "choose_attention",
     "compile_blocks",
     "config_values",
+    "described",
     "device_mesh",
     "export",
     "export_adapters",
+    "freeze",
     "held",
     "hold_in_4_bits",
     "in_folder",
@@ -76,8 +80,11 @@ __all__ = [
     "linear_names",
     "load_adapters",
     "load_weights",
+    "lr_factors",
+    "matching",
     "measure_compile",
     "merge_adapters",
+    "misfits_of",
     "needs_folder",
     "no_loss",
     "num_nodes",
@@ -87,6 +94,7 @@ __all__ = [
     "processor_files",
     "published",
     "resolve",
+    "rows_problem",
     "shard",
     "split_documents",
     "takes_4_bits",

@@ -7,12 +7,13 @@ merge_adapters(model, adapter)                          # or: add it to the weig
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -26,12 +27,14 @@ from rayapp.model.init import fill
 from rayapp.model.lora import (
     ADAPTER,
     MAGNITUDE,
+    LoraUpdate,
     add_adapters,
     linear_names,
     trained,
     updates,
     whole_of,
 )
+from rayapp.model.new_tokens import ROWS, RowsUpdate
 from rayapp.storage import Readable
 from rayapp.storage.inputs import read_json
 
@@ -44,7 +47,7 @@ KNOWN = {
     "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "layers_pattern", "lora_alpha", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "r", "revision", "target_modules", "target_parameters",
-    "task_type", "use_dora", "use_rslora",
+    "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 # Values of init_lora_weights that leave the base as it is; peft changes it for others (PiSSA,
 # OLoRA, CorDA, LoftQ, LoRA-GA), each time that it opens the adapter.
@@ -61,6 +64,8 @@ class Adapter:
     base: str
     """The model that it was trained on, as its adapter_config.json names it."""
     lora: Lora
+    tokens: tuple[int, ...] = ()
+    """Tokens with trained rows in the embedding and the head."""
 
 
 def read_adapter(name: str, folder: Readable) -> Adapter | None:
@@ -94,13 +99,25 @@ def read_adapter(name: str, folder: Readable) -> Adapter | None:
         raise ValueError(f"model.path={name} has no {WEIGHTS}: the adapter was not copied whole")
     stored = read_header(folder, WEIGHTS)
     try:
-        lora = Lora.of_peft(values, stored)
+        lora, tokens = Lora.of_peft(values, stored), tokens_of(values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(repr(error).split())
         raise ValueError(
             f"model.path={name} has a damaged {SETTINGS}: {why:.200}. Copy the folder anew"
         ) from error
-    return Adapter(name, folder, base, lora)
+    return Adapter(name, folder, base, lora, tokens)
+
+
+def tokens_of(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens whose rows an adapter has trained, as its settings name them.
+
+    Raises: ValueError if the embedding and the head have rows of different tokens.
+    """
+    named = values.get("trainable_token_indices") or ()
+    lists = list(named.values()) if isinstance(named, Mapping) else [named]
+    if any(each != lists[0] for each in lists):
+        raise ValueError("trainable_token_indices names other tokens for the head")
+    return tuple(int(token) for token in lists[0]) if lists else ()
 
 
 def _unsupported(values: Mapping[str, Any]) -> Iterator[str]:
@@ -142,7 +159,7 @@ def adapter_problems(adapter: Adapter, config: PretrainedConfig) -> list[str]:
             f"have no {' and no '.join(missing)}. Correct base_model_name_or_path in {SETTINGS}, "
             "or merge it with peft"
         ]
-    add_adapters(model, adapter.lora)
+    add_adapters(model, adapter.lora, adapter.tokens)
     return _misfits(adapter, model, read_header(adapter.folder, WEIGHTS))
 
 
@@ -177,9 +194,16 @@ def _misfits(adapter: Adapter, model: LanguageModel, stored: dict[str, Stored]) 
 
 
 def adapted(hf: PreTrainedModel, folder: str) -> Any:
-    """Return a whole model with the adapter in a local folder, as peft opens it."""
+    """Return a whole model with the adapter in a local folder, as peft opens it.
+
+    The embedding grows by the adapter's new tokens, as by AutoPeftModelForCausalLM.
+    """
     import peft
 
+    with open(os.path.join(folder, SETTINGS), encoding="utf-8") as file:
+        size = max(tokens_of(json.load(file)), default=-1) + 1
+    if size > len(cast(Any, hf.get_input_embeddings()).weight):
+        hf.resize_token_embeddings(size, mean_resizing=False)
     with warnings.catch_warnings():  # peft 0.21 asks transformers 5 by a name that is deprecated
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         return peft.PeftModel.from_pretrained(hf, folder)
@@ -203,11 +227,18 @@ def merge_adapters(model: LanguageModel, adapter: Adapter) -> None:
     Raises: ValueError if a tensor is missing or has another shape.
     """
     probe = build(model.hf.config, loss=no_loss, attention="eager")
-    add_adapters(probe, adapter.lora)
+    add_adapters(probe, adapter.lora, adapter.tokens)
     reader = _reader(adapter, probe)
     weights = base_state(model.hf, keep_vars=True)
+    shared = {peft_name(name) for name in trained(probe.hf)}
     for name, update in updates(probe.hf).items():
         layer = update.layer
+        if isinstance(update, RowsUpdate):
+            rows = peft_name(f"{layer}.{ROWS}")
+            if rows in shared:  # a tied head has none
+                changed = replace(update, rows=reader.rows(rows))
+                _merge(weights[name], changed)
+            continue
         left, right = (
             reader.rows(peft_name(f"{layer}.{factor}.{ADAPTER}.weight")).float()
             for factor in ("lora_A", "lora_B")
@@ -215,10 +246,13 @@ def merge_adapters(model: LanguageModel, adapter: Adapter) -> None:
         magnitude = update.magnitude
         if magnitude is not None:
             magnitude = reader.rows(peft_name(f"{layer}.{MAGNITUDE}.{ADAPTER}.weight")).float()
-        weight: Any = weights[name]
-        stored = replace(update, left=left, right=right, magnitude=magnitude)
-        merged = stored.merged(whole_of(weight).float(), lambda factor: factor)
-        fill(weight, merged.to(weight.dtype))
+        _merge(weights[name], replace(update, left=left, right=right, magnitude=magnitude))
+
+
+def _merge(weight: Any, update: LoraUpdate | RowsUpdate) -> None:
+    """Add an update with whole factors to a weight."""
+    merged = update.merged(whole_of(weight).float(), lambda factor: factor)
+    fill(weight, merged.to(weight.dtype))
 
 
 def _reader(adapter: Adapter, model: LanguageModel) -> ShardReader:

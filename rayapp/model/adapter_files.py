@@ -24,7 +24,8 @@ from rayapp.model.build import LanguageModel
 from rayapp.model.experts import expert_factors
 from rayapp.model.export import Reverse
 from rayapp.model.files import ShardReader, Stored
-from rayapp.model.lora import ADAPTER, MAGNITUDE, trained, updates, whole_of
+from rayapp.model.lora import ADAPTER, MAGNITUDE, LoraUpdate, trained, updates, whole_of
+from rayapp.model.new_tokens import ROWS, RowsUpdate
 from rayapp.model.sharding import reshard
 from rayapp.model.small_files import small_files_of
 from rayapp.storage import Readable, Storage
@@ -60,6 +61,10 @@ def export_adapters(
     config = adapted.peft_config[ADAPTER]
     config.base_model_name_or_path, config.inference_mode = base, True
     values = config.to_dict()
+    rows = [u for u in updates(model.hf).values() if isinstance(u, RowsUpdate)]
+    if rows:  # a tied head follows the embedding
+        stored = [u for u in rows if peft_name(f"{u.layer}.{ROWS}") in whole]
+        values["trainable_token_indices"] = {u.layer: list(u.ids) for u in stored}
     stacks = expert_parts(model.hf)
     if stacks and {*config.target_parameters} >= WHOLE_EXPERTS:  # peft and vLLM read no others so
         for layer, parts in stacks.items():
@@ -82,6 +87,7 @@ def export_adapters(
 def peft_name(name: str) -> str:
     """Return a parameter's name in peft's files."""
     name = name.replace(f"{MAGNITUDE}.{ADAPTER}.weight", MAGNITUDE).replace(f".{ADAPTER}.", ".")
+    name = name.replace(f".{ROWS}", f".token_adapter.{ROWS}")
     return f"base_model.model.{name}"
 
 
@@ -90,7 +96,8 @@ def expert_parts(hf: PreTrainedModel) -> dict[str, list[Projection]]:
 
     {} if the model has no adapters of experts, or the files have them as peft stacks them.
     """
-    stacked = {name: update for name, update in updates(hf).items() if update.experts > 1}
+    every = updates(hf).items()
+    stacked = {name: u for name, u in every if isinstance(u, LoraUpdate) and u.experts > 1}
     if not stacked or hf.config.model_type not in BY_EXPERT:
         return {}
     reverse, found = Reverse(hf), {}

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rayapp.model import longrope
 from rayapp.model.attention import BY_BOUNDARIES, IMPLEMENTATIONS
 from rayapp.model.experts import Routing
+from rayapp.model.new_tokens import ROWS, NewRows
 from rayapp.model.quantize import Linear4bit
 
 log = logging.getLogger("rayapp.model")
@@ -166,10 +167,11 @@ class LanguageModel(Wrapper):
         more = {} if each is None else {"each": each}
         if self.plain_head:
             output = self.hf.base_model(**inputs, use_cache=False)
-            head = cast(nn.Linear, self.hf.get_output_embeddings())
-            objective, loss = self.loss(
-                output.last_hidden_state, head.weight, labels, bias=head.bias, **more
-            )
+            head = cast(Any, self.hf.get_output_embeddings())
+            hidden, weight = output.last_hidden_state, head.weight
+            if isinstance(head, NewRows):
+                hidden, weight = head.factors(hidden)
+            objective, loss = self.loss(hidden, weight, labels, bias=head.bias, **more)
         else:
             output = self.hf(**inputs, use_cache=False)
             objective, loss = self.loss(output.logits, None, labels, **more)
@@ -246,9 +248,14 @@ def base_state(hf: PreTrainedModel, *, keep_vars: bool = False) -> State:
     state: State = {f"{name}.weight": module for name, module in held.items()}
     for name, tensor in hf.state_dict(keep_vars=keep_vars).items():
         owner, _, key = name.rpartition(".")
-        if ".lora_" not in name and not (owner in held and key in ("packed", "scales")):
+        if not of_adapter(name) and not (owner in held and key in ("packed", "scales")):
             state[name] = tensor
     return {without_wrappers(name): value for name, value in state.items()}
+
+
+def of_adapter(name: str) -> bool:
+    """Return whether a parameter of this name is an adapter's."""
+    return ".lora_" in name or name.endswith(f".{ROWS}")
 
 
 def without_wrappers(name: str) -> str:

@@ -36,6 +36,7 @@ from transformers.core_model_loading import (
 from rayapp.model.build import State, Wrapper, base_state
 from rayapp.model.files import SINGLE, layout
 from rayapp.model.lora import LoraUpdate, updates
+from rayapp.model.new_tokens import RowsUpdate
 from rayapp.model.quantize import Linear4bit
 from rayapp.model.sharding import reshard
 from rayapp.model.small_files import write_small_files
@@ -201,7 +202,7 @@ def _file_names(count: int) -> list[str]:
 def _gather_in_turns(
     wave: list[list[Group]],
     state: State,
-    changes: dict[str, LoraUpdate],
+    changes: Mapping[str, LoraUpdate | RowsUpdate],
     dtype: torch.dtype,
 ) -> Iterator[tuple[int, Group, dict[str, Tensor]]]:
     """Gather the groups of a wave's files, one group of each file in turn; collective."""
@@ -217,9 +218,9 @@ def _gather_in_turns(
 
 
 def _gather(
-    tensor: Tensor | Linear4bit, dtype: torch.dtype, change: LoraUpdate | None = None
+    tensor: Tensor | Linear4bit, dtype: torch.dtype, change: LoraUpdate | RowsUpdate | None = None
 ) -> Tensor:
-    """Return a whole tensor on every rank, with its LoRA update if any; collective.
+    """Return a whole tensor on every rank, with its update by adapters if any; collective.
 
     Without an update, shards are cast before they are gathered.
     """

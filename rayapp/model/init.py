@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from rayapp.model.build import Wrapper
+from rayapp.model.build import Wrapper, of_adapter
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def init_weights(model: Wrapper, seed: int, device: torch.device | str) -> None:
     """
     allocate(model, device)
     parameters = model.hf.named_parameters(remove_duplicate=False)
-    own = {name: each for name, each in parameters if ".lora_" not in name}  # see init_adapters
+    own = {name: each for name, each in parameters if not of_adapter(name)}  # see init_adapters
     draw_weights(model.hf, seed, own)
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,27 +25,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rayapp.model.build import LanguageModel, beside_text, without_wrappers
+from rayapp.config import Lora
+from rayapp.model.build import LanguageModel, beside_text, of_adapter, without_wrappers
 from rayapp.model.experts import compute_adapted, expert_factors, parameter_names
 from rayapp.model.init import fill
+from rayapp.model.new_tokens import ROWS, NewRows, RowsUpdate, add_rows
 from rayapp.model.quantize import BLOCK, Linear4bit
 from rayapp.model.sharding import find_blocks
 
 ADAPTER = "default"  # peft's name for a model's only adapter
 MAGNITUDE = "lora_magnitude_vector"  # of DoRA, [out]
-TRAINED = ("lora_A", "lora_B", MAGNITUDE)
-
-
-class LoraSettings(Protocol):
-    """The adapters' settings in the config."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...]
-    target_parameters: tuple[str, ...]
-    dora: bool
-    rslora: bool
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ def _adaptable(hf: PreTrainedModel, names: set[str]) -> Iterator[str]:
 
 
 def unknown_targets(
-    lora: LoraSettings, hf: PreTrainedModel, names: Iterable[str] | None = None
+    lora: Lora, hf: PreTrainedModel, names: Iterable[str] | None = None
 ) -> str | None:
     """Return an error text for targets that the blocks do not have; None if they have all.
 
@@ -138,10 +127,11 @@ def unknown_targets(
     return None
 
 
-def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
+def add_adapters(model: LanguageModel, lora: Lora, tokens: Sequence[int] = ()) -> None:
     """Add adapters to the blocks' linear layers (or those in `targets`), and freeze all else.
 
-    Experts' parameters in `target_parameters` get an adapter for each expert.
+    Experts' parameters in `target_parameters` get an adapter for each expert, and `tokens` rows of
+    their own in the embedding and the head.
     Raises: ValueError if the blocks have no such target.
     """
     import peft
@@ -163,6 +153,7 @@ def add_adapters(model: LanguageModel, lora: LoraSettings) -> None:
     )
     peft.inject_adapter_in_model(config, model.hf, ADAPTER)
     compute_adapted(model.hf, ADAPTER)
+    add_rows(model.hf, tokens)
     for parameter in trained(model.hf).values():
         parameter.data = parameter.data.float()
 
@@ -197,19 +188,16 @@ def _fits_4_bits(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def trained(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the adapters' parameters by name; {} if there are none."""
-    return {
-        name: parameter
-        for name, parameter in hf.named_parameters()
-        if any(f".{kind}." in name for kind in TRAINED)
-    }
+    return {name: parameter for name, parameter in hf.named_parameters() if of_adapter(name)}
 
 
 @torch.no_grad()
 def init_adapters(model: LanguageModel, seed: int) -> None:
     """Draw factor A from (seed, name), uniform in +-1/sqrt(in); set factor B to zero, DoRA's norms.
 
-    The adapted model so starts equal to its base (Hu et al. 2021, arXiv 2106.09685), with the same
-    values at any world size. All ranks call it: the norms are of whole weights.
+    Rows of tokens begin as the base's. The adapted model so starts equal to its base (Hu et al.
+    2021, arXiv 2106.09685), with the same values at any world size. All ranks call it: norms and
+    rows are of whole weights.
     """
     for name, parameter in trained(model.hf).items():
         values = torch.zeros(parameter.shape)
@@ -218,6 +206,9 @@ def init_adapters(model: LanguageModel, seed: int) -> None:
             base = layer.base_layer
             whole = base.whole() if isinstance(base, Linear4bit) else whole_of(base.weight).float()
             values = _row_norms(whole.cpu(), isinstance(base, Conv1D)).flatten()
+        if name.endswith(f".{ROWS}"):
+            layer = model.hf.get_submodule(name.removesuffix(f".{ROWS}"))
+            values = whole_of(layer.base_layer.weight)[list(layer.ids)].float()
         if ".lora_A." in name:
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
@@ -225,9 +216,14 @@ def init_adapters(model: LanguageModel, seed: int) -> None:
         fill(parameter, values)
 
 
-def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate]:
+def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate | RowsUpdate]:
     """Return the adapters' weight updates by the original name of the weight."""
-    return {
+    rows = {
+        f"{without_wrappers(name)}.weight": RowsUpdate(name, module.ids, getattr(module, ROWS))
+        for name, module in hf.named_modules()
+        if isinstance(module, NewRows)
+    }
+    return rows | {
         f"{without_wrappers(name)}.{getattr(module, 'parameter_name', 'weight')}": LoraUpdate(
             layer=name,
             left=module.lora_A[ADAPTER].weight,

@@ -89,7 +89,11 @@ class ModelSource:
                 "run. Choose a supported architecture or upgrade transformers"
             )
         values = PretrainedConfig._decode_special_floats(values)
-        return self._made("config.json", CONFIG_MAPPING[kind].from_dict, values)
+        made: PretrainedConfig = self._made("config.json", CONFIG_MAPPING[kind].from_dict, values)
+        if self.adapter is not None and self.adapter.tokens:  # they may be new ones
+            text = made.get_text_config()
+            text.vocab_size = max(text.vocab_size, 1 + max(self.adapter.tokens))
+        return made
 
     @cached_property
     def generation_config(self) -> GenerationConfig | None:

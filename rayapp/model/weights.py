@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -81,6 +81,8 @@ class Conversion:
         )
 
 
+NewTokens: TypeAlias = Mapping[int, Sequence[int]]
+"""New tokens by id, each with the tokens whose mean its row begins as; without any it is zero."""
 Tie: TypeAlias = tuple[str, str, tuple[Conversion, Conversion]]
 """Names of one tensor that is stored twice, and the conversions of both."""
 
@@ -98,18 +100,24 @@ class LoadStats:
 
 
 def load_weights(
-    model: Wrapper, source: ModelSource, device: torch.device | str, drawn: Collection[str] = ()
+    model: Wrapper,
+    source: ModelSource,
+    device: torch.device | str,
+    drawn: Collection[str] = (),
+    new: NewTokens | None = None,
 ) -> LoadStats:
     """Allocate this rank's shards and fill all but `drawn` from the source's safetensors.
 
-    Values are cast to the parameters' dtype. Works the same for a model that is not sharded.
+    Values are cast to the parameters' dtype. Works the same for a model that is not sharded. The
+    embedding and the head may have rows more than on disk, for `new` tokens.
     Raises: ValueError if a parameter is missing on disk or of another shape, or a file is damaged.
     """
     assert source.storage is not None, f"{source.name} has no weights"
     start_s = time.monotonic()
     stored = read_headers(source.storage)
     plan, extra = _plan(model.hf, stored, drawn)
-    if wrong := _misfits(model.hf, plan, source.name, source.storage.url, drawn):
+    tables = _tables(model.hf) if new else set[str]()
+    if wrong := _misfits(model.hf, plan, source.name, source.storage.url, drawn, bool(new)):
         raise ValueError("\n".join(wrong))
     allocate(model, device)
     if model.source_dtype is None:  # config.json names none
@@ -118,13 +126,14 @@ def load_weights(
     tensors = base_state(model.hf)
 
     def load(conversion: Conversion) -> int:
-        return _load_one(model.hf, conversion, tensors, reader)
+        grown = new if tables & conversion.targets.keys() else None
+        return _load_one(model.hf, conversion, tensors, reader, grown or {})
 
     plan, twice = _split_ties(model.hf, plan)
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
         largest = max(pool.map(load, plan), default=0)
     plain = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
-    _check_ties(twice, plain, reader, source.name)
+    _check_ties(twice, plain, reader, source.name, new or {})
     return LoadStats(reader.bytes_read, time.monotonic() - start_s, largest, tuple(extra))
 
 
@@ -161,7 +170,8 @@ def problems(source: ModelSource, from_scratch: bool) -> list[str]:
         return wrong
     hf = build(config, loss=no_loss, attention="eager").hf
     plan, _ = _plan(hf, stored)
-    if wrong := _misfits(hf, plan, source.name, source.storage.url):
+    grown = source.adapter is not None and bool(source.adapter.tokens)
+    if wrong := _misfits(hf, plan, source.name, source.storage.url, grown=grown):
         return wrong
     reader, ties = ShardReader(source.storage, stored), _split_ties(hf, plan)[1]
     return [_untied(source.name, first, name) for first, name, two in ties if _differ(reader, two)]
@@ -175,15 +185,22 @@ def _differ(reader: ShardReader, two: tuple[Conversion, Conversion]) -> bool:
     return not all(torch.equal(first, second) for first, second in rows)
 
 
-def misfits_of(hf: PreTrainedModel, source: ModelSource) -> list[str]:
-    """Return the problems that prevent filling a model on the meta device; reads headers only."""
+def misfits_of(hf: PreTrainedModel, source: ModelSource, *, grown: bool = False) -> list[str]:
+    """Return the problems that prevent filling a model on the meta device; see `_misfits`."""
     if source.storage is None:
         return [f"model.path={source.name} is a preset of language models, and has no weights"]
     try:
         stored = read_headers(source.storage)
     except ValueError as error:
         return str(error).splitlines()
-    return _misfits(hf, _plan(hf, stored)[0], source.name, source.storage.url)
+    return _misfits(hf, _plan(hf, stored)[0], source.name, source.storage.url, grown=grown)
+
+
+def _tables(hf: PreTrainedModel) -> set[str]:
+    """Return the names of the embedding and the head, with its bias."""
+    modules = hf.get_input_embeddings(), hf.get_output_embeddings()
+    own = {id(p) for module in modules if module is not None for p in module.parameters()}
+    return {name for name, p in base_state(hf, keep_vars=True).items() if id(p) in own}
 
 
 def _build_problems(source: ModelSource, config: PretrainedConfig) -> list[str]:
@@ -238,9 +255,17 @@ def _plan(
 
 
 def _misfits(
-    hf: PreTrainedModel, plan: list[Conversion], name: str, url: str, drawn: Collection[str] = ()
+    hf: PreTrainedModel,
+    plan: list[Conversion],
+    name: str,
+    url: str,
+    drawn: Collection[str] = (),
+    grown: bool = False,
 ) -> list[str]:
-    """Return the problems of parameters that no tensor fills, or one of another shape."""
+    """Return the problems of parameters that no tensor fills, or one of another shape.
+
+    The embedding and the head of a `grown` model may have rows more than on disk.
+    """
     wanted = base_state(hf)
     shapes = {target: shape for conversion in plan for target, shape in conversion.targets.items()}
     missing = [names[0] for names in _tied_names(hf) if not {*shapes, *drawn} & set(names)]
@@ -253,6 +278,10 @@ def _misfits(
             "Copy the whole folder"
         )
     wrong = [key for key in shapes if key in wanted and shapes[key] != wanted[key].shape]
+    for key in {*wrong} & (_tables(hf) if grown else set()):
+        (rows, *others), (most, *sizes) = shapes[key], wanted[key].shape
+        if others == sizes and rows < most:
+            wrong.remove(key)
     for key in wrong[:MAX_NAMED]:
         misfits.append(
             f"model.path={name} has {key} as {list(shapes[key])} in {url}, but config.json makes "
@@ -273,7 +302,11 @@ def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
 
 @torch.no_grad()  # gradient mode is per thread
 def _load_one(
-    hf: PreTrainedModel, conversion: Conversion, tensors: State, reader: ShardReader
+    hf: PreTrainedModel,
+    conversion: Conversion,
+    tensors: State,
+    reader: ShardReader,
+    new: NewTokens,
 ) -> int:
     """Fill the local part of one conversion's parameters; return the bytes read for it."""
     if conversion.converter is not None and not conversion.is_stack():
@@ -298,7 +331,7 @@ def _load_one(
         return value.nbytes
     if conversion.converter is None:
         ((pattern, (key,)),) = conversion.sources.items()
-        part = reader.rows(key, offsets[0], sizes[0]) if sizes else reader.rows(key)
+        part = _rows(reader, key, offsets[0], sizes[0], new) if sizes else reader.rows(key)
         read = {pattern: [part]}
     else:
         mine = slice(offsets[0], offsets[0] + sizes[0])  # the experts held by this rank
@@ -312,6 +345,23 @@ def _load_one(
         value = value.narrow(dim, offsets[dim], sizes[dim])
     local_part(target).copy_(value)
     return num_bytes
+
+
+def _rows(reader: ShardReader, key: str, start: int, count: int, new: NewTokens) -> Tensor:
+    """Read rows of a tensor, with those of `new` tokens.
+
+    A new token's row is the mean of the rows of its pieces (Gee et al. 2022, Fast Vocabulary
+    Transfer, arXiv 2402.09977): two control tokens so do not begin alike, as by the mean of all.
+    """
+    there = max(0, min(count, reader.stored[key].shape[0] - start)) if new else count
+    part = reader.rows(key, start, there)
+    if new:
+        part = torch.cat([part, part.new_zeros(count - there, *part.shape[1:])])
+    for token, pieces in new.items():
+        if pieces and start <= token < start + count:
+            rows = [reader.rows(key, piece, 1)[0].float() for piece in pieces]
+            part[token - start] = torch.stack(rows).mean(0)
+    return part
 
 
 def _rows_of_experts(conversion: Conversion, reader: ShardReader, start: int, count: int) -> Tensor:
@@ -357,6 +407,7 @@ def _check_ties(
     tensors: dict[str, Tensor],
     reader: ShardReader,
     name: str,
+    new: NewTokens,
 ) -> None:
     """Compare tensors that config.json ties but that are stored twice.
 
@@ -366,5 +417,5 @@ def _check_ties(
         ((key,),) = conversion.sources.values()
         offsets, sizes = local_slice(tensors[alias])
         held = local_part(tensors[alias]).detach().cpu()
-        if not torch.equal(held, reader.rows(key, offsets[0], sizes[0]).to(held.dtype)):
+        if not torch.equal(held, _rows(reader, key, offsets[0], sizes[0], new).to(held.dtype)):
             raise ValueError(_untied(name, first, alias))

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.config import Config, ConfigError, VisionConfig
-from rayapp.config.lora import opened_by
+from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.planner.advice import (
     Suggestion,
     cheapest,
@@ -77,6 +77,8 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
         if lora is not None and lora.target_parameters and not lora.merge:
             kind = question.layout.shape.model_type
             planned.reasons.append(opened_by(kind, lora.target_parameters))
+        if lora is not None and config.model.new_tokens and not lora.merge:
+            planned.reasons.append(NEW_TOKENS)
         return planned
     except ValueError as error:
         if isinstance(error, ConfigError):

@@ -63,6 +63,19 @@ class Measured:
     """The model computes all logits at once, because it changes them after the head."""
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """How many parameters train.freeze names."""
+
+    parameters: int = 0
+    matrices: int = 0
+    """Of hidden linear layers, which Muon trains."""
+    tables: int = 0
+    """Of embeddings."""
+    head: bool = False
+    """The output layer has no gradient."""
+
+
 class ReadModel(Protocol):
     """Read the shape of a model that has no formula here from what transformers builds of it."""
 

@@ -15,12 +15,13 @@ rayapp/train/trace.py runs the real step on fake tensors, and tests compare thes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from rayapp.config.language import Checkpointing, Optimizer, Precision, Strategy
 from rayapp.hardware import GIB
 from rayapp.planner.flops import model_flops
+from rayapp.planner.measured import Frozen
 from rayapp.planner.shape import Shape, kept_linears, lora_parameters, targeted
 
 FP32 = 4  # bytes of an fp32 number
@@ -56,12 +57,15 @@ class Layout:
     optimizer: Optimizer = "adamw"
     compiled: bool = False
     loss_chunk: int = 4096
+    frozen: Frozen = field(default_factory=Frozen)
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     lora_experts: tuple[str, ...] = ()
     """Parameters of experts that have adapters."""
     lora_method: str = "LoRA"
     dora: bool = False
+    new_tokens: int = 0
+    """Tokens with trained rows beside adapters."""
     quantize: str = "none"
     cpu_offload: bool = False
     activation_offload: bool = False
@@ -107,8 +111,9 @@ class Layout:
     def trainable(self) -> int:
         """Number of parameters that have a gradient."""
         if self.lora_rank is None:
-            return self.shape.text_parameters
-        return lora_parameters(
+            return self.shape.text_parameters - self.frozen.parameters
+        rows = self.new_tokens * (1 if self.shape.tied else 2)
+        return rows * self.shape.hidden + lora_parameters(
             self.shape, self.lora_rank, self.lora_targets, self.dora, self.lora_experts
         )
 
@@ -205,7 +210,8 @@ def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
 def state_bytes(layout: Layout) -> dict[str, float]:
     """Return the bytes of one rank's parameters, gradients and optimizer state, by name."""
     shape, shards = layout.shape, layout.shards
-    trainable, frozen = float(layout.trainable), float(FP32 * shape.beside)
+    trainable = float(layout.trainable)
+    frozen = float(FP32 * (shape.beside + layout.frozen.parameters))
     if layout.lora_rank is not None:
         quantized = 0
         if layout.quantize == "nf4":
@@ -233,6 +239,7 @@ def _optimizer_bytes(layout: Layout, trainable: float) -> float:
         return 2 * FP32 * trainable
     if layout.optimizer == "adamw8bit":
         wide = layout.shape.embedding_parameters if layout.lora_rank is None else 0
+        wide -= layout.frozen.tables
         return 2 * BYTES_8BIT * (trainable - wide) + 2 * FP32 * wide
     if layout.optimizer != "muon":
         assert_never(layout.optimizer)
@@ -240,6 +247,7 @@ def _optimizer_bytes(layout: Layout, trainable: float) -> float:
     matrices = shape.total(
         lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears
     )
+    matrices -= layout.frozen.matrices
     return FP32 * matrices + 2 * FP32 * (trainable - matrices)
 
 
@@ -348,9 +356,12 @@ def _backward_moments(layout: Layout, gradients: float) -> dict[str, dict[str, f
     block = recomputed + _in_flight_bytes(layout)
     gathers = gathered.root + gathered.blocks + 2 * gathered.prefetched
     if trains_all:  # the gradients of a block's weights, also in fp32, and of the head
-        gathers += e * (shape.block_parameters + shape.embedding_parameters)
+        head = 0 if layout.frozen.head else shape.embedding_parameters
+        gathers += e * (shape.block_parameters + head)
         gathers += FP32 * shape.block_parameters
-    share = 1 - shape.root_parameters / shape.text_parameters if trains_all else 1.0
+    share = 1.0
+    if trains_all and not layout.frozen.parameters:
+        share -= shape.root_parameters / shape.text_parameters
     of_blocks = max(accumulated, gradients * share)
     return {
         "backward": {
@@ -416,7 +427,9 @@ def _logit_bytes(layout: Layout) -> float:
     # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
     per_logit = e + fp32_logits + (e if chunk < tokens else 0)
     logits = chunk * shape.vocabulary * per_logit
-    if layout.lora_rank is not None:
+    if layout.new_tokens:  # a copy of the head has columns for them
+        return logits + e * shape.vocabulary * (shape.hidden + layout.new_tokens)
+    if layout.lora_rank is not None or layout.frozen.head:
         return logits
     # A product, which is then added to the head's fp32 gradient.
     head = shape.embedding_parameters

@@ -8,7 +8,7 @@ Only local files are read, never the network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from rayapp.hardware import Instance
 from rayapp.planner.flops import mean_context
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
-from rayapp.planner.measured import ReadModel
+from rayapp.planner.measured import Frozen, ReadModel
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
@@ -126,12 +126,13 @@ def ask(
     capacity_gib: float | None = None,
     on_cpu: bool = False,
     read: ReadModel | None = None,
+    count: Callable[[Mapping[str, Any], tuple[str, ...]], Frozen] | None = None,
 ) -> Question:
     """Return the question of a config; `usd_per_hour` overrides the price of one instance.
 
     `model` is the model's config.json, overrides included, if the caller has it. If the config
     names no instance, `capacity_gib` is the memory of a worker and `on_cpu` says it has no GPU.
-    `read` reads a model that no formula is for.
+    `read` reads a model that no formula is for, `count` counts what train.freeze names.
 
     Raises:
         ConfigError: with every problem; UnknownModel if the only one is that nothing knows the
@@ -154,6 +155,8 @@ def ask(
     layout = _layout(config, shape, precision, shards, size, micro_batches)
     no_gpu = instance.gpu is None if instance is not None else on_cpu
     layout = replace(layout, on_cpu=no_gpu)
+    if count is not None and values is not None and config.train.freeze:
+        layout = replace(layout, frozen=count(values, config.train.freeze))
     job = None
     if instance is not None and instance.gpu is not None:
         used = -(-workers // nodes)
@@ -224,6 +227,7 @@ def _layout(
         lora_experts=lora.target_parameters if lora else (),
         lora_method=lora.name if lora else "LoRA",
         dora=lora is not None and lora.dora,
+        new_tokens=len(config.model.new_tokens) if lora else 0,
         quantize=lora.quantize if lora else "none",
         cpu_offload=parallel.cpu_offload,
         activation_offload=parallel.activation_offload,
@@ -248,8 +252,9 @@ def _model_values(
     if values is None:
         return None
     values = with_overrides(values, config.model.overrides)
-    if is_drawn(config):
-        vocabulary = vocabulary_of(config, text_section(values)["vocab_size"], preset=True)
+    if is_drawn(config) or config.model.new_tokens:
+        own, drawn = text_section(values)["vocab_size"], is_drawn(config)
+        vocabulary = vocabulary_of(config, own, preset=drawn)
         if vocabulary is None:
             problems.append(
                 f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "

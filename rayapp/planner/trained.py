@@ -132,15 +132,21 @@ def vocabulary_of(config: Config, own: int, preset: bool, tokens: int | None = N
     """Return the number of embeddings of the trained model; None if the tokenizer is not at hand.
 
     `own` is the vocabulary in the model's config.json, `tokens` the tokenizer's size if it is
-    loaded. model.overrides.vocab_size comes first, and a model folder keeps its own vocabulary. A
-    preset takes the size of a tokenizer made for the run, else the larger of `own` and the
-    tokenizer's size.
+    loaded. model.overrides.vocab_size comes first, and a model folder keeps its own vocabulary,
+    which grows by model.new_tokens if there is no room for them. A preset takes the size of a
+    tokenizer made for the run, else the larger of `own` and the tokenizer's size.
     """
     own = cast(int, config.model.overrides.get("vocab_size", own))
-    if not preset or "vocab_size" in config.model.overrides:
+    new = len(config.model.new_tokens)
+    keeps = not preset or "vocab_size" in config.model.overrides
+    if keeps and not new:
         return own
     tokenizer = tokenizer_of(config, own, preset)
-    size = tokens_of(tokenizer) if tokens is None else tokens
+    size = tokens
+    if size is None and (size := tokens_of(tokenizer)) is not None:
+        size += new
+    if size is None and keeps:
+        return own + new
     if size is None or is_made(tokenizer):
         return size
     return max(size, own)

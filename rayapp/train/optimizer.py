@@ -9,7 +9,7 @@ The schedule holds no state, so a resume has nothing to restore.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, assert_never, cast
 
@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rayapp.config.language import Optimizer
 from rayapp.config.vision import ImageOptimizer
+from rayapp.model.new_tokens import NewRows
 
 CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
 
@@ -76,20 +77,26 @@ def lr_at(
     return peak * (floor + (1 - floor) * shape)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(
+    model: nn.Module, weight_decay: float, factors: Mapping[int, float] | None = None
+) -> list[dict[str, Any]]:
     """Split trainable parameters into groups with weight decay (matrices) and without.
 
     Norms, biases and embeddings do not decay; nor does an embedding tied to the output layer.
+    Parameters with a factor of the learning rate, by id, are in groups of their own.
     """
     embeddings = {id(table) for table in embedding_tables(model)}
-    decay: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-            (decay if matrix else plain).append(parameter)
-    groups = [(decay, weight_decay), (plain, 0.0)]
-    return [{"params": params, "weight_decay": value} for params, value in groups if params]
+            key = (factors or {}).get(id(parameter), 1.0), not matrix
+            groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": params, "weight_decay": 0.0 if plain else weight_decay}
+        | ({"lr_factor": factor} if factor != 1.0 else {})
+        for (factor, plain), params in sorted(groups.items(), key=lambda item: item[0])
+    ]
 
 
 def embedding_tables(model: nn.Module) -> list[nn.Parameter]:
@@ -97,7 +104,7 @@ def embedding_tables(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for module in model.modules()
-        if isinstance(module, nn.Embedding)
+        if isinstance(module, (nn.Embedding, NewRows))
         for parameter in module.parameters(recurse=False)
     ]
 
@@ -161,7 +168,13 @@ def make_image_optimizer(
 
 
 def make_optimizers(
-    kind: Optimizer, model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float]
+    kind: Optimizer,
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    factors: Mapping[int, float] | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of all trainable parameters; call it after sharding.
 
@@ -170,9 +183,9 @@ def make_optimizers(
     batch beside ones that are not, whose second moment would round to 0. muon orthogonalizes the
     momentum of the hidden layers' matrices and scales it to the size of AdamW's updates, so that
     both use one learning rate (Liu et al. 2025, arXiv 2502.16982); AdamW updates all other
-    parameters, with embeddings and output layer.
+    parameters, with embeddings and output layer. `factors` multiply the rate, by a parameter's id.
     """
-    groups = decay_groups(model, weight_decay)
+    groups = decay_groups(model, weight_decay, factors)
     if kind == "adamw":
         return [torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)]
     make: Callable[..., torch.optim.Optimizer]
@@ -225,13 +238,14 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group, times the group's factor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            rate = lr * group.get("lr_factor", 1.0)
             if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads it
-                group["lr"].fill_(lr)
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = lr
+                group["lr"] = rate
 
 
 def clip(model: nn.Module, limit: float | None) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rayapp import planner
 from rayapp.config import Config, ConfigError, Lora, VisionConfig
+from rayapp.planner.measured import Frozen
 from rayapp.planner.shape import Shape
 from rayapp.planner.trained import with_overrides
 
@@ -26,7 +27,7 @@ def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
         ConfigError: the config cannot be planned; with every problem.
     """
     if isinstance(config, Config):
-        more["read"] = read
+        more |= {"read": read, "count": _frozen}
         if more.get("model") is None and (values := _gguf_values(config)) is not None:
             more["model"] = with_overrides(values, config.model.overrides)
     return planner.plan(config, **more)
@@ -54,6 +55,12 @@ def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | No
         UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
     """
     return _read(json.dumps(dict(config), sort_keys=True), seq_len, fp32, lora)
+
+
+def _frozen(config: Mapping[str, Any], patterns: tuple[str, ...]) -> Frozen:
+    from rayapp.train import reading
+
+    return reading.count(config, patterns)
 
 
 @lru_cache(maxsize=8)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,10 +31,11 @@ from rayapp.config import Lora
 from rayapp.model.attention import takes_any_kernel
 from rayapp.model.build import beside_text
 from rayapp.model.sharding import find_blocks
-from rayapp.planner.measured import Measured
+from rayapp.planner.measured import Frozen, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
 from rayapp.train.block_passes import BlockPass, Counted, block_pass, fixed_bytes, total_of
 from rayapp.train.on_shapes import CPU, GroupedOnShapes, build_on_shapes
+from rayapp.train.optimizer import embedding_tables, hidden_matrices
 
 # It prints a traceback of what `read` reports in a line.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -69,6 +70,20 @@ def read(
             f"{config.model_type} does not run on shapes alone: {type(error).__name__}: "
             f"{_first_line(error)}"
         ) from error
+
+
+def count(config: Mapping[str, Any], patterns: Sequence[str]) -> Frozen:
+    """Return how many parameters of the model that a config.json describes the patterns name."""
+    lm = build_on_shapes(AutoConfig.for_model(**config))
+    hidden = {id(p) for p in hidden_matrices(lm)}
+    tables = {id(p) for p in embedding_tables(lm)}
+    named = {id(p): p for pattern in patterns for p in model.matching(lm.hf, pattern, trained=True)}
+
+    def size(ids: Iterable[int]) -> int:
+        return sum(named[each].numel() for each in ids)
+
+    head = id(lm.hf.get_output_embeddings().weight) in named
+    return Frozen(size(named), size(hidden & named.keys()), size(tables & named.keys()), head)
 
 
 @dataclass(frozen=True)

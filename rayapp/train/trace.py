@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,6 +61,8 @@ def trace(
     loss_chunk: int = 4096,
     accumulation: int = 1,
     lora: Lora | None = None,
+    freeze: Sequence[str] = (),
+    new_tokens: int = 0,
 ) -> Trace:
     """Run a step of rank 0 of `world` ranks on fake tensors, with the optimizer's state in place.
 
@@ -74,7 +76,8 @@ def trace(
         frozen = torch.float32 if lora is None else param_dtype or torch.float32
         lm = build_on_shapes(config, loss, frozen)
         if lora is not None:
-            model.add_adapters(lm, lora)
+            model.add_adapters(lm, lora, range(new_tokens))
+        model.freeze(lm.hf, freeze)
         model.checkpoint_activations(lm, activation_checkpointing)
         mesh = model.device_mesh(DEVICE.type, strategy=strategy, replicas=replicas)
         model.shard(lm, mesh, strategy=strategy, param_dtype=param_dtype)
@@ -118,12 +121,13 @@ def trace_config(config: Config, layout: Layout) -> Trace:
         loss_chunk=layout.loss_chunk,
         accumulation=2 if layout.accumulates else 1,
         lora=config.model.lora,
+        freeze=config.train.freeze,
+        new_tokens=len(config.model.new_tokens),
     )
 
 
 def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:
-    options = {"lr": 1e-3, "weight_decay": 0.1}
-    (optimizer,) = make_optimizers("adamw", lm, betas=(0.9, 0.95), **options)
+    (optimizer,) = make_optimizers("adamw", lm, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
     shards = sum(p.to_local().nbytes for p in lm.parameters())
     ids = torch.zeros(micro_batch, seq_len, dtype=torch.long, device=DEVICE)
     for parameter in lm.parameters():  # a first step makes the optimizer's state

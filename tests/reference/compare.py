@@ -51,6 +51,7 @@ def problems_in_bf16(done: Done) -> list[str]:
     found += [f"{name} is rounded to bf16" for name in rounded]
     if lora["merge"]:
         base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        plain.with_new_tokens(base, path, done.config["model"]["new_tokens"])
         merged = PeftModel.from_pretrained(base, folder).merge_and_unload().state_dict()
         opened = AutoModelForCausalLM.from_pretrained(done.folder / "model")
         for name, value in opened.state_dict().items():
@@ -94,6 +95,7 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
     """Compare what is exported; adapters are opened by peft, models by transformers."""
     path, lora = done.config["model"]["path"], done.config["model"]["lora"]
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    new = plain.with_new_tokens(base, path, done.config["model"]["new_tokens"])
     before = base.state_dict()
     before = {name: value.clone() for name, value in before.items()}
     found, exported = [], done.folder / "model"
@@ -102,6 +104,9 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
         opened = PeftModel.from_pretrained(base, folder)
         ours, theirs = _adapters(opened), _adapters(expected.model)
         first = dict.fromkeys(theirs, torch.zeros(()))
+        for name in theirs:
+            table, _, rows = name.removeprefix("base_model.model.").partition(".token_adapter.")
+            first |= {name: before[f"{table}.weight"][new]} if rows else {}
         of_adapters = {_peft_name(name): mask for name, mask in rounding.items()}
         found += [f"adapter: {text}" for text in _apart(ours, theirs, first, of_adapters)]
         settings = json.loads((folder / "adapter_config.json").read_text())
@@ -124,7 +129,7 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
 
 def _adapters(model: PeftModel) -> dict[str, torch.Tensor]:
     """Return the adapters' tensors; of experts the updates, whose factors peft stacks otherwise."""
-    tensors = dict(get_peft_model_state_dict(model))
+    tensors = dict(get_peft_model_state_dict(model, save_embedding_layers=False))
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
             tensors = {key: t for key, t in tensors.items() if not key.startswith(f"{name}.lora_")}
@@ -134,7 +139,8 @@ def _adapters(model: PeftModel) -> dict[str, torch.Tensor]:
 
 def _peft_name(name: str) -> str:
     """Return the name that peft gives a parameter in a state dict."""
-    return name.replace("vector.default.weight", "vector").replace(".default.", ".")
+    name = name.replace("vector.default.weight", "vector").removesuffix(".default")
+    return name.replace(".default.", ".")
 
 
 def _stored(folder: Path) -> dict[str, torch.Tensor]:

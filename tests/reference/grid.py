@@ -30,6 +30,7 @@ CHOICES: dict[str, list[Any]] = {
     "train.weight_decay": [0.1, 0.0, 1.0],
     "train.betas": ["0.9,0.95", "0.8,0.999"],
     "train.grad_clip": [1.0, 0.3, "none"],
+    "train.lr_by_name": [{}, {}, {"*.0.*weight": 0.5, "*": 2.0}],
     "train.z_loss": [0.0, 0.0, 1e-3],
     "train.label_smoothing": [0.0, 0.0, 0.1],
     "train.router_loss": ["auto", 0, 0.2],
@@ -100,11 +101,16 @@ def named(root: Path) -> list[Run]:
     tokenizer, files = made.bpe(), made.make_data(root)
     short = BASE | {"train.max_steps": 3, "train.warmup_steps": 0, "data.path": str(files["text"])}
 
-    def run(name: str, model: str, **more: Any) -> Run:
+    def run(name: str, model: str, legs: Legs = ((2, None),), **more: Any) -> Run:
         path = str(made.make_model(model, root, tokenizer))
         fields = {field.replace("__", "."): value for field, value in more.items()}
-        return Run(name, short | {"model.path": path} | fields, ((2, None),))
+        return Run(name, short | {"model.path": path} | fields, legs)
 
+    template = root / "template.jinja"
+    text = str(tokenizer.chat_template)
+    template.write_text(text.replace("<|im_start|>", "<|turn|>").replace("<|im_end|>", "<|end|>"))
+    chats = {"data__path": str(files["chat"]), "data__chat_template": str(template)}
+    chats["model__new_tokens"] = ["<|turn|>", "<|end|>"]
     adapters = {"rank": 4, "alpha": 8}
     of_experts = {"target_parameters": ["down_proj", "gate_up_proj"]}
     return [
@@ -115,9 +121,27 @@ def named(root: Path) -> list[Run]:
         run("eager", "gemma2"),
         run("padding", "mixtral", data__pack=False),
         run("muon", "gpt2", train__optimizer="muon"),
+        run(
+            "by-name",
+            "llama_tied",
+            train__freeze=["lm_head*", "model.layers.0.*"],
+            train__lr_by_name={"*.mlp.*": 4.0, "*norm*": 0.5},
+        ),
+        run("new-tokens", "llama", train__weight_decay=1.0, **chats),
+        run("new-rows", "llama_tied", ((2, 1), (3, None)), model__lora=adapters, **chats),
+        run("new-rows-merged", "llama", model__lora=adapters | {"merge": True}, **chats),
+        run("new-rows-whole-logits", "gemma2", model__lora=adapters, **chats),
+        run("lora-plus", "llama", model__lora=adapters, train__lr_by_name={"*.lora_B.*": 16.0}),
         run("dora", "gpt2", model__lora=adapters | {"dora": True, "merge": True}),
         run("experts", "mixtral", model__lora=adapters | of_experts | {"merge": True}),
         run("bf16", "llama", train__precision="bf16", model__lora=adapters),
+        run(
+            "bf16-new-rows",
+            "llama_tied",
+            train__precision="bf16",
+            model__lora=adapters | {"merge": True},
+            **chats,
+        ),
         run(
             "bf16-merged", "llama", train__precision="bf16", model__lora=adapters | {"merge": True}
         ),
@@ -157,6 +181,8 @@ def _run(name: str, draw: random.Random, root: Path, tokenizer: Any, files: dict
         fields["model.lora"] = adapters
     elif draw.random() < 0.3:
         fields["train.optimizer"] = "muon"
+    if "model.lora" not in fields and draw.random() < 0.3:
+        fields["train.freeze"] = ["*.0.*", "*norm*"]
     return Run(name, fields, legs)
 
 

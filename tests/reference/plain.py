@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 Config = dict[str, Any]
@@ -47,6 +48,9 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
     """Train on the given steps of a run of `num_steps`, then evaluate."""
     torch.set_num_threads(1)
     settings, model = config["train"], open_model(config).train()
+    for pattern in settings["freeze"]:
+        for name, p in names(model):
+            p.requires_grad_(p.requires_grad and not fnmatchcase(name, pattern))
     weight, optimizer = router_weight(model, settings), Optimizer(model, settings)
     divisors = optimizer.divisors
     outcome = Outcome(
@@ -76,10 +80,33 @@ def open_model(config: Config) -> nn.Module:
     path, lora, overrides = (config["model"][name] for name in ("path", "lora", "overrides"))
     exact = {"dtype": torch.float32, "attn_implementation": "eager"}
     hf = AutoModelForCausalLM.from_pretrained(path, **exact, **overrides)
-    return hf if lora is None else with_adapters(hf, lora, config["run"]["seed"])
+    new = with_new_tokens(hf, path, config["model"]["new_tokens"])
+    return hf if lora is None else with_adapters(hf, lora, config["run"]["seed"], new)
 
 
-def with_adapters(hf: Any, lora: Config, seed: int) -> nn.Module:
+@torch.no_grad()
+def with_new_tokens(hf: Any, path: str, tokens: list[str]) -> list[int]:
+    """Let transformers resize the model; a new row is the mean of the token's old pieces'."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    pieces = [tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens]
+    new = list(range(len(tokenizer), len(tokenizer) + len(tokens)))
+    if new and new[-1] >= hf.config.vocab_size:
+        hf.resize_token_embeddings(new[-1] + 1, mean_resizing=False)
+    layers = hf.get_input_embeddings(), hf.get_output_embeddings()
+    for table in {id(layer.weight): layer.weight for layer in layers}.values():
+        for token, old in zip(new, pieces, strict=True):
+            table[token] = table[old].mean(0)
+    return new
+
+
+def names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter with its names in the files of the model or of peft's adapter."""
+    for name, p in model.named_parameters(remove_duplicate=False):
+        name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        yield name.replace(".default.", "."), p
+
+
+def with_adapters(hf: Any, lora: Config, seed: int, new: list[int]) -> nn.Module:
     """Let peft add adapters to the blocks' linear layers, and draw their first factors."""
     head, kinds = hf.get_output_embeddings(), (nn.Linear, Conv1D)
     found = {name: m for name, m in hf.named_modules() if isinstance(m, kinds) and m is not head}
@@ -94,6 +121,7 @@ def with_adapters(hf: Any, lora: Config, seed: int) -> nn.Module:
         use_rslora=lora["rslora"],
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
         task_type="CAUSAL_LM",
+        trainable_token_indices=trained_rows(hf, new) if new else None,
     )
     if lora["quantize"] == "nf4":
         round_to_4_bits(hf)
@@ -106,6 +134,12 @@ def with_adapters(hf: Any, lora: Config, seed: int) -> nn.Module:
             values = torch.zeros(parameter.shape).uniform_(-1, 1, generator=drawn)
             parameter.data = values / math.sqrt(parameter.shape[1])
     return model
+
+
+def trained_rows(hf: Any, new: list[int]) -> dict[str, list[int]]:
+    """Return the new tokens by the names of the embedding and of a head that is not tied."""
+    layers = {id(m.weight): m for m in (hf.get_output_embeddings(), hf.get_input_embeddings())}
+    return {name: new for name, m in hf.named_modules() if m in layers.values()}
 
 
 @torch.no_grad()
@@ -209,9 +243,14 @@ class Optimizer:
 
     def __init__(self, model: Any, settings: Config) -> None:
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        tables |= {id(p) for name, p in model.named_parameters() if ".trainable_tokens_" in name}
         layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
         hidden = {id(m.weight) for m in layers if m is not model.get_output_embeddings()} - tables
         self.betas, self.steps, self.parameters = settings["betas"], 0, []
+        self.factors: dict[int, float] = {}
+        for pattern, factor in reversed(settings["lr_by_name"].items()):
+            found = {id(p): factor for name, p in names(model) if fnmatchcase(name, pattern)}
+            self.factors |= found
         for p in model.parameters():
             decay = settings["weight_decay"] if p.ndim > 1 and id(p) not in tables else 0.0
             muon = settings["optimizer"] == "muon" and id(p) in hidden
@@ -227,7 +266,7 @@ class Optimizer:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, peak: float) -> None:
         """Update all parameters that have a gradient, and clear it."""
         self.steps += 1
         found = [p.grad for p, *_ in self.parameters if p.grad is not None]
@@ -236,6 +275,7 @@ class Optimizer:
             gradient, p.grad = p.grad, None
             if gradient is None:
                 continue
+            lr = peak * self.factors.get(id(p), 1.0)
             p.mul_(1 - lr * decay)
             if muon:
                 first.lerp_(gradient, 0.05)
