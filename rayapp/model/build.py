@@ -96,7 +96,9 @@ class LanguageModel(Wrapper):
         self.plain_head = _head_is_plain(hf)
         self.router_loss, coefficient = _router_loss(hf)
         self.router_weight = coefficient if router_weight is None else router_weight
-        self._router_sums: list[Tensor] = []
+        self.shows_objective = False
+        """Whether the loss's own objective is among the sums of `take_sums`."""
+        self._sums: dict[str, list[Tensor]] = {}
         self.routing = Routing(hf)
         taker = hf.base_model if self.plain_head else hf
         self.takes_positions = "position_ids" in inspect.signature(taker.forward).parameters
@@ -146,15 +148,18 @@ class LanguageModel(Wrapper):
         routed = self.router_loss if self.training and self.router_weight else None
         if routed:
             inputs["output_router_logits"] = True
-        if self.training and self.routing.experts and torch.is_grad_enabled():
+        counted = self.training and torch.is_grad_enabled()
+        if counted and self.routing.experts:
             self.routing.begin(present, input_ids.device)
         objective, loss, router_logits = self._run(inputs, labels, each)
+        if counted and self.shows_objective:
+            self._sums.setdefault("own_loss", []).append(objective.detach())
         self.routing.counting = False  # recomputation in the backward pass does not count
         if routed and router_logits:  # a mixture may have dense layers alone
             balance = routed(router_logits, present) * (labels != -100).sum()
             objective = objective + self.router_weight * balance
-            if torch.is_grad_enabled():
-                self._router_sums.append(balance.detach())
+            if counted:
+                self._sums.setdefault("router_loss", []).append(balance.detach())
         if of_source is None or each is None:
             return objective, loss
         return objective, loss, of_source.double() @ each.double().view(num_rows, -1).sum(1)
@@ -176,12 +181,13 @@ class LanguageModel(Wrapper):
         return objective, loss, getattr(output, "router_logits", None)
 
     def take_sums(self) -> dict[str, Tensor]:
-        """Return the router loss of the micro-batches since the last call, without its weight.
+        """Return further sums of the micro-batches since the last call, over loss-bearing tokens.
 
-        It is summed over loss-bearing tokens; {} if it is not in the objective.
+        They are the objective of a loss of the user's own, and the router loss without its weight,
+        if it is in the objective.
         """
-        sums, self._router_sums = self._router_sums, []
-        return {"router_loss": torch.stack(sums).sum()} if sums else {}
+        sums, self._sums = self._sums, {}
+        return {name: torch.stack(parts).sum() for name, parts in sums.items()}
 
 
 def build(
