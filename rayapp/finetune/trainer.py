@@ -87,8 +87,9 @@ class LanguageTrainer(Trainer):
         """
         lm, packed = self.parts.lm, self.spec.config.data.pack and self.spec.order.num_steps > 0
         apart = not packed or model.keeps_documents_apart(lm, self.device)
-        if not apart and model.split_documents(lm):
-            apart = model.keeps_documents_apart(lm, self.device)
+        for by_row in (True, False):
+            if not apart and model.split_documents(lm, by_row):
+                apart = model.keeps_documents_apart(lm, self.device)
         if not apart:
             raise model.Unavailable(
                 f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
@@ -98,6 +99,9 @@ class LanguageTrainer(Trainer):
         slow = model.why_not_grouped(lm.hf, compute, self.device, compiled)
         if slow and dist.get_rank() == 0:
             print(f"experts: no grouped products, and so slower: {slow}", flush=True)
+        lacked = model.missing_kernels(lm.hf) if self.device.type == "cuda" else []
+        if lacked and dist.get_rank() == 0:
+            print(f"mixers: no kernels, and so slower: install {' and '.join(lacked)}", flush=True)
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
             return {"compile": None}

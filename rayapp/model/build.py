@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rayapp.model import longrope
+from rayapp.model import longrope, scans
 from rayapp.model.attention import BY_BOUNDARIES, IMPLEMENTATIONS
 from rayapp.model.experts import Routing
 from rayapp.model.quantize import Linear4bit
@@ -103,8 +103,8 @@ class LanguageModel(Wrapper):
         taker = hf.base_model if self.plain_head else hf
         self.takes_positions = "position_ids" in inspect.signature(taker.forward).parameters
         self.splits_documents = False
-        """Layers that mix along the sequence without attention run document by document."""
-        self.bounds: list[int] | None = None
+        """Layers that mix along the sequence without attention are told the documents."""
+        self.bounds: Tensor | None = None
         """The documents' edges in the micro-batch that is running, for those layers."""
 
     def forward(
@@ -137,8 +137,7 @@ class LanguageModel(Wrapper):
         if position_ids is not None and self.takes_positions:
             inputs["position_ids"] = position_ids
         if self.splits_documents:
-            packed = position_ids is not None and boundaries is not None
-            self.bounds = boundaries.tolist() if packed and boundaries is not None else None
+            self.bounds = None if position_ids is None else boundaries
         if self.by_boundaries and position_ids is not None:
             assert boundaries is not None, "this attention needs the documents' boundaries"
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
@@ -212,6 +211,7 @@ def build(
             trust_remote_code=False,
         )
     longrope.by_document(hf)
+    scans.guard(hf)
     return LanguageModel(hf, loss, source_dtype, attention, router_weight)
 
 
