@@ -150,6 +150,17 @@ def test_kernels_run_once_for_each_row(kind: str, kernels: list[str]) -> None:
         assert (expected[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-5, name
 
 
+def test_a_kernel_is_for_gpus_alone() -> None:
+    def kernel(*args: Any) -> Any:
+        raise AssertionError("no kernel runs here")
+
+    row = torch.ones(1, 2, 3)
+    found = scans.Scan("f", "fla", kernel, lambda x, y: x + y, frozenset({"x", "y"}))
+    assert torch.equal(found(row, 1, cu_seqlens=None), row + 1)
+    found = scans.kernel_packages(filled("Qwen3Next").hf)
+    assert list(found) == ["causal-conv1d", "flash-linear-attention"]
+
+
 def test_recomputation_runs_document_by_document_too() -> None:
     plain, saving = filled("Lfm2").train(), filled("Lfm2").train()
     checkpoint_activations(saving, "full")

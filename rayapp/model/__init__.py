@@ -42,7 +42,7 @@ from rayapp.model.lora import (
     unknown_targets,
 )
 from rayapp.model.mixers import split_documents
-from rayapp.model.scans import missing as missing_kernels
+from rayapp.model.scans import kernel_packages
 from rayapp.model.sharding import device_mesh, held, num_nodes, shard
 from rayapp.model.source import ModelSource, processor_files, published, resolve
 from rayapp.model.weights import LoadStats, load_weights, problems
@@ -74,12 +74,12 @@ __all__ = [
     "init_adapters",
     "init_weights",
     "keeps_documents_apart",
+    "kernel_packages",
     "linear_names",
     "load_adapters",
     "load_weights",
     "measure_compile",
     "merge_adapters",
-    "missing_kernels",
     "needs_folder",
     "no_loss",
     "num_nodes",

@@ -1,7 +1,7 @@
 """Let what mixes along the sequence without attention take packed rows, on any device.
 
-    guard(hf)                          # in build()
-    takes_rows(mixer), missing(hf)     # {"flash-linear-attention"}
+    guard(hf)                                  # in build()
+    takes_rows(mixer), kernel_packages(hf)     # {"flash-linear-attention": False}
 
 Gated delta rules, Mamba 2 and short convolutions of transformers call functions that packages
 replace by kernels. The kernels take the boundaries of a row's documents, and run on GPUs alone;
@@ -120,11 +120,12 @@ def takes_rows(module: nn.Module) -> bool:
     return CONVOLUTION in names and names <= {CONVOLUTION, FUSED, *SCANS, *OF_GENERATION}
 
 
-def missing(hf: nn.Module) -> list[str]:
-    """Return the packages with kernels for the model's mixers that are not installed."""
+def kernel_packages(hf: nn.Module) -> dict[str, bool]:
+    """Return the packages with kernels for the model's mixers, and whether each is installed."""
     every = [scan for module in hf.modules() for scan in scans_of(module).values()]
-    lacked = {scan.package for scan in every if scan.kernel is None}
-    return sorted(PACKAGES.get(package, package) for package in lacked)
+    named = {PACKAGES.get(scan.package, scan.package): scan.package for scan in every}
+    lacked = {scan.package for scan in every if scan.kernel is None and scan.name != FUSED}
+    return {name: named[name] not in lacked for name in sorted(named)}
 
 
 def scans_of(module: nn.Module) -> dict[str, Scan]:
