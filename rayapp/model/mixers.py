@@ -36,64 +36,45 @@ def split_documents(model: LanguageModel, by_row: bool = True) -> bool:
     for block in find_blocks(model.hf):
         for module in block.modules():
             if any(isinstance(child, nn.Conv1d) for child in module.children()):
-                run = _by_row if by_row and takes_rows(module) else _by_document
-                before = module.forward
-                if isinstance(before, partial):
-                    before = before.args[1]
-                module.forward = partial(run, model, before)
-                some = some or not by_row or run is _by_row
+                before, rows = module.forward, by_row and takes_rows(module)
+                before = before.args[1] if isinstance(before, partial) else before
+                module.forward = partial(_run, model, before, rows)
+                some = some or rows or not by_row
     model.splits_documents = model.splits_documents or some
     return some
 
 
-def _end_to_end(given: Any) -> tuple[Any, tuple[int, int]]:
-    """Lay rows end to end; return them and the shape of the rows, (B, S).
-
-    Shapes: hidden states [B, S, H] are the first tensor; others that begin with [B, S] are laid
-    along with them.
-    """
-    rows, length = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)).shape[:2]
-
-    def laid(tensor: Tensor) -> Tensor:
-        if tensor.shape[:2] != (rows, length):
-            return tensor
-        return tensor.reshape(1, rows * length, *tensor.shape[2:])
-
-    return tree_map_only(Tensor, laid, given), (rows, length)
-
-
-def _without_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a mixer without what tells attention the documents."""
-    kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
-    return {name: value for name, value in kwargs.items() if not name.startswith("cu_seq_lens")}
-
-
 @torch.compiler.disable
-def _by_row(model: LanguageModel, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a mixer on the rows laid end to end, with the boundaries of their documents."""
+def _run(model: LanguageModel, forward: Any, by_row: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a mixer on the rows laid end to end, or on each document of them.
+
+    Shapes: hidden states [B, S, H] are its first tensor; others that begin with [B, S] are laid,
+    and split, along with them. The result is a tensor [B, S, ...].
+    """
     bounds = model.bounds
     if bounds is None:
         return forward(*args, **kwargs)
-    (args, kwargs), shape = _end_to_end((args, _without_documents(kwargs)))
-    numbers = numbers_of(bounds, shape[0] * shape[1]).int()[None]  # causal-conv1d and mamba-ssm
-    mixed = forward(*args, **kwargs, cu_seq_lens_q=bounds.long(), seq_idx=numbers)
-    return mixed.reshape(*shape, *mixed.shape[2:])
-
-
-@torch.compiler.disable
-def _by_document(model: LanguageModel, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a mixer on each document; the result is a tensor [B, S, ...]."""
-    if model.bounds is None:
-        return forward(*args, **kwargs)
-    given, shape = _end_to_end((args, _without_documents(kwargs)))
+    kwargs = {
+        name: None if name == "attention_mask" else value
+        for name, value in kwargs.items()
+        if not name.startswith("cu_seq_lens")
+    }
+    given = (args, kwargs)
+    rows, length = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)).shape[:2]
 
     def part(start: int, end: int, tensor: Tensor) -> Tensor:
-        whole = tensor.shape[:2] == (1, shape[0] * shape[1])
-        return tensor[:, start:end] if whole else tensor
+        if tensor.shape[:2] != (rows, length):
+            return tensor
+        return tensor.reshape(1, rows * length, *tensor.shape[2:])[:, start:end]
 
+    edges = [0, rows * length] if by_row else bounds.tolist()
+    more: dict[str, Tensor] = {}
+    if by_row:  # the second is for causal-conv1d and mamba-ssm
+        numbers = numbers_of(bounds, rows * length).int()
+        more = {"cu_seq_lens_q": bounds.long(), "seq_idx": numbers[None]}
     results = []
-    for start, end in pairwise(model.bounds.tolist()):
+    for start, end in pairwise(edges):
         its_args, its_kwargs = tree_map_only(Tensor, partial(part, start, end), given)
-        results.append(forward(*its_args, **its_kwargs))
+        results.append(forward(*its_args, **its_kwargs, **more))
     mixed = torch.cat(results, 1)
-    return mixed.reshape(*shape, *mixed.shape[2:])
+    return mixed.reshape(rows, length, *mixed.shape[2:])

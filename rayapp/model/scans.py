@@ -24,17 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-PACKAGES = {
-    "causal_conv1d": "causal-conv1d",
-    "fla": "flash-linear-attention",
-    "mamba_ssm": "mamba-ssm",
-}
 CONVOLUTION, FUSED = "causal_conv1d_fn", "mamba_split_conv1d_scan_combined"
 SCANS = ("chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined")
-OF_GENERATION = (  # one token after another
-    *("causal_conv1d_update", "selective_state_update"),
-    *("fused_recurrent_gated_delta_rule", "fused_recurrent_kda"),
-)
+ONE_DOCUMENT = ("mamba_inner_fn", "selective_scan_fn")  # which take no boundaries
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,15 +109,18 @@ def guard(hf: nn.Module) -> None:
 def takes_rows(module: nn.Module) -> bool:
     """Return whether all that mixes a module's tokens is told the documents of a row."""
     names = {scan.name for scan in scans_of(module).values()}
-    return CONVOLUTION in names and names <= {CONVOLUTION, FUSED, *SCANS, *OF_GENERATION}
+    return CONVOLUTION in names and names.isdisjoint(ONE_DOCUMENT)
 
 
 def kernel_packages(hf: nn.Module) -> dict[str, bool]:
     """Return the packages with kernels for the model's mixers, and whether each is installed."""
     every = [scan for module in hf.modules() for scan in scans_of(module).values()]
-    named = {PACKAGES.get(scan.package, scan.package): scan.package for scan in every}
     lacked = {scan.package for scan in every if scan.kernel is None and scan.name != FUSED}
-    return {name: named[name] not in lacked for name in sorted(named)}
+    found = {
+        "flash-linear-attention" if name == "fla" else name.replace("_", "-"): name not in lacked
+        for name in {scan.package for scan in every}
+    }
+    return dict(sorted(found.items()))
 
 
 def scans_of(module: nn.Module) -> dict[str, Scan]:
