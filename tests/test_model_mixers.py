@@ -182,6 +182,12 @@ def test_a_recurrent_model_needs_no_positions() -> None:
     assert split_documents(lm, by_row=False) and keeps_documents_apart(lm, CPU)
 
 
+def test_a_mixer_that_returns_more_than_a_tensor_runs_by_document() -> None:
+    lm = model_of("RecurrentGemma", {})
+    assert not keeps_documents_apart(lm, CPU) and not split_documents(lm)
+    assert split_documents(lm, by_row=False) and keeps_documents_apart(lm, CPU)
+
+
 @pytest.mark.parametrize("window", [4, 64])
 def test_sinks_are_those_of_transformers(window: int) -> None:
     """The kernel with sinks against transformers' eager attention, document by document."""

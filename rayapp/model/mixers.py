@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from rayapp.model.build import LanguageModel
 from rayapp.model.scans import numbers_of, takes_rows
@@ -49,7 +49,7 @@ def _run(model: LanguageModel, forward: Any, by_row: bool, *args: Any, **kwargs:
     """Run a mixer on the rows laid end to end, or on each document of them.
 
     Shapes: hidden states [B, S, H] are its first tensor; others that begin with [B, S] are laid,
-    and split, along with them. The result is a tensor [B, S, ...].
+    and split, along with them. The result is a tensor [B, S, ...], or a tuple with one.
     """
     bounds = model.bounds
     if bounds is None:
@@ -76,5 +76,10 @@ def _run(model: LanguageModel, forward: Any, by_row: bool, *args: Any, **kwargs:
     for start, end in pairwise(edges):
         its_args, its_kwargs = tree_map_only(Tensor, partial(part, start, end), given)
         results.append(forward(*its_args, **its_kwargs, **more))
-    mixed = torch.cat(results, 1)
-    return mixed.reshape(rows, length, *mixed.shape[2:])
+
+    def joined(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        return torch.cat(parts, 1).reshape(rows, length, *parts[0].shape[2:])
+
+    return tree_map(joined, *results)
